@@ -1,0 +1,72 @@
+"""How the work is laid over the ranks: sizes, strategies, pipeline split. Megatron's names."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def option(default: Any, help: str) -> Any:
+    """A dataclass field whose help text feeds --help and the flag reference."""
+    return field(default=default, metadata={"help": help})
+
+
+ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+PipelineSchedule = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees of parallelism and what is sharded; -1 infers one degree from the world size."""
+
+    tensor_model_parallel_size: int = option(
+        1, "ranks that split every weight matrix by columns or rows (TP)"
+    )
+    sequence_parallel: bool = option(
+        False, "split the norm, dropout and residual regions along the tokens over TP"
+    )
+    pipeline_model_parallel_size: int = option(1, "ranks that hold consecutive stages (PP)")
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "stages per pipeline rank (V); more than one interleaves them"
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "layers per stage; another way to set V"
+    )
+    pipeline_model_parallel_layout: str | None = option(
+        None, "stages written out, such as 'Et*2|(tt|)*3tL'; '|' ends a stage"
+    )
+    decoder_first_pipeline_num_layers: int | None = option(None, "layers on the first PP rank")
+    decoder_last_pipeline_num_layers: int | None = option(None, "layers on the last PP rank")
+    account_for_embedding_in_pipeline_split: bool = option(
+        False, "count the embedding as one layer when splitting evenly"
+    )
+    account_for_loss_in_pipeline_split: bool = option(
+        False, "count the head and loss as one layer when splitting evenly"
+    )
+    pipeline_schedule: PipelineSchedule = option(
+        "auto", "order of forwards and backwards; auto: 1f1b, or interleaved_1f1b when V > 1"
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
+        None, "microbatches a rank runs on one stage before the next (default: PP)"
+    )
+    context_parallel_size: int = option(1, "ranks that split every sequence (CP)")
+    expert_model_parallel_size: int = option(1, "ranks that split the experts (EP)")
+    expert_tensor_parallel_size: int = option(1, "ranks that split each expert (ETP)")
+    data_parallel_shard_size: int = option(
+        -1, "data-parallel ranks in one sharding group; -1: whatever the other degrees leave"
+    )
+    num_distributed_optimizer_instances: int = option(
+        1, "replicas of the sharding group (HSDP when more than one)"
+    )
+    data_parallel_sharding_strategy: ShardingStrategy = option(
+        "no_shard",
+        "what data-parallel ranks split: nothing, optimizer state (ZeRO-1), and gradients "
+        "(ZeRO-2), and parameters (ZeRO-3)",
+    )
+    overlap_grad_reduce: bool = option(
+        True, "reduce gradients while the last backward of a stage still runs"
+    )
+    overlap_param_gather: bool = option(
+        True, "gather the next block's sharded parameters while the current block computes"
+    )
+    grad_reduce_in_bf16: bool = option(
+        False, "send gradients as bf16 (the sum itself is fp32 when sharded)"
+    )

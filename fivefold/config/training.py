@@ -1,0 +1,100 @@
+"""What is trained on, how, and what is kept of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.config.parallel import option
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch, length, precision and evaluation."""
+
+    micro_batch_size: int = option(1, "sequences per microbatch and data-parallel rank")
+    global_batch_size: int = option(8, "sequences per optimizer step over all ranks")
+    seq_length: int = option(1024, "tokens per sequence")
+    train_iters: int = option(100, "optimizer steps")
+    seed: int = option(1234, "seeds weights, data order and dropout, the same for every layout")
+    precision: Literal["bf16", "fp32", "fp64"] = option(
+        "bf16", "compute type; bf16 keeps fp32 master weights and reduces in fp32"
+    )
+    label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
+    eval_interval: int = option(0, "steps between evaluations on the validation split; 0: never")
+    eval_iters: int = option(4, "global batches per evaluation")
+    check_for_nan_in_loss_and_grad: bool = option(
+        True, "stop before the optimizer step when the loss or gradient norm is not finite"
+    )
+    distributed_timeout_minutes: float = option(10.0, "a collective that takes longer fails")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Corpora, tokenizer and packing."""
+
+    data_path: tuple[str, ...] = option(
+        ("builtin",),
+        "files, folders or globs (.txt .md .py .jsonl .parquet), Megatron .bin/.idx prefixes, or "
+        "'builtin' (the Python standard library's sources); alternate with weights to blend",
+    )
+    tokenizer_model: str | None = option(
+        None, "path of a tokenizer.json; without it a byte-level BPE is trained on the corpus"
+    )
+    tokenizer_vocab_size: int | None = option(
+        None, "vocabulary of the tokenizer to train (default: the model's vocab_size)"
+    )
+    data_cache_path: str | None = option(
+        None, "folder for tokenised corpora (default: ~/.cache/fivefold/data)"
+    )
+    split: str = option("969,30,1", "shares of train, validation and test")
+    text_key: str = option("text", "field of a JSON line or Parquet row that holds the text")
+    reset_position_ids: bool = option(True, "count positions from each document's start")
+    reset_attention_mask: bool = option(True, "let no token attend beyond its document")
+    eod_mask_loss: bool = option(True, "take no loss for predicting past an end of document")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its learning-rate schedule and clipping."""
+
+    lr: float = option(3e-4, "peak learning rate")
+    min_lr: float = option(0.0, "learning rate that the decay ends at")
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = option(
+        "cosine", "shape of the decay after the warm-up"
+    )
+    lr_decay_iters: int | None = option(None, "step at which the decay ends (default: train_iters)")
+    lr_warmup_iters: int = option(0, "steps of linear warm-up")
+    lr_warmup_init: float = option(0.0, "learning rate that the warm-up starts from")
+    lr_wsd_decay_iters: int | None = option(None, "length of WSD's final decay, in steps")
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = option(
+        "exponential", "shape of WSD's final decay"
+    )
+    weight_decay: float = option(0.1, "decoupled weight decay; biases and norms have none")
+    adam_beta1: float = option(0.9, "decay of the first moment")
+    adam_beta2: float = option(0.95, "decay of the second moment")
+    adam_eps: float = option(1e-8, "added to the root of the second moment")
+    clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where a run lives and what it keeps."""
+
+    save: str | None = option(
+        None,
+        "run folder (default: runs/RECIPE-TIME); one that holds checkpoints is continued from "
+        "its latest",
+    )
+    load: str | None = option(None, "run folder to start from, of any layout")
+    ckpt_step: int | None = option(None, "step of --load to start from (default: its latest)")
+    save_interval: int = option(0, "steps between checkpoints; 0: only the last step")
+    keep_latest_k: int | None = option(3, "checkpoints kept; none: all")
+    async_save: bool = option(True, "write checkpoints while training goes on")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What is told and to whom; metrics.jsonl is always written."""
+
+    log_interval: int = option(1, "steps between console lines")
+    tensorboard: bool = option(False, "write TensorBoard events (extra: fivefold[tensorboard])")
+    wandb_project: str | None = option(None, "report to this W&B project (extra: fivefold[wandb])")
