@@ -1,0 +1,76 @@
+"""Which part of a global tensor lies on this rank, whatever laid it out."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, _StridedShard
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rank's part of a global tensor.
+
+    Attributes:
+        local: what the rank holds; `local.shape` is the extent of `slices`.
+        shape: of the global tensor.
+        slices: one per dim; an empty part has a slice of no length.
+    """
+
+    local: Tensor
+    shape: torch.Size
+    slices: tuple[slice, ...]
+
+    def like(self, local: Tensor) -> "Piece":
+        """Another local tensor laid out in the same way (a gradient, an optimizer state)."""
+        return Piece(local, self.shape, self.slices)
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """The local part of a parameter, DTensor or plain tensor; shares its storage."""
+    return Piece(local_tensor(tensor), global_shape(tensor), local_slices(tensor))
+
+
+def global_shape(tensor: Tensor) -> torch.Size:
+    """Shape of the whole tensor, not of this rank's shard."""
+    return tensor.shape
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's shard, detached and sharing storage; a plain tensor is its own shard."""
+    data = tensor.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """The global rows and columns that this rank's local tensor covers, one slice per dim.
+
+    FSDP2 cuts the shard that tensor parallelism left, although its mesh axis comes first; it
+    marks that with `_StridedShard`. Hence plain shards are cut first, then strided ones. Each
+    cut is that of `torch.chunk`: equal parts, the last ones smaller or empty.
+
+    Raises:
+        ValueError: the tensor has a pending reduction, or lies on a mesh without this rank.
+    """
+    spans = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"this rank is not on the mesh {tensor.device_mesh} of the tensor")
+        axes = range(tensor.device_mesh.ndim)
+        for axis in sorted(axes, key=lambda a: isinstance(tensor.placements[a], _StridedShard)):
+            placement = tensor.placements[axis]
+            if isinstance(placement, Replicate):
+                continue
+            if placement.is_partial():
+                raise ValueError(f"placement {placement} is a sum that is not done yet")
+            dim = placement.dim  # type: ignore[attr-defined]
+            spans[dim] = _chunk(*spans[dim], tensor.device_mesh.size(axis), coordinate[axis])
+    return tuple(slice(start, stop) for start, stop in spans)
+
+
+def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """The `index`-th of `torch.chunk`'s parts of [start, stop)."""
+    size = -((start - stop) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
