@@ -1,0 +1,165 @@
+"""What the model is: its architecture and the rules it must keep by itself."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args, get_origin, get_type_hints
+
+from fivefold.config.parallel import option
+from fivefold.errors import Mistakes, did_you_mean
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of a decoder-only transformer, under Megatron-LM's names.
+
+    Lengths are in tokens, sizes in features. The defaults of the optional fields are Llama's.
+    """
+
+    num_layers: int = field(metadata={"help": "transformer layers"})
+    hidden_size: int = field(metadata={"help": "features of the residual stream"})
+    num_attention_heads: int = field(metadata={"help": "query heads"})
+    vocab_size: int = field(metadata={"help": "entries of the vocabulary, before padding"})
+    num_query_groups: int | None = option(None, "key/value heads (default: as many as query heads)")
+    kv_channels: int | None = option(None, "features of a head (default: hidden size / heads)")
+    ffn_hidden_size: int | None = option(
+        None, "inner features of the MLP (default: 4 x hidden size)"
+    )
+    max_position_embeddings: int = option(4096, "longest sequence the model is made for, in tokens")
+    normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
+    norm_epsilon: float = option(1e-5, "added to the variance by the normalisation layers")
+    position_embedding_type: Literal["rope", "learned_absolute"] = option(
+        "rope", "rotary positions, or a learned table of them"
+    )
+    rotary_base: float = option(10000.0, "base (theta) of RoPE")
+    use_rope_scaling: bool = option(False, "stretch low RoPE frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = option(
+        8.0, "how far RoPE scaling stretches the lowest frequencies"
+    )
+    rope_low_freq_factor: float = option(
+        1.0, "wavelengths above original length / this are stretched fully"
+    )
+    rope_high_freq_factor: float = option(
+        4.0, "wavelengths below original length / this are left alone"
+    )
+    rope_original_max_position_embeddings: int = option(
+        8192, "sequence length before RoPE scaling, in tokens"
+    )
+    activation_func: Literal["silu", "gelu", "gelu_tanh"] = option("silu", "activation of the MLP")
+    gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
+    add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
+    add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
+    qk_layernorm: bool = option(False, "normalise each query and key head, as Qwen3 does")
+    untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
+    hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
+    attention_dropout: float = option(0.0, "dropout of attention probabilities")
+    init_method_std: float = option(0.02, "standard deviation of initial weights")
+    make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Features of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner features of the MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: the same for every layout, so that checkpoints reshard."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def q_size(self) -> int:
+        """Features of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Features of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projections have a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "max_position_embeddings",
+    "norm_epsilon",
+    "rotary_base",
+    "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_max_position_embeddings",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+)
+_CHOICES = {
+    name: get_args(kind)
+    for name, kind in get_type_hints(ModelConfig).items()
+    if get_origin(kind) is Literal
+}
+
+
+def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Add everything that is wrong with the architecture by itself to `mistakes`."""
+    not_positive = [
+        name for name in _POSITIVE if (value := getattr(model, name)) is not None and not value > 0
+    ]
+    for name in not_positive:
+        mistakes.add(f"{name} must be positive, not {getattr(model, name)}")
+    for name, choices in _CHOICES.items():
+        value = getattr(model, name)
+        if value not in choices:
+            mistakes.add(f"unknown {name} {value!r}{did_you_mean(value, choices)}", works=choices)
+    for name in ("hidden_dropout", "attention_dropout"):
+        value = getattr(model, name)
+        if not 0.0 <= value < 1.0:
+            mistakes.add(f"{name} must be in [0, 1), not {value}")
+    if not not_positive:
+        _check_heads(model, mistakes)
+    if model.use_rope_scaling and model.rope_high_freq_factor <= model.rope_low_freq_factor:
+        mistakes.add(
+            "rope_high_freq_factor must be larger than rope_low_freq_factor",
+            f"{model.rope_high_freq_factor} <= {model.rope_low_freq_factor}",
+        )
+    if model.use_rope_scaling and model.position_embedding_type != "rope":
+        mistakes.add("use_rope_scaling needs position_embedding_type rope")
+
+
+def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
+    heads, groups, hidden = model.num_attention_heads, model.num_kv_heads, model.hidden_size
+    if model.kv_channels is None and hidden % heads:
+        mistakes.add(
+            f"hidden_size {hidden} cannot be split over {heads} heads",
+            f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole, or set kv_channels)",
+            works=[f"num_attention_heads={n}" for n in _near_divisors(hidden, heads)],
+        )
+    if heads % groups:
+        mistakes.add(
+            f"{heads} query heads cannot share {groups} key/value heads",
+            f"{heads} / {groups} = {heads / groups:.2f} (must be whole)",
+            works=[f"num_query_groups={n}" for n in _near_divisors(heads, groups)],
+        )
+    if model.position_embedding_type == "rope" and model.head_dim % 2:
+        mistakes.add(f"RoPE turns pairs of features, and head size {model.head_dim} is odd")
+
+
+def _near_divisors(n: int, wanted: int) -> list[int]:
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:3])
