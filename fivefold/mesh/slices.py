@@ -53,7 +53,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     Raises:
         ValueError: the tensor has a pending reduction, or lies on a mesh without this rank.
     """
-    spans = [(0, size) for size in tensor.shape]
+    slices = [slice(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None:
@@ -66,11 +66,12 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
             if placement.is_partial():
                 raise ValueError(f"placement {placement} is a sum that is not done yet")
             dim = placement.dim  # type: ignore[attr-defined]
-            spans[dim] = _chunk(*spans[dim], tensor.device_mesh.size(axis), coordinate[axis])
-    return tuple(slice(start, stop) for start, stop in spans)
+            slices[dim] = _chunk(slices[dim], tensor.device_mesh.size(axis), coordinate[axis])
+    return tuple(slices)
 
 
-def _chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """The `index`-th of `torch.chunk`'s parts of [start, stop)."""
-    size = -((start - stop) // parts)
-    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+def _chunk(whole: slice, parts: int, index: int) -> slice:
+    """The `index`-th of the parts that `torch.chunk` cuts."""
+    size = -((whole.start - whole.stop) // parts)
+    start = min(whole.start + index * size, whole.stop)
+    return slice(start, min(start + size, whole.stop))

@@ -1,0 +1,1 @@
+"""AdamW on local shards, learning-rate schedules, gradient norm and clipping."""

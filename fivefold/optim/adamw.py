@@ -1,0 +1,111 @@
+"""AdamW over the local shards of parameters, with a state that any layout can load."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.config.training import OptimizerConfig
+from fivefold.mesh.slices import Piece, local_tensor, piece_of
+
+
+class AdamW:
+    """`torch.optim.AdamW`, fused where it can be, on this rank's shards.
+
+    Every parameter that requires a gradient is stepped in every step: a missing gradient counts
+    as zero, so that what is stepped does not depend on the layout (an expert without a token).
+
+    Args:
+        parameters: by global name, plain tensors or DTensors, already on their device.
+        config: betas, epsilon and weight decay.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
+        self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
+        self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
+        groups: list[dict] = [
+            {"params": [], "weight_decay": config.weight_decay},
+            {"params": [], "weight_decay": 0.0},
+        ]
+        for name, parameter, leaf in self._shards():
+            groups[0 if decays(name, parameter) else 1]["params"].append(leaf)
+        self._optimizer = torch.optim.AdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=_can_fuse(self._leaves.values()),
+        )
+        self._steps = 0
+        for leaf in self._leaves.values():
+            self._optimizer.state[leaf] = {
+                "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
+                "exp_avg": torch.zeros_like(leaf),
+                "exp_avg_sq": torch.zeros_like(leaf),
+            }
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, of which the bias correction depends; set it after loading a state."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        for leaf in self._leaves.values():
+            self._optimizer.state[leaf]["step"].fill_(steps)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Apply the parameters' gradients (plain or DTensor) with learning rate `lr`."""
+        for _, parameter, leaf in self._shards():
+            # FSDP2 moves unevenly cut shards to a padded storage in the first forward.
+            leaf.data = local_tensor(parameter)
+            grad = parameter.grad
+            leaf.grad = torch.zeros_like(leaf) if grad is None else local_tensor(grad)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._steps += 1
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def zero_grad(self) -> None:
+        """Drop the parameters' gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def state_tensors(self) -> dict[str, Piece]:
+        """The moments, by `optim.exp_avg.NAME` and `optim.exp_avg_sq.NAME`, for a checkpoint.
+
+        They are laid out like their parameters and share the optimizer's storage, so loading
+        into them restores it; `steps` is the rest of the state.
+        """
+        return {
+            f"optim.{moment}.{name}": piece_of(parameter).like(
+                self._optimizer.state[self._leaves[name]][moment]
+            )
+            for name, parameter in self._parameters.items()
+            for moment in ("exp_avg", "exp_avg_sq")
+        }
+
+    def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Name, parameter and local leaf of those whose shard on this rank is not empty."""
+        for name, parameter in self._parameters.items():
+            if self._leaves[name].numel():
+                yield name, parameter, self._leaves[name]
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Whether weight decay applies: not to biases nor to vectors, as in Megatron-LM.
+
+    The dims are those of the global tensor, which sharding does not change.
+    """
+    return parameter.ndim > 1 and not name.endswith(".bias")
+
+
+def _can_fuse(leaves: Iterable[Tensor]) -> bool:
+    """Whether torch has a fused kernel: on CUDA, and on the CPU unless the type is a half."""
+    return all(
+        leaf.is_cuda or (leaf.is_cpu and leaf.dtype in (torch.float32, torch.float64))
+        for leaf in leaves
+    )

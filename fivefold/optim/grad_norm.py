@@ -1,0 +1,72 @@
+"""The exact norm of a gradient that is spread over the world, and clipping by it."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fivefold.mesh.slices import local_tensor
+
+
+def owns(tensor: Tensor, replica_coordinates: Sequence[int] = ()) -> bool:
+    """Whether this rank counts the tensor among the ranks that hold the same elements.
+
+    The owner has coordinate 0 on every axis of the tensor's mesh that replicates it and on the
+    axes that its mesh does not know.
+
+    Args:
+        tensor: parameter or gradient, plain or DTensor.
+        replica_coordinates: this rank's coordinates on further axes over which the tensor is
+            replicated: all axes but `pp` for a plain parameter, the data-parallel ones for a
+            DTensor on the tp mesh alone.
+    """
+    coordinates = list(replica_coordinates)
+    if isinstance(tensor, DTensor):
+        here = tensor.device_mesh.get_coordinate() or ()
+        pairs = zip(here, tensor.placements, strict=True)
+        coordinates += [index for index, placement in pairs if placement.is_replicate()]
+    return not any(coordinates)
+
+
+@torch.no_grad()
+def global_grad_norm(
+    grads: Sequence[tuple[Tensor, bool]],
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Euclidean norm of the whole gradient, every element counted once; fp64 scalar.
+
+    One all-reduce of 8 bytes. Squares are summed in fp64 whatever the type of the gradients, so
+    the norm does not depend on how they are cut.
+
+    Args:
+        grads: pairs of a local (reduced) gradient and whether this rank counts it, see `owns`.
+        group: the ranks that hold the gradient between them, every rank once; None: this rank
+            alone holds it.
+        device: where the scalar is reduced (default: that of the first gradient).
+    """
+    counted = [local_tensor(grad) for grad, counts in grads if counts and grad.numel()]
+    device = device or (grads[0][0].device if grads else "cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if counted:
+        norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
+        total += torch.stack([norm.to(device) for norm in norms]).square().sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+@torch.no_grad()
+def clip_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place by min(1, max_norm / (norm + 1e-6)), as Megatron-LM does.
+
+    Nothing waits for the device. A norm that is not finite is the caller's to handle before.
+    """
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in map(local_tensor, grads):
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), alike in by_kind.items():
+        torch._foreach_mul_(alike, scale.to(device, dtype))

@@ -1,0 +1,56 @@
+"""The learning rate as a function of the step, with Megatron-LM's semantics."""
+
+import math
+
+from fivefold.config.training import OptimizerConfig
+from fivefold.errors import ConfigError, Mistake
+
+
+def learning_rate(step: int, optimizer: OptimizerConfig, train_iters: int) -> float:
+    """Learning rate of the optimizer step that follows `step` completed ones.
+
+    Linear warm-up from `lr_warmup_init` to `lr` over `lr_warmup_iters`, then the decay to `min_lr`
+    that ends at `lr_decay_iters` (default: `train_iters`), then `min_lr`. As in Megatron-LM
+    (`OptimizerParamScheduler.get_lr`), the first step of a warm-up runs at `lr_warmup_init`, and
+    a constant rate never falls to `min_lr`.
+
+    Raises:
+        ConfigError: WSD without the length of its decay.
+    """
+    peak, floor = optimizer.lr, optimizer.min_lr
+    warmup = optimizer.lr_warmup_iters
+    if warmup > 0 and step <= warmup:
+        return optimizer.lr_warmup_init + (peak - optimizer.lr_warmup_init) * step / warmup
+    if optimizer.lr_decay_style == "constant":
+        return peak
+    end = optimizer.lr_decay_iters if optimizer.lr_decay_iters is not None else train_iters
+    if step >= end:
+        return floor
+    if optimizer.lr_decay_style == "WSD":
+        if optimizer.lr_wsd_decay_iters is None:
+            raise ConfigError(
+                Mistake(
+                    "lr_decay_style WSD needs the length of its final decay",
+                    attempt=f"--lr-wsd-decay-iters {max(1, end // 10)}",
+                )
+            )
+        start, style = end - optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_style
+    else:
+        start, style = warmup, optimizer.lr_decay_style
+    if step <= start:
+        return peak
+    return floor + (peak - floor) * _remaining((step - start) / (end - start), style)
+
+
+def _remaining(progress: float, style: str) -> float:
+    """What is left of the decay: 1 at `progress` 0, 0 at 1."""
+    match style:
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (math.cos(math.pi * progress) + 1.0)
+        case "exponential":
+            return 2.0 * 0.5**progress - 1.0
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(progress)
+    raise ValueError(style)

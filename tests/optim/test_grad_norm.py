@@ -1,0 +1,42 @@
+import pytest
+import torch
+
+from fivefold.optim.grad_norm import clip_, global_grad_norm, owns
+
+
+def test_norm_of_one_rank_counts_only_what_it_owns() -> None:
+    grads = [torch.full((3, 3), 2.0), torch.full((4,), 4.0), torch.full((2,), 1e6)]
+    norm = global_grad_norm([(grads[0], True), (grads[1], True), (grads[2], False)])
+    assert norm.dtype == torch.float64
+    assert norm.item() == pytest.approx((9 * 4 + 4 * 16) ** 0.5)
+
+
+def test_squares_are_summed_in_fp64_whatever_the_type() -> None:
+    grad = torch.full((1000,), 1e-25, dtype=torch.float32)  # squares vanish in fp32
+    assert global_grad_norm([(grad, True)]).item() == pytest.approx(1e-25 * 1000**0.5, rel=1e-6)
+
+
+def test_norm_of_nothing_is_zero() -> None:
+    assert global_grad_norm([]).item() == 0.0
+    assert global_grad_norm([(torch.zeros(0, 4), True)]).item() == 0.0
+
+
+def test_non_finite_gradients_show() -> None:
+    assert not global_grad_norm([(torch.tensor([1.0, float("nan")]), True)]).isfinite()
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 10.0, 100.0])
+def test_clipping_scales_down_only_and_mixes_types(max_norm: float) -> None:
+    ours = [torch.full((3, 3), 2.0), torch.full((4,), 4.0, dtype=torch.float64), torch.zeros(0)]
+    before = [grad.clone() for grad in ours]
+    norm = global_grad_norm([(grad, True) for grad in ours])
+    clip_(ours, norm, max_norm)
+    scale = min(1.0, max_norm / (10.0 + 1e-6))
+    for clipped, grad in zip(ours, before, strict=True):
+        torch.testing.assert_close(clipped, grad * scale)
+
+
+def test_owner_is_at_coordinate_zero_of_the_further_axes() -> None:
+    plain = torch.zeros(2)
+    assert owns(plain) and owns(plain, (0, 0))
+    assert not owns(plain, (0, 1))
