@@ -1,0 +1,1 @@
+"""Pipeline parallelism: programs, their schedules, lowering, proof, time and pictures."""

@@ -1,0 +1,198 @@
+"""The pipeline program: what every rank does in one training step, in order.
+
+A `Program` is stored compute-only; `lowering.lower` adds the sends and receives. The same object is
+run by the executor, timed by the simulator, checked by the validator and drawn by the plotter.
+
+The backward pass of a stage has two halves: B computes dX, the gradient of the stage's input; W
+computes dW, the gradients of its weights. `BW` is both in one piece, as one autograd call runs
+them: as written its dX leaves when the whole of it has ended. `lowering.eager_dx` rewrites a
+program so that dX leaves between the halves (each BW whose dX another rank waits for becomes B
+followed at once by W); nothing else has to know about that choice.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from fivefold.errors import FivefoldError
+
+
+class ProgramError(FivefoldError):
+    """A pipeline program that breaks a rule: it would be wrong, run out of memory or hang."""
+
+
+class Kind(StrEnum):
+    """What an act does."""
+
+    F = "F"  # forward of a stage
+    B = "B"  # dX only
+    W = "W"  # dW only, after B; may come in parts
+    BW = "BW"  # dX and dW in one piece
+    R = "R"  # recompute the forward, between F and B
+    FB = "FB"  # one forward and one backward, overlapped: `kids` holds the two acts
+    SEND = "SEND"  # start sending `message`
+    RECV = "RECV"  # start receiving `message`; the first act that needs it waits
+    UNSHARD = "UNSHARD"  # gather the stage's parameters
+    RESHARD = "RESHARD"  # free the gathered parameters
+    REDUCE = "REDUCE"  # start reducing the stage's gradients over the data-parallel ranks
+    OFFLOAD = "OFFLOAD"  # move the activations of a microbatch to host memory
+    RELOAD = "RELOAD"  # and back
+    STEP = "STEP"  # all gradients are there: clip and update; belongs to the rank, stage -1
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.FB})
+COMMUNICATION = frozenset({Kind.SEND, Kind.RECV})
+
+
+class Direction(StrEnum):
+    """Activations go forward, gradients of activations go backward."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One tensor handed from one rank to another; `id` is unique in the program, from 0."""
+
+    id: int
+    src_rank: int
+    dst_rank: int
+    src_stage: int
+    dst_stage: int
+    mb: int
+    direction: Direction
+    slice: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"message {self.id} ({self.direction}, microbatch {self.mb}, stage {self.src_stage} "
+            f"on rank {self.src_rank} -> stage {self.dst_stage} on rank {self.dst_rank})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One action of one rank.
+
+    Attributes:
+        kind: what to do.
+        stage: on which stage; for SEND the sender's, for RECV the receiver's, for STEP -1.
+        mb: microbatch; 0 where it has no meaning (UNSHARD, RESHARD, REDUCE, STEP).
+        slice: sequence slice of the microbatch.
+        part: which part of a W that is cut up.
+        kids: the forward and the backward act of an FB.
+        message: of a SEND or RECV.
+    """
+
+    kind: Kind
+    stage: int
+    mb: int = 0
+    slice: int = 0
+    part: int = 0
+    kids: tuple["Act", ...] = ()
+    message: Message | None = None
+
+    def __str__(self) -> str:
+        if self.kids:
+            return "&".join(str(kid) for kid in self.kids)
+        if self.message:
+            return f"{self.kind} {self.message}"
+        if self.kind is Kind.STEP:
+            return "STEP"
+        if self.kind not in COMPUTE:
+            return f"{self.kind} of stage {self.stage}"
+        return f"{self.kind} of stage {self.stage} microbatch {self.mb}"
+
+    @property
+    def elementary(self) -> tuple["Act", ...]:
+        """The act itself, or the two acts that an FB overlaps."""
+        return self.kids or (self,)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step of every rank.
+
+    Attributes:
+        placement: stage -> rank. A message passes where two consecutive stages lie on different
+            ranks; on the same rank the tensor is handed over locally.
+        num_microbatches: of one step, on this pipeline.
+        ranks: the acts of each rank, in order.
+        messages: empty in the stored, compute-only form; every message once lowered.
+        forward_only: an evaluation: no act of the backward pass.
+    """
+
+    placement: tuple[int, ...]
+    num_microbatches: int
+    ranks: tuple[tuple[Act, ...], ...]
+    messages: tuple[Message, ...] = ()
+    forward_only: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        """The pipeline-parallel size."""
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Pieces of the model, over all ranks."""
+        return len(self.placement)
+
+    @cached_property
+    def num_slices(self) -> int:
+        """Sequence slices a microbatch is cut into."""
+        return 1 + max((act.slice for act in self._elementary()), default=0)
+
+    @cached_property
+    def num_weight_parts(self) -> int:
+        """Parts a W is cut into."""
+        return 1 + max((act.part for act in self._elementary()), default=0)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that lie on `rank`, in model order."""
+        return stages_on(self.placement, rank)
+
+    def crossings(self) -> tuple[Message, ...]:
+        """Every message that the placement makes necessary, ids 0, 1, 2, ... by microbatch."""
+        hops = [
+            (Direction.FORWARD, s, s + 1)
+            for s in range(self.num_stages - 1)
+            if self.placement[s] != self.placement[s + 1]
+        ]
+        if not self.forward_only:
+            hops += [(Direction.BACKWARD, dst, src) for _, src, dst in reversed(hops)]
+        each = (
+            (mb, piece, hop)
+            for mb in range(self.num_microbatches)
+            for piece in range(self.num_slices)
+            for hop in hops
+        )
+        return tuple(
+            Message(i, self.placement[src], self.placement[dst], src, dst, mb, direction, piece)
+            for i, (mb, piece, (direction, src, dst)) in enumerate(each)
+        )
+
+    def _elementary(self) -> Iterator[Act]:
+        return (kid for acts in self.ranks for act in acts for kid in act.elementary)
+
+
+def stages_on(placement: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The stages that `placement` puts on `rank`, in model order."""
+    return tuple(stage for stage, owner in enumerate(placement) if owner == rank)
+
+
+def loop_placement(num_ranks: int, num_stages: int) -> tuple[int, ...]:
+    """Stage i on rank i % num_ranks: with 2 ranks 0 1 0 1."""
+    return tuple(stage % num_ranks for stage in range(num_stages))
+
+
+def v_placement(num_ranks: int, num_stages: int) -> tuple[int, ...]:
+    """There and back again: with 2 ranks 0 1 1 0."""
+    there = range(num_ranks)
+    back = range(num_ranks - 1, -1, -1)
+    return tuple(
+        (back if stage // num_ranks % 2 else there)[stage % num_ranks]
+        for stage in range(num_stages)
+    )

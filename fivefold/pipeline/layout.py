@@ -1,0 +1,372 @@
+"""Which layers lie in which pipeline stage, and which stage lies on which rank."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.pipeline import layout_language
+from fivefold.pipeline.ir import loop_placement, stages_on, v_placement
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A contiguous piece of the model; a piece may be empty.
+
+    Attributes:
+        embedding: holds the token (and position) embedding.
+        layers: global indices of its decoder layers, ascending.
+        head: holds the final norm, the output head and the loss.
+        mtp: how many multi-token-prediction layers it holds.
+    """
+
+    embedding: bool
+    layers: tuple[int, ...]
+    head: bool
+    mtp: int = 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """The model as stages, and the stages on ranks.
+
+    Attributes:
+        stages: in model order.
+        placement: stage -> pipeline rank.
+    """
+
+    stages: tuple[StageSpec, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """The pipeline-parallel size."""
+        return max(self.placement) + 1
+
+    @property
+    def num_virtual(self) -> int:
+        """Stages a rank."""
+        return len(self.stages) // self.num_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that lie on `rank`, in model order."""
+        return stages_on(self.placement, rank)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The arguments of `split_layers`."""
+
+    num_layers: int
+    pp: int
+    virtual: int | None
+    layers_per_virtual_stage: int | None
+    first: int | None
+    last: int | None
+    account_for_embedding: bool
+    account_for_loss: bool
+    layout: str | None
+
+    @property
+    def unit(self) -> int:
+        """An even split needs a multiple of this many layers."""
+        return self.pp * (self.layers_per_virtual_stage or self.virtual or 1)
+
+    def given(self) -> dict[str, list[str]]:
+        """Flags the user set, by the way of splitting they belong to."""
+        ways: dict[str, dict[str, object]] = {
+            "virtual": {
+                "--num-virtual-stages-per-pipeline-rank": self.virtual,
+                "--num-layers-per-virtual-pipeline-stage": self.layers_per_virtual_stage,
+            },
+            "ends": {
+                "--decoder-first-pipeline-num-layers": self.first,
+                "--decoder-last-pipeline-num-layers": self.last,
+            },
+            "account": {
+                "--account-for-embedding-in-pipeline-split": self.account_for_embedding or None,
+                "--account-for-loss-in-pipeline-split": self.account_for_loss or None,
+            },
+            "layout": {"--pipeline-model-parallel-layout": self.layout},
+        }
+        return {
+            way: [flag for flag, value in flags.items() if value is not None]
+            for way, flags in ways.items()
+        }
+
+
+def split_layers(
+    num_layers: int,
+    pp: int,
+    *,
+    virtual: int | None = None,
+    layers_per_virtual_stage: int | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
+    layout: str | None = None,
+    mtp_num_layers: int = 0,
+) -> Split:
+    """Cut the model into pipeline stages, by Megatron-LM's settings.
+
+    Args:
+        num_layers: decoder layers of the model.
+        pp: pipeline-parallel ranks.
+        virtual: stages a rank (num_virtual_stages_per_pipeline_rank).
+        layers_per_virtual_stage: layers a stage, another way to say `virtual`.
+        first: decoder layers on rank 0, over all its stages (decoder_first_pipeline_num_layers).
+        last: decoder layers on the last rank (decoder_last_pipeline_num_layers).
+        account_for_embedding: count the embedding as one layer when splitting evenly.
+        account_for_loss: count the head and loss as one layer when splitting evenly.
+        layout: the stages written out, in the language of `layout_language`.
+        mtp_num_layers: multi-token-prediction layers; without a layout they join the last stage.
+
+    Raises:
+        ConfigError: settings that exclude each other, or that do not add up.
+    """
+    request = _Request(
+        num_layers,
+        pp,
+        virtual,
+        layers_per_virtual_stage,
+        first,
+        last,
+        account_for_embedding,
+        account_for_loss,
+        layout,
+    )
+    _check_settings(request)
+    if layout is not None:
+        return _from_layout(layout, num_layers, pp, mtp_num_layers)
+    if first is not None or last is not None:
+        counts = _uneven_counts(request)
+    else:
+        counts = _even_counts(request)
+    return Split(_consecutive(counts, mtp_num_layers), loop_placement(pp, len(counts)))
+
+
+def stage_table(split: Split) -> str:
+    """Ranks down, virtual stages across, the layers of each; then the sum that proves them."""
+    header = ["", *(f"virtual {v}" for v in range(split.num_virtual))]
+    rows = [
+        [f"rank {rank}", *(_contents(split.stages[stage]) for stage in split.stages_of(rank))]
+        for rank in range(split.num_ranks)
+    ]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
+    counts = [len(stage.layers) for stage in split.stages]
+    lines.append(
+        f"{sum(counts)} layers in {len(counts)} stages: "
+        f"{'+'.join(str(count) for count in counts)} = {sum(counts)}"
+    )
+    return "\n".join(lines)
+
+
+def layout_string(stages: Iterable[StageSpec]) -> str:
+    """The stages in the layout language: 'Et*2|t*3|t*2L'."""
+    texts = [
+        "E" * stage.embedding
+        + _repeated("t", len(stage.layers))
+        + _repeated("m", stage.mtp)
+        + "L" * stage.head
+        for stage in stages
+    ]
+    runs = [(text, len(list(run))) for text, run in groupby(texts[:-1])]
+    body = [f"({text}|)*{count}" if count > 2 else f"{text}|" * count for text, count in runs]
+    return "".join(body) + texts[-1]
+
+
+def _check_settings(request: _Request) -> None:
+    """Everything is positive, and no two ways of splitting are mixed."""
+    mistakes = Mistakes()
+    for name, value in (
+        ("--num-layers", request.num_layers),
+        ("--pipeline-model-parallel-size", request.pp),
+        ("--num-virtual-stages-per-pipeline-rank", request.virtual),
+        ("--num-layers-per-virtual-pipeline-stage", request.layers_per_virtual_stage),
+    ):
+        if value is not None and value < 1:
+            mistakes.add(f"{name} must be at least 1, not {value}")
+    for name, value in (
+        ("--decoder-first-pipeline-num-layers", request.first),
+        ("--decoder-last-pipeline-num-layers", request.last),
+    ):
+        if value is not None and value < 0:
+            mistakes.add(f"{name} must be at least 0, not {value}")
+    given = request.given()
+    if len(given["virtual"]) > 1:
+        mistakes.add(_exclusive(given["virtual"]), "both set the stages per rank")
+    if given["layout"]:
+        others = [*given["virtual"], *given["ends"], *given["account"]]
+        if others:
+            mistakes.add(_exclusive([*given["layout"], *others]), "the layout says it all")
+    elif given["ends"] and given["account"]:
+        mistakes.add(_exclusive([*given["ends"], *given["account"]]), "both make uneven ends")
+    if given["ends"] and request.layers_per_virtual_stage is not None:
+        mistakes.add(
+            _exclusive([*given["ends"], "--num-layers-per-virtual-pipeline-stage"]),
+            "with uneven ends the stages of different ranks have different sizes",
+            works=("--num-virtual-stages-per-pipeline-rank",),
+        )
+    if given["ends"] and request.pp == 1:
+        mistakes.add(f"{_and(given['ends'])} needs more than one pipeline rank")
+    mistakes.raise_if_any()
+
+
+def _exclusive(flags: Sequence[str]) -> str:
+    return f"{_and(flags)} exclude each other"
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(words)
+
+
+def _from_layout(text: str, num_layers: int, pp: int, mtp_num_layers: int) -> Split:
+    parsed = layout_language.parse(text)
+    groups = parsed.stages()
+    mistakes = Mistakes()
+    with mistakes.collecting():
+        layout_language.check_rules(parsed, num_layers, mtp_num_layers)
+    if len(groups) % pp:
+        counts = range(pp, len(groups) + pp + 1, pp)
+        sizes = [n for n in range(1, len(groups) + 1) if len(groups) % n == 0]
+        mistakes.add(
+            f"pipeline layout: {len(groups)} stages cannot be laid over {pp} pipeline ranks",
+            f"{len(groups)} % {pp} = {len(groups) % pp}; an empty stage is legal",
+            works=[
+                *(f"{n} stages" for n in _nearest(len(groups), counts)),
+                *(f"--pipeline-model-parallel-size {n}" for n in _nearest(pp, sizes)),
+            ],
+        )
+    mistakes.raise_if_any()
+    words = ["".join(symbol.char for symbol in group) for group in groups]
+    place = v_placement if parsed.shape == "v" else loop_placement
+    layers = _ranges([word.count("t") for word in words])
+    stages = tuple(
+        StageSpec("E" in word, held, "L" in word, word.count("m"))
+        for word, held in zip(words, layers, strict=True)
+    )
+    return Split(stages, place(pp, len(stages)))
+
+
+def _even_counts(request: _Request) -> list[int]:
+    """Layers of each stage, all alike but for an embedding or a loss that counts as a layer."""
+    total = request.num_layers + request.account_for_embedding + request.account_for_loss
+    if total % request.unit:
+        raise ConfigError(_indivisible(request, total))
+    if request.layers_per_virtual_stage is None:
+        num_stages = request.unit
+    else:
+        num_stages = total // request.layers_per_virtual_stage
+    counts = [total // num_stages] * num_stages
+    counts[0] -= request.account_for_embedding
+    counts[-1] -= request.account_for_loss
+    return counts
+
+
+def _indivisible(request: _Request, total: int) -> Mistake:
+    """What to say when `total` layers do not divide evenly over the stages."""
+    pp, unit, extra = request.pp, request.unit, total - request.num_layers
+    each = unit // pp
+    kind = "stages per rank" if request.layers_per_virtual_stage is None else "layers per stage"
+    counted = f" + {extra} for embedding or loss" if extra else ""
+    layers = range(unit - extra, request.num_layers + unit + 1, unit)
+    sizes = [n for n in range(1, total // each + 1) if total % (each * n) == 0]
+    share, rest = divmod(request.num_layers, unit)
+    balanced = _consecutive([share + (s < rest) for s in range(unit)], 0)
+    return Mistake(
+        f"{request.num_layers} layers{counted} do not split evenly over {pp} pipeline ranks "
+        f"x {each} {kind}",
+        (f"{total} % ({pp} x {each}) = {total % unit}",),
+        (
+            *(f"--num-layers {n}" for n in _nearest(request.num_layers, layers)),
+            *(f"--pipeline-model-parallel-size {n}" for n in _nearest(pp, sizes)),
+        ),
+        f"--pipeline-model-parallel-layout '{layout_string(balanced)}'"
+        if request.layers_per_virtual_stage is None
+        else None,
+    )
+
+
+def _uneven_counts(request: _Request) -> list[int]:
+    """Layers of each stage where the first or last rank has its own number."""
+    pp, virtual = request.pp, request.virtual or 1
+    ends = [n for n in (request.first, request.last) if n is not None]
+    middle, ranks = request.num_layers - sum(ends), pp - len(ends)
+    taken = " - ".join(str(n) for n in ends)
+    mistakes = Mistakes()
+    for name, value in (("first", request.first), ("last", request.last)):
+        if value is not None and value % virtual:
+            mistakes.add(
+                f"{value} layers on the {name} rank do not split over {virtual} stages per rank",
+                f"{value} % {virtual} = {value % virtual}",
+                works=[str(n) for n in _nearest(value, range(0, value + virtual + 1, virtual))],
+            )
+    sum_line = f"{request.num_layers} - {taken} = {middle}"
+    if middle < 0 or (ranks == 0 and middle):
+        mistakes.add(
+            f"the ends hold {sum(ends)} layers, the model has {request.num_layers}", sum_line
+        )
+    elif ranks and middle % (ranks * virtual):
+        unit = ranks * virtual
+        mistakes.add(
+            f"{middle} layers do not split evenly over the other {ranks} ranks x {virtual} "
+            "stages per rank",
+            f"{sum_line}; {middle} % {unit} = {middle % unit}",
+            works=[
+                f"--num-layers {n + sum(ends)}"
+                for n in _nearest(middle, range(0, middle + unit + 1, unit))
+            ],
+        )
+    mistakes.raise_if_any()
+    share = middle // ranks if ranks else 0
+    per_rank = [share] * pp
+    if request.first is not None:
+        per_rank[0] = request.first
+    if request.last is not None:
+        per_rank[-1] = request.last
+    return [layers // virtual for layers in per_rank] * virtual
+
+
+def _consecutive(counts: Sequence[int], mtp_num_layers: int) -> tuple[StageSpec, ...]:
+    """Stages with so many layers each; embedding first, head and prediction layers last."""
+    final = len(counts) - 1
+    return tuple(
+        StageSpec(s == 0, layers, s == final, mtp_num_layers if s == final else 0)
+        for s, layers in enumerate(_ranges(counts))
+    )
+
+
+def _ranges(counts: Iterable[int]) -> list[tuple[int, ...]]:
+    """Consecutive global layer indices: [2, 0, 1] -> [(0, 1), (), (2,)]."""
+    ranges, start = [], 0
+    for count in counts:
+        ranges.append(tuple(range(start, start + count)))
+        start += count
+    return ranges
+
+
+def _contents(stage: StageSpec) -> str:
+    """What a stage holds, for the table: 'E 0-3', '4', 'L' or '-'."""
+    layers = ""
+    if stage.layers:
+        ends = sorted({stage.layers[0], stage.layers[-1]})
+        layers = "-".join(str(layer) for layer in ends)
+    parts = ["E" * stage.embedding, layers, _repeated("m", stage.mtp), "L" * stage.head]
+    return " ".join(part for part in parts if part) or "-"
+
+
+def _repeated(char: str, count: int) -> str:
+    return f"{char}*{count}" if count > 2 else char * count
+
+
+def _nearest(value: int, choices: Iterable[int]) -> list[int]:
+    """The closest choice below `value` and the closest above it, where they exist."""
+    choices = list(choices)
+    below = max((n for n in choices if 0 < n <= value), default=None)
+    above = min((n for n in choices if n > value), default=None)
+    return [n for n in (below, above) if n is not None]
