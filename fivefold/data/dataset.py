@@ -1,0 +1,188 @@
+"""A blend of token streams, cut into samples: the global sample index alone decides the sample."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from fivefold.data.indexed import IndexedTokens
+from fivefold.data.order import Blend, shuffled
+from fivefold.data.packing import Microbatch, Packing, pack
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import ConfigError, DataError, Mistake
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Indexed tokens, their name as the user knows it, and their weight in the blend.
+
+    A weight of None stands for the corpus's number of samples.
+    """
+
+    name: str
+    data: IndexedTokens
+    weight: Fraction | None = None
+
+    def identity(self) -> str:
+        """What tells this corpus from another: sizes and a digest, not where it lies."""
+        tokens, starts = self.data.tokens, self.data.document_starts
+        digest = hashlib.sha256(starts.tobytes())
+        digest.update(tokens[:: max(1, len(tokens) // 4096)].tobytes())
+        weight = "" if self.weight is None else f", weight {self.weight}"
+        return (
+            f"{self.name}: {len(tokens)} tokens, {self.data.num_documents} documents{weight}, "
+            f"sha256 {digest.hexdigest()[:16]}"
+        )
+
+
+def parse_split(split: str) -> tuple[Fraction, ...]:
+    """Shares of train, validation and test, summing to 1: "969,30,1", or fewer numbers.
+
+    Raises:
+        ConfigError: not one to three numbers >= 0 with a positive sum.
+    """
+    try:
+        parts = [Fraction(part.strip()) for part in split.split(",")]
+    except (ValueError, ZeroDivisionError):
+        parts = []
+    if not 1 <= len(parts) <= len(SPLITS) or min(parts) < 0 or not sum(parts):
+        raise ConfigError(
+            Mistake(
+                f"split {split!r} is not up to three shares, of {', '.join(SPLITS)}",
+                works=("969,30,1", "98,2", "1"),
+            )
+        )
+    parts += [Fraction(0)] * (len(SPLITS) - len(parts))
+    return tuple(part / sum(parts) for part in parts)
+
+
+def split_bounds(data: IndexedTokens, shares: Sequence[Fraction]) -> list[int]:
+    """The tokens at which the splits begin, and the end: splits + 1 numbers.
+
+    Whole documents, counted as Megatron-LM does; where there are too few documents to give
+    every split one, the token stream is cut instead, so that a single text file will do.
+    """
+    cumulative = [Fraction(0), *accumulate(shares)]
+    documents = [round(share * data.num_documents) for share in cumulative]
+    if all(
+        first < last or not share
+        for share, first, last in zip(shares, documents, documents[1:], strict=False)
+    ):
+        return [int(data.document_starts[document]) for document in documents]
+    return [round(share * len(data.tokens)) for share in cumulative]
+
+
+class Dataset:
+    """One split of a blend of corpora. Any sample index >= 0 is valid: epochs follow each other.
+
+    Sample k of a corpus is seq_length + 1 tokens from token k * seq_length of its split (the last
+    token of one sample is the first of the next). When shuffled, each pass over a corpus takes
+    all its samples in an order of its own.
+
+    Attributes:
+        num_samples: distinct samples, over all corpora.
+        fingerprint: what the order and content of the samples depend on; JSON types.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[Corpus],
+        tokenizer: Tokenizer,
+        packing: Packing,
+        *,
+        split: str,
+        part: str,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        """`split` as in `parse_split`, `part` one of SPLITS.
+
+        Raises:
+            DataError: this part of a corpus is too short for one sample.
+        """
+        self._names = [corpus.name for corpus in corpora]
+        self._packing = packing
+        self._vocab_size = tokenizer.vocab_size
+        self._seed, self._shuffle = seed, shuffle
+        shares = parse_split(split)
+        which = SPLITS.index(part)
+        self._streams = []
+        for corpus in corpora:
+            bounds = split_bounds(corpus.data, shares)
+            stream = corpus.data.tokens[bounds[which] : bounds[which + 1]]
+            if len(stream) <= packing.seq_length:
+                raise _too_short(corpus, len(stream), packing.seq_length, part, split)
+            self._streams.append(stream)
+        self._sizes = [(len(stream) - 1) // packing.seq_length for stream in self._streams]
+        self._blend = Blend(
+            [
+                Fraction(size) if corpus.weight is None else corpus.weight
+                for corpus, size in zip(corpora, self._sizes, strict=True)
+            ]
+        )
+        self.num_samples = sum(self._sizes)
+        self.fingerprint: dict[str, Any] = {
+            "data": [corpus.identity() for corpus in corpora],
+            "split": split,
+            "part": part,
+            "seed": seed if shuffle else None,
+            "tokenizer": tokenizer.digest,
+            **asdict(packing),
+        }
+
+    @property
+    def seq_length(self) -> int:
+        """Tokens of a sample."""
+        return self._packing.seq_length
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The corpus that global sample `index` comes from, and which of its samples it is."""
+        corpus, number = self._blend[index]
+        epoch, sample = divmod(number, self._sizes[corpus])
+        if self._shuffle:
+            sample = shuffled(sample, self._sizes[corpus], (self._seed, corpus, epoch))
+        return corpus, sample
+
+    def window(self, index: int) -> np.ndarray:
+        """The seq_length + 1 tokens of a sample, int64.
+
+        Raises:
+            DataError: a token is outside the tokenizer's vocabulary.
+        """
+        corpus, sample = self.locate(index)
+        start = sample * self.seq_length
+        window = self._streams[corpus][start : start + self.seq_length + 1].astype(np.int64)
+        if window.max() >= self._vocab_size or window.min() < 0:
+            bad = window[(window >= self._vocab_size) | (window < 0)][0]
+            raise DataError(
+                f"{self._names[corpus]} holds token {bad}; the tokenizer knows 0 to "
+                f"{self._vocab_size - 1}\n"
+                "  works: the tokenizer_model that the data was tokenised with"
+            )
+        return window
+
+    def microbatch(self, indices: Sequence[int] | np.ndarray) -> Microbatch:
+        """The samples with these global indices, one a row."""
+        windows = np.stack([self.window(int(index)) for index in indices])
+        return pack(windows, np.asarray(indices, dtype=np.int64), self._packing)
+
+
+def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: str) -> DataError:
+    total = len(corpus.data.tokens)
+    message = (
+        f"the {part} split of {corpus.name} is too short: {tokens} tokens, and one sample needs "
+        f"{seq_length + 1} (seq_length {seq_length} + 1 to predict)\n"
+        f"  split {split} of {total} tokens in {corpus.data.num_documents} documents"
+    )
+    works = ["more text"]
+    if tokens > 1:
+        works.insert(0, f"seq_length <= {tokens - 1}")
+    if total > seq_length:
+        works.insert(0, f"a share of at least {(seq_length + 1) / total:.2%} for {part}")
+    return DataError(f"{message}\n  works: {' | '.join(works)}")

@@ -1,0 +1,192 @@
+"""Megatron-LM's indexed token files: `PREFIX.bin` (tokens) and `PREFIX.idx` (where they start).
+
+The layout is that of `IndexedDataset` in Megatron-LM, version 1, little-endian:
+
+    idx:  9s "MMIDIDX\\0\\0" | u64 version | u8 dtype code | u64 sequences | u64 document entries
+          i32 length of each sequence, in tokens
+          i64 first byte of each sequence in the bin
+          i64 document entries: 0, then the number of sequences up to the end of each document
+          [i8 mode of each sequence: multimodal files only]
+    bin:  the tokens of every sequence, one after the other
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from fivefold.data.atomic import replacing
+from fivefold.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+
+
+def is_indexed(prefix: str) -> bool:
+    """Whether either file of a `.bin/.idx` pair is at this prefix."""
+    return any(os.path.exists(prefix + suffix) for suffix in (".idx", ".bin"))
+
+
+class IndexedTokens:
+    """A `.bin/.idx` pair, read through memory maps.
+
+    Attributes:
+        tokens: every token of the corpus in order, [tokens], mapped, not read.
+        document_starts: first token of each document, then the number of tokens; int64,
+            [documents + 1].
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        """Open and check a pair.
+
+        Raises:
+            DataError: a file is missing, cut short, corrupt or of another format.
+        """
+        self.prefix = os.fspath(prefix)
+        idx, bin_ = f"{self.prefix}.idx", f"{self.prefix}.bin"
+        for path in (idx, bin_):
+            if not os.path.isfile(path):
+                raise DataError(
+                    f"no such file: {path}\n"
+                    f"  indexed data is a pair of files, PREFIX.bin and PREFIX.idx"
+                )
+        dtype, lengths, pointers, documents = _read_index(idx)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        count = int(ends[-1]) if len(ends) else 0
+        _check_index(idx, dtype, lengths, pointers, documents, ends)
+        found, expected = os.path.getsize(bin_), count * dtype.itemsize
+        if found != expected:
+            raise DataError(
+                f"{bin_} has {found} bytes where its index needs {expected}\n"
+                f"  {count} tokens x {dtype.itemsize} bytes ({dtype.name}) = {expected} bytes, "
+                f"{abs(found - expected)} too {'few' if found < expected else 'many'}\n"
+                "  works: copy or make both files again, in one run of the preprocessing"
+            )
+        if not count:
+            raise DataError(f"{bin_} holds no tokens")
+        self.tokens = np.memmap(bin_, dtype=dtype, mode="r")
+        self.document_starts = np.concatenate(([0], ends))[documents]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the corpus."""
+        return len(self.document_starts) - 1
+
+
+def _read_index(path: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+    """The dtype of the tokens; then lengths, pointers and document entries, mapped."""
+    size = os.path.getsize(path)
+    if size < HEADER.size:
+        raise DataError(f"{path} is cut short: {size} bytes, its header alone has {HEADER.size}")
+    with open(path, "rb") as file:
+        magic, version, code, sequences, entries = HEADER.unpack(file.read(HEADER.size))
+    if magic != MAGIC:
+        raise DataError(
+            f"{path} is not a Megatron-LM index: it starts with {magic!r}, not {MAGIC!r}"
+        )
+    if version != VERSION:
+        raise DataError(f"{path} is an index of version {version}; only version {VERSION} is known")
+    dtype = DTYPES.get(code)
+    if dtype is None or dtype.kind == "f":
+        integers = ", ".join(f"{c} {d.name}" for c, d in DTYPES.items() if d.kind != "f")
+        raise DataError(f"{path} has dtype code {code}; tokens are one of {integers}")
+    expected = HEADER.size + 12 * sequences + 8 * entries
+    if size not in (expected, expected + sequences):  # the latter: with multimodal modes
+        raise DataError(
+            f"{path} has {size} bytes where its header asks for {expected}\n"
+            f"  {HEADER.size} + {sequences} sequences x (4 + 8) + {entries} document entries x 8 "
+            f"= {expected} bytes\n"
+            "  works: copy the file again, or run the preprocessing again"
+        )
+    content = np.memmap(path, mode="r")
+    lengths, pointers, documents = np.split(
+        content[HEADER.size : expected], [4 * sequences, 12 * sequences]
+    )
+    return dtype, lengths.view("<i4"), pointers.view("<i8"), documents.view("<i8")
+
+
+def _check_index(
+    path: str,
+    dtype: np.dtype,
+    lengths: np.ndarray,
+    pointers: np.ndarray,
+    documents: np.ndarray,
+    ends: np.ndarray,
+) -> None:
+    """Raise DataError unless sequences follow each other and documents cover them."""
+    if len(lengths) and lengths.min() < 0:
+        bad = int(np.argmin(lengths))
+        raise DataError(f"{path} is corrupt: sequence {bad} has {lengths[bad]} tokens")
+    wanted = (ends - lengths) * dtype.itemsize
+    if (pointers != wanted).any():
+        bad = int(np.argmax(pointers != wanted))
+        raise DataError(
+            f"{path} is corrupt: sequence {bad} should start at byte {wanted[bad]} "
+            f"(after {wanted[bad] // dtype.itemsize} tokens of {dtype.itemsize} bytes), "
+            f"it says {pointers[bad]}"
+        )
+    covered = len(documents) and documents[0] == 0 and documents[-1] == len(lengths)
+    if not covered or (np.diff(documents) < 0).any():
+        raise DataError(
+            f"{path} is corrupt: its document entries should rise from 0 to {len(lengths)} "
+            f"sequences, they are {documents[:3].tolist()}...{documents[-3:].tolist()}"
+        )
+
+
+class IndexedWriter:
+    """Collects sequences and documents; from `write_indexed`."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
+        self._file = file
+        self._dtype = np.dtype(dtype)
+        self._code = {known: code for code, known in DTYPES.items()}[self._dtype]
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append one sequence of tokens to the current document."""
+        self._file.write(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
+        self._lengths.append(len(tokens))
+
+    def end_document(self) -> None:
+        """The sequences added since the last call make up one document."""
+        self._documents.append(len(self._lengths))
+
+    def write_index(self, path: Path) -> None:
+        """Write the .idx of what was added."""
+        lengths = np.array(self._lengths, dtype="<i4")
+        documents = np.array(self._documents, dtype="<i8")
+        pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
+        with open(path, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
+            for part in (lengths, pointers, documents):
+                file.write(part.tobytes())
+
+
+@contextmanager
+def write_indexed(
+    prefix: str | os.PathLike[str], dtype: np.dtype | type[np.integer]
+) -> Iterator[IndexedWriter]:
+    """Write a `.bin/.idx` pair, which appears, whole, when the `with` block succeeds."""
+    targets = [Path(f"{os.fspath(prefix)}{suffix}") for suffix in (".bin", ".idx")]
+    with replacing(*targets) as (bin_, idx):  # the idx comes last: where it is, the pair is whole
+        with open(bin_, "wb") as file:
+            writer = IndexedWriter(file, np.dtype(dtype))
+            yield writer
+        writer.write_index(idx)

@@ -1,0 +1,129 @@
+"""The batches of one data-parallel rank: resumable, the same samples for every layout."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+from fivefold.data.dataset import Dataset
+from fivefold.data.packing import Microbatch
+from fivefold.errors import ConfigError, DataError
+
+
+class Loader:
+    """Steps through a dataset, one global batch a step.
+
+    A step takes the next `global_batch_size` samples; data-parallel rank r has the r-th of dp_size
+    equal runs of them. So which samples make up a batch does not depend on the layout, and the
+    number of samples consumed is all there is to resume from, with another layout or batch size
+    too. For a fixed validation set, use an unshuffled dataset and `seek(0)` before each pass.
+
+    Attributes:
+        consumed_samples: samples of all ranks handed out so far.
+        data_wait_s: seconds that the last `next_batch` waited for data.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        consumed_samples: int = 0,
+        prefetch: bool = True,
+    ) -> None:
+        """With `prefetch`, a thread (started by the first batch) prepares one batch ahead.
+
+        Raises:
+            ConfigError: the global batch is no multiple of micro_batch_size * dp_size.
+        """
+        if global_batch_size < 1 or global_batch_size % (micro_batch_size * dp_size):
+            raise ConfigError(
+                f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
+                f"{micro_batch_size} x dp {dp_size} = {micro_batch_size * dp_size}"
+            )
+        self._dataset = dataset
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._run = global_batch_size // dp_size
+        self._offset = dp_rank * self._run
+        self._prefetch = prefetch
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: Future[list[Microbatch]] | None = None
+        self.consumed_samples = consumed_samples
+        self.data_wait_s = 0.0
+
+    def next_batch(self) -> list[Microbatch]:
+        """This rank's microbatches of the next step: GBS / (dp_size * micro_batch_size) of them."""
+        began = time.perf_counter()
+        if self._ahead is None:
+            batch = self._read(self.consumed_samples)
+        else:
+            batch, self._ahead = self._ahead.result(), None
+        self.consumed_samples += self._global_batch_size
+        if self._prefetch:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="fivefold-data")
+            self._ahead = self._thread.submit(self._read, self.consumed_samples)
+        self.data_wait_s = time.perf_counter() - began
+        return batch
+
+    def _read(self, consumed_samples: int) -> list[Microbatch]:
+        first = consumed_samples + self._offset
+        return [
+            self._dataset.microbatch(range(start, start + self._micro_batch_size))
+            for start in range(first, first + self._run, self._micro_batch_size)
+        ]
+
+    def seek(self, consumed_samples: int) -> None:
+        """Make the next batch start at this global sample."""
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
+        self.consumed_samples = consumed_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch starts, and the fingerprint of the data; JSON types."""
+        return {
+            "consumed_samples": self.consumed_samples,
+            "fingerprint": self._dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            DataError: the data, its order or its tokens are not what they were.
+        """
+        saved, now = state["fingerprint"], self._dataset.fingerprint
+        changed = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
+        if changed:
+            lines = [f"{key}: was {saved.get(key)}, is {now.get(key)}" for key in changed]
+            raise DataError(
+                f"cannot resume after {state['consumed_samples']} samples: the data is not what "
+                "it was when the checkpoint was saved\n  "
+                + "\n  ".join(lines)
+                + "\n  works: the same data and settings | start the data afresh, keeping only "
+                "the weights"
+            )
+        self.seek(state["consumed_samples"])
+
+    def close(self) -> None:
+        """Stop the thread, if there is one; the loader may be used again."""
+        self.seek(self.consumed_samples)
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,346 @@
+"""From data paths to datasets: tokenise once, keep the result, share it between processes."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fivefold.data.corpus import pieces, resolve
+from fivefold.data.dataset import Corpus, Dataset, parse_split
+from fivefold.data.indexed import IndexedTokens, is_indexed, write_indexed
+from fivefold.data.packing import Packing
+from fivefold.data.tokenizer import SMALLEST_VOCAB_SIZE, Tokenizer
+from fivefold.errors import DataError, Mistakes
+from fivefold.units import human_bytes, human_count, human_seconds
+
+if TYPE_CHECKING:
+    from fivefold.config.training import DataConfig
+
+DEFAULT_CACHE = "~/.cache/fivefold/data"
+DEFAULT_VOCAB_SIZE = 8192
+# A tokenizer learns from about this many characters of text, spread over the corpus.
+TRAINING_CHARACTERS = 32 << 20
+# Text is encoded in batches of about this many characters, in parallel.
+_BATCH_CHARACTERS = 8 << 20
+_CACHE_VERSION = 1  # to be raised when the same text would be tokenised otherwise
+
+Progress = Callable[[str], None]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A tokenizer and the corpora it has tokenised; the splits are made when first asked for.
+
+    Each split is a `Dataset`, or raises DataError if a corpus leaves it less than one sample.
+    Training samples are shuffled; validation and test samples keep the order of the corpus.
+    """
+
+    tokenizer: Tokenizer
+    corpora: tuple[Corpus, ...]
+    packing: Packing
+    split: str
+    seed: int
+
+    @cached_property
+    def train(self) -> Dataset:
+        """Shuffled, every epoch anew."""
+        return self._dataset("train", shuffle=True)
+
+    @cached_property
+    def valid(self) -> Dataset:
+        """In the order of the corpus."""
+        return self._dataset("valid", shuffle=False)
+
+    @cached_property
+    def test(self) -> Dataset:
+        """In the order of the corpus."""
+        return self._dataset("test", shuffle=False)
+
+    def _dataset(self, part: str, shuffle: bool) -> Dataset:
+        return Dataset(
+            self.corpora,
+            self.tokenizer,
+            self.packing,
+            split=self.split,
+            part=part,
+            seed=self.seed,
+            shuffle=shuffle,
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data path and its weight in the blend; None: as many samples as it has."""
+
+    path: str
+    weight: Fraction | None = None
+
+    @property
+    def indexed_prefix(self) -> str | None:
+        """The prefix of a .bin/.idx pair, if that is what the path names."""
+        prefix = os.path.expanduser(self.path)
+        if prefix.endswith((".bin", ".idx")):
+            prefix = prefix[:-4]
+        return prefix if is_indexed(prefix) else None
+
+
+def prepare(
+    config: "DataConfig", seq_length: int, seed: int, progress: Progress = _log.info
+) -> PreparedData:
+    """Tokenise what `config.data_path` names, or find it in the cache, and open it.
+
+    Any number of processes may call this at once: one does the work, the others wait for it.
+    Text without weights makes up one corpus, in the order of the paths.
+
+    Raises:
+        ConfigError: the settings contradict themselves; all mistakes at once.
+        DataError: a file is missing or is not what it claims to be.
+    """
+    sources = _checked(config, seed)
+    cache = Path(config.data_cache_path or DEFAULT_CACHE).expanduser()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot make the cache folder {cache}: {error.strerror}\n"
+            "  works: data_cache_path = a folder that can be written"
+        ) from error
+    groups = _grouped(sources)
+    files = [file for group in groups for file in group.files]
+    tokenizer = _tokenizer(config, files, cache, progress)
+    corpora = []
+    for group in groups:
+        prefix = group.prefix
+        if prefix is None:
+            prefix = str(cache / _key(group.files, config.text_key, tokenizer.digest))
+            with _once(f"{prefix}.idx", progress) as missing:
+                if missing:
+                    build_index(group.files, tokenizer, prefix, config.text_key, progress)
+        corpora.append(Corpus(group.name, IndexedTokens(prefix), group.weight))
+    return PreparedData(
+        tokenizer=tokenizer,
+        corpora=tuple(corpora),
+        packing=Packing(
+            seq_length,
+            tokenizer.eod_id,
+            reset_position_ids=config.reset_position_ids,
+            reset_attention_mask=config.reset_attention_mask,
+            eod_mask_loss=config.eod_mask_loss,
+        ),
+        split=config.split,
+        seed=seed,
+    )
+
+
+def build_index(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    prefix: str | os.PathLike[str],
+    text_key: str = "text",
+    progress: Progress = _log.info,
+) -> None:
+    """Tokenise files into `PREFIX.bin/.idx`, an end-of-document token after each document.
+
+    Raises:
+        DataError: a file cannot be read as text, or there is no text at all.
+    """
+    began = time.perf_counter()
+    size = sum(file.stat().st_size for file in files)
+    progress(f"tokenising {len(files)} files, {human_bytes(size)}")
+    end = np.array([tokenizer.eod_id], dtype=tokenizer.token_dtype)
+    tokens = 0
+    with write_indexed(prefix, tokenizer.token_dtype) as writer:
+        stream = (piece for file in files for piece in pieces(file, text_key))
+        for batch in _batches(stream):
+            encoded = tokenizer.encode_batch([text for text, _ in batch])
+            for (_, ends), ids in zip(batch, encoded, strict=True):
+                writer.add(np.concatenate((ids, end)) if ends else ids)
+                tokens += len(ids) + ends
+                if ends:
+                    writer.end_document()
+        if not tokens:
+            raise DataError(
+                f"no text in {len(files)} files, the first is {files[0]}\n"
+                "  works: files with text in them"
+            )
+    progress(
+        f"tokenised {human_count(tokens)} tokens in {human_seconds(time.perf_counter() - began)}"
+    )
+
+
+def parse_data_path(data_path: Sequence[str]) -> list[Source]:
+    """Paths, or weights and paths by turns as in Megatron-LM: "0.3", "a", "0.7", "b".
+
+    Raises:
+        ConfigError: an odd one out, or a weight that is not positive; all mistakes at once.
+    """
+    words = list(data_path)
+    if len(words) == 1 and _weight(words[0].split(" ")[0]) is not None:
+        words = words[0].split()
+    mistakes = Mistakes()
+    if not words:
+        mistakes.add("data_path is empty", works=("builtin", "a file", "0.3 a 0.7 b"))
+    weights = [_weight(word) for word in words]
+    if all(weight is None for weight in weights):
+        mistakes.raise_if_any()
+        return [Source(word) for word in words]
+    if len(words) % 2:
+        mistakes.add(
+            f"data_path has {len(words)} entries; weights and paths by turns make an even number",
+            works=("0.3 a 0.7 b", "paths alone"),
+        )
+    for place, (word, weight) in enumerate(zip(words, weights, strict=True), start=1):
+        if place % 2 == 0 and weight is not None:
+            mistakes.add(f"entry {place} of data_path is {word}, where a path should be")
+        elif place % 2 and weight is None:
+            mistakes.add(f"entry {place} of data_path is {word!r}, where a weight should be")
+        elif weight is not None and weight <= 0:
+            mistakes.add(
+                f"weight {word} in data_path is not positive", works=("leave its path out",)
+            )
+    mistakes.raise_if_any()
+    return [Source(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]
+
+
+def _weight(word: str) -> Fraction | None:
+    try:
+        return Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _checked(config: "DataConfig", seed: int) -> list[Source]:
+    mistakes = Mistakes()
+    sources: list[Source] = []
+    with mistakes.collecting():
+        sources = parse_data_path(config.data_path)
+    with mistakes.collecting():
+        parse_split(config.split)
+    indexed = [source.path for source in sources if source.indexed_prefix]
+    if indexed and config.tokenizer_model is None:
+        mistakes.add(
+            f"{indexed[0]} holds tokens already, so tokenizer_model has to name their tokenizer",
+            attempt="--tokenizer-model PATH/tokenizer.json",
+        )
+    size = config.tokenizer_vocab_size
+    if config.tokenizer_model is None and size is not None and size < SMALLEST_VOCAB_SIZE:
+        mistakes.add(
+            f"tokenizer_vocab_size {size} is too small for a byte-level BPE",
+            f"256 bytes + 1 end of document = {SMALLEST_VOCAB_SIZE}",
+            works=(str(SMALLEST_VOCAB_SIZE), str(DEFAULT_VOCAB_SIZE)),
+        )
+    if seed < 0:
+        mistakes.add(f"seed {seed} is negative")
+    mistakes.raise_if_any()
+    return sources
+
+
+@dataclass(frozen=True)
+class _Group:
+    """What becomes one corpus: an indexed pair, or text files."""
+
+    name: str
+    weight: Fraction | None
+    prefix: str | None = None
+    files: tuple[Path, ...] = ()
+
+
+def _grouped(sources: Sequence[Source]) -> list[_Group]:
+    """One group a source, but all text without weights in one, at the place of the first."""
+    groups: list[_Group] = []
+    loose = [source for source in sources if not source.indexed_prefix and source.weight is None]
+    for source in sources:
+        name = os.path.basename(source.path.rstrip("/"))
+        if prefix := source.indexed_prefix:
+            groups.append(_Group(name, source.weight, prefix=prefix))
+        elif source.weight is not None:
+            groups.append(_Group(name, source.weight, files=tuple(resolve(source.path))))
+        elif source is loose[0]:
+            names = [os.path.basename(other.path.rstrip("/")) for other in loose]
+            files = dict.fromkeys(file for other in loose for file in resolve(other.path))
+            groups.append(_Group(" + ".join(names), None, files=tuple(files)))
+    return groups
+
+
+def _tokenizer(
+    config: "DataConfig", files: Sequence[Path], cache: Path, progress: Progress
+) -> Tokenizer:
+    if config.tokenizer_model is not None:
+        return Tokenizer.load(config.tokenizer_model)
+    vocab_size = config.tokenizer_vocab_size or DEFAULT_VOCAB_SIZE
+    path = cache / f"tokenizer-{_key(files, config.text_key, str(vocab_size))}.json"
+    with _once(str(path), progress) as missing:
+        if missing:
+            began = time.perf_counter()
+            progress(f"training a byte-level BPE of {vocab_size} tokens")
+            tokenizer = Tokenizer.train(_sample(files, config.text_key), vocab_size)
+            tokenizer.save(path)
+            progress(f"trained it in {human_seconds(time.perf_counter() - began)}")
+    return Tokenizer.load(path)
+
+
+def _sample(files: Sequence[Path], text_key: str) -> Iterator[str]:
+    """Up to TRAINING_CHARACTERS of text, spread evenly over the files."""
+    share = min(1.0, TRAINING_CHARACTERS / max(1, sum(file.stat().st_size for file in files)))
+    read = taken = 0
+    for file in files:
+        for text, _ in pieces(file, text_key):
+            read += len(text)
+            if taken <= share * read:
+                taken += len(text)
+                yield text
+            if taken >= TRAINING_CHARACTERS:  # sooner than its size tells, if it is compressed
+                return
+
+
+def _batches(stream: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch, size = [], 0
+    for piece in stream:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _key(files: Sequence[Path], *settings: str) -> str:
+    """A name in the cache for what is made of these files as they are now."""
+    described = []
+    for file in files:
+        stat = file.stat()
+        described.append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+    content = json.dumps([_CACHE_VERSION, described, settings])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _once(path: str, progress: Progress) -> Iterator[bool]:
+    """Yields whether `path` has still to be made; while one process makes it, others wait."""
+    if os.path.exists(path):
+        yield False
+        return
+    with open(f"{path}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another process that prepares the same data")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            # Some network file systems have no locks. Then several do the same work; what they
+            # make is equal and appears whole, so nothing is lost but time.
+            _log.debug("no lock on %s: %s", path, error)
+        yield not os.path.exists(path)
