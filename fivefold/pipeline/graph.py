@@ -1,0 +1,192 @@
+"""What waits for what in a program: one graph proves the absence of dead-lock and gives the time.
+
+One node per compute act and one contracted node per message. A compute act waits for the one before
+it on its rank and for what it consumes. A message waits for its producer; once lowered, also for
+the last compute act issued before its SEND or RECV on either end, and for the message issued before
+it on each communication stream of both ends. Under rendezvous semantics, where a transfer starts
+only when both ends have reached it, the program cannot dead-lock if and only if this graph has no
+cycle, and its longest path is the time.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fivefold.pipeline.ir import (
+    COMMUNICATION,
+    COMPUTE,
+    Act,
+    Direction,
+    Kind,
+    Message,
+    Program,
+    ProgramError,
+)
+
+
+class Stream(StrEnum):
+    """What shares one first-in, first-out communication stream on a rank; strictest first."""
+
+    RANK = "rank"  # every message of the rank
+    PAIR = "pair"  # the messages to and from one other rank
+    PAIR_AND_DIRECTION = "pair_and_direction"  # the messages to, or from, one other rank
+
+    def key(self, message: Message, rank: int) -> Hashable:
+        """The stream of `rank` that the message takes."""
+        if self is Stream.RANK:
+            return rank
+        peer = message.src_rank + message.dst_rank - rank
+        return (rank, peer) if self is Stream.PAIR else (rank, peer, message.src_rank == rank)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes 0 .. len(computes)-1 are compute acts, rank by rank in order; then the messages.
+
+    Attributes:
+        computes: (rank, act) of each compute node.
+        messages: of each message node.
+        producers: the compute node whose result each message carries.
+        successors: the nodes that wait for each node.
+    """
+
+    computes: tuple[tuple[int, Act], ...]
+    messages: tuple[Message, ...]
+    producers: tuple[int, ...]
+    successors: tuple[list[int], ...]
+
+    def order(self) -> list[int]:
+        """The nodes, each after all that it waits for.
+
+        Raises:
+            ProgramError: a circular wait, spelt out.
+        """
+        waiting = [0] * len(self.successors)
+        for successors in self.successors:
+            for node in successors:
+                waiting[node] += 1
+        order = [node for node, count in enumerate(waiting) if count == 0]
+        for node in order:  # grows while it is read
+            for successor in self.successors[node]:
+                waiting[successor] -= 1
+                if waiting[successor] == 0:
+                    order.append(successor)
+        if len(order) < len(waiting):
+            raise ProgramError(f"dead-lock, a circular wait: {self._cycle(waiting)}")
+        return order
+
+    def longest_paths(self, weights: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Earliest start and end of each node, when a node lasts as long as its weight."""
+        starts, ends = [0.0] * len(weights), [0.0] * len(weights)
+        for node in self.order():
+            end = ends[node] = starts[node] + weights[node]
+            for successor in self.successors[node]:
+                if starts[successor] < end:
+                    starts[successor] = end
+        return starts, ends
+
+    def _cycle(self, waiting: list[int]) -> str:
+        """One circular wait among the nodes that still wait."""
+        blocker: dict[int, int] = {}
+        for node, successors in enumerate(self.successors):
+            if waiting[node]:
+                blocker.update((s, node) for s in successors if waiting[s])
+        node, path = next(iter(blocker)), []
+        while node not in path:
+            path.append(node)
+            node = blocker[node]
+        cycle = path[path.index(node) :]
+        return " waits for ".join(self._name(n) for n in [*cycle, cycle[0]])
+
+    def _name(self, node: int) -> str:
+        if node >= len(self.computes):
+            return str(self.messages[node - len(self.computes)])
+        rank, act = self.computes[node]
+        return f"{act} on rank {rank}"
+
+
+def dependency_graph(program: Program, stream: Stream | None = None) -> Graph:
+    """The graph of a program in which every (stage, microbatch, slice) is computed once.
+
+    With `stream` None, SENDs and RECVs do not count, and a message waits for its producer only.
+    """
+    computes = [
+        (rank, act)
+        for rank, acts in enumerate(program.ranks)
+        for act in acts
+        if act.kind in COMPUTE
+    ]
+    messages = program.messages or program.crossings()
+    successors: list[list[int]] = [[] for _ in range(len(computes) + len(messages))]
+    for node in range(len(computes) - 1):
+        if computes[node][0] == computes[node + 1][0]:
+            successors[node].append(node + 1)
+    makers = _makers(computes)
+    _link_local_stages(program, makers, successors)
+    producers = []
+    for node, message in enumerate(messages, len(computes)):
+        piece = (message.mb, message.slice)
+        producer = makers[message.direction, message.src_stage, *piece]
+        producers.append(producer)
+        successors[producer].append(node)
+        successors[node].append(makers[message.direction, message.dst_stage, *piece])
+    if stream is not None:
+        _link_streams(program, messages, stream, successors, len(computes))
+    return Graph(tuple(computes), messages, tuple(producers), tuple(successors))
+
+
+_Makers = dict[tuple[Direction, int, int, int], int]
+
+
+def _makers(computes: Sequence[tuple[int, Act]]) -> _Makers:
+    """Which node makes the activations, and which the dX, of a stage and microbatch."""
+    makers: _Makers = {}
+    for node, (_, act) in enumerate(computes):
+        for kid in act.elementary:
+            if kid.kind is Kind.F:
+                makers[Direction.FORWARD, kid.stage, kid.mb, kid.slice] = node
+            elif kid.kind is Kind.B or kid.kind is Kind.BW:
+                makers[Direction.BACKWARD, kid.stage, kid.mb, kid.slice] = node
+    return makers
+
+
+def _link_local_stages(program: Program, makers: _Makers, successors: list[list[int]]) -> None:
+    """A tensor handed over on the same rank makes one act wait for the other, too."""
+    for stage in range(program.num_stages - 1):
+        if program.placement[stage] != program.placement[stage + 1]:
+            continue
+        for mb in range(program.num_microbatches):
+            for piece in range(program.num_slices):
+                lower = makers[Direction.FORWARD, stage, mb, piece]
+                upper = makers[Direction.FORWARD, stage + 1, mb, piece]
+                successors[lower].append(upper)
+                if not program.forward_only:
+                    lower = makers[Direction.BACKWARD, stage, mb, piece]
+                    upper = makers[Direction.BACKWARD, stage + 1, mb, piece]
+                    successors[upper].append(lower)
+
+
+def _link_streams(
+    program: Program,
+    messages: tuple[Message, ...],
+    stream: Stream,
+    successors: list[list[int]],
+    first_message: int,
+) -> None:
+    """The order in which each rank issues its sends and receives, among its compute acts."""
+    node_of = {message.id: node for node, message in enumerate(messages, first_message)}
+    compute = -1  # the node of the last compute act issued, over all ranks
+    for rank, acts in enumerate(program.ranks):
+        issued: dict[Hashable, int] = {}
+        begun = False
+        for act in acts:
+            if act.kind in COMPUTE:
+                compute += 1
+                begun = True
+            elif act.kind in COMMUNICATION and act.message:
+                node, key = node_of[act.message.id], stream.key(act.message, rank)
+                if begun:
+                    successors[compute].append(node)
+                if key in issued:
+                    successors[issued[key]].append(node)
+                issued[key] = node

@@ -1,0 +1,86 @@
+"""From what to compute to what to send and receive, and when."""
+
+from collections import deque
+from dataclasses import replace
+
+from fivefold.pipeline.graph import dependency_graph
+from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, Act, Kind, Program
+from fivefold.pipeline.simulate import Costs
+
+
+def eager_dx(program: Program) -> Program:
+    """Let dX leave before dW is computed: each BW whose dX goes to another rank becomes B, W.
+
+    Takes 1F1B's bubble from (P-1)(F+B+W) to (P-1)(F+B) and holds nothing longer, but asks the
+    executor for a backward pass in two halves.
+    """
+
+    def halves(act: Act) -> tuple[Act, ...]:
+        before = act.stage - 1
+        stays = before < 0 or program.placement[before] == program.placement[act.stage]
+        if act.kind is not Kind.BW or stays:
+            return (act,)
+        return replace(act, kind=Kind.B), replace(act, kind=Kind.W)
+
+    ranks = tuple(tuple(half for act in acts for half in halves(act)) for acts in program.ranks)
+    return replace(program, ranks=ranks)
+
+
+def lower(program: Program, costs: Costs | None = None) -> Program:
+    """Add every SEND and RECV, ordered by time so that no stream model can dead-lock.
+
+    The program is timed with `costs` (one unit for each of F, B and W when None); a message gets
+    the time t at which its producer ends. SEND stands right after the producer, RECV before the
+    first compute act of the receiver that *ends* after t; a rank issues its messages by (t, id).
+    Every wait then leads to a later (t, id), so that there is no circular one whether a rank, a
+    pair, or a pair and direction shares a stream. The costs decide the speed, not the safety.
+
+    Deterministic: every rank that lowers the same program gets the same result.
+    """
+    costs = costs or Costs.uniform(program.num_stages)
+    program = replace(program, messages=())
+    graph = dependency_graph(program)
+    weights = [costs.of(act, program.num_weight_parts) for _, act in graph.computes]
+    _, ends = graph.longest_paths(weights + [costs.hop] * len(graph.messages))
+    queues: list[list[tuple[float, int, Act]]] = [[] for _ in program.ranks]
+    for message, producer in zip(graph.messages, graph.producers, strict=True):
+        t, ids = ends[producer], (message.mb, message.slice)
+        send = Act(Kind.SEND, message.src_stage, *ids, message=message)
+        receive = Act(Kind.RECV, message.dst_stage, *ids, message=message)
+        queues[message.src_rank].append((t, message.id, send))
+        queues[message.dst_rank].append((t, message.id, receive))
+    node, ranks = 0, []
+    for acts, queue in zip(program.ranks, queues, strict=True):
+        own = sum(act.kind in COMPUTE for act in acts)
+        ranks.append(_merge(acts, ends[node : node + own], deque(sorted(queue, key=_by_time))))
+        node += own
+    return replace(program, ranks=tuple(ranks), messages=graph.messages)
+
+
+def _by_time(entry: tuple[float, int, Act]) -> tuple[float, int]:
+    return entry[:2]
+
+
+def _merge(
+    acts: tuple[Act, ...], ends: list[float], queue: deque[tuple[float, int, Act]]
+) -> tuple[Act, ...]:
+    """One rank's acts with its sends and receives put among them.
+
+    Before a compute act stand the messages with t < its end; before another act (REDUCE, say)
+    those with t <= the end of the last compute act.
+    """
+    merged: list[Act] = []
+    clock, remaining = 0.0, iter(ends)
+    for act in acts:
+        if act.kind in COMMUNICATION:
+            continue  # lowered before: it is placed anew
+        if act.kind in COMPUTE:
+            clock = next(remaining)
+            while queue and queue[0][0] < clock:
+                merged.append(queue.popleft()[2])
+        else:
+            while queue and queue[0][0] <= clock:
+                merged.append(queue.popleft()[2])
+        merged.append(act)
+    merged.extend(entry[2] for entry in queue)
+    return tuple(merged)
