@@ -1,0 +1,1 @@
+"""Training systems measured side by side by benchmarks/peers.py, one worker script each."""

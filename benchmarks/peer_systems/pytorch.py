@@ -1,0 +1,140 @@
+"""Plain PyTorch: DDP, ZeroRedundancyOptimizer, FSDP2, DTensor TP, torch.distributed.pipelining.
+
+ZeRO-2 is FSDP2 that keeps the parameters gathered from forward to backward. Tensor-parallel
+layouts with data parallelism use PyTorch's own transformation of DTensor modules for DDP.
+"""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.peer_systems.common import ADAMW, MICROBATCH, Job, Model, loss_of, main
+from benchmarks.peer_systems.rows import Row
+
+
+def supports(row: Row) -> bool:
+    return row.zero == 0 or row.tp == row.pp == 1
+
+
+def build(row: Row) -> Job:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (row.pp, row.dp, row.tp), mesh_dim_names=("pp", "dp", "tp"))
+    stage = mesh.get_local_rank("pp")
+    model: nn.Module = Model(stage, row.pp)
+    if row.tp > 1:
+        install_tensor_parallel(model, mesh["tp"], row.sp)
+    if row.dp > 1:
+        model = install_data_parallel(model, mesh["dp"], row)
+    if row.zero == 1:
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, **ADAMW
+        )
+    else:
+        optimizer = adamw(model)
+    vocabulary = loss_parallel if row.tp > 1 else nullcontext
+    forward_backward = pipelined(model, mesh, row) if row.pp > 1 else direct(model)
+
+    def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor | None:
+        with vocabulary():
+            loss = forward_backward(tokens_BS, labels_BS)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return Job(step, mesh.get_local_rank("dp"))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Fused AdamW, which cannot mix plain tensors and DTensors in one group."""
+    kinds: dict[type, list[Tensor]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault(type(parameter.data), []).append(parameter)
+    return torch.optim.AdamW([{"params": group} for group in kinds.values()], **ADAMW)
+
+
+def direct(model: nn.Module):
+    def forward_backward(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        loss = loss_of(model(tokens_BS), labels_BS)
+        loss.backward()
+        return loss.detach()
+
+    return forward_backward
+
+
+def pipelined(model: nn.Module, mesh: DeviceMesh, row: Row):
+    rank = mesh.get_local_rank("pp")
+    stage = PipelineStage(model, rank, row.pp, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = Schedule1F1B(stage, 8 // row.dp // MICROBATCH, loss_fn=loss_of)
+
+    def forward_backward(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor | None:
+        if rank < row.pp - 1:
+            schedule.step(*((tokens_BS,) if rank == 0 else ()), return_outputs=False)
+            return None
+        losses: list[Tensor] = []
+        schedule.step(target=labels_BS, losses=losses, return_outputs=False)
+        return torch.stack(losses).mean().detach()
+
+    return forward_backward
+
+
+def install_data_parallel(model: nn.Module, mesh: DeviceMesh, row: Row) -> nn.Module:
+    if row.zero >= 2:
+        for module in (*model.layers.values(), model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=row.zero == 3)
+        return model
+    if row.pp > 1:
+        replicate(model, mesh=mesh)
+        return model
+    if row.tp > 1:
+        _pre_dp_module_transform(model)
+    return DistributedDataParallel(
+        model, process_group=mesh.get_group(), gradient_as_bucket_view=True
+    )
+
+
+def install_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    """Megatron's split of every block, the embedding and the head; Shard(1) is the sequence."""
+    between = Shard(1) if sequence else Replicate()
+    gather = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=between)
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    columns += ("mlp.gate_proj", "mlp.up_proj")
+    block = dict.fromkeys(columns, column) | {"self_attn.o_proj": row, "mlp.down_proj": row}
+    whole = {
+        "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "lm_head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    block |= {"self_attn": gather, "mlp": gather}
+    if sequence:
+        norm = SequenceParallel(use_local_output=True)
+        block |= {"input_layernorm": norm, "post_attention_layernorm": norm}
+        whole["norm"] = norm
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, block)
+    parallelize_module(
+        model, mesh, {name: style for name, style in whole.items() if getattr(model, name)}
+    )
+
+
+if __name__ == "__main__":
+    main(build, supports)
