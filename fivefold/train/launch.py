@@ -1,0 +1,380 @@
+"""Start ranks on this machine, watch them, and say which one failed first, and why.
+
+Forking a parent that has already imported torch starts eight ranks in a fraction of the seconds
+that eight interpreters take. The parent must therefore stay clean: no CUDA context, no backward
+pass and no thread of its own before `launch_local`.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import ConfigError, FivefoldError, Mistake
+from fivefold.files import write_atomic
+from fivefold.train.rank_env import RankEnv
+
+Worker = Callable[[RankEnv], int | None]
+
+POLL_SECONDS = 0.02
+SETTLE_SECONDS = 0.3  # for the report of a rank that failed a moment earlier
+SEARCH_SECONDS = 3.0  # for the rank behind a lost connection: a dying process first frees memory
+GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+REPORT_LIMIT = 6_000  # characters of message and of traceback: both fit in a pipe's 64 KiB
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+CONNECTION_LOST = (  # what gloo says in a plain RuntimeError when another rank is gone
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "application timeout caused pair closure",
+    "timed out waiting",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended badly.
+
+    Attributes:
+        cause: one line, "killed by SIGSEGV" or "ValueError: ...", or a FivefoldError's message.
+        for_user: `cause` is the whole message of a FivefoldError.
+        consequence: only a symptom: the rank lost the connection to another one.
+        when: seconds on the system's monotonic clock, which all processes share.
+        status: what the program should exit with.
+        traceback: its text, empty if there was no exception.
+        traceback_file: where it was written, if it was.
+    """
+
+    cause: str
+    when: float
+    status: int = 1
+    for_user: bool = False
+    consequence: bool = False
+    traceback: str = ""
+    traceback_file: str | None = None
+
+
+@dataclass
+class _Rank:
+    """A child process and the pipe on which it says what went wrong."""
+
+    rank: int
+    pid: int
+    reports: int
+    failure: Failure | None = None
+    running: bool = True
+
+    def poll(self, stopping: bool) -> None:
+        """Notice that the process has ended; `stopping` = it was told to."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0:
+            return
+        self.running = False
+        with open(self.reports, "rb", buffering=0) as pipe:
+            report = pipe.read()  # None if nothing came but a helper of the rank holds the pipe
+        code = os.waitstatus_to_exitcode(status)
+        if report:
+            self.failure = Failure(**json.loads(report))
+        elif code < 0:
+            self.failure = _killed(-code, stopping)
+        elif code > 0:
+            self.failure = Failure(f"left with status {code}", time.monotonic(), status=code)
+
+
+@contextmanager
+def _deferring_signals() -> Iterator[list[int]]:
+    """Yield the list in which SIGINT and SIGTERM are noted instead of ending this process."""
+    noted: list[int] = []
+    previous = {
+        signum: signal.signal(signum, lambda number, _frame: noted.append(number))
+        for signum in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield noted
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def launch_local(
+    worker: Worker,
+    nproc: int,
+    *,
+    describe: Callable[[int], str] | None = None,
+    errors_folder: Path | None = None,
+) -> int:
+    """Run `worker(rank_env)` in `nproc` forked processes and return the exit status for the shell.
+
+    Each rank has torchrun's environment variables, its share of the cores as threads, and ends
+    when the parent ends, however it ends. When a rank fails, the first cause is printed to stderr
+    with the rank's coordinates and the others are stopped. The first SIGINT or SIGTERM is passed to
+    every rank once, as SIGTERM; a second one kills them.
+
+    Args:
+        worker: called in each child; what it returns is the child's exit status (None = 0).
+        describe: rank -> its coordinates, such as "PP(1) DP(0) CP(0) TP(1)".
+        errors_folder: where `rank-N.txt` with the full traceback of rank N is written. If None,
+            the traceback of the first cause is printed.
+
+    Returns:
+        0 if every rank returned 0 or None; 2 after a ConfigError; 128 + signal if killed; else 1
+        or what the worker returned.
+    """
+    assert not torch.cuda.is_initialized(), "CUDA does not survive a fork"
+    # The port is bound before and the server starts after the fork: no thread is ever forked, and
+    # ranks that connect early wait in the backlog.
+    with closing(socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * nproc))) as listener:
+        port = listener.getsockname()[1]
+        ranks: list[_Rank] = []
+        with _deferring_signals() as stop:
+            for rank in range(nproc):
+                env = RankEnv(rank, rank, nproc, nproc, "127.0.0.1", port, "local")
+                ranks.append(_fork(worker, env, errors_folder))
+            try:
+                store = dist.TCPStore(
+                    "127.0.0.1",
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=listener.detach(),
+                )
+                failed = _watch(ranks, stop)
+            finally:
+                _terminate(ranks)
+            del store  # the ranks needed it until here
+    if failed is None:
+        return 128 + stop[0] if any(r.failure for r in ranks) else 0
+    _explain(failed, nproc, describe)
+    assert failed.failure is not None
+    return failed.failure.status
+
+
+def init_process_group(
+    env: RankEnv, device_type: str, *, timeout_seconds: float = 600.0
+) -> torch.device:
+    """Join the default process group; the same under torchrun, srun, `launch_local` and alone.
+
+    Args:
+        device_type: "cpu" (gloo), or "cuda" (NCCL, with gloo for CPU tensors).
+        timeout_seconds: how long a collective may wait before the run counts as hung.
+
+    Returns:
+        The device of this rank, made current if it is a GPU.
+
+    Raises:
+        ConfigError: this machine has fewer GPUs than ranks.
+    """
+    device = torch.device("cpu")
+    backend = "gloo"
+    if device_type == "cuda":
+        device = _bind_gpu(env)
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_seconds)
+    rendezvous: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
+    match env.launcher:
+        case "single":
+            rendezvous["store"] = dist.HashStore()
+        case "local":
+            rendezvous["store"] = dist.TCPStore(
+                env.master_addr, env.master_port, is_master=False, timeout=timeout
+            )
+        case "torchrun":
+            rendezvous["init_method"] = "env://"
+        case "slurm":
+            rendezvous["init_method"] = f"tcp://{env.master_addr}:{env.master_port}"
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+        **rendezvous,
+    )
+    return device
+
+
+def _bind_gpu(env: RankEnv) -> torch.device:
+    count = torch.cuda.device_count()
+    if env.local_rank >= count:
+        raise ConfigError(
+            Mistake(
+                f"{env.local_world_size} ranks on this machine, but {count} visible GPUs",
+                (f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '(not set)')}",),
+                attempt="one rank a GPU, or train on the CPU",
+            )
+        )
+    device = torch.device("cuda", env.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None) -> _Rank:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reports_in, reports_out = os.pipe()
+    parent = os.getpid()
+    # Signals wait until the child has its own handlers: the inherited ones would swallow them.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            _become_rank(env, parent)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            status = _run_worker(worker, env, reports_out, errors_folder)
+        finally:
+            # Not sys.exit: the frames and exit handlers of the parent must not run here.
+            os._exit(status)
+    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    os.close(reports_out)
+    os.set_blocking(reports_in, False)
+    return _Rank(env.rank, pid, reports_in)
+
+
+def _become_rank(env: RankEnv, parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+    # A terminal sends Ctrl-C to the whole process group; only the parent answers, with SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable(file=2)
+    os.environ.update(env.variables)
+    # Gloo would look the host's name up, which fails on many laptops.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if "OMP_NUM_THREADS" not in os.environ:  # as with torchrun, what the user set is per rank
+        threads = max(1, torch.get_num_threads() // env.world_size)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+
+
+def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path | None) -> int:
+    try:
+        status = worker(env) or 0
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException as error:
+        failure = _describe_exception(error, env, errors_folder)
+        os.write(reports, json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace"))
+        status = failure.status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def _describe_exception(error: BaseException, env: RankEnv, folder: Path | None) -> Failure:
+    when = time.monotonic()
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, FivefoldError):
+        status = 2 if isinstance(error, ConfigError) else 1
+        return Failure(str(error)[:REPORT_LIMIT], when, status=status, for_user=True)
+    path = None
+    if folder is not None:
+        path = folder / f"rank-{env.rank}.txt"
+        write_atomic(path, text)
+    message = str(error).strip()[:REPORT_LIMIT]
+    lost = isinstance(error, ConnectionError | dist.DistError) or (
+        isinstance(error, RuntimeError) and any(s in message.lower() for s in CONNECTION_LOST)
+    )
+    return Failure(
+        f"{type(error).__name__}: {message}".removesuffix(": "),
+        when,
+        consequence=lost,
+        traceback=text[-REPORT_LIMIT:],
+        traceback_file=str(path) if path else None,
+    )
+
+
+def _killed(signum: int, stopping: bool) -> Failure:
+    cause = f"killed by {signal.Signals(signum).name}"
+    if signum == signal.SIGKILL:
+        cause += "; if nobody ran kill -9, the machine ran out of memory (dmesg says so)"
+    told_to = stopping and signum == signal.SIGTERM
+    return Failure(cause, time.monotonic(), status=128 + signum, consequence=told_to)
+
+
+def _watch(ranks: list[_Rank], stop: list[int]) -> _Rank | None:
+    """Wait until every rank has ended or one has failed; return the first cause, if any.
+
+    A rank that only lost a connection, or that ended because it was told to, is a cause only if
+    no other is found and nobody asked the run to stop.
+    """
+    forwarded = False
+    deadline = None
+    while any(r.running for r in ranks):
+        for rank in ranks:
+            if rank.running:
+                rank.poll(stopping=forwarded)
+        failed = [r for r in ranks if r.failure]
+        if failed and deadline is None:
+            deadline = time.monotonic() + SEARCH_SECONDS
+        if any(r.failure and not r.failure.consequence for r in failed):
+            deadline = min(deadline or 0.0, time.monotonic() + SETTLE_SECONDS)
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        if stop and not forwarded:
+            forwarded = True
+            _signal_all(ranks, signal.SIGTERM)
+        if len(stop) > 1:
+            _signal_all(ranks, signal.SIGKILL)
+            return None
+        time.sleep(POLL_SECONDS)
+    return _first_cause(ranks, asked_to_stop=forwarded)
+
+
+def _first_cause(ranks: list[_Rank], asked_to_stop: bool) -> _Rank | None:
+    failures = [
+        (r.failure.consequence, r.failure.when, r.rank, r)
+        for r in ranks
+        if r.failure and not (asked_to_stop and r.failure.consequence)
+    ]
+    return min(failures)[-1] if failures else None
+
+
+def _signal_all(ranks: list[_Rank], signum: int) -> None:
+    for rank in ranks:
+        if rank.running:
+            os.kill(rank.pid, signum)
+
+
+def _terminate(ranks: list[_Rank]) -> None:
+    """Stop whatever still runs: SIGTERM, then SIGKILL."""
+    _signal_all(ranks, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(r.running for r in ranks):
+        if time.monotonic() > deadline:
+            _signal_all(ranks, signal.SIGKILL)
+        for rank in ranks:
+            if rank.running:
+                rank.poll(stopping=True)
+        time.sleep(POLL_SECONDS)
+
+
+def _explain(failed: _Rank, nproc: int, describe: Callable[[int], str] | None) -> None:
+    failure = failed.failure
+    assert failure is not None
+    if failure.for_user:
+        print(f"error: {failure.cause}", file=sys.stderr, flush=True)
+        return
+    place = f"rank {failed.rank}" + (f" {describe(failed.rank)}" if describe else "")
+    lines = [f"error: {place}: {failure.cause}"]
+    if nproc > 1:
+        lines.append(f"  the other {nproc - 1} ranks were stopped")
+    if failure.traceback_file:
+        lines.append(f"  traceback: {failure.traceback_file}")
+    elif failure.traceback:
+        lines.append(failure.traceback)
+    print("\n".join(lines), file=sys.stderr, flush=True)

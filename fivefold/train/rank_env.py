@@ -1,0 +1,176 @@
+"""Which rank this process is, as torchrun, Slurm or nobody tells it. Imports no torch."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.errors import ConfigError, Mistake, Mistakes
+
+Launcher = Literal["single", "local", "torchrun", "slurm"]
+
+SLURM_FIRST_PORT = 10_000
+SLURM_PORTS = 20_000  # 10000-29999: above the well-known ports, below Linux' ephemeral ones
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """This process' place among all processes of the run.
+
+    Attributes:
+        rank: 0 .. world_size - 1 over all machines.
+        local_rank: 0 .. local_world_size - 1 on this machine; picks the GPU.
+        master_addr: host of the rendezvous store.
+        master_port: its port.
+        launcher: who started the processes. "local": `launch_local`, whose parent hosts the store.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    launcher: Launcher = "single"
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        for name, value, size in (
+            ("rank", self.rank, self.world_size),
+            ("local rank", self.local_rank, self.local_world_size),
+        ):
+            if not 0 <= value < size:
+                mistakes.add(
+                    f"{name} {value} does not exist among {size}", f"it must be 0 .. {size - 1}"
+                )
+        if self.local_world_size > self.world_size:
+            mistakes.add(
+                f"{self.local_world_size} ranks on this machine, but only {self.world_size} in all"
+            )
+        mistakes.raise_if_any()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that torchrun would have set for this rank."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def read_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv:
+    """The rank that torchrun, else srun, gave to this process; else world size 1.
+
+    Raises:
+        ConfigError: some variables of a launcher are there and others are missing or impossible,
+            or this is an sbatch script that did not call srun.
+    """
+    if "RANK" in variables or "LOCAL_RANK" in variables:
+        return _from_torchrun(variables)
+    if "SLURM_PROCID" in variables:
+        return _from_slurm(variables)
+    if variables.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            Mistake(
+                f"WORLD_SIZE is {variables['WORLD_SIZE']} but RANK is not set",
+                attempt="torchrun --standalone --nproc_per_node N ..., or unset WORLD_SIZE",
+            )
+        )
+    return RankEnv()
+
+
+def _from_torchrun(variables: Mapping[str, str]) -> RankEnv:
+    missing = [name for name in TORCHRUN_VARIABLES if name not in variables]
+    if missing:
+        there = [name for name in TORCHRUN_VARIABLES if name in variables]
+        raise ConfigError(
+            Mistake(
+                f"{' and '.join(there)} set, but not {' and '.join(missing)}",
+                attempt=f"start with torchrun or srun, or unset {' '.join(there)}",
+            )
+        )
+    world_size = _integer(variables, "WORLD_SIZE")
+    return RankEnv(
+        rank=_integer(variables, "RANK"),
+        local_rank=_integer(variables, "LOCAL_RANK"),
+        world_size=world_size,
+        local_world_size=_integer(variables, "LOCAL_WORLD_SIZE", world_size),
+        master_addr=variables["MASTER_ADDR"],
+        master_port=_integer(variables, "MASTER_PORT"),
+        launcher="torchrun",
+    )
+
+
+def _from_slurm(variables: Mapping[str, str]) -> RankEnv:
+    world_size = _integer(variables, "SLURM_STEP_NUM_TASKS", _integer(variables, "SLURM_NTASKS", 1))
+    if world_size == 1:
+        return RankEnv()
+    # sbatch runs its script as a step of its own, with SLURM_PROCID=0 and no step id.
+    if variables.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in variables:
+        raise ConfigError(
+            Mistake(
+                f"sbatch asked for {world_size} tasks, but only its script runs",
+                attempt="put srun before the command",
+            )
+        )
+    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST", "")
+    address = variables.get("MASTER_ADDR") or first_host(hosts)
+    if not address:
+        raise ConfigError("SLURM_PROCID is set, but neither SLURM_NODELIST nor MASTER_ADDR")
+    return RankEnv(
+        rank=_integer(variables, "SLURM_PROCID"),
+        local_rank=_integer(variables, "SLURM_LOCALID"),
+        world_size=world_size,
+        local_world_size=_slurm_local_world_size(variables, world_size),
+        master_addr=address,
+        master_port=_integer(variables, "MASTER_PORT", _slurm_port(variables)),
+        launcher="slurm",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    >>> first_host("gpu[007-012,020],login1")
+    'gpu007'
+    >>> first_host("rack[2,5]-node[1-4]")
+    'rack2-node1'
+    """
+    ranges = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", nodelist)
+    return ranges.split(",")[0].strip()
+
+
+def _slurm_port(variables: Mapping[str, str]) -> int:
+    """The same on every rank, different for neighbouring jobs and for the steps of a job."""
+    job = _integer(variables, "SLURM_JOB_ID", 0)
+    step = _integer(variables, "SLURM_STEP_ID", 0)
+    return SLURM_FIRST_PORT + (31 * job + step) % SLURM_PORTS
+
+
+def _slurm_local_world_size(variables: Mapping[str, str], world_size: int) -> int:
+    """Tasks on this node, from a list such as "8(x3),4", else from what was asked for."""
+    counts: list[int] = []
+    layout = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
+    for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):
+        counts += [int(tasks)] * int(repeat or 1)
+    node = _integer(variables, "SLURM_NODEID", 0)
+    if node < len(counts):
+        return counts[node]
+    return min(world_size, _integer(variables, "SLURM_NTASKS_PER_NODE", world_size))
+
+
+def _integer(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        found = "not set" if text is None else repr(text)
+        raise ConfigError(f"{name} must be a whole number, and is {found}") from None
