@@ -1,0 +1,1 @@
+"""Checkpoints of any layout that load into any other."""

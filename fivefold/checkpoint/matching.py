@@ -1,0 +1,66 @@
+"""Whether a checkpoint holds what a model asks for."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from fivefold.errors import Mistake, did_you_mean
+from fivefold.units import human_count
+
+Shapes = Mapping[str, Sequence[int]]
+
+_LISTED = 8
+
+
+def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...]) -> list[Mistake]:
+    """Tensors that are missing, of another shape or left over, each kind as one mistake.
+
+    Args:
+        asked: global shapes by name of all that the model loads.
+        saved: those of the checkpoint.
+        skip: prefixes of saved names that need not be asked for.
+    """
+    missing = sorted(asked.keys() - saved.keys())
+    other = sorted(
+        name for name in asked.keys() & saved.keys() if tuple(asked[name]) != tuple(saved[name])
+    )
+    left = sorted(name for name in saved.keys() - asked.keys() if not name.startswith(skip))
+    total = f"the model asks for {_sum(asked)}, the checkpoint has {_sum(saved)}"
+    kinds = [
+        (
+            "the model has {} that the checkpoint has not",
+            [f"{n}: {_shape(asked[n])}{did_you_mean(n, left)}" for n in missing],
+        ),
+        (
+            "the checkpoint has {} of another shape",
+            [f"{n}: model {_shape(asked[n])}, checkpoint {_shape(saved[n])}" for n in other],
+        ),
+        (
+            "the checkpoint has {} that the model has not",
+            [f"{n}: {_shape(saved[n])}" for n in left],
+        ),
+    ]
+    return [
+        Mistake(what.format(_tensors(len(lines))), (*_short(lines), total))
+        for what, lines in kinds
+        if lines
+    ]
+
+
+def _tensors(count: int) -> str:
+    return f"{count:,} tensor{'s' * (count != 1)}"
+
+
+def _sum(shapes: Shapes) -> str:
+    elements = sum(prod(shape) for shape in shapes.values())
+    return f"{_tensors(len(shapes))} of {human_count(elements)} elements"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    if not shape:
+        return "a scalar"
+    return f"{' x '.join(map(str, shape))} = {prod(shape):,} elements"
+
+
+def _short(lines: list[str]) -> list[str]:
+    more = len(lines) - _LISTED
+    return lines if more <= 0 else [*lines[:_LISTED], f"and {more:,} more"]
