@@ -1,0 +1,199 @@
+"""Collectives on local tensors, each started now and waited for later.
+
+On CUDA these are NCCL's. On the CPU gloo's own all-gather and reduce-scatter cost two to five times
+as much as pairwise exchanges, and its sums depend on the ring; here every pair exchanges directly
+and sums run in rank order, so that results are reproducible. `benchmarks/collectives.py` measures
+both. Groups may be None, which means a group of one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait()` returns its result and may be called once."""
+
+    works: list[dist.Work]
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks, 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
+    """Sum `x` over the group in place. Sends 2(P-1)/P of its bytes."""
+    if group is None:
+        return Pending([], lambda: x)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    return Pending([work], lambda: x)
+
+
+def start_all_gather(
+    x: Tensor, group: dist.ProcessGroup | None, out: Tensor | None = None
+) -> Pending:
+    """Concatenate every rank's `x` along dim 0. Sends (P-1)/P of the result's bytes.
+
+    Args:
+        x: [n, ...], the same shape on every rank.
+        group: whose ranks contribute, in order.
+        out: [P*n, ...], contiguous; allocated when None.
+    """
+    if group is None:
+        return Pending([], lambda: x if out is None else out.copy_(x))
+    x = x.contiguous()
+    size, rank = group.size(), group.rank()
+    if out is None:
+        out = x.new_empty((size * x.size(0), *x.shape[1:]))
+    result = out
+    if x.is_cuda:
+        work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
+        return Pending([work], lambda: result)
+    rows = out.view(size, *x.shape)
+    works = _exchange(group, send=lambda peer: x, receive=lambda peer: rows[peer])
+    rows[rank].copy_(x)
+    # `x` is read until the sends end, so the closure keeps it alive.
+    return Pending(works, lambda keep=x: result)  # type: ignore[misc]
+
+
+def start_reduce_scatter(
+    x: Tensor,
+    group: dist.ProcessGroup | None,
+    out: Tensor | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> Pending:
+    """Sum over the group and keep this rank's part of dim 0. Sends (P-1)/P of `x`'s bytes.
+
+    Args:
+        x: [P*n, ...].
+        group: whose ranks contribute; the sum runs in their order.
+        out: [n, ...], contiguous; allocated when None.
+        wire_dtype: narrower type to send, summed in `x`'s own type (all-to-all and a local sum).
+    """
+    if group is None:
+        return Pending([], lambda: x if out is None else out.copy_(x))
+    x = x.contiguous()
+    size, rank = group.size(), group.rank()
+    part = (x.size(0) // size, *x.shape[1:])
+    result = x.new_empty(part) if out is None else out
+    wire_dtype = wire_dtype or x.dtype
+    if x.is_cuda and wire_dtype == x.dtype:
+        work = dist.reduce_scatter_tensor(result, x, group=group, async_op=True)
+        return Pending([work], lambda: result)
+    sent = x.to(wire_dtype).view(size, *part)
+    received = torch.empty_like(sent)
+    if x.is_cuda:
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        works = [work] if work is not None else []
+    else:
+        works = _exchange(group, lambda peer: sent[peer], lambda peer: received[peer])
+
+    def finish() -> Tensor:
+        received[rank] = sent[rank]
+        result.copy_(received[0])
+        for row in received[1:]:
+            result.add_(row)
+        return result
+
+    return Pending(works, finish)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`start_all_reduce`, waited for."""
+    return start_all_reduce(x, group).wait()
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`start_all_gather`, waited for."""
+    return start_all_gather(x, group).wait()
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`start_reduce_scatter`, waited for."""
+    return start_reduce_scatter(x, group).wait()
+
+
+def _exchange(
+    group: dist.ProcessGroup,
+    send: Callable[[int], Tensor],
+    receive: Callable[[int], Tensor],
+) -> list[dist.Work]:
+    """Post one send and one receive per peer; round k pairs rank r with r+k and r-k."""
+    size, rank = group.size(), group.rank()
+    works = []
+    for step in range(1, size):
+        source, target = (rank - step) % size, (rank + step) % size
+        works.append(dist.irecv(receive(source), group=group, group_src=source))
+        works.append(dist.isend(send(target), group=group, group_dst=target))
+    return [work for work in works if work is not None]
+
+
+def sum_in_buckets(
+    tensors: list[Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    wire_dtype: torch.dtype | None = None,
+    bucket_bytes: int = 64 << 20,
+) -> None:
+    """Sum tensors over a group in place, flattened into few large messages.
+
+    Args:
+        tensors: this rank's tensors, in the same order on every rank.
+        group: over whose ranks to sum.
+        wire_dtype: type in which they travel and are summed (default: their own).
+        bucket_bytes: size at which a bucket is closed.
+    """
+    if group is None:
+        return
+    for bucket in _buckets(tensors, bucket_bytes):
+        finish_bucket(start_bucket(bucket, group, wire_dtype))
+
+
+@dataclass
+class Bucket:
+    """Tensors that travel as one message."""
+
+    tensors: list[Tensor]
+    flat: Tensor
+    pending: Pending
+
+
+def start_bucket(
+    tensors: list[Tensor], group: dist.ProcessGroup, wire_dtype: torch.dtype | None = None
+) -> Bucket:
+    """Flatten tensors of one type and start summing them."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    if wire_dtype is not None:
+        flat = flat.to(wire_dtype)
+    return Bucket(tensors, flat, start_all_reduce(flat, group))
+
+
+def finish_bucket(bucket: Bucket) -> None:
+    """Wait for the sum and copy it back into the bucket's tensors."""
+    bucket.pending.wait()
+    parts = bucket.flat.split([t.numel() for t in bucket.tensors])
+    for tensor, part in zip(bucket.tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    filled = bucket_bytes
+    for tensor in tensors:
+        if filled >= bucket_bytes or buckets[-1][0].dtype != tensor.dtype:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(tensor)
+        filled += tensor.numel() * tensor.element_size()
+    return buckets

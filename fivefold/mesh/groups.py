@@ -1,0 +1,116 @@
+"""The process groups of one rank, built from the grid and handed to whoever needs them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fivefold.mesh.grid import Grid
+
+PARAMETER_AXES = ("dp_replicate", "dp_shard_cp", "tp")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What one rank communicates over; a group of one rank is None.
+
+    Attributes:
+        grid: sizes and arithmetic of the axes.
+        rank: of this process in the world.
+        world: every rank.
+        pp: the ranks that hold the other stages of this replica.
+        tp: the ranks that hold the other parts of this rank's matrices.
+        data: the ranks that see other tokens of the same batch (DP x CP).
+        tied: the two pipeline ranks that hold a copy of a tied embedding each.
+        mesh: [dp_replicate, dp_shard_cp, tp] of this pipeline rank, on which parameters are laid
+            out; without sharding all of DP x CP counts as replicas.
+    """
+
+    grid: Grid
+    rank: int
+    world: dist.ProcessGroup | None
+    pp: dist.ProcessGroup | None
+    tp: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
+    tied: dist.ProcessGroup | None
+    mesh: DeviceMesh
+
+    @property
+    def at(self) -> dict[str, int]:
+        """This rank's coordinates on the attention mesh."""
+        return self.grid.coordinates(self.rank)
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        """The 1-D mesh of tensor parallelism, None if it has one rank."""
+        return self.mesh["tp"] if self.tp is not None else None
+
+
+def build_groups(
+    grid: Grid,
+    rank: int,
+    device_type: str,
+    *,
+    sharded: bool,
+    tied_ranks: tuple[int, int] | None = None,
+) -> Groups:
+    """Create the groups of this rank; only their members take part, so thousands of ranks can.
+
+    Args:
+        grid: the world.
+        rank: of this process.
+        device_type: "cpu" or "cuda".
+        sharded: whether dp_shard x cp splits anything; if not, those ranks are replicas.
+        tied_ranks: pipeline ranks of the first and the last stage if they share a tied embedding
+            and differ.
+    """
+    cached: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks not in cached:
+            cached[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        return cached[ranks]
+
+    def unless_alone(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return group(ranks) if len(ranks) > 1 else None
+
+    data_axes = ("dp_replicate", "dp_shard", "cp")
+    tp_ranks = grid.group_of(rank, ("tp",))
+    data_ranks = grid.group_of(rank, data_axes)
+    pp_ranks = grid.group_of(rank, ("pp",))
+    tied = None
+    if tied_ranks is not None and grid.coordinates(rank)["pp"] in tied_ranks:
+        tied = group(tuple(pp_ranks[i] for i in tied_ranks))
+    return Groups(
+        grid=grid,
+        rank=rank,
+        world=dist.group.WORLD if grid.world_size > 1 else None,
+        pp=unless_alone(pp_ranks),
+        tp=unless_alone(tp_ranks),
+        data=unless_alone(data_ranks),
+        tied=tied,
+        mesh=_parameter_mesh(grid, rank, device_type, sharded, group),
+    )
+
+
+def _parameter_mesh(
+    grid: Grid,
+    rank: int,
+    device_type: str,
+    sharded: bool,
+    group: Callable[[tuple[int, ...]], dist.ProcessGroup],
+) -> DeviceMesh:
+    """The mesh of one pipeline rank's parameters, made of groups that exist already."""
+    replicas = ("dp_replicate",) if sharded else ("dp_replicate", "dp_shard", "cp")
+    shards = ("dp_shard", "cp") if sharded else ()
+    shape = [len(grid.group_of(rank, axes)) for axes in (replicas, shards, ("tp",))]
+    first = grid.coordinates(rank)["pp"] * grid.ranks_per_stage
+    ranks = torch.arange(first, first + grid.ranks_per_stage).view(shape)
+    return DeviceMesh.from_group(
+        [group(grid.group_of(rank, axes)) for axes in (replicas, shards, ("tp",))],
+        device_type,
+        mesh=ranks,
+        mesh_dim_names=PARAMETER_AXES,
+    )
