@@ -220,6 +220,22 @@ def _bind_gpu(env: RankEnv) -> torch.device:
     return device
 
 
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when process `parent`, which forked it, ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether `error` is only how a rank notices that another one is gone."""
+    if isinstance(error, ConnectionError | dist.DistError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(s in message for s in CONNECTION_LOST)
+
+
 def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None) -> _Rank:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -244,10 +260,7 @@ def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None) -> _Rank:
 
 
 def _become_rank(env: RankEnv, parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
+    die_with_parent(parent)
     # A terminal sends Ctrl-C to the whole process group; only the parent answers, with SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -286,13 +299,10 @@ def _describe_exception(error: BaseException, env: RankEnv, folder: Path | None)
         path = folder / f"rank-{env.rank}.txt"
         write_atomic(path, text)
     message = str(error).strip()[:REPORT_LIMIT]
-    lost = isinstance(error, ConnectionError | dist.DistError) or (
-        isinstance(error, RuntimeError) and any(s in message.lower() for s in CONNECTION_LOST)
-    )
     return Failure(
         f"{type(error).__name__}: {message}".removesuffix(": "),
         when,
-        consequence=lost,
+        consequence=lost_connection(error),
         traceback=text[-REPORT_LIMIT:],
         traceback_file=str(path) if path else None,
     )

@@ -1,0 +1,26 @@
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.pool import Pool
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the pool's helper now: no test has yet made this process unfit for it."""
+    wanted = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)
+    if (wanted or "tests.pool" in sys.modules) and not session.config.option.collectonly:
+        _pool()
+
+
+@pytest.fixture(scope="session")
+def pool() -> "Pool":
+    """`pool.run(world_size, fn, *args)`: see tests/pool.py. Imports torch only when asked for."""
+    return _pool()
+
+
+def _pool() -> "Pool":
+    from tests.pool import shared_pool
+
+    return shared_pool()
