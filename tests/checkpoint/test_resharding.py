@@ -25,7 +25,7 @@ def piece(tensor: Tensor | Piece) -> Piece:
     return tensor if isinstance(tensor, Piece) else piece_of(tensor)
 
 
-def _save(root: Path, world: int) -> None:
+def _save(rank: int, world: int, root: Path) -> None:
     for layout in (name for name in LAYOUTS if world_size(name) == world):
         _, tensors = state(layout)
         for name, held in tensors.items():
@@ -33,7 +33,7 @@ def _save(root: Path, world: int) -> None:
         Checkpointer(root / layout).save(3, tensors, {"layout": layout})
 
 
-def _load(root: Path, world: int) -> int:
+def _load(rank: int, world: int, root: Path) -> int:
     compared = 0
     for layout in (name for name in LAYOUTS if world_size(name) == world):
         _, tensors = state(layout)
@@ -52,13 +52,13 @@ def _load(root: Path, world: int) -> int:
 
 def test_every_layout_loads_into_every_other_bitwise(tmp_path: Path) -> None:
     for world in WORLDS:
-        run(world, _save, tmp_path, world)
+        run(world, _save, tmp_path)
     sizes = {layout: written(tmp_path / layout) for layout in LAYOUTS}
     assert sizes["ddp2"] == sizes["plain"], "replicas are written once"
     assert sizes["hsdp 2x2"] == sizes["pp2 fsdp2"] < sizes["fsdp4"], "replicas are written once"
     elements = 3 * sum(parameter.numel() for parameter in parameters("plain").values())
     for world in WORLDS:
-        compared = run(world, _load, tmp_path, world)
+        compared = run(world, _load, tmp_path)
         layouts = sum(world_size(layout) == world for layout in LAYOUTS)
         assert sum(compared) >= layouts * len(LAYOUTS) * elements
 
@@ -67,7 +67,7 @@ def written(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("step-*/*.distcp"))
 
 
-def _train_then_compare(root: Path, layout: str) -> None:
+def _train_then_compare(rank: int, world: int, root: Path, layout: str) -> None:
     """Two steps, save, load into a fresh optimizer, and one more step."""
     straight, tensors = state(layout)
     optimizer = AdamW(straight, OptimizerConfig())

@@ -18,7 +18,9 @@ def test_a_plain_tensor_is_its_own_shard() -> None:
     assert not piece.local.requires_grad
 
 
-def _slices_hold_their_content(layout: str) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def _slices_hold_their_content(
+    rank: int, world: int, layout: str
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     held = []
     for name, parameter in parameters(layout).items():
         full = content(name, global_shape(parameter))
@@ -42,7 +44,7 @@ def test_slices_of_every_layout_hold_the_true_content(layout: str) -> None:
         assert {(4, 6), (2, 6)} <= shapes, "uneven shards"
 
 
-def _two_shards_of_one_dim() -> None:
+def _two_shards_of_one_dim(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     full = content("x", (7, 2))
     tensor = distribute_tensor(full, mesh, [Shard(0), Shard(0)])
