@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from fivefold.data.atomic import replacing
 from fivefold.errors import DataError
+from fivefold.files import atomic_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -184,8 +184,9 @@ def write_indexed(
     prefix: str | os.PathLike[str], dtype: np.dtype | type[np.integer]
 ) -> Iterator[IndexedWriter]:
     """Write a `.bin/.idx` pair, which appears, whole, when the `with` block succeeds."""
-    targets = [Path(f"{os.fspath(prefix)}{suffix}") for suffix in (".bin", ".idx")]
-    with replacing(*targets) as (bin_, idx):  # the idx comes last: where it is, the pair is whole
+    base = os.fspath(prefix)
+    # The idx is replaced last: where it is, the pair is whole.
+    with atomic_path(f"{base}.idx") as idx, atomic_path(f"{base}.bin") as bin_:
         with open(bin_, "wb") as file:
             writer = IndexedWriter(file, np.dtype(dtype))
             yield writer

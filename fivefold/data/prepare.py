@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fivefold.data.corpus import pieces, resolve
+from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset, parse_split
-from fivefold.data.indexed import IndexedTokens, is_indexed, write_indexed
+from fivefold.data.indexed import IndexedTokens, write_indexed
+from fivefold.data.mixture import Source, grouped, parse_data_path
 from fivefold.data.packing import Packing
 from fivefold.data.tokenizer import SMALLEST_VOCAB_SIZE, Tokenizer
 from fivefold.errors import DataError, Mistakes
@@ -80,22 +80,6 @@ class PreparedData:
         )
 
 
-@dataclass(frozen=True)
-class Source:
-    """One data path and its weight in the blend; None: as many samples as it has."""
-
-    path: str
-    weight: Fraction | None = None
-
-    @property
-    def indexed_prefix(self) -> str | None:
-        """The prefix of a .bin/.idx pair, if that is what the path names."""
-        prefix = os.path.expanduser(self.path)
-        if prefix.endswith((".bin", ".idx")):
-            prefix = prefix[:-4]
-        return prefix if is_indexed(prefix) else None
-
-
 def prepare(
     config: "DataConfig", seq_length: int, seed: int, progress: Progress = _log.info
 ) -> PreparedData:
@@ -117,7 +101,7 @@ def prepare(
             f"cannot make the cache folder {cache}: {error.strerror}\n"
             "  works: data_cache_path = a folder that can be written"
         ) from error
-    groups = _grouped(sources)
+    groups = grouped(sources)
     files = [file for group in groups for file in group.files]
     tokenizer = _tokenizer(config, files, cache, progress)
     corpora = []
@@ -180,47 +164,6 @@ def build_index(
     )
 
 
-def parse_data_path(data_path: Sequence[str]) -> list[Source]:
-    """Paths, or weights and paths by turns as in Megatron-LM: "0.3", "a", "0.7", "b".
-
-    Raises:
-        ConfigError: an odd one out, or a weight that is not positive; all mistakes at once.
-    """
-    words = list(data_path)
-    if len(words) == 1 and _weight(words[0].split(" ")[0]) is not None:
-        words = words[0].split()
-    mistakes = Mistakes()
-    if not words:
-        mistakes.add("data_path is empty", works=("builtin", "a file", "0.3 a 0.7 b"))
-    weights = [_weight(word) for word in words]
-    if all(weight is None for weight in weights):
-        mistakes.raise_if_any()
-        return [Source(word) for word in words]
-    if len(words) % 2:
-        mistakes.add(
-            f"data_path has {len(words)} entries; weights and paths by turns make an even number",
-            works=("0.3 a 0.7 b", "paths alone"),
-        )
-    for place, (word, weight) in enumerate(zip(words, weights, strict=True), start=1):
-        if place % 2 == 0 and weight is not None:
-            mistakes.add(f"entry {place} of data_path is {word}, where a path should be")
-        elif place % 2 and weight is None:
-            mistakes.add(f"entry {place} of data_path is {word!r}, where a weight should be")
-        elif weight is not None and weight <= 0:
-            mistakes.add(
-                f"weight {word} in data_path is not positive", works=("leave its path out",)
-            )
-    mistakes.raise_if_any()
-    return [Source(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]
-
-
-def _weight(word: str) -> Fraction | None:
-    try:
-        return Fraction(word)
-    except (ValueError, ZeroDivisionError):
-        return None
-
-
 def _checked(config: "DataConfig", seed: int) -> list[Source]:
     mistakes = Mistakes()
     sources: list[Source] = []
@@ -245,33 +188,6 @@ def _checked(config: "DataConfig", seed: int) -> list[Source]:
         mistakes.add(f"seed {seed} is negative")
     mistakes.raise_if_any()
     return sources
-
-
-@dataclass(frozen=True)
-class _Group:
-    """What becomes one corpus: an indexed pair, or text files."""
-
-    name: str
-    weight: Fraction | None
-    prefix: str | None = None
-    files: tuple[Path, ...] = ()
-
-
-def _grouped(sources: Sequence[Source]) -> list[_Group]:
-    """One group a source, but all text without weights in one, at the place of the first."""
-    groups: list[_Group] = []
-    loose = [source for source in sources if not source.indexed_prefix and source.weight is None]
-    for source in sources:
-        name = os.path.basename(source.path.rstrip("/"))
-        if prefix := source.indexed_prefix:
-            groups.append(_Group(name, source.weight, prefix=prefix))
-        elif source.weight is not None:
-            groups.append(_Group(name, source.weight, files=tuple(resolve(source.path))))
-        elif source is loose[0]:
-            names = [os.path.basename(other.path.rstrip("/")) for other in loose]
-            files = dict.fromkeys(file for other in loose for file in resolve(other.path))
-            groups.append(_Group(" + ".join(names), None, files=tuple(files)))
-    return groups
 
 
 def _tokenizer(

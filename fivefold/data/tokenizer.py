@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fivefold.data.atomic import replacing
 from fivefold.errors import DataError
+from fivefold.files import write_atomic
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Best name first: where several exist (Llama 3, Qwen), the one that ends a document, not a turn.
@@ -127,5 +127,4 @@ class Tokenizer:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tokenizer.json; it appears whole or not at all."""
-        with replacing(Path(path)) as (part,):
-            part.write_text(self._definition, encoding="utf-8")
+        write_atomic(path, self._definition)

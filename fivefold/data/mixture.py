@@ -1,0 +1,99 @@
+"""The data paths of a run: what they name, and in which proportions."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from fivefold.data.corpus import resolve
+from fivefold.data.indexed import is_indexed
+from fivefold.errors import Mistakes
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data path and its weight in the blend; None: as many samples as it has."""
+
+    path: str
+    weight: Fraction | None = None
+
+    @property
+    def indexed_prefix(self) -> str | None:
+        """The prefix of a .bin/.idx pair, if that is what the path names."""
+        prefix = os.path.expanduser(self.path)
+        if prefix.endswith((".bin", ".idx")):
+            prefix = prefix[:-4]
+        return prefix if is_indexed(prefix) else None
+
+
+def parse_data_path(data_path: Sequence[str]) -> list[Source]:
+    """Paths, or weights and paths by turns as in Megatron-LM: "0.3", "a", "0.7", "b".
+
+    Raises:
+        ConfigError: an odd one out, or a weight that is not positive; all mistakes at once.
+    """
+    words = list(data_path)
+    if len(words) == 1 and _weight(words[0].split(" ")[0]) is not None:
+        words = words[0].split()
+    mistakes = Mistakes()
+    if not words:
+        mistakes.add("data_path is empty", works=("builtin", "a file", "0.3 a 0.7 b"))
+    weights = [_weight(word) for word in words]
+    if all(weight is None for weight in weights):
+        mistakes.raise_if_any()
+        return [Source(word) for word in words]
+    if len(words) % 2:
+        mistakes.add(
+            f"data_path has {len(words)} entries; weights and paths by turns make an even number",
+            works=("0.3 a 0.7 b", "paths alone"),
+        )
+    for place, (word, weight) in enumerate(zip(words, weights, strict=True), start=1):
+        if place % 2 == 0 and weight is not None:
+            mistakes.add(f"entry {place} of data_path is {word}, where a path should be")
+        elif place % 2 and weight is None:
+            mistakes.add(f"entry {place} of data_path is {word!r}, where a weight should be")
+        elif weight is not None and weight <= 0:
+            mistakes.add(
+                f"weight {word} in data_path is not positive", works=("leave its path out",)
+            )
+    mistakes.raise_if_any()
+    return [Source(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]
+
+
+def _weight(word: str) -> Fraction | None:
+    try:
+        return Fraction(word)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+@dataclass(frozen=True)
+class Group:
+    """What becomes one corpus: an indexed pair, or text files."""
+
+    name: str
+    weight: Fraction | None
+    prefix: str | None = None
+    files: tuple[Path, ...] = ()
+
+
+def grouped(sources: Sequence[Source]) -> list[Group]:
+    """One group a source, but all text without weights in one, at the place of the first.
+
+    Raises:
+        DataError: a path names nothing, or nothing that can be read.
+    """
+    groups: list[Group] = []
+    loose = [source for source in sources if not source.indexed_prefix and source.weight is None]
+    for source in sources:
+        name = os.path.basename(source.path.rstrip("/"))
+        if prefix := source.indexed_prefix:
+            groups.append(Group(name, source.weight, prefix=prefix))
+        elif source.weight is not None:
+            groups.append(Group(name, source.weight, files=tuple(resolve(source.path))))
+        elif source is loose[0]:
+            names = [os.path.basename(other.path.rstrip("/")) for other in loose]
+            files = dict.fromkeys(file for other in loose for file in resolve(other.path))
+            groups.append(Group(" + ".join(names), None, files=tuple(files)))
+    return groups

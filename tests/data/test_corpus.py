@@ -1,0 +1,132 @@
+import json
+
+import pytest
+
+from fivefold.data import corpus
+from fivefold.data.corpus import pieces, resolve
+from fivefold.errors import DataError
+
+
+def documents(path, text_key="text"):
+    found, text = [], ""
+    for piece, ends in pieces(path, text_key):
+        text += piece
+        if ends:
+            found.append(text)
+            text = ""
+    assert not text
+    return found
+
+
+def test_a_text_file_is_one_document_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 10)
+    text = "first line\nsecond, ünïcödé\n\nlast without an end"
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    assert len(list(pieces(path))) > 2
+    assert documents(path) == [text]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello")
+    assert documents(path) == ["hello"]
+
+
+def test_lines_and_rows_are_documents(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    lines = tmp_path / "a.jsonl"
+    rows = ["one", "", "two\nlines", "drei"]
+    lines.write_text("\n\n".join(json.dumps({"body": row, "n": 1}) for row in rows))
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": [*rows, None]}), table)
+    assert documents(lines, "body") == documents(table, "body") == ["one", "two\nlines", "drei"]
+
+
+def test_folders_and_globs_are_sorted_and_skip_what_is_no_text(tmp_path):
+    for name in ("b.txt", "a/z.md", "a/y.py", "c.png", ".hidden.txt", ".git/d.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    assert resolve(str(tmp_path)) == [tmp_path / n for n in ("a/y.py", "a/z.md", "b.txt")]
+    assert resolve(f"{tmp_path}/**/*.md") == [tmp_path / "a/z.md"]
+    assert resolve(f"{tmp_path}/b.txt") == [tmp_path / "b.txt"]
+
+
+def test_builtin_is_the_standard_library_without_its_tests():
+    files = resolve("builtin")
+    assert files == sorted(files)
+    names = {file.name for file in files}
+    assert {"argparse.py", "dataclasses.py"} <= names
+    assert not {"site-packages", "test", "tests", "encodings"} & {p for f in files for p in f.parts}
+    assert 5e6 < sum(file.stat().st_size for file in files) < 20e6
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"abc\xffdef", r"a.txt is not UTF-8: byte 3 is 0xff"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', r"a.jsonl:2 is not UTF-8: byte 24 is 0xe9"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2 is not JSON"),
+        ("a.jsonl", b"[1]", "a.jsonl:1 is a JSON list, not an object"),
+        ("a.jsonl", b'{"txt": "x", "id": 1}', r"no key 'text', did you mean 'txt'\?\n.*: txt, id"),
+        ("a.jsonl", b'{"text": 3}', "a.jsonl:1: 'text' is a int, not a string"),
+        ("a.parquet", b"PAR1 nonsense", "a.parquet cannot be read as Parquet"),
+    ],
+)
+def test_bad_content_is_placed(name, content, message, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        documents(path)
+
+
+def test_the_byte_is_counted_from_the_start_of_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 4)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good\n" * 10 + b"ba\xffd")
+    with pytest.raises(DataError, match="byte 52 is 0xff"):
+        documents(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"texts": ["x"], "n": [1]}, "no column 'text', did you mean 'texts'(.|\n)*: texts, n"),
+        ({"text": [1]}, "column 'text' is int64, not a string"),
+    ],
+)
+def test_bad_columns_are_named(columns, message, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=message):
+        documents(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("corpus.tx", r"no such file or folder: .*corpus.tx, did you mean 'corpus.txt'\?"),
+        ("elsewhere/corpus.txt", "no such file or folder"),
+        ("picture.png", "unknown extension '.png'"),
+        ("noextension", r"unknown extension '\(none\)'"),
+        ("empty", "nothing to read in .*empty: 0 files\n"),
+        ("pictures", "nothing to read in .*pictures: 1 files, with extensions .png"),
+        ("*.rst", "nothing to read in .*rst: 0 files"),
+    ],
+)
+def test_paths_that_name_nothing_readable(spec, message, tmp_path):
+    for name in ("corpus.txt", "picture.png", "noextension", "pictures/a.png"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=message):
+        resolve(f"{tmp_path}/{spec}")
+
+
+def test_builtin_is_suggested():
+    with pytest.raises(DataError, match="did you mean 'builtin'"):
+        resolve("buildin")

@@ -1,0 +1,191 @@
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from fivefold.config.training import DataConfig
+from fivefold.data import prepare as module
+from fivefold.data.indexed import write_indexed
+from fivefold.data.mixture import parse_data_path
+from fivefold.data.prepare import prepare
+from fivefold.errors import ConfigError, DataError
+
+TEXT = "the cat sat on the mat. the dog sat on the log.\n" * 40
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    lines = [json.dumps({"text": f"line {n}: {TEXT[: n + 30]}"}) for n in range(60)]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.fixture
+def config(texts):
+    def config(*paths, **options):
+        defaults = {
+            "tokenizer_vocab_size": 280,
+            "split": "8,2",
+            "data_cache_path": f"{texts}/cache",
+        }
+        paths = tuple(p if p[0].isdigit() else f"{texts}/{p}" for p in paths)
+        return DataConfig(data_path=paths, **defaults | options)
+
+    return config
+
+
+def test_the_corpus_is_the_text_with_ends_of_documents(config):
+    prepared = prepare(config("a.txt", "b.jsonl"), 16, 1)
+    (corpus,) = prepared.corpora
+    assert corpus.name == "a.txt + b.jsonl"
+    text = prepared.tokenizer.decode(corpus.data.tokens)
+    documents = text.split("<|endoftext|>")
+    assert documents[0] == TEXT
+    assert documents[60] == f"line 59: {TEXT[:89]}"
+    assert documents[61:] == [""]
+    assert corpus.data.num_documents == 61
+    assert prepared.train.num_samples > prepared.valid.num_samples > 0
+
+
+def test_pieces_of_a_document_stay_one_document(config, monkeypatch):
+    whole = prepare(config("a.txt"), 16, 1).corpora[0].data
+    monkeypatch.setattr("fivefold.data.corpus.PIECE_BYTES", 100)
+    monkeypatch.setattr(module, "_BATCH_CHARACTERS", 150)
+    monkeypatch.setattr(module, "_CACHE_VERSION", 0)
+    pieces = prepare(config("a.txt"), 16, 1).corpora[0].data
+    assert pieces.num_documents == 1
+    np.testing.assert_array_equal(pieces.tokens, whole.tokens)
+
+
+def test_the_second_time_nothing_is_done(config, texts):
+    said = []
+    first = prepare(config("a.txt"), 16, 1, said.append)
+    assert any("tokenised" in line for line in said) and any("training" in line for line in said)
+    said.clear()
+    again = prepare(config("a.txt"), 16, 1, said.append)
+    assert said == []
+    assert again.train.fingerprint == first.train.fingerprint
+    (texts / "a.txt").write_text(TEXT + "more")
+    changed = prepare(config("a.txt"), 16, 1, said.append)
+    assert any("tokenised" in line for line in said)
+    assert changed.train.fingerprint != first.train.fingerprint
+
+
+def test_a_moved_corpus_is_the_same_data(config, texts):
+    before = prepare(config("a.txt"), 16, 1).train.fingerprint
+    (texts / "elsewhere").mkdir()
+    (texts / "a.txt").rename(texts / "elsewhere" / "a.txt")
+    assert prepare(config("elsewhere/a.txt"), 16, 1).train.fingerprint == before
+
+
+def test_weights_make_corpora_of_their_own(config):
+    prepared = prepare(config("0.25", "a.txt", "0.75", "b.jsonl"), 16, 1)
+    assert [corpus.name for corpus in prepared.corpora] == ["a.txt", "b.jsonl"]
+    corpora = [prepared.train.locate(i)[0] for i in range(400)]
+    assert corpora.count(0) == 100
+
+
+def test_indexed_data_is_used_where_it_is(config, texts):
+    tokenizer = prepare(config("a.txt"), 16, 1).tokenizer
+    tokenizer.save(texts / "tokenizer.json")
+    with write_indexed(texts / "mine", np.int32) as writer:
+        writer.add(np.arange(1, 200))
+        writer.end_document()
+    for name in ("mine", "mine.bin", "mine.idx"):
+        prepared = prepare(config(name, tokenizer_model=f"{texts}/tokenizer.json"), 16, 1)
+        assert prepared.corpora[0].data.prefix == f"{texts}/mine"
+        assert prepared.corpora[0].data.tokens.tolist() == list(range(1, 200))
+
+
+def test_settings_of_the_packing_arrive(config):
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        packing = prepare(config("a.txt", **{name: False}), 16, 1).packing
+        assert getattr(packing, name) is False
+        assert packing.seq_length == 16
+
+
+def test_a_short_split_is_an_error_only_when_it_is_used(config):
+    prepared = prepare(config("a.txt", split="999,1"), 64, 1)
+    assert prepared.train.num_samples > 0
+    with pytest.raises(DataError, match=r"the valid split of a\.txt is too short"):
+        prepared.valid  # noqa: B018
+
+
+def test_the_tokenizer_learns_from_a_share_of_a_large_corpus(texts, monkeypatch):
+    files = [texts / "b.jsonl"]
+    whole = list(module._sample(files, "text"))
+    assert len(whole) == 60
+    monkeypatch.setattr(module, "TRAINING_CHARACTERS", 1000)
+    some = list(module._sample(files, "text"))
+    assert 800 < sum(map(len, some)) < 1200
+    assert some[0] == whole[0] and whole.index(some[-1]) > 40
+
+
+def test_many_at_once_tokenise_once(config):
+    said = []
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(lambda _: prepare(config("a.txt"), 16, 1, said.append), range(4)))
+    assert sum("tokenised" in line for line in said) == 1
+    assert all(run.train.fingerprint == runs[0].train.fingerprint for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["a", "b"], [("a", None), ("b", None)]),
+        (["0.3", "a", "0.7", "b"], [("a", 0.3), ("b", 0.7)]),
+        (["0.5 a 2 b"], [("a", 0.5), ("b", 2)]),
+        (["one file.txt"], [("one file.txt", None)]),
+    ],
+)
+def test_data_paths_are_parsed(words, expected):
+    sources = parse_data_path(words)
+    assert [(s.path, s.weight and float(s.weight)) for s in sources] == expected
+
+
+def test_every_mistake_is_told_at_once():
+    config = DataConfig(
+        data_path=("0.3", "a", "-1", "0.5", "b"), split="1,2,3,4", tokenizer_vocab_size=100
+    )
+    with pytest.raises(ConfigError) as error:
+        prepare(config, 16, -1)
+    assert [mistake.what for mistake in error.value.mistakes] == [
+        "data_path has 5 entries; weights and paths by turns make an even number",
+        "weight -1 in data_path is not positive",
+        "entry 4 of data_path is 0.5, where a path should be",
+        "entry 5 of data_path is 'b', where a weight should be",
+        "split '1,2,3,4' is not up to three shares, of train, valid, test",
+        "tokenizer_vocab_size 100 is too small for a byte-level BPE",
+        "seed -1 is negative",
+    ]
+
+
+def test_indexed_data_needs_its_tokenizer(config, texts):
+    (texts / "mine.idx").write_bytes(b"")
+    with pytest.raises(ConfigError, match="tokenizer_model has to name their tokenizer"):
+        prepare(config("mine"), 16, 1)
+
+
+def test_an_empty_corpus_is_refused(config, texts):
+    (texts / "empty.txt").write_text("")
+    with pytest.raises(DataError, match=r"no text in 1 files, the first is .*empty\.txt"):
+        prepare(config("empty.txt"), 16, 1)
+    assert not list((texts / "cache").glob("*.idx"))
+
+
+def test_a_cache_that_cannot_be_made_is_named(config, texts):
+    with pytest.raises(DataError, match=r"cannot make the cache folder .*a\.txt"):
+        prepare(config("a.txt", data_cache_path=f"{texts}/a.txt"), 16, 1)
+
+
+def test_the_room_needs_no_torch():
+    code = (
+        "import sys, fivefold.data.prepare, fivefold.data.loader;"
+        "print(sorted({'torch', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
