@@ -89,9 +89,9 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 # model_type -> defaults of transformers for fields that a config.json may leave out
 _LLAMA_LIKE: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 128},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
 
 
@@ -106,12 +106,13 @@ def _llama_like(reader: _Reader, kind: str) -> ModelConfig:
         )
         reader.unsupported(name, value, [not value])
     _refuse_sliding_window(reader, kind)
-    heads = reader.size("num_attention_heads")
     return ModelConfig(
         num_layers=reader.size("num_hidden_layers"),
         hidden_size=reader.size("hidden_size"),
-        num_attention_heads=heads,
-        num_query_groups=reader.get("num_key_value_heads", heads),
+        num_attention_heads=reader.size("num_attention_heads"),
+        num_query_groups=reader.fields.get(
+            "num_key_value_heads", defaults.get("num_key_value_heads")
+        ),
         kv_channels=reader.get("head_dim", defaults.get("head_dim")),
         ffn_hidden_size=reader.size("intermediate_size"),
         vocab_size=reader.size("vocab_size"),

@@ -1,0 +1,1 @@
+"""The model as plain single-device code, with seams where parallelism is installed."""

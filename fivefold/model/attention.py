@@ -1,0 +1,157 @@
+"""Causal self-attention with grouped key/value heads, behind one small kernel interface.
+
+Shapes: B batch, S sequence, N query heads, G key/value heads, D head features, T = B * S. Head
+counts are those of this rank: they are read from tensors, never from the configuration.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.batch import Documents
+from fivefold.model.context import Context
+from fivefold.model.layers import Column, Linear, RMSNorm, Row, plain_column, plain_row
+
+Drop = Callable[[Tensor], Tensor]
+"""Drops some of the attention probabilities [B, N, S, S]."""
+
+
+class Kernel(Protocol):
+    """softmax(q k^T / sqrt(D)) v, causal inside every document; [B, S, N, D] in and out."""
+
+    def __call__(
+        self,
+        q_BSND: Tensor,
+        k_BSGD: Tensor,
+        v_BSGD: Tensor,
+        documents: Documents | None,
+        drop: Drop | None,
+    ) -> Tensor:
+        """[B, S, N, D] from q, and k and v whose heads may be shared by groups of q's."""
+
+
+def attention(
+    q_BSND: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    documents: Documents | None,
+    drop: Drop | None,
+) -> Tensor:
+    """The kernel by rule: the plain one if probabilities are dropped, else PyTorch's fused one."""
+    if drop is not None:
+        return plain_attention(q_BSND, k_BSGD, v_BSGD, documents, drop)
+    return sdpa_attention(q_BSND, k_BSGD, v_BSGD, documents)
+
+
+def plain_attention(
+    q_BSND: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    documents: Documents | None,
+    drop: Drop | None = None,
+) -> Tensor:
+    """The definition, with the S x S matrix in memory and its softmax in at least fp32."""
+    S, N, D = q_BSND.shape[1:]
+    q_BNSD, k_BNSD, v_BNSD = (_per_query_head(x, N) for x in (q_BSND, k_BSGD, v_BSGD))
+    scores = (q_BNSD * D**-0.5) @ k_BNSD.transpose(2, 3)
+    seen = torch.ones(S, S, dtype=torch.bool, device=q_BSND.device).tril()
+    if documents is not None:
+        ids = documents.ids_BS
+        seen = (seen & (ids[:, :, None] == ids[:, None, :]))[:, None]
+    scores = scores.masked_fill(~seen, float("-inf"))
+    softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = scores.softmax(dim=-1, dtype=softmax_dtype).to(v_BNSD.dtype)
+    if drop is not None:
+        probabilities = drop(probabilities)
+    return (probabilities @ v_BNSD).transpose(1, 2)
+
+
+def sdpa_attention(
+    q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, documents: Documents | None
+) -> Tensor:
+    """PyTorch's fused attention, one document at a time so that nothing masked is computed."""
+    if documents is None:
+        return _fused(q_BSND, k_BSGD, v_BSGD)
+    lengths = [end - start for start, end in pairwise(documents.starts)]
+    # One split, not slices: its backward joins the gradients instead of adding padded ones.
+    pieces = (x.flatten(0, 1).split(lengths) for x in (q_BSND, k_BSGD, v_BSGD))
+    outputs = [_fused(*(x[None] for x in document))[0] for document in zip(*pieces, strict=True)]
+    return torch.cat(outputs).view(q_BSND.shape)
+
+
+def _fused(q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
+    q, k, v = q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+    shared = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared).transpose(
+        1, 2
+    )
+
+
+def _per_query_head(x_BSGD: Tensor, num_query_heads: int) -> Tensor:
+    """[B, S, G, D] as [B, N, S, D], each key/value head repeated for its group of query heads."""
+    x_BGSD = x_BSGD.transpose(1, 2)
+    repeats = num_query_heads // x_BGSD.shape[1]
+    return x_BGSD if repeats == 1 else x_BGSD.repeat_interleave(repeats, dim=1)
+
+
+class Attention(nn.Module):
+    """Projections, optional q/k norms, RoPE, the kernel, and the output projection.
+
+    Attributes:
+        column: seam around the q, k and v projections.
+        row: seam around the output projection.
+        kernel: seam around softmax(q k^T) v.
+        head_offset: which of all query heads is the first one here; keys dropout masks.
+        kv_head_slice: the key/value heads that belong to the query heads here, if `k_proj` and
+            `v_proj` make more of them; None if they make just those.
+    """
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__()
+        hidden, bias = model.hidden_size, model.qkv_bias
+        self.q_proj = Linear(hidden, model.q_size, bias)
+        self.k_proj = Linear(hidden, model.kv_size, bias)
+        self.v_proj = Linear(hidden, model.kv_size, bias)
+        self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
+        self.q_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
+        self.k_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
+        self.model = model
+        self.site = f"layers.{layer}.self_attn.probabilities"
+        self.column: Column = plain_column
+        self.row: Row = plain_row
+        self.kernel: Kernel = attention
+        self.head_offset = 0
+        self.kv_head_slice: slice | None = None
+
+    def forward(self, x_TH: Tensor, context: Context) -> Tensor:
+        """[T, H] -> [T, H]; attends within the rows, and the documents, of `context`."""
+        projected = self.column(x_TH, self.q_proj, self.k_proj, self.v_proj)
+        D = self.model.head_dim
+        q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
+        if self.kv_head_slice is not None:
+            k, v = k[:, :, self.kv_head_slice], v[:, :, self.kv_head_slice]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.rotary is not None:
+            q, k = context.rotary.rotate(q), context.rotary.rotate(k)
+        out_BSND = self.kernel(q, k, v, context.packing, self._drop(context, q.shape[2]))
+        return self.row(out_BSND.reshape(projected[0].shape), self.o_proj)
+
+    def _drop(self, context: Context, num_heads: int) -> Drop | None:
+        p = self.model.attention_dropout
+        if context.dropout is None or p == 0.0:
+            return None
+        heads = range(self.head_offset, self.head_offset + num_heads)
+        return partial(
+            context.dropout.heads,
+            p=p,
+            site=self.site,
+            heads=heads,
+            all_heads=self.model.num_attention_heads,
+        )

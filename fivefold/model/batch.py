@@ -1,0 +1,71 @@
+"""One microbatch, as the model sees it. B rows of S tokens; T = B * S, row after row."""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Which tokens belong together when a row holds several documents.
+
+    Attributes:
+        ids_BS: index of the document in its row, not decreasing along the row.
+        starts: offsets into the T tokens at which a document starts, and T itself (known to the
+            host, so that no kernel waits for the device).
+    """
+
+    ids_BS: Tensor
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch.
+
+    Attributes:
+        tokens: [B, S] int64.
+        labels: [B, S] int64, the token to predict; -100 takes no loss.
+        positions: [B, S] int64, position in the document (or in the row).
+        documents: [B, S] int64, index of the document in its row; None if rows are whole.
+        token_ids: [B, S] int64, number of the token in the whole run; keys dropout masks.
+        loss_weights: [B, S] float, weight of each token's loss; None if all weigh one.
+        step: optimizer step; keys dropout masks.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    documents: Tensor | None
+    token_ids: Tensor
+    loss_weights: Tensor | None = None
+    step: int = 0
+
+    @cached_property
+    def packing(self) -> Documents | None:
+        """The documents of the rows, or None if every row is one document."""
+        if self.documents is None:
+            return None
+        begins_BS = torch.ones_like(self.documents, dtype=torch.bool)
+        begins_BS[:, 1:] = self.documents.diff(dim=1) != 0
+        starts = begins_BS.flatten().nonzero().flatten().tolist()
+        if len(starts) == len(self.documents):
+            return None
+        return Documents(self.documents, (*starts, self.documents.numel()))
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on `device`, with the document boundaries still known to the host."""
+        packing = self.packing
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        on_device: dict[str, Any] = {
+            name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
+        }
+        moved = replace(self, **on_device)
+        if packing is not None and moved.documents is not None:
+            packing = replace(packing, ids_BS=moved.documents)
+        moved.__dict__["packing"] = packing
+        return moved

@@ -1,0 +1,71 @@
+"""Initial weights that do not depend on the layout: any slice equals that slice of the whole."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.seeds import derive_seed
+from fivefold.model.shape import canonical_name
+from fivefold.model.transformer import Stage
+
+_ROWS_PER_BLOCK = 256
+# What is added to the residual stream by each of 2 L branches is scaled as GPT-2 does, so that the
+# sum keeps its size.
+_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+
+
+def init_slice(
+    name: str,
+    global_shape: Sequence[int],
+    slices: Sequence[slice],
+    model: ModelConfig,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """A slice of a parameter's initial value, on the CPU.
+
+    Every block of 256 rows has a generator of its own, seeded by (seed, name, block), so that a
+    rank makes only the blocks it holds part of.
+
+    Args:
+        name: global name of the parameter, for example `layers.3.mlp.up_proj.weight`.
+        global_shape: shape of the whole parameter.
+        slices: one per dim, with a step of 1; they may be empty.
+        model: gives the standard deviation.
+        seed: of the run.
+        dtype: of the result; values are made in fp32.
+    """
+    name = canonical_name(model, name)
+    spans = [part.indices(size)[:2] for part, size in zip(slices, global_shape, strict=True)]
+    shape = [max(0, stop - start) for start, stop in spans]
+    if len(global_shape) == 1:
+        value = 1.0 if name.endswith("norm.weight") else 0.0
+        return torch.full(shape, value, dtype=dtype)
+    std = model.init_method_std
+    if name.endswith(_RESIDUAL_OUTPUTS):
+        std /= (2 * model.num_layers) ** 0.5
+    out = torch.empty(shape, dtype=dtype)
+    if out.numel() == 0:
+        return out
+    (first, last), (left, right) = spans
+    generator = torch.Generator()
+    for block in range(first // _ROWS_PER_BLOCK, -(-last // _ROWS_PER_BLOCK)):
+        start = block * _ROWS_PER_BLOCK
+        stop = min(start + _ROWS_PER_BLOCK, global_shape[0])
+        generator.manual_seed(derive_seed(seed, name, block))
+        rows = torch.randn(stop - start, global_shape[1], generator=generator)
+        top, bottom = max(first, start), min(last, stop)
+        piece = rows[top - start : bottom - start, left:right]
+        torch.mul(piece, std, out=piece)
+        out[top - first : bottom - first] = piece
+    return out
+
+
+def initialise(stage: Stage, seed: int) -> None:
+    """Give every parameter of an unsharded stage its initial value, in place."""
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            whole = [slice(None)] * parameter.dim()
+            parameter.copy_(init_slice(name, parameter.shape, whole, stage.model, seed))

@@ -1,0 +1,150 @@
+"""The leaves of the model, and the plain seams between them.
+
+A seam is a plain callable in an attribute: tensor parallelism puts its own in the place of
+`plain_column`, `plain_row` and `plain_lookup`, and leaves everything else as it is.
+Shapes: T tokens, H features in, F features out, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this rank computes with: a DTensor's local part, any other tensor itself."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, with W [out, in]. Parameters are left uninitialised."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        bias = None if self.bias is None else local(self.bias)
+        return F.linear(x_TH, local(self.weight), bias)
+
+
+class Column(Protocol):
+    """Several linears on one input; under tensor parallelism each gives this rank's features."""
+
+    def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+        """[T, in] -> one [T, out] per linear."""
+
+
+Row = Callable[[Tensor, Linear], Tensor]
+"""A linear on this rank's input features, summed over the ranks before its bias is added."""
+
+
+def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+    """Every linear applied to the same input: the seam of output-sharded (column) parallelism."""
+    return tuple(linear(x_TH) for linear in linears)
+
+
+def plain_row(x_TF: Tensor, linear: Linear) -> Tensor:
+    """The linear itself: the seam of input-sharded (row) parallelism."""
+    y_TH: Tensor = linear(x_TF)
+    return y_TH
+
+
+class Embedding(nn.Module):
+    """A table of rows, looked up by index. Parameters are left uninitialised."""
+
+    def __init__(self, rows: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, features))
+        self.lookup: Callable[[Tensor, Embedding], Tensor] = plain_lookup
+
+    def forward(self, indices_T: Tensor) -> Tensor:
+        """[T] int64 -> [T, features]."""
+        return self.lookup(indices_T, self)
+
+
+def plain_lookup(indices_T: Tensor, embedding: Embedding) -> Tensor:
+    """The rows themselves: the seam of a vocabulary that is sharded."""
+    return F.embedding(indices_T, local(embedding.weight))
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last dim, with a bias."""
+
+    def __init__(self, features: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features))
+        self.bias = nn.Parameter(torch.empty(features))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalised over the last dim."""
+        weight = local(self.weight)
+        return F.layer_norm(x, weight.shape, weight, local(self.bias), self.epsilon)
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square over the last dim (Zhang and Sennrich 2019)."""
+
+    def __init__(self, features: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalised over the last dim; the statistics are in at least fp32."""
+        weight = local(self.weight)
+        if x.is_cuda:
+            return F.rms_norm(x, weight.shape, weight, self.epsilon)
+        y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
+        return y
+
+
+class _RMSNorm(torch.autograd.Function):
+    """PyTorch fuses this on GPUs only; this one runs its backward on a CPU four times as fast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
+        scale = mean_square.add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad = grad_y.to(scale.dtype)
+        wide_weight = weight.to(scale.dtype)
+        normed = x * scale
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = (grad * wide_weight).addcmul_(normed, mean, value=-1.0).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, which saves its two inputs only."""
+    y: Tensor = _SwiGLU.apply(gate, up)
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, F.silu(gate).mul_(grad)

@@ -1,0 +1,77 @@
+"""Cross entropy, summed over tokens: whoever divides by the number of tokens does it once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""The label of a token that takes no loss."""
+
+
+def cross_entropy(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    weights_T: Tensor | None = None,
+) -> Tensor:
+    """Sum of the token losses, a scalar in fp32 (fp64 for fp64 logits).
+
+    Args:
+        logits_TV: over the padded vocabulary; padding entries have no probability.
+        labels_T: int64 below `vocab_size`, or IGNORED.
+        vocab_size: entries of the true vocabulary.
+        label_smoothing: probability that is spread evenly over the true vocabulary.
+        weights_T: weight of each token's loss; None if all weigh one.
+    """
+    weights_T = token_weights(labels_T, weights_T, logits_TV.dtype)
+    loss: Tensor = _CrossEntropy.apply(
+        logits_TV, labels_T.clamp_min(0), weights_T, vocab_size, label_smoothing
+    )
+    return loss
+
+
+def token_weights(labels_T: Tensor, weights_T: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Weight of each token's loss, 0 where the label is IGNORED, in at least fp32."""
+    valid_T = (labels_T != IGNORED).to(torch.promote_types(dtype, torch.float32))
+    return valid_T if weights_T is None else valid_T * weights_T
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves the logits and their log-sum-exp; the only [T, V] it makes is the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        weights_T: Tensor,
+        vocab_size: int,
+        smoothing: float,
+    ) -> Tensor:
+        true_TV = logits_TV[:, :vocab_size].to(weights_T.dtype)
+        norm_T = true_TV.logsumexp(dim=1)
+        ctx.save_for_backward(logits_TV, targets_T, weights_T, norm_T)
+        ctx.vocab_size, ctx.smoothing = vocab_size, smoothing
+        expected_T = true_TV.gather(1, targets_T[:, None]).squeeze(1)
+        if smoothing:
+            expected_T = torch.lerp(expected_T, true_TV.mean(dim=1), smoothing)
+        return (norm_T - expected_T) @ weights_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TV, targets_T, weights_T, norm_T = ctx.saved_tensors
+        smoothing, vocab_size = ctx.smoothing, ctx.vocab_size
+        scale_T1 = (grad * weights_T)[:, None]
+        grad_TV = torch.empty_like(logits_TV, dtype=weights_T.dtype)
+        grad_TV[:, vocab_size:] = 0.0
+        true_TV = grad_TV[:, :vocab_size]
+        torch.sub(logits_TV[:, :vocab_size], norm_T[:, None], out=true_TV).exp_()
+        if smoothing:
+            true_TV.sub_(smoothing / vocab_size)
+        true_TV.mul_(scale_T1)
+        true_TV.scatter_add_(1, targets_T[:, None], (smoothing - 1.0) * scale_T1)
+        return grad_TV.to(logits_TV.dtype), None, None, None, None

@@ -1,0 +1,200 @@
+"""The transformer, cut into stages: plain single-device code with seams for parallelism.
+
+Hidden states are [T, H] with T = B * S tokens, row after row. Parameters have the names of the
+whole model (`layers.17.self_attn.q_proj.weight`) in whichever stage they are.
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.attention import Attention
+from fivefold.model.batch import Batch
+from fivefold.model.context import Context
+from fivefold.model.dropout import Dropout
+from fivefold.model.layers import (
+    Column,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    Row,
+    plain_column,
+    plain_row,
+    swiglu,
+)
+from fivefold.model.loss import cross_entropy
+from fivefold.model.rope import RotaryTables
+from fivefold.model.shape import StageParts, whole_model
+
+
+def make_norm(model: ModelConfig) -> LayerNorm | RMSNorm:
+    """The normalisation of the residual stream."""
+    kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
+    return kind(model.hidden_size, model.norm_epsilon)
+
+
+class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+
+    Attributes:
+        column: seam around the gate and up projections.
+        row: seam around the down projection.
+    """
+
+    gate_proj: Linear | None
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
+        self.gate_proj = Linear(hidden, inner, bias) if model.gated_linear_unit else None
+        self.up_proj = Linear(hidden, inner, bias)
+        self.down_proj = Linear(inner, hidden, bias)
+        self.activation = model.activation_func
+        self.column: Column = plain_column
+        self.row: Row = plain_row
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        if self.gate_proj is None:
+            (up_TF,) = self.column(x_TH, self.up_proj)
+            return self.row(self._activate(up_TF), self.down_proj)
+        gate_TF, up_TF = self.column(x_TH, self.gate_proj, self.up_proj)
+        if self.activation == "silu":
+            return self.row(swiglu(gate_TF, up_TF), self.down_proj)
+        return self.row(self._activate(gate_TF) * up_TF, self.down_proj)
+
+    def _activate(self, x_TF: Tensor) -> Tensor:
+        if self.activation == "silu":
+            return F.silu(x_TF)
+        return F.gelu(x_TF, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+
+
+class TransformerLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = make_norm(model)
+        self.self_attn = Attention(model, layer)
+        self.post_attention_layernorm = make_norm(model)
+        self.mlp = MLP(model)
+        self.dropout = model.hidden_dropout
+        self.site = f"layers.{layer}"
+
+    def forward(self, x_TH: Tensor, context: Context) -> Tensor:
+        """[T, H] -> [T, H]."""
+        attended_TH = self.self_attn(self.input_layernorm(x_TH), context)
+        x_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
+        made_TH = self.mlp(self.post_attention_layernorm(x_TH))
+        return x_TH + self._drop(made_TH, context, f"{self.site}.mlp")
+
+    def _drop(self, x_TH: Tensor, context: Context, site: str) -> Tensor:
+        if context.dropout is None or self.dropout == 0.0:
+            return x_TH
+        return context.dropout.hidden(x_TH, self.dropout, site)
+
+
+class Stage(nn.Module):
+    """A contiguous piece of the model, with children only for what it holds.
+
+    Tied embeddings: a stage that holds both ends shares one Parameter between `embed_tokens` and
+    `lm_head`; otherwise the last stage owns a copy (see `shape.canonical_name`).
+
+    Attributes:
+        column: seam around the output layer.
+        cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
+        shard_tokens: seam that keeps this rank's part of [T] values beside the residual stream.
+    """
+
+    embed_tokens: Embedding | None
+    embed_positions: Embedding | None
+    norm: LayerNorm | RMSNorm | None
+    lm_head: Linear | None
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parts: StageParts | None = None,
+        *,
+        seed: int = 0,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        parts = parts or whole_model(model)
+        vocab, hidden = model.padded_vocab_size, model.hidden_size
+        learned = parts.embedding and model.position_embedding_type == "learned_absolute"
+        self.embed_tokens = Embedding(vocab, hidden) if parts.embedding else None
+        self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
+        self.layers = nn.ModuleDict({str(i): TransformerLayer(model, i) for i in parts.layers})
+        self.norm = make_norm(model) if parts.head else None
+        self.lm_head = Linear(hidden, vocab) if parts.head else None
+        tied = not model.untie_embeddings_and_output_weights
+        if tied and self.embed_tokens is not None and self.lm_head is not None:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.model, self.parts = model, parts
+        self.seed, self.label_smoothing = seed, label_smoothing
+        self.column: Column = plain_column
+        self.cross_entropy: Callable[..., Tensor] = cross_entropy
+        self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
+
+    def forward(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
+        """The stage's hidden states [T, H], or the summed loss (a scalar) if it holds the head.
+
+        Args:
+            x_TH: what the stage before gave; None for the one that holds the embedding.
+            batch: the microbatch.
+        """
+        x_TH = self.hidden(x_TH, batch)
+        return self.loss(x_TH, batch) if self.parts.head else x_TH
+
+    def hidden(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
+        """Embedding (if here) and layers: [T, H], before the final norm."""
+        dropout = self._dropout(batch)
+        if self.embed_tokens is not None:
+            x_TH = self._embed(self.embed_tokens, batch, dropout)
+        assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
+        rotary = None
+        if self.model.position_embedding_type == "rope":
+            rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
+        context = Context(len(batch.tokens), rotary, batch.packing, dropout)
+        for layer in self.layers.values():
+            x_TH = layer(x_TH, context)
+        return x_TH
+
+    def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
+        """Logits [T, V] over the padded vocabulary, of the stage that holds the head."""
+        return self._project(self.hidden(x_TH, batch))
+
+    def loss(self, x_TH: Tensor, batch: Batch) -> Tensor:
+        """Sum of the weighted token losses, from the last layer's hidden states."""
+        weights = batch.loss_weights
+        return self.cross_entropy(
+            self._project(x_TH),
+            batch.labels.flatten(),
+            self.model.vocab_size,
+            self.label_smoothing,
+            None if weights is None else weights.flatten(),
+        )
+
+    def _project(self, x_TH: Tensor) -> Tensor:
+        assert self.norm is not None and self.lm_head is not None, "the last stage has the head"
+        (logits_TV,) = self.column(self.norm(x_TH), self.lm_head)
+        return logits_TV
+
+    def _embed(self, embed_tokens: Embedding, batch: Batch, dropout: Dropout | None) -> Tensor:
+        x_TH: Tensor = embed_tokens(batch.tokens.flatten())
+        if self.embed_positions is not None:
+            x_TH = x_TH + self.embed_positions(self.shard_tokens(batch.positions.flatten()))
+        if dropout is not None and self.model.hidden_dropout > 0.0:
+            x_TH = dropout.hidden(x_TH, self.model.hidden_dropout, "embedding")
+        return x_TH
+
+    def _dropout(self, batch: Batch) -> Dropout | None:
+        model = self.model
+        if not self.training or not (model.hidden_dropout or model.attention_dropout):
+            return None
+        rows_T = self.shard_tokens(batch.token_ids.flatten())
+        return Dropout(self.seed, batch.step, rows_T, batch.token_ids)
