@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -130,3 +131,10 @@ def test_paths_that_name_nothing_readable(spec, message, tmp_path):
 def test_builtin_is_suggested():
     with pytest.raises(DataError, match="did you mean 'builtin'"):
         resolve("buildin")
+
+
+def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"needs pyarrow\n  works: pip install"):
+        documents(tmp_path / "a.parquet")
