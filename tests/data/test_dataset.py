@@ -130,6 +130,8 @@ def test_a_split_too_short_says_what_it_has_and_needs(make):
         "  works: a share of at least 17.00% for valid | seq_length <= 8 | more text"
     )
     assert make([counting(1, 100)], split="90,9,1", part="valid", seq_length=8).num_samples == 1
+    with pytest.raises(DataError, match="9 tokens, and one sample needs 10"):
+        make([counting(1, 100)], split="90,9,1", part="valid", seq_length=9)
 
 
 def test_a_token_beyond_the_vocabulary_is_found(make, tokenizer):
