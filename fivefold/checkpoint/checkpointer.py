@@ -59,7 +59,7 @@ class Checkpointer:
     ) -> None:
         self.folder = Path(folder)
         self._keep_latest = keep_latest
-        if process_group is None and dist.is_available() and dist.is_initialized():
+        if process_group is None and dist.is_initialized():
             process_group = dist.new_group(backend="gloo")
         self._team = Team(process_group)
         self._async = async_save

@@ -59,7 +59,7 @@ class AdamW:
     def step(self, lr: float) -> None:
         """Apply the parameters' gradients (plain or DTensor) with learning rate `lr`."""
         for _, parameter, leaf in self._shards():
-            # FSDP2 moves unevenly cut shards to a padded storage in the first forward.
+            # `Module.to` or an assigning load may have given the parameter another storage.
             leaf.data = local_tensor(parameter)
             grad = parameter.grad
             leaf.grad = torch.zeros_like(leaf) if grad is None else local_tensor(grad)

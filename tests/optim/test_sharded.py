@@ -69,5 +69,5 @@ def _step_from_meta(rank: int, world: int, steps: int) -> None:
     torch.testing.assert_close(moments.local, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_shards_that_fsdp_moves_in_the_first_forward_are_stepped() -> None:
+def test_uneven_shards_that_began_on_the_meta_device_step_like_one_device() -> None:
     run(4, _step_from_meta, 2)
