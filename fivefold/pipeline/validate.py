@@ -10,8 +10,8 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 from fivefold.pipeline.graph import Stream, dependency_graph
 from fivefold.pipeline.ir import (
@@ -90,7 +90,9 @@ def _check_bounds(program: Program) -> None:
             halves = tuple(kid.kind for kid in act.kids)
             legal = ((Kind.F, Kind.BW), (Kind.F, Kind.B)) if act.kind is Kind.FB else ((),)
             if halves not in legal:
-                raise ProgramError(f"rank {rank}: {act.kind} cannot be made of {halves}")
+                raise ProgramError(
+                    f"rank {rank}: {act.kind} cannot be made of ({', '.join(halves)})"
+                )
     for rank, _, act in _acts(program):
         stages = range(-1, 0) if act.kind is Kind.STEP else range(program.num_stages)
         if act.stage not in stages or act.mb not in range(program.num_microbatches):
@@ -113,31 +115,25 @@ def _check_ranks(program: Program) -> None:
 def _check_once(program: Program) -> None:
     """Rule 1."""
     count = Counter(
-        (act.kind, act.stage, act.mb, act.slice, act.part)
+        (act.kind, act.stage, act.mb, act.slice, act.part if act.kind is Kind.W else 0)
         for _, _, act in _acts(program)
         if act.kind in COMPUTE
     )
-    for stage, mb, piece in _pieces(program):
-
-        def times(kind: Kind, part: int = 0, at: tuple[int, int, int] = (stage, mb, piece)) -> int:
-            return count[(kind, *at, part)]
-
-        where = f"of stage {stage} microbatch {mb}" + (f" slice {piece}" if piece else "")
-        _expect(times(Kind.F), 1, f"F {where}")
-        _expect(times(Kind.B) + times(Kind.BW), 0 if program.forward_only else 1, f"B {where}")
+    backwards = 0 if program.forward_only else 1
+    for piece in _pieces(program):
+        where = "of stage {} microbatch {} slice {}".format(*piece)
+        halves = count[Kind.B, *piece, 0]
+        _expect(count[Kind.F, *piece, 0], 1, "F", where)
+        _expect(halves + count[Kind.BW, *piece, 0], backwards, "B or BW", where)
         for part in range(program.num_weight_parts):
-            name = f"W {where}" + (f" part {part}" if part else "")
-            _expect(times(Kind.W, part), times(Kind.B), name)
-        if times(Kind.R) > 1:
-            _expect(times(Kind.R), 1, f"R {where}")
-    strays = [act for _, _, act in _acts(program) if act.part and act.kind is not Kind.W]
-    if strays:
-        raise ProgramError(f"{strays[0]} has part {strays[0].part}, but only W comes in parts")
+            _expect(count[Kind.W, *piece, part], halves, f"W part {part}", where)
+        recomputes = count[Kind.R, *piece, 0]
+        _expect(recomputes, min(recomputes, backwards), "R", where)
 
 
-def _expect(found: int, wanted: int, what: str) -> None:
+def _expect(found: int, wanted: int, kind: str, where: str) -> None:
     if found != wanted:
-        raise ProgramError(f"{what}: {found} found, {wanted} needed")
+        raise ProgramError(f"{kind} {where}: {found} found, {wanted} needed")
 
 
 def _pieces(program: Program) -> Iterator[tuple[int, int, int]]:
@@ -165,17 +161,15 @@ def _check_local_order(program: Program) -> None:
 
 def _check_messages(program: Program) -> None:
     """Rule 4."""
-    expected = {replace(message, id=0) for message in program.crossings()}
-    found = {replace(message, id=0) for message in program.messages}
+    expected = {_content(message): message for message in program.crossings()}
+    found = {_content(message) for message in program.messages}
     for message in program.messages:
-        if replace(message, id=0) not in expected:
+        if _content(message) not in expected:
             raise ProgramError(f"{message} is not one that the placement needs")
-    if expected - found:
-        missing = min(expected - found, key=lambda m: (m.mb, m.src_stage))
-        raise ProgramError(f"a needed message is missing: {str(missing).partition('(')[2][:-1]}")
-    if len({message.id for message in program.messages}) != len(program.messages) or len(
-        found
-    ) != len(program.messages):
+    for content, message in expected.items():
+        if content not in found:
+            raise ProgramError(f"the program lacks a message such as {message}")
+    if not len({m.id for m in program.messages}) == len(found) == len(program.messages):
         raise ProgramError("two messages are the same, or share an id")
     sends, receives = _ends(program, Kind.SEND), _ends(program, Kind.RECV)
     places = {
@@ -185,33 +179,45 @@ def _check_messages(program: Program) -> None:
     }
     for message in program.messages:
         piece = (message.mb, message.slice)
-        if sends[message] < places[message.direction, message.src_stage, *piece]:
+        if sends[message.id] < places[message.direction, message.src_stage, *piece]:
             raise ProgramError(f"rank {message.src_rank}: SEND of {message} precedes its producer")
-        if receives[message] > places[message.direction, message.dst_stage, *piece]:
+        if receives[message.id] > places[message.direction, message.dst_stage, *piece]:
             raise ProgramError(f"rank {message.dst_rank}: RECV of {message} follows its consumer")
+
+
+def _content(message: Message) -> Hashable:
+    """All of a message but its id."""
+    ends = (message.src_rank, message.dst_rank, message.src_stage, message.dst_stage)
+    return (*ends, message.mb, message.slice, message.direction)
 
 
 def _direction(act: Act) -> Direction:
     return Direction.FORWARD if act.kind is Kind.F else Direction.BACKWARD
 
 
-def _ends(program: Program, kind: Kind) -> dict[Message, int]:
-    """The place of the one SEND (or RECV) of every message in the order of its rank."""
-    known = set(program.messages)
-    places: dict[Message, int] = {}
+def _ends(program: Program, kind: Kind) -> dict[int, int]:
+    """Message id -> the place of its one SEND (or RECV) in the order of its rank."""
+    known = {message.id: message for message in program.messages}
+    places: dict[int, int] = {}
     for rank, place, act in _acts(program):
         if act.kind is not kind:
             continue
         message = act.message
-        if message is None or message not in known:
+        if message is None or known.get(message.id) != message:
             raise ProgramError(f"rank {rank}: {act} carries no message of the program")
-        if rank != (message.src_rank if kind is Kind.SEND else message.dst_rank):
-            raise ProgramError(f"rank {rank}: {kind} of {message}, which is not this rank's")
-        if message in places:
+        if kind is Kind.SEND:
+            end = (message.src_rank, message.src_stage)
+        else:
+            end = (message.dst_rank, message.dst_stage)
+        if (rank, act.stage) != end:
+            raise ProgramError(
+                f"{kind} of {message} stands on rank {rank} for stage {act.stage}: the wrong end"
+            )
+        if message.id in places:
             raise ProgramError(f"rank {rank}: {kind} of {message} stands twice")
-        places[message] = place
+        places[message.id] = place
     for message in program.messages:
-        if message not in places:
+        if message.id not in places:
             raise ProgramError(f"{message} has no {kind}")
     return places
 
@@ -249,9 +255,9 @@ def _check_reductions(program: Program) -> None:
     if not count:
         return
     for stage in range(program.num_stages):
-        _expect(count[Kind.REDUCE, stage], 1, f"REDUCE of stage {stage}")
+        _expect(count[Kind.REDUCE, stage], 1, "REDUCE", f"of stage {stage}")
     for rank, acts in enumerate(program.ranks):
-        _expect(count[Kind.STEP, rank], 1, f"STEP on rank {rank}")
+        _expect(count[Kind.STEP, rank], 1, "STEP", f"on rank {rank}")
         reduced: set[int] = set()
         for act in acts:
             if act.kind is Kind.REDUCE:

@@ -147,7 +147,7 @@ def _check_groups(task: Task) -> None:
                 f"group size: {ranks} (ranks) <= {group} <= {total} (microbatches) must hold",
                 f"last group: {total} % {group} = {total % group} must be 0 or at least {ranks}",
             ),
-            tuple(works),
+            tuple(works) or (f"{ranks} microbatches in groups of {ranks}",),
         )
     )
 

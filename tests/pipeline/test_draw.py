@@ -1,0 +1,33 @@
+from fivefold.pipeline.draw import draw
+from fivefold.pipeline.ir import loop_placement
+from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.schedules.registry import build_program
+from fivefold.pipeline.simulate import Costs
+
+
+def test_one_f_one_b():
+    assert draw(build_program("1f1b", range(2), 2)).splitlines() == [
+        "rank 0 F0-F1-......B0----...B1----",
+        "rank 1 ...F0-B0----F1-B1----",
+        "makespan 9, span 9, bubble 33.3%, in flight 2 1",
+    ]
+
+
+def test_chunks_and_halves_are_told_apart():
+    picture = draw(eager_dx(build_program("gpipe", loop_placement(2, 4), 1))).splitlines()
+    assert picture[0] == "rank 0 F0a-....F0b-........B0b-W0b-B0a-----"
+    assert picture[1] == "rank 1 ....F0a-....F0b-B0b-W0b-B0a-W0a-"
+
+
+def test_costs_set_the_scale():
+    program = build_program("1f1b", range(2), 2)
+    costs = Costs.uniform(2, 10, 10, 10)
+    rows = draw(program, costs).splitlines()[:2]
+    assert rows == draw(program).splitlines()[:2]
+
+
+def test_an_act_shorter_than_its_name_keeps_its_length():
+    program = build_program("1f1b", range(2), 2)
+    rows = draw(program, Costs((1, 0.4), (1, 1), (1, 1))).splitlines()
+    assert rows[1].startswith("rank 1 ...F")
+    assert len(rows[0]) > len(rows[1])
