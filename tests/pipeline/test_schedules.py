@@ -111,6 +111,7 @@ def test_every_program_is_valid_and_cannot_hang(
     for variant in (program, eager_dx(program)):
         validate(variant)
         validate(lower(with_sharding_actions(variant, unshard=True)))
+        validate(with_sharding_actions(lower(variant), unshard=True))
 
 
 def test_evaluation_keeps_the_order_of_the_forwards():

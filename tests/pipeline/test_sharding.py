@@ -1,5 +1,5 @@
 from fivefold.pipeline.ir import loop_placement
-from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
 
@@ -23,6 +23,13 @@ def test_parameters_are_gathered_for_as_long_as_they_are_used():
     assert words(program.ranks[0]) == (
         "UNSHARD0 F0 UNSHARD1 F1 BW1 RESHARD1 REDUCE1 BW0 RESHARD0 REDUCE0 STEP-1"
     )
+
+
+def test_messages_go_before_the_reduce():
+    program = build_program("1f1b", range(2), 2)
+    lowered = with_sharding_actions(lower(program))
+    assert words(lowered.ranks[1]).endswith("BW1 SEND1 REDUCE1 STEP-1")
+    assert lowered.ranks == lower(with_sharding_actions(program)).ranks
 
 
 def test_evaluation_reduces_nothing():
