@@ -108,8 +108,6 @@ class Attention(nn.Module):
         row: seam around the output projection.
         kernel: seam around softmax(q k^T) v.
         head_offset: which of all query heads is the first one here; keys dropout masks.
-        kv_head_slice: the key/value heads that belong to the query heads here, if `k_proj` and
-            `v_proj` make more of them; None if they make just those.
     """
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
@@ -127,15 +125,12 @@ class Attention(nn.Module):
         self.row: Row = plain_row
         self.kernel: Kernel = attention
         self.head_offset = 0
-        self.kv_head_slice: slice | None = None
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows, and the documents, of `context`."""
         projected = self.column(x_TH, self.q_proj, self.k_proj, self.v_proj)
         D = self.model.head_dim
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
-        if self.kv_head_slice is not None:
-            k, v = k[:, :, self.kv_head_slice], v[:, :, self.kv_head_slice]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotary is not None:

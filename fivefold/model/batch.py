@@ -22,7 +22,7 @@ class Documents:
     starts: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """One microbatch.
 

@@ -1,0 +1,72 @@
+"""Small models and batches for the tests of this room."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from fivefold.config.model import ModelConfig
+from fivefold.config.presets import PRESETS
+from fivefold.model.batch import Batch
+from fivefold.model.init import initialise
+from fivefold.model.shape import WholeModel
+from fivefold.model.transformer import Stage
+
+LLAMA = replace(
+    PRESETS["debug-llama"],
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=12,
+    ffn_hidden_size=40,
+    vocab_size=100,
+    rotary_base=500.0,
+    use_rope_scaling=True,
+    rope_original_max_position_embeddings=16,
+    init_method_std=0.3,
+)
+QWEN = replace(LLAMA, qk_layernorm=True, add_qkv_bias=True, use_rope_scaling=False)
+GPT = replace(
+    PRESETS["debug-gpt"],
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=4,
+    vocab_size=100,
+    max_position_embeddings=64,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.3,
+)
+FAMILIES = {"llama": LLAMA, "qwen": QWEN, "gpt": GPT}
+
+
+def build(model: ModelConfig, parts: WholeModel | None = None, **options: float) -> Stage:
+    """An fp64 stage of which every parameter, norms and biases too, is worth checking."""
+    stage = Stage(model, parts, **options).double()
+    initialise(stage, seed=7)
+    for name, parameter in stage.named_parameters():
+        if parameter.dim() == 1:
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data.add_(0.2 * noise)
+    return stage
+
+
+def batch_of(model: ModelConfig, documents: Sequence[Sequence[int]], seed: int = 0) -> Batch:
+    """A batch of one row per list of document lengths; some labels are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(documents), sum(documents[0]))
+    tokens = torch.randint(model.vocab_size, shape, generator=generator)
+    labels = torch.randint(model.vocab_size, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.2] = -100
+    rows = [[(i, s) for i, n in enumerate(row) for s in range(n)] for row in documents]
+    both = torch.tensor(rows)
+    return Batch(
+        tokens=tokens,
+        labels=labels,
+        positions=both[:, :, 1],
+        documents=both[:, :, 0],
+        token_ids=torch.arange(tokens.numel()).view(shape),
+        loss_weights=torch.rand(shape, generator=generator, dtype=torch.float64),
+    )

@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from fivefold.config.presets import PRESETS
+from fivefold.model.rope import RotaryTables, frequencies
+from tests.model.models import LLAMA, QWEN
+from tests.model.reference import reference_frequency
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN, PRESETS["llama3-8b"]])
+def test_frequencies_equal_the_published_case_distinction(model) -> None:
+    expected = [reference_frequency(model, i) for i in range(model.head_dim // 2)]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(frequencies(model), expected, rtol=1e-14, atol=0)
+
+
+def test_llama_3_1_scales_low_frequencies_by_eight_and_keeps_high_ones() -> None:
+    model = PRESETS["llama3-8b"]
+    scaled = frequencies(model)
+    plain = 500000.0 ** (-torch.arange(64, dtype=torch.float64) / 64)
+    assert scaled[0] == 1.0
+    assert torch.equal(scaled[:29], plain[:29])
+    torch.testing.assert_close(scaled[35:], plain[35:] / 8, rtol=1e-14, atol=0)
+
+
+def test_scores_depend_on_distance_only() -> None:
+    q, k = torch.randn(2, 1, 1, 1, QWEN.head_dim, dtype=torch.float64)
+
+    def score(at_q: int, at_k: int) -> torch.Tensor:
+        tables = [RotaryTables.at(QWEN, torch.tensor([[p]]), torch.float64) for p in (at_q, at_k)]
+        return (tables[0].rotate(q) * tables[1].rotate(k)).sum()
+
+    torch.testing.assert_close(score(9, 4), score(1009, 1004), rtol=1e-9, atol=1e-9)
+    assert abs(score(9, 4) - score(9, 5)) > 1e-6
+
+
+def test_far_positions_are_exact_in_fp32_tables() -> None:
+    position = 131071
+    tables = RotaryTables.at(PRESETS["llama3-8b"], torch.tensor([[position]]), torch.float32)
+    exact = (position * frequencies(PRESETS["llama3-8b"])).sin().float()
+    assert torch.equal(tables.sin.flatten(), exact)
+
+
+def test_gradient() -> None:
+    tables = RotaryTables.at(QWEN, torch.tensor([[0, 3, 7]]), torch.float64)
+    x = torch.randn(1, 3, 2, QWEN.head_dim, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(tables.rotate, (x,))
