@@ -1,0 +1,229 @@
+"""megatron-core with its local layers, made to run on CPU by the shim below.
+
+It has no CPU path: tensors are created on `torch.cuda.current_device()`, and random states are
+those of the CUDA device. The shim answers for that device with the CPU and changes no
+arithmetic. Without Transformer Engine the attention is the unfused one, AdamW is PyTorch's, and
+its `torch.compile` decorators are off (TORCHDYNAMO_DISABLE=1), which otherwise cost tens of
+seconds at start-up.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+
+def on_cpu(create):
+    @functools.wraps(create)
+    def call(*values, **options):
+        if options.get("device") == "cuda":
+            options["device"] = "cpu"
+        return create(*values, **options)
+
+    return call
+
+
+torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
+tensor_type = torch.Tensor.type
+torch.Tensor.type = lambda self, *to, **options: (  # type: ignore[method-assign, assignment]
+    tensor_type(self, *to, **options) if to else tensor_type(self).replace("torch.", "torch.cuda.")
+)
+torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+for name in ("tensor", "ones", "zeros", "empty", "triu"):
+    setattr(torch, name, on_cpu(getattr(torch, name)))
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel import random  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+
+from benchmarks.peer_systems.common import (  # noqa: E402
+    ADAMW,
+    BATCH,
+    FFN,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    MICROBATCH,
+    NORM_EPSILON,
+    ROPE_BASE,
+    SEQ,
+    VOCAB,
+    Job,
+    initial,
+    main,
+)
+from benchmarks.peer_systems.rows import Row  # noqa: E402
+
+random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def rms_norm(_, config: TransformerConfig, hidden_size: int, eps: float, **__) -> torch.nn.RMSNorm:
+    """What WrappedTorchNorm makes, marked so that its gradient is summed under SP."""
+    norm = torch.nn.RMSNorm(hidden_size, eps)
+    norm.weight.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+WrappedTorchNorm.__new__ = rms_norm
+
+
+def supports(row: Row) -> bool:
+    return row.zero <= 1
+
+
+def build(row: Row) -> Job:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(row.tp, row.pp, create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    config = configuration(row)
+    layers = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layers.submodules.self_attention.submodules.core_attention = FlashAttention
+    gpt = GPTModel(
+        config,
+        layers,
+        VOCAB,
+        SEQ,
+        pre_process=first,
+        post_process=last,
+        position_embedding_type="rope",
+        rotary_base=ROPE_BASE,
+    )
+    load_initial(gpt)
+    model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            overlap_grad_reduce=row.dp > 1, use_distributed_optimizer=row.zero == 1
+        ),
+        gpt,
+    )
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=ADAMW["lr"],
+            adam_beta1=ADAMW["betas"][0],
+            adam_beta2=ADAMW["betas"][1],
+            weight_decay=ADAMW["weight_decay"],
+            clip_grad=0.0,
+            use_distributed_optimizer=row.zero == 1,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = model.no_sync
+    forward_backward = get_forward_backward_func()
+    microbatch = MICROBATCH if row.pp > 1 else BATCH // row.dp
+    positions_BS = torch.arange(SEQ).expand(microbatch, SEQ)
+
+    def forward(data, model):
+        tokens_BS, labels_BS = next(data)
+        loss_BS = model(tokens_BS, positions_BS, None, labels=labels_BS)
+        return loss_BS, lambda loss_BS: (loss_BS.mean(), {"loss": loss_BS.mean().detach()})
+
+    def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor | None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        done = forward_backward(
+            forward_step_func=forward,
+            data_iterator=zip(
+                tokens_BS.split(microbatch), labels_BS.split(microbatch), strict=True
+            ),
+            model=[model],
+            num_microbatches=BATCH // row.dp // microbatch,
+            seq_length=SEQ,
+            micro_batch_size=microbatch,
+            forward_only=False,
+        )
+        optimizer.step()
+        return torch.stack([part["loss"] for part in done]).mean() if last else None
+
+    return Job(step, parallel_state.get_data_parallel_rank())
+
+
+class FlashAttention(torch.nn.Module):
+    """PyTorch's fused causal attention, in the place that Transformer Engine's has on a GPU."""
+
+    def __init__(self, *_, **__) -> None:
+        super().__init__()
+
+    def forward(self, q_SBND: Tensor, k_SBND: Tensor, v_SBND: Tensor, *_, **__) -> Tensor:
+        q_BNSD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBND, v_SBND))
+        out_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, is_causal=True)
+        return out_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+
+def configuration(row: Row) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=FFN,
+        normalization="RMSNorm",
+        layernorm_epsilon=NORM_EPSILON,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=row.tp,
+        pipeline_model_parallel_size=row.pp,
+        sequence_parallel=row.sp,
+    )
+
+
+@torch.no_grad()
+def load_initial(gpt: GPTModel) -> None:
+    """Give every parameter the value that the other systems start from.
+
+    Megatron keeps q, k and v together head by head, and gate and up one after the other.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+
+    def whole(prefix: str, rows: int, columns: int, *names: str) -> Tensor:
+        return torch.stack([initial(f"{prefix}{name}.weight", (rows, columns)) for name in names])
+
+    def load(weight: Tensor, full: Tensor, dim: int) -> None:
+        weight.copy_(full.chunk(tp, dim)[rank].reshape(weight.shape))
+
+    if gpt.pre_process:
+        embedding = gpt.embedding.word_embeddings.weight
+        load(embedding, initial("embed_tokens.weight", (VOCAB, HIDDEN)), 0)
+    if gpt.post_process:
+        load(gpt.output_layer.weight, initial("lm_head.weight", (VOCAB, HIDDEN)), 0)
+    for layer in gpt.decoder.layers:
+        attention, mlp = (f"layers.{layer.layer_number - 1}.{name}." for name in ("self_attn", "mlp"))
+        qkv = whole(attention, HIDDEN, HIDDEN, "q_proj", "k_proj", "v_proj")
+        by_head = qkv.unflatten(1, (HEADS, -1)).transpose(0, 1)
+        load(layer.self_attention.linear_qkv.weight, by_head, 0)
+        load(layer.self_attention.linear_proj.weight, whole(attention, HIDDEN, HIDDEN, "o_proj"), 2)
+        load(layer.mlp.linear_fc1.weight, whole(mlp, FFN, HIDDEN, "gate_proj", "up_proj"), 1)
+        load(layer.mlp.linear_fc2.weight, whole(mlp, HIDDEN, FFN, "down_proj"), 2)
+
+
+if __name__ == "__main__":
+    main(build, supports, "megatron-core")
