@@ -1,0 +1,1 @@
+"""Data parallelism: replicated, ZeRO-1/2/3, HSDP."""

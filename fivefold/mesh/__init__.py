@@ -1,0 +1,1 @@
+"""Ranks, groups, and what of a global tensor lies where."""

@@ -1,0 +1,1 @@
+"""Runs that ship with Fivefold, one TOML file each."""

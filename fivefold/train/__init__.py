@@ -1,0 +1,1 @@
+"""The training loop and its life: launch, run folder, console, signals."""

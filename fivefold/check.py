@@ -1,0 +1,296 @@
+"""Every rule that spans rooms, checked before any process starts; torch-free.
+
+`check` turns a Config and a number of ranks into a `Layout`: the grid, the stages and the program
+that will run. It raises one ConfigError with everything that is wrong.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.parallel import ParallelConfig
+from fivefold.config.values import check_values
+from fivefold.errors import Mistakes
+from fivefold.mesh.grid import Grid
+from fivefold.pipeline.ir import Program
+from fivefold.pipeline.layout import Split, split_layers
+from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.schedules.registry import build_program
+from fivefold.pipeline.sharding import with_sharding_actions
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a checked configuration means on so many ranks.
+
+    Attributes:
+        config: with every inferred degree filled in.
+        grid: the ranks.
+        split: the stages.
+        schedule: name of the pipeline program.
+        num_microbatches: per optimizer step and pipeline.
+    """
+
+    config: Config
+    grid: Grid
+    split: Split
+    schedule: str
+    num_microbatches: int
+
+    @property
+    def defers_weights(self) -> bool:
+        """Whether dX is sent before dW is computed.
+
+        ZeRO-2 and ZeRO-3 reduce each block's gradients as its backward ends, so that nothing
+        unsharded stays; leaving dW for later would keep a whole stage.
+        """
+        strategy = self.config.parallel.data_parallel_sharding_strategy
+        return self.grid.pp > 1 and strategy in ("no_shard", "optim")
+
+    def program(
+        self, num_microbatches: int | None = None, *, forward_only: bool = False
+    ) -> Program:
+        """The lowered program of a training step, or of an evaluation.
+
+        Raises:
+            ConfigError: the schedule cannot take that many microbatches.
+        """
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        program = build_program(
+            self.schedule,
+            self.split.placement,
+            num_microbatches or self.num_microbatches,
+            group_size=group,
+            forward_only=forward_only,
+        )
+        if self.defers_weights:
+            program = eager_dx(program)
+        return with_sharding_actions(lower(program))
+
+
+def check(config: Config, world_size: int) -> Layout:
+    """The layout of a configuration on `world_size` ranks.
+
+    Raises:
+        ConfigError: everything that is wrong, with the sums and the nearest valid choices.
+    """
+    mistakes = Mistakes()
+    check_values(config, mistakes)
+    mistakes.raise_if_any()
+    check_model(config.model, mistakes)
+    parallel = _infer(config.parallel, world_size, mistakes)
+    _check_built(parallel, mistakes)
+    if not mistakes.found:
+        _check_tensor_parallel(config, parallel, mistakes)
+    _check_data_parallel(parallel, mistakes)
+    _check_sequence(config, mistakes)
+    split = None
+    with mistakes.collecting():
+        split = split_layers(
+            config.model.num_layers,
+            max(parallel.pipeline_model_parallel_size, 1),
+            virtual=parallel.num_virtual_stages_per_pipeline_rank,
+            layers_per_virtual_stage=parallel.num_layers_per_virtual_pipeline_stage,
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
+            account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
+            account_for_loss=parallel.account_for_loss_in_pipeline_split,
+            layout=parallel.pipeline_model_parallel_layout,
+        )
+    microbatches = _microbatches(config, parallel, mistakes)
+    mistakes.raise_if_any()
+    assert split is not None
+    schedule = parallel.pipeline_schedule
+    if schedule == "auto":
+        schedule = "interleaved_1f1b" if split.num_virtual > 1 else "1f1b"
+    layout = Layout(
+        replace(config, parallel=parallel), _grid(parallel), split, schedule, microbatches
+    )
+    with mistakes.collecting():
+        layout.program()
+    mistakes.raise_if_any()
+    return layout
+
+
+def _grid(parallel: ParallelConfig) -> Grid:
+    return Grid(
+        pp=parallel.pipeline_model_parallel_size,
+        dp_replicate=parallel.num_distributed_optimizer_instances,
+        dp_shard=parallel.data_parallel_shard_size,
+        cp=parallel.context_parallel_size,
+        tp=parallel.tensor_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+    )
+
+
+_DEGREES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp_replicate": "num_distributed_optimizer_instances",
+    "dp_shard": "data_parallel_shard_size",
+}
+
+
+def _infer(parallel: ParallelConfig, world_size: int, mistakes: Mistakes) -> ParallelConfig:
+    """Fill in the degree that is -1, and see that the product is the world."""
+    sizes = {axis: getattr(parallel, name) for axis, name in _DEGREES.items()}
+    wrong = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
+    for axis, size in wrong.items():
+        mistakes.add(f"{_DEGREES[axis]} must be at least 1, or -1 to infer it, not {size}")
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        mistakes.add(
+            f"only one degree can be inferred, but {' and '.join(unknown)} are -1",
+            works=[f"--{_DEGREES[axis].replace('_', '-')} N" for axis in unknown],
+        )
+    if wrong or len(unknown) > 1:
+        return replace(parallel, **{_DEGREES[a]: 1 for a in (*wrong, *unknown)})
+    known = prod(size for size in sizes.values() if size != -1)
+    if unknown and world_size % known == 0:
+        sizes[unknown[0]] = world_size // known
+    elif unknown or known != world_size:
+        _explain_world(sizes, unknown, known, world_size, mistakes)
+        sizes.update(dict.fromkeys(unknown, 1))
+    return replace(parallel, **{_DEGREES[axis]: size for axis, size in sizes.items()})
+
+
+def _explain_world(
+    sizes: dict[str, int], unknown: list[str], known: int, world_size: int, mistakes: Mistakes
+) -> None:
+    shown = {a: s for a, s in sizes.items() if s not in (1, -1)}
+    named = " ".join(f"{axis}={size}" for axis, size in shown.items())
+    product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+    if unknown:
+        result = f"{world_size} / {known} = {world_size / known:.4g} ({unknown[0]} must be whole)"
+    else:
+        result = f"{known} is not {world_size}"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    mistakes.add(
+        f"{ranks} cannot be split as {named}",
+        f"{product} = {known}, and {result}",
+        works=_splits_near(sizes, world_size),
+        attempt=f"--nproc {known}" if not unknown else f"--nproc {-(-world_size // known) * known}",
+    )
+
+
+def _splits_near(sizes: dict[str, int], world_size: int) -> list[str]:
+    """Up to three splits of the world that change tp and pp least."""
+    tp, pp = max(sizes["tp"], 1), max(sizes["pp"], 1)
+    rest = max(sizes["cp"], 1) * max(sizes["dp_replicate"], 1)
+    found = [
+        (abs(t - tp) / tp + abs(p - pp) / pp, f"tp={t} pp={p} dp={world_size // (t * p)}")
+        for t in divisors(world_size)
+        for p in divisors(world_size // t)
+        if (world_size // (t * p)) % rest == 0
+    ]
+    return [text for _, text in sorted(found)[:3]]
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors, ascending."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def nearest(wanted: int, choices: Iterable[int]) -> list[int]:
+    """The two choices closest to `wanted`, ascending."""
+    return sorted(sorted(set(choices), key=lambda c: (abs(c - wanted), c))[:2])
+
+
+def _check_built(parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """The axes that the mesh has and no room fills yet."""
+    for name, what in (
+        ("context_parallel_size", "context parallelism"),
+        ("expert_model_parallel_size", "expert parallelism"),
+        ("expert_tensor_parallel_size", "expert tensor parallelism"),
+    ):
+        size = getattr(parallel, name)
+        if size != 1:
+            mistakes.add(
+                f"{name} = {size}: this version of Fivefold has no {what} yet", works=["1"]
+            )
+
+
+def _check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    model, tp = config.model, parallel.tensor_model_parallel_size
+    tokens = config.training.micro_batch_size * config.training.seq_length
+    for name, size in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("ffn_hidden_size", model.ffn_size),
+        ("padded vocabulary", model.padded_vocab_size),
+    ):
+        if size % tp:
+            mistakes.add(
+                f"tensor_model_parallel_size {tp} does not divide {name} {size}",
+                f"{size} / {tp} = {size / tp:.4g}",
+                works=[f"tp={d}" for d in nearest(tp, divisors(size))],
+            )
+    kv_heads = model.num_kv_heads
+    if kv_heads % tp and tp % kv_heads:
+        mistakes.add(
+            f"{kv_heads} key/value heads are neither a multiple nor a divisor of tp {tp}",
+            f"{kv_heads} / {tp} = {kv_heads / tp:.4g}, {tp} / {kv_heads} = {tp / kv_heads:.4g}",
+            works=[f"tp={d}" for d in nearest(tp, _tp_for(model))],
+        )
+    if parallel.sequence_parallel and tp == 1:
+        mistakes.add(
+            "sequence_parallel splits tokens over tensor-parallel ranks, and tp is 1",
+            works=["--tensor-model-parallel-size 2", "--no-sequence-parallel"],
+        )
+    elif parallel.sequence_parallel and tokens % tp:
+        mistakes.add(
+            f"sequence_parallel cannot split a microbatch's tokens over tp {tp}",
+            f"micro_batch_size x seq_length = {tokens}, and {tokens} % {tp} = {tokens % tp}",
+            works=[f"--seq-length {-(-config.training.seq_length // tp) * tp}"],
+        )
+
+
+def _tp_for(model: ModelConfig) -> list[int]:
+    """The tensor-parallel sizes that the heads allow."""
+    kv = model.num_kv_heads
+    return [d for d in divisors(model.num_attention_heads) if kv % d == 0 or d % kv == 0]
+
+
+def _check_data_parallel(parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    instances = parallel.num_distributed_optimizer_instances
+    if instances > 1 and parallel.data_parallel_sharding_strategy == "no_shard":
+        mistakes.add(
+            f"num_distributed_optimizer_instances = {instances} replicates a sharding group, "
+            "and no_shard has none",
+            works=[
+                f"--data-parallel-sharding-strategy {s}"
+                for s in ("optim", "optim_grads", "optim_grads_params")
+            ],
+        )
+
+
+def _check_sequence(config: Config, mistakes: Mistakes) -> None:
+    model, length = config.model, config.training.seq_length
+    learned = model.position_embedding_type == "learned_absolute"
+    if learned and length > model.max_position_embeddings:
+        mistakes.add(
+            f"seq_length {length} exceeds the {model.max_position_embeddings} learned positions",
+            works=[
+                f"--seq-length {model.max_position_embeddings}",
+                f"--max-position-embeddings {length}",
+            ],
+        )
+
+
+def _microbatches(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> int:
+    size, each = config.training.global_batch_size, config.training.micro_batch_size
+    dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
+    unit = each * dp
+    if size % unit:
+        whole = (size // unit, size // unit + 1)
+        mistakes.add(
+            f"global_batch_size {size} is not a whole number of microbatches per rank",
+            f"micro_batch_size {each} x dp {dp} = {unit}, and {size} / {unit} = {size / unit:.4g}",
+            works=[
+                f"--global-batch-size {n * unit}" for n in {size // unit, size // unit + 1} if n
+            ],
+        )
+    return max(size // unit, 1)

@@ -1,0 +1,59 @@
+"""The one Config: every setting of a run, in sections."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from fivefold.config.model import ModelConfig
+from fivefold.config.parallel import ParallelConfig
+from fivefold.config.training import (
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A run. Field names are unique over all sections, so each is a flag and a TOML key."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def with_values(self, **values: Any) -> "Config":
+        """A copy with some settings changed, by field name whatever their section.
+
+        Raises:
+            KeyError: no section has such a field.
+        """
+        owner = {f.name: name for name, section in self.sections() for f in fields(section)}
+        changes: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            changes.setdefault(owner[key], {})[key] = value
+        return replace(
+            self,
+            **{name: replace(getattr(self, name), **values) for name, values in changes.items()},
+        )
+
+    def sections(self) -> Iterator[tuple[str, Any]]:
+        """Section names and their dataclasses."""
+        for section in fields(self):
+            yield section.name, getattr(self, section.name)
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "training": TrainingConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}

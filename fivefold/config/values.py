@@ -1,0 +1,72 @@
+"""Ranges of single settings."""
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from fivefold.config.config import Config
+from fivefold.errors import Mistakes
+
+_Rule = tuple[Callable[[float], bool], str]
+
+_AT_LEAST_ONE: _Rule = (lambda v: v >= 1, "at least 1")
+_NOT_NEGATIVE: _Rule = (lambda v: v >= 0, "0 or more")
+_POSITIVE: _Rule = (lambda v: v > 0, "positive")
+_SHARE: _Rule = (lambda v: 0 <= v < 1, "in [0, 1)")
+
+_RULES = MappingProxyType(
+    {
+        "micro_batch_size": _AT_LEAST_ONE,
+        "global_batch_size": _AT_LEAST_ONE,
+        "seq_length": _AT_LEAST_ONE,
+        "train_iters": _AT_LEAST_ONE,
+        "label_smoothing": _SHARE,
+        "eval_interval": _NOT_NEGATIVE,
+        "eval_iters": _AT_LEAST_ONE,
+        "seed": _NOT_NEGATIVE,
+        "distributed_timeout_minutes": _POSITIVE,
+        "tokenizer_vocab_size": (lambda v: v >= 257, "at least 257 (256 bytes and an end mark)"),
+        "lr": _POSITIVE,
+        "min_lr": _NOT_NEGATIVE,
+        "lr_decay_iters": _AT_LEAST_ONE,
+        "lr_warmup_iters": _NOT_NEGATIVE,
+        "lr_warmup_init": _NOT_NEGATIVE,
+        "lr_wsd_decay_iters": _AT_LEAST_ONE,
+        "weight_decay": _NOT_NEGATIVE,
+        "adam_beta1": _SHARE,
+        "adam_beta2": _SHARE,
+        "adam_eps": _POSITIVE,
+        "clip_grad": _NOT_NEGATIVE,
+        "ckpt_step": _NOT_NEGATIVE,
+        "save_interval": _NOT_NEGATIVE,
+        "keep_latest_k": _AT_LEAST_ONE,
+        "log_interval": _AT_LEAST_ONE,
+    }
+)
+
+
+def check_values(config: Config, mistakes: Mistakes) -> None:
+    """Add every setting that is out of its range, and pairs that contradict each other."""
+    for _, section in config.sections():
+        for name, (holds, range_) in _RULES.items():
+            value = getattr(section, name, None)
+            if value is not None and not holds(value):
+                mistakes.add(f"{name} must be {range_}, not {value}")
+    optimizer, iters = config.optimizer, config.training.train_iters
+    if optimizer.min_lr > optimizer.lr:
+        mistakes.add(f"min_lr {optimizer.min_lr} exceeds lr {optimizer.lr}")
+    if optimizer.lr_warmup_init > optimizer.lr:
+        mistakes.add(f"lr_warmup_init {optimizer.lr_warmup_init} exceeds lr {optimizer.lr}")
+    end = optimizer.lr_decay_iters or iters
+    if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= end:
+        mistakes.add(
+            f"lr_warmup_iters {optimizer.lr_warmup_iters} leaves nothing to decay before step "
+            f"{end}",
+            works=[f"--lr-warmup-iters {end // 10}"],
+        )
+    if optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_iters is None:
+        mistakes.add(
+            "lr_decay_style WSD needs lr_wsd_decay_iters, the length of the final decay",
+            works=[f"--lr-wsd-decay-iters {max(end // 10, 1)}"],
+        )
+    if config.checkpoint.ckpt_step is not None and config.checkpoint.load is None:
+        mistakes.add("ckpt_step chooses a checkpoint of --load, and there is no --load")

@@ -1,0 +1,70 @@
+"""The all-gather and reduce-scatter that FSDP2 is given instead of its own."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.mesh.collectives import Pending, start_all_gather, start_reduce_scatter
+
+
+class _Waitable:
+    """What FSDP2 expects of an asynchronous collective."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+
+class _Buffers:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Buffers):
+    """Pairwise all-gather, for gloo."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> _Waitable | None:
+        """[n] -> [P*n] into `output_tensor`, of which `input_tensor` may be a part."""
+        pending = start_all_gather(input_tensor, group, output_tensor)
+        return _finish(pending, async_op)
+
+
+class ReduceScatter(_Buffers):
+    """Pairwise reduce-scatter that sums in rank order, with a type of its own on the wire.
+
+    bf16 on the wire and an fp32 sum halve the bytes without accumulating in bf16.
+    """
+
+    def __init__(self, wire_dtype: torch.dtype) -> None:
+        self._wire_dtype = wire_dtype
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> _Waitable | None:
+        """[P*n] -> [n] into `output_tensor`; `op` is a sum, as set in `fsdp.py`."""
+        pending = start_reduce_scatter(input_tensor, group, output_tensor, self._wire_dtype)
+        return _finish(pending, async_op)
+
+
+def _finish(pending: Pending, async_op: bool) -> _Waitable | None:
+    if async_op:
+        return _Waitable(pending)
+    pending.wait()
+    return None

@@ -1,0 +1,70 @@
+"""What each sharding strategy means, as switches of FSDP2 or of the bucketed all-reduce.
+
+Bytes on the wire per step and rank, with d shards, rho = (d-1)/d, g bytes of the reduction type,
+c bytes of the compute type, Psi parameters and M microbatches:
+
+    no_shard             2 rho g Psi
+    optim                rho (g + c) Psi             ZeRO-1
+    optim_grads          rho (M g + c) Psi           ZeRO-2
+    optim_grads_params   rho M (2c + g) Psi          ZeRO-3
+    + HSDP over r        2 (r-1)/r g Psi/d
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.config.parallel import ParallelConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How gradients, parameters and types are handled.
+
+    Attributes:
+        shards: whether dp_shard x cp splits the optimizer state at all.
+        reshards: free gathered parameters after each forward and backward of a block (ZeRO-3).
+        reduces_every_microbatch: keep no unsharded gradient (ZeRO-2 and ZeRO-3).
+        compute_dtype: of activations and gathered parameters.
+        master_dtype: of the parameters that the optimizer updates, and of reductions.
+        wire_dtype: of gradients on the wire.
+        overlap_grad_reduce: reduce during the last backward rather than after it.
+        overlap_param_gather: gather the next block's parameters early.
+    """
+
+    shards: bool
+    reshards: bool
+    reduces_every_microbatch: bool
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+
+    @property
+    def needs_fsdp(self) -> bool:
+        """Whether parameters are gathered: from shards, or from a master of another type."""
+        return self.shards or self.compute_dtype != self.master_dtype
+
+    @property
+    def can_defer_weights(self) -> bool:
+        """Whether dX may leave before dW: not if each block reduces as its backward ends."""
+        return not self.reduces_every_microbatch
+
+
+def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
+    """The switches of a strategy and a precision."""
+    strategy = parallel.data_parallel_sharding_strategy
+    master = torch.float64 if precision == "fp64" else torch.float32
+    return Policy(
+        shards=strategy != "no_shard",
+        reshards=strategy == "optim_grads_params",
+        reduces_every_microbatch=strategy in ("optim_grads", "optim_grads_params"),
+        compute_dtype=DTYPES[precision],
+        master_dtype=master,
+        wire_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else master,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )

@@ -1,0 +1,98 @@
+"""no_shard: every rank holds all parameters, gradients are summed in buckets."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.data_parallel.policy import Policy
+from fivefold.mesh.collectives import Bucket, finish_bucket, start_bucket
+from fivefold.mesh.slices import local_tensor
+from fivefold.model.transformer import Stage
+
+BUCKET_BYTES = 8 << 20
+
+
+class ReplicatedStage:
+    """A stage whose gradients are all-reduced, each bucket as soon as it is complete.
+
+    Args:
+        stage: tensor parallelism installed.
+        group: the ranks that hold the same parameters and see other tokens.
+        policy: the switches.
+        reduces_in_hooks: start a bucket during the last backward; otherwise all in `reduce`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        group: dist.ProcessGroup | None,
+        policy: Policy,
+        *,
+        reduces_in_hooks: bool,
+    ) -> None:
+        self._group = group
+        self._wire = policy.wire_dtype if policy.wire_dtype != policy.master_dtype else None
+        # Gradients arrive from the last layer to the first.
+        self._buckets = list(_buckets(list(stage.parameters())[::-1]))
+        self._missing: list[int] = []
+        self._started: dict[int, Bucket] = {}
+        if reduces_in_hooks and group is not None:
+            for index, bucket in enumerate(self._buckets):
+                for parameter in bucket:
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda _, index=index: self._arrived(index)
+                    )
+
+    def before_backward(self, last: bool) -> None:
+        """Let the gradients of the step's last backward count their buckets down."""
+        self._missing = [len(bucket) for bucket in self._buckets] if last else []
+
+    def reduce(self) -> None:
+        """Start every bucket that has not been started."""
+        if self._group is not None:
+            for index in range(len(self._buckets)):
+                if index not in self._started:
+                    self._start(index)
+
+    def finish(self) -> None:
+        """Wait for all sums; gradients are then those of the global batch."""
+        for bucket in self._started.values():
+            finish_bucket(bucket)
+        self._started = {}
+
+    def reshard(self) -> None:
+        """Nothing is ever gathered."""
+
+    def _arrived(self, index: int) -> None:
+        if self._missing:
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                self._start(index)
+
+    def _start(self, index: int) -> None:
+        assert self._group is not None
+        grads = [local_grad(parameter) for parameter in self._buckets[index]]
+        self._started[index] = start_bucket(grads, self._group, self._wire)
+
+
+def local_grad(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of the gradient; zeros are put in place of a missing one."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local_tensor(parameter.grad)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        part = local_tensor(parameter)
+        bucket.append(parameter)
+        size += part.numel() * part.element_size()
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

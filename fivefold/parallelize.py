@@ -1,0 +1,209 @@
+"""The one list of techniques: what is installed around the plain model, in the one right order."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fivefold.check import Layout
+from fivefold.data_parallel.fsdp import ShardedStage
+from fivefold.data_parallel.policy import Policy, make_policy
+from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
+from fivefold.mesh.collectives import sum_in_buckets
+from fivefold.mesh.groups import Groups
+from fivefold.mesh.slices import piece_of
+from fivefold.model.init import init_slice
+from fivefold.model.shape import canonical_name
+from fivefold.model.transformer import Stage
+from fivefold.pipeline.deferred_weight import DeferredWeights
+from fivefold.pipeline.executor import Executor
+from fivefold.tensor.install import install_deferral, install_tensor_parallel
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class ParallelModel:
+    """This rank's part of the model, ready to be run by programs.
+
+    Attributes:
+        layout: the checked configuration.
+        policy: what data parallelism does.
+        groups: of this rank.
+        stages: this rank's stages by index.
+        gradients: data parallelism of each stage.
+        partial_over_tp: names of replicated parameters whose gradients are summed over tp.
+        executor: runs programs on the stages.
+    """
+
+    layout: Layout
+    policy: Policy
+    groups: Groups
+    stages: dict[int, Stage]
+    gradients: dict[int, ShardedStage | ReplicatedStage]
+    partial_over_tp: set[str]
+    executor: Executor
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All of this rank's parameters by the name they have in the whole model."""
+        return dict(self._named())
+
+    def stored(self) -> dict[str, nn.Parameter]:
+        """Parameters by the name under which they are stored, each name once on this rank.
+
+        A second copy of a tied embedding is stored under the original's name; where the original
+        is on this rank too, `share_tied` brings the copy up to date after a load.
+        """
+        parameters = self.parameters()
+        stored = {self.stored_name(name): p for name, p in parameters.items()}
+        return stored | {name: p for name, p in parameters.items() if not self.is_copy(name)}
+
+    def stored_name(self, name: str) -> str:
+        """The name under which a parameter is stored and initialised."""
+        return canonical_name(self.layout.config.model, name)
+
+    def is_copy(self, name: str) -> bool:
+        """Whether a parameter is the second copy of a tied one."""
+        return self.stored_name(name) != name
+
+    def finish_gradients(self) -> None:
+        """Complete every sum: over data, over tp for replicated parameters, over tied copies."""
+        for stage in self.gradients.values():
+            stage.finish()
+        parameters = self.parameters()
+        partial = [local_grad(parameters[name]) for name in sorted(self.partial_over_tp)]
+        sum_in_buckets(partial, self.groups.tp)
+        if not self.layout.config.model.untie_embeddings_and_output_weights:
+            self._sum_tied([local_grad(p) for n, p in parameters.items() if n in TIED_NAMES])
+
+    def _sum_tied(self, grads: list[torch.Tensor]) -> None:
+        """Give both copies of a tied embedding the sum of their gradients."""
+        if len(grads) == 2:
+            grads[0].add_(grads[1])
+            grads[1].copy_(grads[0])
+        sum_in_buckets(grads, self.groups.tied)
+
+    def reshard(self) -> None:
+        """Free gathered parameters."""
+        for stage in self.gradients.values():
+            stage.reshard()
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout on or off."""
+        for stage in self.stages.values():
+            stage.train(mode)
+
+    def initialise(self) -> None:
+        """Give every parameter its initial value, which no layout changes."""
+        config = self.layout.config
+        with torch.no_grad():
+            for name, parameter in self._named():
+                piece = piece_of(parameter)
+                values = init_slice(
+                    name,
+                    tuple(piece.shape),
+                    piece.slices,
+                    config.model,
+                    config.training.seed,
+                    piece.local.dtype,
+                )
+                piece.local.copy_(values)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self.stages.values():
+            yield from stage.named_parameters()
+
+
+TIED_NAMES = ("embed_tokens.weight", "lm_head.weight")
+
+
+def tied_ranks(layout: Layout) -> tuple[int, int] | None:
+    """The pipeline ranks of the two ends if they share a tied embedding and differ."""
+    placement = layout.split.placement
+    if layout.config.model.untie_embeddings_and_output_weights or placement[0] == placement[-1]:
+        return None
+    return placement[0], placement[-1]
+
+
+def parallelize(layout: Layout, groups: Groups, device: torch.device) -> ParallelModel:
+    """Build this rank's stages and install every technique around them.
+
+    The order matters: tensor parallelism changes what a parameter is, sharding wraps what is
+    there then, and memory is given only at the end, when each rank knows its part.
+    """
+    config, policy = layout.config, make_policy(
+        layout.config.parallel, layout.config.training.precision
+    )
+    pp_rank = groups.at["pp"]
+    deferred = DeferredWeights()
+    with torch.device("meta"):
+        stages = {
+            index: Stage(
+                config.model,
+                layout.split.stages[index],
+                seed=config.training.seed,
+                label_smoothing=config.training.label_smoothing,
+            ).to(policy.master_dtype)
+            for index in layout.split.stages_of(pp_rank)
+        }
+    partial = _install_tensor(layout, groups, stages, deferred)
+    gradients = {
+        index: _install_data_parallel(layout, groups, stage, policy)
+        for index, stage in stages.items()
+    }
+    for stage in stages.values():
+        stage.to_empty(device=device)
+        _retie(stage)
+    executor = Executor(
+        stages,
+        gradients,
+        deferred,
+        groups.pp,
+        _hidden_shape(layout),
+        policy.compute_dtype,
+        device,
+    )
+    return ParallelModel(layout, policy, groups, stages, gradients, partial, executor)
+
+
+def _install_tensor(
+    layout: Layout, groups: Groups, stages: dict[int, Stage], deferred: DeferredWeights
+) -> set[str]:
+    sequence = layout.config.parallel.sequence_parallel
+    partial: set[str] = set()
+    for stage in stages.values():
+        if groups.tp is not None:
+            partial |= install_tensor_parallel(stage, groups, sequence, deferred)
+        elif layout.defers_weights:
+            install_deferral(stage, deferred)
+    if groups.tp is not None:
+        log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")
+    if layout.defers_weights:
+        log.info("pipeline: dX is sent before dW is computed")
+    return partial
+
+
+def _install_data_parallel(
+    layout: Layout, groups: Groups, stage: Stage, policy: Policy
+) -> ShardedStage | ReplicatedStage:
+    in_hooks = policy.overlap_grad_reduce and not layout.defers_weights
+    if policy.needs_fsdp:
+        return ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks)
+    return ReplicatedStage(stage, groups.data, policy, reduces_in_hooks=in_hooks)
+
+
+def _retie(stage: Stage) -> None:
+    """`to_empty` gives a shared parameter memory twice; make the two names one again."""
+    tied = not stage.model.untie_embeddings_and_output_weights
+    if tied and stage.embed_tokens is not None and stage.lm_head is not None:
+        stage.lm_head.weight = stage.embed_tokens.weight
+
+
+def _hidden_shape(layout: Layout) -> tuple[int, int]:
+    config = layout.config
+    tokens = config.training.micro_batch_size * config.training.seq_length
+    parts = layout.grid.tp if config.parallel.sequence_parallel else 1
+    return tokens // parts, config.model.hidden_size
+

@@ -1,0 +1,182 @@
+"""One training step on this rank, and one evaluation: everything but data, files and talk."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fivefold.check import Layout
+from fivefold.data.packing import Microbatch
+from fivefold.mesh.collectives import all_reduce
+from fivefold.mesh.groups import Groups, build_groups
+from fivefold.mesh.slices import local_tensor
+from fivefold.model.batch import Batch
+from fivefold.model.loss import IGNORED
+from fivefold.optim.adamw import AdamW
+from fivefold.optim.grad_norm import clip_, global_grad_norm, owns
+from fivefold.optim.schedule import learning_rate
+from fivefold.parallelize import ParallelModel, parallelize, tied_ranks
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step found, the same on every rank.
+
+    Attributes:
+        loss: mean over the global batch's valid tokens.
+        grad_norm: of the global gradient before clipping.
+        lr: that the step was taken with.
+        tokens: valid tokens of the global batch.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm are numbers."""
+        return bool(np.isfinite(self.loss) and np.isfinite(self.grad_norm))
+
+
+class Engine:
+    """This rank's model, optimizer and groups.
+
+    Args:
+        layout: the checked configuration.
+        rank: of this process.
+        device: where its model lives.
+    """
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        sharded = layout.config.parallel.data_parallel_sharding_strategy != "no_shard"
+        self.groups: Groups = build_groups(
+            layout.grid, rank, device.type, sharded=sharded, tied_ranks=tied_ranks(layout)
+        )
+        self.model: ParallelModel = parallelize(layout, self.groups, device)
+        self.model.initialise()
+        self.parameters: dict[str, nn.Parameter] = self.model.parameters()
+        self.optimizer = AdamW(self.parameters, layout.config.optimizer)
+        self._program = layout.program()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return self.optimizer.steps
+
+    def step(self, microbatches: Sequence[Microbatch]) -> StepResult:
+        """Forward, backward, reduce, and unless something is not finite clip and update.
+
+        Args:
+            microbatches: this data-parallel rank's part of the global batch.
+        """
+        result = self.gradients(microbatches)
+        checks = self.layout.config.training.check_for_nan_in_loss_and_grad
+        if result.finite or not checks:
+            self.apply(result)
+        return result
+
+    def gradients(self, microbatches: Sequence[Microbatch]) -> StepResult:
+        """Leave the global batch's complete gradient on the parameters."""
+        batches = [self._to_batch(m) for m in microbatches]
+        tokens = self._count(batches)
+        local_loss = self.model.executor.run(self._program, batches, 1.0 / max(tokens, 1))
+        self.model.finish_gradients()
+        norm = global_grad_norm(self._counted_grads(), self.groups.world, self.device)
+        optimizer, training = self.layout.config.optimizer, self.layout.config.training
+        lr = learning_rate(self.steps, optimizer, training.train_iters)
+        return StepResult(self._mean(local_loss), float(norm), lr, tokens)
+
+    def apply(self, result: StepResult) -> None:
+        """Clip the gradients by their norm and step the optimizer."""
+        limit = self.layout.config.optimizer.clip_grad
+        if limit > 0:
+            grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+            clip_(grads, torch.tensor(result.grad_norm, dtype=torch.float64), limit)
+        self.optimizer.step(result.lr)
+        self.optimizer.zero_grad()
+
+    def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> float:
+        """Mean loss over the valid tokens of several global batches, without dropout."""
+        self.model.train(False)
+        total, tokens = 0.0, 0
+        for microbatches in batches:
+            moved = [self._to_batch(m) for m in microbatches]
+            program = self.layout.program(len(moved), forward_only=True)
+            total += self._mean(self.model.executor.run(program, moved, 1.0))
+            tokens += self._count(moved)
+        self.model.train(True)
+        self.model.reshard()
+        return total / max(tokens, 1)
+
+    def stored_tensors(self) -> dict[str, object]:
+        """Weights and optimizer state by the names of the whole model, for a checkpoint."""
+        stored: dict[str, object] = dict(self.model.stored())
+        here = set(self.parameters)
+        for name, piece in self.optimizer.state_tensors().items():
+            _, moment, parameter = name.split(".", 2)
+            original = self.model.stored_name(parameter)
+            if parameter == original or original not in here:
+                stored[f"optim.{moment}.{original}"] = piece
+        return stored
+
+    def written_tensors(self) -> dict[str, object]:
+        """`stored_tensors` without second copies, which another rank writes."""
+        copies = {n for n in self.parameters if self.model.is_copy(n)}
+        originals = {self.model.stored_name(n) for n in copies} - set(self.parameters)
+        return {n: t for n, t in self.stored_tensors().items() if _parameter(n) not in originals}
+
+    def after_load(self, steps: int) -> None:
+        """Finish loading into `stored_tensors`: step count, and copies of tied weights."""
+        state = {n: piece.local for n, piece in self.optimizer.state_tensors().items()}
+        for name, parameter in self.parameters.items():
+            original = self.model.stored_name(name)
+            if name != original and original in self.parameters:
+                local_tensor(parameter).copy_(local_tensor(self.parameters[original]))
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state[f"optim.{moment}.{name}"].copy_(state[f"optim.{moment}.{original}"])
+        self.optimizer.steps = steps
+
+    def _to_batch(self, microbatch: Microbatch) -> Batch:
+        batch = Batch(
+            tokens=torch.from_numpy(microbatch.tokens_BS),
+            labels=torch.from_numpy(microbatch.labels_BS),
+            positions=torch.from_numpy(microbatch.positions_BS),
+            documents=torch.from_numpy(microbatch.documents_BS),
+            token_ids=torch.from_numpy(microbatch.token_ids_BS),
+            step=self.steps,
+        )
+        return batch.to(self.device)
+
+    def _count(self, batches: Sequence[Batch]) -> int:
+        """Valid tokens over all ranks that see other tokens."""
+        counts = torch.stack([(batch.labels != IGNORED).sum() for batch in batches])
+        return int(all_reduce(counts.sum(), self.groups.data))
+
+    def _mean(self, local_loss: Tensor) -> float:
+        """Sum of the parts of the loss; tensor-parallel ranks hold the same part."""
+        if self.groups.at["tp"] != 0:
+            local_loss = torch.zeros_like(local_loss)
+        return float(all_reduce(local_loss.to(torch.float64), self.groups.world))
+
+    def _counted_grads(self) -> list[tuple[Tensor, bool]]:
+        at = self.groups.at
+        # FSDP2's parameters know their replicas, plain and tp-only ones do not.
+        replicas = () if self.model.policy.needs_fsdp else (
+            at["dp_replicate"], at["dp_shard"], at["cp"]
+        )
+        counted = []
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None, f"{name} got no gradient"
+            counts = owns(parameter, replicas) and not self.model.is_copy(name)
+            counted.append((local_tensor(parameter.grad), counts))
+        return counted
+
+
+def _parameter(stored: str) -> str:
+    """The parameter that a stored tensor is of: 'optim.exp_avg.norm.weight' -> 'norm.weight'."""
+    return stored.split(".", 2)[2] if stored.startswith("optim.") else stored
