@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import resource
+import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -146,28 +147,43 @@ def batch(step: int, dp_rank: int, dp: int) -> tuple[Tensor, Tensor]:
     return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
 
 
-def main(build: Callable[[Row], Job], supports: Callable[[Row], bool], *packages: str) -> None:
-    """The worker's command line: `--supports`, or `--row NAME --steps N` on every rank.
+class Asked(NamedTuple):
+    row: Row
+    steps: int
+    warmup: int
 
-    Rank 0 prints the result of the run as one JSON line.
+
+def parse(supports: Callable[[Row], bool], *packages: str) -> Asked:
+    """The worker's command line: `--row NAME --steps N --warmup N`.
+
+    `--supports` instead prints, as JSON, the rows a system has and the versions of its packages.
     """
-    imported = time.time()
     parser = argparse.ArgumentParser()
     parser.add_argument("--supports", action="store_true")
-    parser.add_argument("--row", choices=ROWS)
+    parser.add_argument("--row", choices=ROWS, default="one")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     asked = parser.parse_args()
     if asked.supports:
         rows = [row.name for row in ROWS.values() if supports(row)]
-        versions = {package: version(package) for package in ("torch", *packages)}
-        print(json.dumps({"rows": rows, "versions": versions}))
-        return
+        say({"rows": rows, "versions": {name: version(name) for name in ("torch", *packages)}})
+        sys.exit()
+    return Asked(ROWS[asked.row], asked.steps, asked.warmup)
+
+
+def say(answer: dict) -> None:
+    """Print one JSON line, for benchmarks/peers.py to read."""
+    print(json.dumps(answer), flush=True)
+
+
+def main(build: Callable[[Row], Job], supports: Callable[[Row], bool], *packages: str) -> None:
+    """What each rank of a system runs; rank 0 says the result."""
+    imported = time.time()
+    row, steps, warmup = parse(supports, *packages)
     torch.set_num_threads(1)
-    row = ROWS[asked.row]
-    result = measure(build(row), row, asked.steps, asked.warmup, imported)
+    result = measure(build(row), row, steps, warmup, imported)
     if dist.get_rank() == 0:
-        print(json.dumps(result), flush=True)
+        say(result)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-
 def on_cpu(create):
     @functools.wraps(create)
     def call(*values, **options):
@@ -216,7 +215,9 @@ def load_initial(gpt: GPTModel) -> None:
     if gpt.post_process:
         load(gpt.output_layer.weight, initial("lm_head.weight", (VOCAB, HIDDEN)), 0)
     for layer in gpt.decoder.layers:
-        attention, mlp = (f"layers.{layer.layer_number - 1}.{name}." for name in ("self_attn", "mlp"))
+        attention, mlp = (
+            f"layers.{layer.layer_number - 1}.{name}." for name in ("self_attn", "mlp")
+        )
         qkv = whole(attention, HIDDEN, HIDDEN, "q_proj", "k_proj", "v_proj")
         by_head = qkv.unflatten(1, (HEADS, -1)).transpose(0, 1)
         load(layer.self_attention.linear_qkv.weight, by_head, 0)

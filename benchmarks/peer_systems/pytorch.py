@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peer_systems.common import ADAMW, MICROBATCH, Job, Model, loss_of, main
+from benchmarks.peer_systems.common import ADAMW, BATCH, MICROBATCH, Job, Model, loss_of, main
 from benchmarks.peer_systems.rows import Row
 
 
@@ -82,7 +82,7 @@ def direct(model: nn.Module):
 def pipelined(model: nn.Module, mesh: DeviceMesh, row: Row):
     rank = mesh.get_local_rank("pp")
     stage = PipelineStage(model, rank, row.pp, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule = Schedule1F1B(stage, 8 // row.dp // MICROBATCH, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, BATCH // row.dp // MICROBATCH, loss_fn=loss_of)
 
     def forward_backward(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor | None:
         if rank < row.pp - 1:
