@@ -14,8 +14,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from fivefold.errors import ConfigError, FivefoldError, Mistake
 from fivefold.files import write_atomic
 from fivefold.train.rank_env import RankEnv
+from fivefold.train.signals import STOP_SIGNALS, StopRequest
 
 Worker = Callable[[RankEnv], int | None]
 
@@ -95,21 +96,6 @@ class _Rank:
             self.failure = Failure(f"left with status {code}", time.monotonic(), status=code)
 
 
-@contextmanager
-def _deferring_signals() -> Iterator[list[int]]:
-    """Yield the list in which SIGINT and SIGTERM are noted instead of ending this process."""
-    noted: list[int] = []
-    previous = {
-        signum: signal.signal(signum, lambda number, _frame: noted.append(number))
-        for signum in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield noted
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
 def launch_local(
     worker: Worker,
     nproc: int,
@@ -121,8 +107,8 @@ def launch_local(
 
     Each rank has torchrun's environment variables, its share of the cores as threads, and ends
     when the parent ends, however it ends. When a rank fails, the first cause is printed to stderr
-    with the rank's coordinates and the others are stopped. The first SIGINT or SIGTERM is passed to
-    every rank once, as SIGTERM; a second one kills them.
+    with the rank's coordinates and the others are stopped. The first SIGINT, SIGTERM or SIGUSR1 is
+    passed to every rank once, as SIGTERM; a second Ctrl-C ends them.
 
     Args:
         worker: called in each child; what it returns is the child's exit status (None = 0).
@@ -140,7 +126,7 @@ def launch_local(
     with closing(socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * nproc))) as listener:
         port = listener.getsockname()[1]
         ranks: list[_Rank] = []
-        with _deferring_signals() as stop:
+        with StopRequest() as stop:
             for rank in range(nproc):
                 env = RankEnv(rank, rank, nproc, nproc, "127.0.0.1", port, "local")
                 ranks.append(_fork(worker, env, errors_folder))
@@ -153,11 +139,13 @@ def launch_local(
                     master_listen_fd=listener.detach(),
                 )
                 failed = _watch(ranks, stop)
+            except KeyboardInterrupt:  # a second Ctrl-C
+                failed = None
             finally:
                 _terminate(ranks)
             del store  # the ranks needed it until here
     if failed is None:
-        return 128 + stop[0] if any(r.failure for r in ranks) else 0
+        return 128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0
     _explain(failed, nproc, describe)
     assert failed.failure is not None
     return failed.failure.status
@@ -242,7 +230,7 @@ def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None) -> _Rank:
     reports_in, reports_out = os.pipe()
     parent = os.getpid()
     # Signals wait until the child has its own handlers: the inherited ones would swallow them.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -264,6 +252,7 @@ def _become_rank(env: RankEnv, parent: int) -> None:
     # A terminal sends Ctrl-C to the whole process group; only the parent answers, with SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     faulthandler.enable(file=2)
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.
@@ -316,7 +305,7 @@ def _killed(signum: int, stopping: bool) -> Failure:
     return Failure(cause, time.monotonic(), status=128 + signum, consequence=told_to)
 
 
-def _watch(ranks: list[_Rank], stop: list[int]) -> _Rank | None:
+def _watch(ranks: list[_Rank], stop: StopRequest) -> _Rank | None:
     """Wait until every rank has ended or one has failed; return the first cause, if any.
 
     A rank that only lost a connection, or that ended because it was told to, is a cause only if
@@ -335,12 +324,9 @@ def _watch(ranks: list[_Rank], stop: list[int]) -> _Rank | None:
             deadline = min(deadline or 0.0, time.monotonic() + SETTLE_SECONDS)
         if deadline is not None and time.monotonic() > deadline:
             break
-        if stop and not forwarded:
+        if stop.signum and not forwarded:
             forwarded = True
             _signal_all(ranks, signal.SIGTERM)
-        if len(stop) > 1:
-            _signal_all(ranks, signal.SIGKILL)
-            return None
         time.sleep(POLL_SECONDS)
     return _first_cause(ranks, asked_to_stop=forwarded)
 

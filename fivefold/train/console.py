@@ -1,0 +1,192 @@
+"""What a person sees of a run: a banner, one aligned line a step, evaluations and warnings.
+
+On a terminal a progress bar stays below the lines; in a log there are only plain lines. NO_COLOR
+and TERM=dumb are honoured (by rich).
+"""
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TextIO
+
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from fivefold.train.metrics import EvalMetrics, StepMetrics
+from fivefold.units import human_bytes, human_count, human_seconds
+
+LOG_WIDTH = 160  # a log is not wrapped by anyone
+HEADER_EVERY = 40  # lines, on a terminal
+ETA_STEPS = 20
+REFRESH_SECONDS = 0.2
+GAP = "  "
+
+
+def _plain(x: float) -> str:
+    return f"{x:.3f}" if abs(x) < 10_000 else f"{x:.2e}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of the step line; the lowest `rank` is the last to go when space is short."""
+
+    title: str
+    width: int
+    rank: int
+    text: Callable[[StepMetrics], str]
+
+    @property
+    def space(self) -> int:
+        """Characters that it takes."""
+        return max(self.width, len(self.title))
+
+
+class Console:
+    """Prints a run for one person; a Sink for metrics.
+
+    Args:
+        total_steps: that the run will have done at its end.
+        device: what a rank is called in the column titles, "gpu" or "rank".
+        peak_known: there is an MFU to show.
+        log_interval: steps between lines.
+        stream: where to; whether it is a terminal decides on colour and progress bar.
+        width: of the lines; the terminal's if None.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        device: str = "rank",
+        peak_known: bool = False,
+        log_interval: int = 1,
+        stream: TextIO | None = None,
+        width: int | None = None,
+    ) -> None:
+        stream = stream or sys.stdout
+        terminal = stream.isatty()
+        width = width or (None if terminal else LOG_WIDTH)
+        self._console = rich.console.Console(
+            file=stream, width=width, highlight=False, soft_wrap=not terminal, emoji=False
+        )
+        self._total = total_steps
+        self._interval = log_interval
+        self._recent: deque[float] = deque(maxlen=ETA_STEPS)
+        self._columns = self._fitting(device, peak_known)
+        self._lines = 0
+        self._refreshed = 0.0
+        self._repeat_header = terminal
+        self._progress: Progress | None = None
+        if terminal and not self._console.is_dumb_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}", style="dim"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[eta]}", style="dim"),
+                console=self._console,
+                transient=True,
+                auto_refresh=False,
+                expand=True,
+            )
+            self._task = self._progress.add_task("training", total=total_steps, eta="")
+
+    def banner(self, title: str, rows: Iterable[tuple[str, str, str]]) -> None:
+        """A title and aligned rows of (name, value, why): each derived number with its sum."""
+        rows = list(rows)
+        names = max((len(name) for name, _, _ in rows), default=0)
+        values = max((len(value) for _, value, why in rows if why), default=0)
+        self._print(Text(title, style="bold"))
+        for name, value, why in rows:
+            line = Text(f"  {name:<{names}}  ")
+            line.append(f"{value:<{values}}" if why else value)
+            line.append(f"  {why}" if why else "", style="dim")
+            self._print(line)
+        self._print(Text(""))
+
+    def record(self, metrics: StepMetrics | EvalMetrics) -> None:
+        """Print one step, if its turn has come, or one evaluation."""
+        if isinstance(metrics, EvalMetrics):
+            self._print_evaluation(metrics)
+        else:
+            self._recent.append(metrics.seconds)
+            last = metrics.step == self._total
+            if metrics.step % self._interval == 0 or metrics.step == 1 or last:
+                self._print_step(metrics)
+            if self._progress and time.monotonic() - self._refreshed > REFRESH_SECONDS:
+                eta = f"{human_seconds(self._eta_seconds(metrics))} left"
+                self._progress.start()
+                self._progress.update(self._task, completed=metrics.step, eta=eta)
+                self._progress.refresh()
+                self._refreshed = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """A line about something that happened: "checkpoint 500 saved in 2.1 s"."""
+        self._print(Text(text, style="dim"))
+
+    def warning(self, text: str) -> None:
+        """Something that the user should look at, but that does not stop the run."""
+        self._print(Text(f"warning: {text}", style="yellow"))
+
+    def close(self) -> None:
+        """Take the progress bar away."""
+        if self._progress:
+            self._progress.stop()
+
+    def _print_step(self, metrics: StepMetrics) -> None:
+        if self._lines == 0 or (self._repeat_header and self._lines % HEADER_EVERY == 0):
+            titles = GAP.join(f"{c.title:>{c.space}}" for c in self._columns)
+            self._print(Text(titles, style="dim"))
+        self._lines += 1
+        self._print(Text(GAP.join(f"{c.text(metrics):>{c.space}}" for c in self._columns)))
+
+    def _print_evaluation(self, metrics: EvalMetrics) -> None:
+        self._print(
+            Text(
+                f"step {metrics.step}: validation loss {metrics.loss:.4f}, perplexity "
+                f"{metrics.perplexity:.4g} ({human_count(metrics.tokens)} tokens in "
+                f"{human_seconds(metrics.seconds)})",
+                style="cyan",
+            )
+        )
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line)
+
+    def _eta_seconds(self, metrics: StepMetrics) -> float:
+        """The median forgives steps that compiled, evaluated or saved."""
+        return statistics.median(self._recent) * (self._total - metrics.step)
+
+    def _fitting(self, device: str, peak_known: bool) -> list[Column]:
+        """As many columns as the line has room for, the important ones first."""
+        digits = len(str(self._total))
+        columns = [
+            Column("step", 2 * digits + 1, 0, lambda m: f"{m.step}/{self._total}"),
+            Column("loss", 7, 0, lambda m: f"{m.loss:.4f}"),
+            Column("grad norm", 8, 1, lambda m: _plain(m.grad_norm)),
+            Column("lr", 8, 2, lambda m: f"{m.lr:.2e}"),
+            Column("tokens/s", 6, 1, lambda m: human_count(m.tokens_per_second)),
+            Column(f"/{device}", 6, 5, lambda m: human_count(m.tokens_per_second_per_rank)),
+            Column(
+                f"FLOP/s/{device}",
+                6,
+                6 if peak_known else 3,
+                lambda m: human_count(m.flops_per_second_per_rank),
+            ),
+            Column("memory", 8, 3, lambda m: human_bytes(m.memory_bytes)),
+            Column("data wait", 6, 7, lambda m: human_seconds(m.data_wait_seconds)),
+            Column("ETA", 6, 4, lambda m: human_seconds(self._eta_seconds(m))),
+        ]
+        if peak_known:
+            columns.insert(7, Column("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}"))
+        room = self._console.width
+        chosen = []
+        for column in sorted(columns, key=lambda c: c.rank):
+            room -= column.space + len(GAP)
+            if room + len(GAP) < 0:
+                break
+            chosen.append(column)
+        return [column for column in columns if column in chosen]

@@ -1,0 +1,195 @@
+"""What is measured in a step, and the places it can be sent to."""
+
+import importlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from fivefold.errors import ConfigError, Mistake
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step of the whole run.
+
+    Attributes:
+        loss: mean over the valid tokens of the global batch.
+        grad_norm: global, before clipping.
+        tokens: of the global batch.
+        tokens_total: consumed since the first step of the run.
+        seconds: of the step, all included.
+        flops: model FLOPs of the global batch, forward and backward, without recomputation.
+        peak_flops: FLOP/s of one device at its best, None if unknown.
+        memory_bytes: peak of this rank so far.
+        data_wait_seconds: the part of `seconds` in which the step waited for its batch.
+        extra: further scalars, for the file and the trackers only.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_total: int
+    seconds: float
+    world_size: int
+    flops: float
+    peak_flops: float | None
+    memory_bytes: int
+    data_wait_seconds: float
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole run."""
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_rank(self) -> float:
+        """Of one device."""
+        return self.tokens_per_second / self.world_size
+
+    @property
+    def flops_per_second_per_rank(self) -> float:
+        """Model FLOP/s of one device."""
+        return self.flops / self.seconds / self.world_size
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s over the device's peak, 0 .. 1; None where the peak is unknown."""
+        return self.flops_per_second_per_rank / self.peak_flops if self.peak_flops else None
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Name -> scalar, as in `metrics.jsonl` and the trackers."""
+        values: dict[str, float] = {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "tokens": self.tokens,
+            "tokens_total": self.tokens_total,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_rank": self.tokens_per_second_per_rank,
+            "flops_per_second_per_rank": self.flops_per_second_per_rank,
+            "memory_bytes": self.memory_bytes,
+            "data_wait_seconds": self.data_wait_seconds,
+        }
+        if self.mfu is not None:
+            values["mfu"] = self.mfu
+        return values | dict(self.extra)
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """One evaluation: mean loss over `tokens` valid tokens, after optimizer step `step`."""
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Name -> scalar, as in `metrics.jsonl` and the trackers."""
+        return {
+            "eval_loss": self.loss,
+            "eval_perplexity": self.perplexity,
+            "eval_tokens": self.tokens,
+            "eval_seconds": self.seconds,
+        }
+
+
+class Sink(Protocol):
+    """A place that metrics go to."""
+
+    def record(self, metrics: StepMetrics | EvalMetrics) -> None:
+        """Take one step or evaluation."""
+
+    def close(self) -> None:
+        """Write out what is pending."""
+
+
+class TensorBoard:
+    """TensorBoard events in `folder`.
+
+    Raises:
+        ConfigError: the extra is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        _require("tensorboard", "TensorBoard")
+        module = importlib.import_module("torch.utils.tensorboard")
+        self._writer: Any = module.SummaryWriter(str(folder))
+
+    def record(self, metrics: StepMetrics | EvalMetrics) -> None:
+        """Take one step or evaluation."""
+        for name, value in metrics.values.items():
+            self._writer.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run in a W&B project; a resumed run with the same `name` continues its curves.
+
+    Raises:
+        ConfigError: the extra is not installed.
+    """
+
+    def __init__(
+        self, project: str, name: str, config: Mapping[str, Any], folder: Path, resume: bool = False
+    ) -> None:
+        wandb: Any = _require("wandb", "W&B")
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            id=name,
+            config=dict(config),
+            dir=str(folder),
+            resume="allow" if resume else None,
+        )
+
+    def record(self, metrics: StepMetrics | EvalMetrics) -> None:
+        """Take one step or evaluation."""
+        self._run.log(metrics.values, step=metrics.step)
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        self._run.finish()
+
+
+def close_all(sinks: Iterable[Sink]) -> None:
+    """Close every sink, also when one of them fails; the first failure is raised at the end."""
+    first: Exception | None = None
+    for sink in sinks:
+        try:
+            sink.close()
+        except Exception as error:
+            first = first or error
+    if first:
+        raise first
+
+
+def _require(package: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ConfigError(
+            Mistake(
+                f"{name} is asked for, but {package} is not installed",
+                attempt=f'pip install "fivefold[{package}]"',
+            )
+        ) from None

@@ -1,0 +1,52 @@
+"""Being asked to stop: by Ctrl-C, by a scheduler before its time limit, or by the launcher."""
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_PRESS_SECONDS = 0.5  # terminals and wrappers often deliver one Ctrl-C twice
+
+
+class StopRequest:
+    """Notes SIGINT, SIGTERM and SIGUSR1 while its block runs, so that work can end in order.
+
+    `signum` is the first signal, or None. A further Ctrl-C raises KeyboardInterrupt, for those who
+    will not wait. A signal that this process ignores stays ignored.
+
+    The ranks of a run receive signals at different moments: before they act on `signum` they must
+    agree, for example by a maximum over all ranks at the end of a step.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._when = 0.0
+        self._previous: dict[int, object] = {}
+
+    @property
+    def reason(self) -> str | None:
+        """The signal's name, or None."""
+        return None if self.signum is None else signal.Signals(self.signum).name
+
+    def __enter__(self) -> Self:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:
+                self._previous[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.signum is None:
+            self.signum, self._when = signum, now
+        elif signum == signal.SIGINT and now - self._when > SAME_PRESS_SECONDS:
+            raise KeyboardInterrupt
