@@ -1,0 +1,240 @@
+"""Real processes, but few and short-lived ones."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from fivefold.errors import ConfigError, FivefoldError
+from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.rank_env import RankEnv, read_rank_env
+
+
+def place(rank: int) -> str:
+    return f"PP({rank // 2}) TP({rank % 2})"
+
+
+def step() -> None:
+    dist.all_reduce(torch.ones(8))
+
+
+def wait_until(true, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_ranks_meet_and_know_where_they_are(tmp_path):
+    def worker(env: RankEnv) -> None:
+        init_process_group(env, "cpu")
+        total_1 = torch.tensor([float(env.rank)])
+        dist.all_reduce(total_1)
+        seen = read_rank_env()
+        assert (seen.rank, seen.local_rank, seen.world_size) == (env.rank, env.rank, 3)
+        (tmp_path / str(env.rank)).write_text(f"{total_1.item()} {os.getpgrp()}")
+
+    assert launch_local(worker, 3) == 0
+    assert {f.read_text() for f in tmp_path.iterdir()} == {f"3.0 {os.getpgrp()}"}
+
+
+def test_alone_without_a_launcher():
+    code = """
+        import torch, torch.distributed as dist
+        from fivefold.train.launch import init_process_group
+        from fivefold.train.rank_env import read_rank_env
+        print(init_process_group(read_rank_env({}), "cpu"), dist.get_world_size())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["cpu", "1"]
+
+
+def test_what_a_worker_returns_is_the_exit_status(capfd):
+    assert launch_local(lambda env: 7 if env.rank == 1 else 0, 2) == 7
+    assert "rank 1: left with status 7" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("signum", "says"),
+    [(signal.SIGKILL, "killed by SIGKILL; .*memory"), (signal.SIGSEGV, "killed by SIGSEGV")],
+)
+def test_a_killed_rank_is_named_and_the_job_ends(capfd, signum, says):
+    def worker(env: RankEnv) -> None:
+        init_process_group(env, "cpu")
+        for i in range(100_000):
+            step()
+            if env.rank == 2 and i == 20:
+                os.kill(os.getpid(), signum)
+
+    start = time.monotonic()
+    assert launch_local(worker, 4, describe=place) == 128 + signum
+    assert time.monotonic() - start < 5
+    error = capfd.readouterr().err
+    assert error.count("\nerror:") + error.startswith("error:") == 1
+    assert re.search(rf"error: rank 2 PP\(1\) TP\(0\): {says}", error)
+    assert "Connection" not in error
+
+
+def test_an_exception_is_the_cause_although_the_others_fail_too(capfd, tmp_path):
+    def worker(env: RankEnv) -> None:
+        init_process_group(env, "cpu")
+        step()
+        if env.rank == 1:
+            dist.destroy_process_group()  # the others lose the connection first
+            time.sleep(0.5)
+            raise ValueError("label 9 is out of range")
+        step()
+
+    assert launch_local(worker, 3, describe=place, errors_folder=tmp_path / "errors") == 1
+    error = capfd.readouterr().err
+    assert "error: rank 1 PP(0) TP(1): ValueError: label 9 is out of range" in error
+    assert "the other 2 ranks were stopped" in error
+    assert f"traceback: {tmp_path}/errors/rank-1.txt" in error
+    assert "Traceback" not in error
+    assert "raise ValueError" in (tmp_path / "errors" / "rank-1.txt").read_text()
+
+
+def test_only_lost_connections_are_reported_as_such(capfd):
+    def worker(env: RankEnv) -> None:
+        init_process_group(env, "cpu")
+        step()
+        if env.rank == 0:
+            dist.destroy_process_group()
+            return
+        step()
+
+    assert launch_local(worker, 2) == 1
+    assert "error: rank 1: RuntimeError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "status"), [(ConfigError, 2), (FivefoldError, 1)])
+def test_an_error_for_the_user_is_its_message_alone(capfd, kind, status):
+    def worker(env: RankEnv) -> None:
+        raise kind("3 heads cannot be split over tp=2")
+
+    assert launch_local(worker, 2) == status
+    assert capfd.readouterr().err == "error: 3 heads cannot be split over tp=2\n"
+
+
+def test_a_long_message_does_not_block(capfd):
+    def worker(env: RankEnv) -> None:
+        raise ValueError("\u20ac\x00" * 500_000)
+
+    assert launch_local(worker, 1) == 1
+    assert "ValueError" in capfd.readouterr().err
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(capfd):
+    def worker(env: RankEnv) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if env.rank == 0:
+            raise ValueError
+        time.sleep(60)
+
+    start = time.monotonic()
+    assert launch_local(worker, 2) == 1
+    assert time.monotonic() - start < 6
+
+
+PARENT = """
+    import os, sys, time
+    from pathlib import Path
+    from fivefold.train.launch import launch_local
+    from fivefold.train.signals import StopRequest
+    folder, polite = Path(sys.argv[1]), sys.argv[2] == "polite"
+
+    def worker(env):
+        with StopRequest() as stop:
+            (folder / f"pid-{env.rank}").write_text(str(os.getpid()))
+            while not (polite and stop.signum):
+                time.sleep(0.02)
+            (folder / f"saved-{env.rank}").write_text(stop.reason)
+
+    sys.exit(launch_local(worker, 2))
+"""
+
+
+@pytest.fixture
+def parent(tmp_path):
+    started = []
+
+    def start(manner: str) -> tuple[subprocess.Popen, list[psutil.Process]]:
+        command = [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path), manner]
+        started.append(subprocess.Popen(command, start_new_session=True))
+        files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+        wait_until(lambda: all(f.exists() and f.read_text() for f in files), 60)
+        return started[0], [psutil.Process(int(f.read_text())) for f in files]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_no_rank_survives_a_killed_parent(parent):
+    process, ranks = parent("polite")
+    process.kill()
+    wait_until(lambda: not any(alive(r) for r in ranks))
+
+
+@pytest.mark.parametrize("how", ["terminal", "scheduler", "usr1"])
+def test_a_first_signal_lets_the_ranks_save(parent, tmp_path, how):
+    process, _ = parent("polite")
+    match how:
+        case "terminal":
+            os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches parent and ranks
+        case "scheduler":
+            process.terminate()
+        case "usr1":
+            process.send_signal(signal.SIGUSR1)
+    assert process.wait(10) == 0
+    assert [(tmp_path / f"saved-{r}").read_text() for r in range(2)] == ["SIGTERM"] * 2
+
+
+def test_a_second_ctrl_c_ends_ranks_that_will_not_leave(parent, tmp_path):
+    process, ranks = parent("stubborn")
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(0.7)
+    assert all(alive(r) for r in ranks)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(10) == 128 + signal.SIGINT
+    assert not any(alive(r) for r in ranks)
+    assert list(tmp_path.glob("saved-*")) == []
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+SBATCH = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, True), (3, False)])
+def test_the_sbatch_script_waits_for_the_checkpoint_and_requeues(tmp_path, status, requeued):
+    stubs = {
+        "srun": f"trap 'sleep 0.3; echo saved >> {tmp_path}/log; exit {status}' USR1\n"
+        f'echo "$@" > {tmp_path}/srun; while :; do sleep 0.05; done',
+        "scontrol": f'echo "$@" >> {tmp_path}/log',
+    }
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+    script = subprocess.Popen(["bash", str(SBATCH), "tiny"], env=variables)
+    wait_until(lambda: (tmp_path / "srun").exists())
+    time.sleep(0.1)
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(10) == status
+    expected = ["saved"] + ["requeue 42"] * requeued
+    assert (tmp_path / "log").read_text().splitlines() == expected

@@ -1,0 +1,114 @@
+import json
+import math
+import os
+import subprocess
+
+import pytest
+
+from fivefold.errors import FivefoldError
+from fivefold.train.metrics import EvalMetrics
+from fivefold.train.run_folder import (
+    MetricsFile,
+    RunFolder,
+    describe_environment,
+    git_state,
+    new_run_path,
+)
+from tests.train.test_metrics import step_metrics
+
+
+def steps(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_open_writes_config_environment_and_latest(tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "tiny-1")
+    folder.open("[training]\nseed = 1\n", ["NVIDIA H200"])
+    assert folder.config_file.read_text() == "[training]\nseed = 1\n"
+    (start,) = json.loads(folder.environment_file.read_text())
+    assert start["devices"] == ["NVIDIA H200"]
+    assert start["packages"]["torch"]
+    assert os.readlink(tmp_path / "runs" / "latest") == "tiny-1"
+
+
+def test_a_second_start_is_added_and_latest_moves(tmp_path):
+    for name in ("a", "b", "a"):
+        RunFolder(tmp_path / name).open(f"name = '{name}'")
+    assert len(json.loads(RunFolder(tmp_path / "a").environment_file.read_text())) == 2
+    assert (tmp_path / "latest").resolve() == tmp_path / "a"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "latest"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FivefoldError, match="cannot write the run folder"):
+        RunFolder(tmp_path / "file" / "run").open("")
+
+
+def test_new_paths_never_collide(tmp_path):
+    first = new_run_path("recipes/llama3-8b.toml", tmp_path)
+    assert first.name.startswith("llama3-8b-20") and not first.exists()
+    first.mkdir()
+    assert new_run_path("llama3-8b.toml", tmp_path) != first
+
+
+def test_each_record_is_on_disk_at_once(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.record(step_metrics(1, loss=math.nan))
+    file.record(EvalMetrics(1, 2.0, 10, 1.0))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["step"] == 1 and lines[0]["loss"] is None and lines[0]["tokens"] == 8000
+    assert lines[1]["eval_loss"] == 2.0
+    file.close()
+
+
+@pytest.mark.parametrize("after", [0, 3, 5])
+def test_a_resumed_run_never_records_a_step_twice(tmp_path, after):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in range(1, 6):
+        file.record(step_metrics(step))
+    file.close()
+    resumed = MetricsFile(path, after_step=after)
+    assert steps(path) == list(range(1, after + 1))
+    resumed.record(step_metrics(after + 1))
+    resumed.close()
+    assert steps(path) == list(range(1, after + 2))
+
+
+@pytest.mark.parametrize("tail", ['{"step": 3, "lo', '{"step": 3}', "\x00\x00\n", "[1]\n"])
+def test_a_last_line_cut_short_is_dropped(tmp_path, tail):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n' + tail)
+    file = MetricsFile(path, after_step=9)
+    file.record(step_metrics(3))
+    file.close()
+    assert steps(path) == [1, 2, 3]
+
+
+def test_the_environment_holds_no_secrets(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SLURM_JWT", "s3cret")
+    monkeypatch.setenv("TORCH_API_KEY", "s3cret")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    found = describe_environment()
+    assert found["variables"]["NCCL_DEBUG"] == "WARN"
+    assert "s3cret" not in json.dumps(found)
+
+
+def test_git_state(tmp_path):
+    assert git_state(tmp_path) is None
+
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
+        subprocess.run(["git", *identity, "-C", tmp_path, *arguments], check=True)
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    state = git_state(tmp_path)
+    assert state is not None
+    assert len(state["commit"]) == 40 and state["dirty"] is False
+    (tmp_path / "file").write_text("b")
+    assert git_state(tmp_path) == {"commit": state["commit"], "dirty": True}
