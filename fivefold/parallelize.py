@@ -130,8 +130,8 @@ def tied_ranks(layout: Layout) -> tuple[int, int] | None:
 def parallelize(layout: Layout, groups: Groups, device: torch.device) -> ParallelModel:
     """Build this rank's stages and install every technique around them.
 
-    The order matters: tensor parallelism changes what a parameter is, sharding wraps what is
-    there then, and memory is given only at the end, when each rank knows its part.
+    The order matters: tensor parallelism changes what a parameter is, data parallelism shards or
+    replicates what is there then, and memory is given only when each rank knows its part.
     """
     config, policy = layout.config, make_policy(
         layout.config.parallel, layout.config.training.precision
@@ -150,12 +150,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         }
     partial = _install_tensor(layout, groups, stages, deferred)
     gradients = {
-        index: _install_data_parallel(layout, groups, stage, policy)
+        index: _install_data_parallel(layout, groups, stage, policy, device)
         for index, stage in stages.items()
     }
-    for stage in stages.values():
-        stage.to_empty(device=device)
-        _retie(stage)
     executor = Executor(
         stages,
         gradients,
@@ -186,16 +183,21 @@ def _install_tensor(
 
 
 def _install_data_parallel(
-    layout: Layout, groups: Groups, stage: Stage, policy: Policy
+    layout: Layout, groups: Groups, stage: Stage, policy: Policy, device: torch.device
 ) -> ShardedStage | ReplicatedStage:
+    """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole."""
     in_hooks = policy.overlap_grad_reduce and not layout.defers_weights
     if policy.needs_fsdp:
-        return ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks)
+        sharded = ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks)
+        _materialise(stage, device)
+        return sharded
+    _materialise(stage, device)
     return ReplicatedStage(stage, groups.data, policy, reduces_in_hooks=in_hooks)
 
 
-def _retie(stage: Stage) -> None:
-    """`to_empty` gives a shared parameter memory twice; make the two names one again."""
+def _materialise(stage: Stage, device: torch.device) -> None:
+    """Uninitialised memory; `to_empty` gives a tied weight two, which become one again."""
+    stage.to_empty(device=device)
     tied = not stage.model.untie_embeddings_and_output_weights
     if tied and stage.embed_tokens is not None and stage.lm_head is not None:
         stage.lm_head.weight = stage.embed_tokens.weight
