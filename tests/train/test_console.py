@@ -7,18 +7,18 @@ from fivefold.train.metrics import EvalMetrics
 from tests.train.test_metrics import step_metrics
 
 AT_80 = """\
-     step     loss  grad norm        lr  tokens/s    MFU    memory     ETA
-   3/1000   2.5000      1.250  3.00e-04    4.00 K  10.0%  3.00 GiB  33m14s
+     step     loss  grad norm        lr  tokens/s    MFU    memory      ETA
+   3/1000   2.5000      1.250  3.00e-04    4.00 K  10.0%  3.00 GiB   33m14s
 """
 AT_80_UNKNOWN = """\
-     step     loss  grad norm        lr  tokens/s  FLOP/s/rank    memory     ETA
-   3/1000   2.5000      1.250  3.00e-04    4.00 K       1.00 T  3.00 GiB  33m14s
+     step     loss  grad norm        lr  tokens/s  FLOP/s/rank    memory      ETA
+   3/1000   2.5000      1.250  3.00e-04    4.00 K       1.00 T  3.00 GiB   33m14s
 """
 AT_120 = (
     "     step     loss  grad norm        lr  tokens/s    /gpu  FLOP/s/gpu    MFU    memory"
-    "  data wait     ETA\n"
+    "  data wait      ETA\n"
     "   3/1000   2.5000      1.250  3.00e-04    4.00 K  1.00 K      1.00 T  10.0%  3.00 GiB"
-    "       4 ms  33m14s\n"
+    "       4 ms   33m14s\n"
 )
 
 
