@@ -178,7 +178,7 @@ class Console:
             ),
             Column("memory", 8, 3, lambda m: human_bytes(m.memory_bytes)),
             Column("data wait", 6, 7, lambda m: human_seconds(m.data_wait_seconds)),
-            Column("ETA", 7, 4, lambda m: human_seconds(self._eta_seconds(m))),
+            Column("ETA", 6, 4, lambda m: human_seconds(self._eta_seconds(m))),
         ]
         if peak_known:
             columns.insert(7, Column("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}"))
