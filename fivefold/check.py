@@ -7,6 +7,7 @@ that will run. It raises one ConfigError with everything that is wrong.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig, check_model
@@ -147,15 +148,18 @@ def _infer(parallel: ParallelConfig, world_size: int, mistakes: Mistakes) -> Par
             f"only one degree can be inferred, but {' and '.join(unknown)} are -1",
             works=[f"--{_DEGREES[axis].replace('_', '-')} N" for axis in unknown],
         )
+    changes: dict[str, Any]
     if wrong or len(unknown) > 1:
-        return replace(parallel, **{_DEGREES[a]: 1 for a in (*wrong, *unknown)})
+        changes = {_DEGREES[axis]: 1 for axis in (*wrong, *unknown)}
+        return replace(parallel, **changes)
     known = prod(size for size in sizes.values() if size != -1)
     if unknown and world_size % known == 0:
         sizes[unknown[0]] = world_size // known
     elif unknown or known != world_size:
         _explain_world(sizes, unknown, known, world_size, mistakes)
         sizes.update(dict.fromkeys(unknown, 1))
-    return replace(parallel, **{_DEGREES[axis]: size for axis, size in sizes.items()})
+    changes = {_DEGREES[axis]: size for axis, size in sizes.items()}
+    return replace(parallel, **changes)
 
 
 def _explain_world(

@@ -51,6 +51,10 @@ class CheckpointError(FivefoldError):
     """A checkpoint that is missing, cut short, corrupted or of another model."""
 
 
+class TrainingError(FivefoldError):
+    """A run that cannot go on, such as one whose loss is no longer a number."""
+
+
 class Mistakes:
     """Collects mistakes so that the user sees them all at once.
 

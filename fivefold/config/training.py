@@ -86,6 +86,9 @@ class CheckpointConfig:
     )
     load: str | None = option(None, "run folder to start from, of any layout")
     ckpt_step: int | None = option(None, "step of --load to start from (default: its latest)")
+    finetune: bool = option(
+        False, "take only the weights of --load; step, optimizer and data start afresh"
+    )
     save_interval: int = option(0, "steps between checkpoints; 0: only the last step")
     keep_latest_k: int | None = option(3, "checkpoints kept; none: all")
     async_save: bool = option(True, "write checkpoints while training goes on")

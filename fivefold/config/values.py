@@ -68,5 +68,8 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
             "lr_decay_style WSD needs lr_wsd_decay_iters, the length of the final decay",
             works=[f"--lr-wsd-decay-iters {max(end // 10, 1)}"],
         )
-    if config.checkpoint.ckpt_step is not None and config.checkpoint.load is None:
-        mistakes.add("ckpt_step chooses a checkpoint of --load, and there is no --load")
+    if config.checkpoint.load is None:
+        if config.checkpoint.ckpt_step is not None:
+            mistakes.add("ckpt_step chooses a checkpoint of --load, and there is no --load")
+        if config.checkpoint.finetune:
+            mistakes.add("finetune takes the weights of --load, and there is no --load")

@@ -1,6 +1,7 @@
 """ZeRO-1/2/3, HSDP and master weights: one stage under FSDP2's switches."""
 
 from itertools import pairwise
+from typing import Any
 
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -51,12 +52,13 @@ class ShardedStage:
 
     def _set_communication(self, unit: FSDPModule, groups: Groups) -> None:
         on_cpu = groups.mesh.device_type == "cpu"
+        module: Any = unit  # FSDP2 asks for `Work`, of which it only uses `wait`
         if not self._policy.shards or groups.mesh.size(1) == 1:
             return
         if on_cpu:
-            unit.set_custom_all_gather(AllGather())
+            module.set_custom_all_gather(AllGather())
         if on_cpu or self._policy.wire_dtype != self._policy.master_dtype:
-            unit.set_custom_reduce_scatter(ReduceScatter(self._policy.wire_dtype))
+            module.set_custom_reduce_scatter(ReduceScatter(self._policy.wire_dtype))
 
     def before_backward(self, last: bool) -> None:
         """Set what the coming backward does with gradients; `last`: of the step, on this stage."""

@@ -1,6 +1,7 @@
 """Puts tensor and sequence parallelism into the seams of a plain stage."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fivefold.mesh.groups import Groups
 from fivefold.model.attention import Attention
-from fivefold.model.layers import Embedding, LayerNorm, RMSNorm
+from fivefold.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from fivefold.model.transformer import MLP, Stage
 from fivefold.pipeline.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import ColumnParallel, RowParallel
@@ -48,10 +49,8 @@ def install_tensor_parallel(
     for module in _blocks(stage):
         module.column, module.row = column, row
         if isinstance(module, Attention):
-            _install_heads(module, column, rank, size, placements, partial)
-            columns, output = [module.q_proj], module.o_proj
-            if not module.column.rows:
-                columns += [module.k_proj, module.v_proj]
+            columns = _install_heads(module, column, rank, size, partial)
+            output = module.o_proj
         else:
             columns, output = [module.up_proj], module.down_proj
             columns += [] if module.gate_proj is None else [module.gate_proj]
@@ -75,24 +74,27 @@ def _install_heads(
     column: ColumnParallel,
     rank: int,
     size: int,
-    placements: dict[nn.Parameter, Placement],
     partial: set[nn.Parameter],
-) -> None:
-    """Give the rank its query heads and the key/value heads that they attend with."""
+) -> list[Linear]:
+    """Give the rank its query heads and the key/value heads that they attend with.
+
+    Returns:
+        The linears to be sharded.
+    """
     model = attention.model
     attention.head_offset = rank * model.num_attention_heads // size
     for norm in (attention.q_norm, attention.k_norm):
         if norm is not None:
             partial.add(norm.weight)
-    if model.num_kv_heads % size:
-        # Fewer key/value heads than ranks: all hold all of them and use the one they need.
-        head = rank * model.num_kv_heads // size
-        rows = slice(head * model.head_dim, (head + 1) * model.head_dim)
-        attention.column = ColumnParallel(
-            column.group, column.sequence_parallel, column.deferred, (None, rows, rows)
-        )
-        for linear in (attention.k_proj, attention.v_proj):
-            partial.update(linear.parameters())
+    if model.num_kv_heads % size == 0:
+        return [attention.q_proj, attention.k_proj, attention.v_proj]
+    # Fewer key/value heads than ranks: all hold all of them and use the one they need.
+    head = rank * model.num_kv_heads // size
+    rows = slice(head * model.head_dim, (head + 1) * model.head_dim)
+    attention.column = replace(column, rows=(None, rows, rows))
+    for linear in (attention.k_proj, attention.v_proj):
+        partial.update(linear.parameters())
+    return [attention.q_proj]
 
 
 def _install_vocabulary(

@@ -7,7 +7,6 @@ et al. 2019); with sequence parallelism all-gather and reduce-scatter of the tok
 (Korthikanti et al. 2022). Shapes: T tokens, t = T / tp, H features in, F local features out.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +48,17 @@ class ColumnParallel:
     deferred: DeferredWeights
     rows: tuple[slice | None, ...] = ()
 
-    def __call__(self, x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+    def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """[T or t, H] -> a [T, F] per linear."""
         rows = self.rows or (None,) * len(linears)
-        tensors: list[Tensor | None] = []
-        for linear, part in zip(linears, rows, strict=True):
-            for parameter in (linear.weight, linear.bias):
-                held = None if parameter is None else local(parameter)
-                tensors.append(held if held is None or part is None else held[part])
-        outputs: tuple[Tensor, ...] = _Column.apply(x, self, linears, rows, *tensors)
+        weights = [
+            _part(local(linear.weight), part) for linear, part in zip(linears, rows, strict=True)
+        ]
+        biases = [
+            None if linear.bias is None else _part(local(linear.bias), part)
+            for linear, part in zip(linears, rows, strict=True)
+        ]
+        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, self, linears, rows, *weights, *biases)
         return outputs
 
 
@@ -69,9 +70,9 @@ class _Column(torch.autograd.Function):
         column: ColumnParallel,
         linears: tuple[Linear, ...],
         rows: tuple[slice | None, ...],
-        *tensors: Tensor | None,
+        *tensors: Any,
     ) -> tuple[Tensor, ...]:
-        weights, biases = tensors[::2], tensors[1::2]
+        weights, biases = tensors[: len(linears)], tensors[len(linears) :]
         ctx.save_for_backward(x, *weights)
         ctx.column, ctx.linears, ctx.rows = column, linears, rows
         x_TH = all_gather(x, column.group) if column.sequence_parallel else x
@@ -92,7 +93,8 @@ class _Column(torch.autograd.Function):
                 grad_TH.addmm_(grad, weight)
             start = start_reduce_scatter if gathers else start_all_reduce
             pending = start(grad_TH, group)
-        of_tensors: list[Tensor | None] = [None] * (2 * len(weights))
+        grads_w: list[Tensor | None] = [None] * len(weights)
+        grads_b: list[Tensor | None] = [None] * len(weights)
         if deferring:
 
             def later() -> None:
@@ -104,9 +106,9 @@ class _Column(torch.autograd.Function):
         else:
             x_TH = again.wait() if again is not None else x
             for index, (linear, grad) in enumerate(zip(ctx.linears, grads_TF, strict=True)):
-                of_tensors[2 * index : 2 * index + 2] = _linear_grads(linear, grad, x_TH)
+                grads_w[index], grads_b[index] = _linear_grads(linear, grad, x_TH)
         grad_x = pending.wait() if pending is not None else None
-        return grad_x, None, None, None, *of_tensors
+        return grad_x, None, None, None, *grads_w, *grads_b
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class _Row(torch.autograd.Function):
         return reduce(y_TH, row.group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x_TF, weight = ctx.saved_tensors
         row: RowParallel = ctx.row
         grad_TH = all_gather(grad, row.group) if row.sequence_parallel else grad
@@ -148,14 +150,17 @@ class _Row(torch.autograd.Function):
         return grad_TH @ weight, grad_weight, None, None
 
 
-def _linear_grads(linear: Linear, grad_TF: Tensor, x_TH: Tensor) -> Sequence[Tensor | None]:
+def _part(parameter: Tensor, rows: slice | None) -> Tensor:
+    return parameter if rows is None else parameter[rows]
+
+
+def _linear_grads(linear: Linear, grad_TF: Tensor, x_TH: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of weight and bias."""
     return grad_TF.t() @ x_TH, None if linear.bias is None else grad_TF.sum(0)
 
 
 def _add_linear_grads(linear: Linear, rows: slice | None, grad_TF: Tensor, x_TH: Tensor) -> None:
     weight, bias = _linear_grads(linear, grad_TF, x_TH)
-    assert weight is not None
     add_to_grad(linear.weight, weight, rows)
     if linear.bias is not None and bias is not None:
         add_to_grad(linear.bias, bias, rows)

@@ -47,7 +47,7 @@ class _SumTokens(torch.autograd.Function):
         return reduce_scatter(x, group) if scatter else all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return all_gather(grad, ctx.group) if ctx.scatter else grad, None, None
 
 
@@ -106,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss_T.masked_fill(labels_T == IGNORED, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Any, ...]:
         logits_Tv, labels_T, here_T, mine_T, lse_T = ctx.saved_tensors
         grad_T = grad_T.masked_fill(labels_T == IGNORED, 0.0)
         # exp(x - lse) in one new buffer; padding entries have no probability and no gradient.

@@ -29,12 +29,14 @@ class StepResult:
         grad_norm: of the global gradient before clipping.
         lr: that the step was taken with.
         tokens: valid tokens of the global batch.
+        votes: how many ranks asked to stop after this step.
     """
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
+    votes: int = 0
 
     @property
     def finite(self) -> bool:
@@ -68,19 +70,20 @@ class Engine:
         """Optimizer steps taken."""
         return self.optimizer.steps
 
-    def step(self, microbatches: Sequence[Microbatch]) -> StepResult:
+    def step(self, microbatches: Sequence[Microbatch], *, vote: bool = False) -> StepResult:
         """Forward, backward, reduce, and unless something is not finite clip and update.
 
         Args:
             microbatches: this data-parallel rank's part of the global batch.
+            vote: whether this rank asks all to stop after this step.
         """
-        result = self.gradients(microbatches)
+        result = self.gradients(microbatches, vote=vote)
         checks = self.layout.config.training.check_for_nan_in_loss_and_grad
         if result.finite or not checks:
             self.apply(result)
         return result
 
-    def gradients(self, microbatches: Sequence[Microbatch]) -> StepResult:
+    def gradients(self, microbatches: Sequence[Microbatch], *, vote: bool = False) -> StepResult:
         """Leave the global batch's complete gradient on the parameters."""
         batches = [self._to_batch(m) for m in microbatches]
         tokens = self._count(batches)
@@ -89,7 +92,8 @@ class Engine:
         norm = global_grad_norm(self._counted_grads(), self.groups.world, self.device)
         optimizer, training = self.layout.config.optimizer, self.layout.config.training
         lr = learning_rate(self.steps, optimizer, training.train_iters)
-        return StepResult(self._mean(local_loss), float(norm), lr, tokens)
+        loss, votes = self._sums(local_loss, vote)
+        return StepResult(loss, float(norm), lr, tokens, votes)
 
     def apply(self, result: StepResult) -> None:
         """Clip the gradients by their norm and step the optimizer."""
@@ -100,18 +104,27 @@ class Engine:
         self.optimizer.step(result.lr)
         self.optimizer.zero_grad()
 
-    def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> float:
-        """Mean loss over the valid tokens of several global batches, without dropout."""
+    def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, int]:
+        """Mean loss over the valid tokens of several global batches without dropout, and their
+        number."""
         self.model.train(False)
         total, tokens = 0.0, 0
         for microbatches in batches:
             moved = [self._to_batch(m) for m in microbatches]
             program = self.layout.program(len(moved), forward_only=True)
-            total += self._mean(self.model.executor.run(program, moved, 1.0))
+            total += self._sums(self.model.executor.run(program, moved, 1.0))[0]
             tokens += self._count(moved)
         self.model.train(True)
         self.model.reshard()
-        return total / max(tokens, 1)
+        return total / max(tokens, 1), tokens
+
+    def not_finite(self) -> list[str]:
+        """Names of this rank's parameters whose gradient has an infinity or a NaN."""
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None and not local_tensor(parameter.grad).isfinite().all()
+        ]
 
     def stored_tensors(self) -> dict[str, object]:
         """Weights and optimizer state by the names of the whole model, for a checkpoint."""
@@ -142,32 +155,24 @@ class Engine:
         self.optimizer.steps = steps
 
     def _to_batch(self, microbatch: Microbatch) -> Batch:
-        batch = Batch(
-            tokens=torch.from_numpy(microbatch.tokens_BS),
-            labels=torch.from_numpy(microbatch.labels_BS),
-            positions=torch.from_numpy(microbatch.positions_BS),
-            documents=torch.from_numpy(microbatch.documents_BS),
-            token_ids=torch.from_numpy(microbatch.token_ids_BS),
-            step=self.steps,
-        )
-        return batch.to(self.device)
+        return as_batch(microbatch, self.steps).to(self.device)
 
     def _count(self, batches: Sequence[Batch]) -> int:
         """Valid tokens over all ranks that see other tokens."""
         counts = torch.stack([(batch.labels != IGNORED).sum() for batch in batches])
         return int(all_reduce(counts.sum(), self.groups.data))
 
-    def _mean(self, local_loss: Tensor) -> float:
-        """Sum of the parts of the loss; tensor-parallel ranks hold the same part."""
-        if self.groups.at["tp"] != 0:
-            local_loss = torch.zeros_like(local_loss)
-        return float(all_reduce(local_loss.to(torch.float64), self.groups.world))
+    def _sums(self, local_loss: Tensor, vote: bool = False) -> tuple[float, int]:
+        """The whole loss, of which tensor-parallel ranks hold the same part, and all votes."""
+        loss = local_loss.to(torch.float64) * (self.groups.at["tp"] == 0)
+        sums = all_reduce(torch.stack([loss, torch.full_like(loss, vote)]), self.groups.world)
+        return float(sums[0]), int(sums[1])
 
     def _counted_grads(self) -> list[tuple[Tensor, bool]]:
         at = self.groups.at
         # FSDP2's parameters know their replicas, plain and tp-only ones do not.
-        replicas = () if self.model.policy.needs_fsdp else (
-            at["dp_replicate"], at["dp_shard"], at["cp"]
+        replicas = (
+            () if self.model.policy.needs_fsdp else (at["dp_replicate"], at["dp_shard"], at["cp"])
         )
         counted = []
         for name, parameter in self.parameters.items():
@@ -175,6 +180,20 @@ class Engine:
             counts = owns(parameter, replicas) and not self.model.is_copy(name)
             counted.append((local_tensor(parameter.grad), counts))
         return counted
+
+
+def as_batch(microbatch: Microbatch, step: int) -> Batch:
+    """What the loader gives, as what the model takes, at optimizer step `step`."""
+    weights = microbatch.loss_weights_BS
+    return Batch(
+        tokens=torch.from_numpy(microbatch.tokens_BS),
+        labels=torch.from_numpy(microbatch.labels_BS),
+        positions=torch.from_numpy(microbatch.positions_BS),
+        documents=torch.from_numpy(microbatch.documents_BS),
+        token_ids=torch.from_numpy(microbatch.token_ids_BS),
+        loss_weights=None if weights is None else torch.from_numpy(weights),
+        step=step,
+    )
 
 
 def _parameter(stored: str) -> str:

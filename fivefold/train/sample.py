@@ -1,0 +1,94 @@
+"""Text from a checkpoint, on one device, whatever layout it was trained in."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.config.config import Config
+from fivefold.config.sources import read_config
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import CheckpointError, ConfigError
+from fivefold.model.batch import Batch
+from fivefold.model.transformer import Stage
+from fivefold.train.run import TOKENIZER, checkpoints_of
+
+
+def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Tokenizer]:
+    """The plain model of a run folder with the weights of one of its checkpoints.
+
+    Raises:
+        CheckpointError: it is no run folder, or the checkpoint is missing or damaged.
+    """
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(f"{run} is not a run folder: it has no config.toml")
+    config = read_config(run / "config.toml")
+    stage = Stage(config.model).eval()
+    tensors = {name: p.detach() for name, p in stage.named_parameters()}
+    Checkpointer(checkpoints_of(run)).load(step, tensors, skip=("optim.",))
+    return config, stage, Tokenizer.load(run / TOKENIZER)
+
+
+@torch.no_grad()
+def sample(
+    run: Path,
+    prompt: str,
+    *,
+    step: int | None = None,
+    max_tokens: int = 100,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Continue a prompt, yielding the text in pieces as it is written.
+
+    Args:
+        run: a run folder.
+        prompt: text to continue; may be empty.
+        step: of the checkpoint; the latest when None.
+        max_tokens: to write at most; an end of document ends it sooner.
+        temperature: 0 takes the likeliest token.
+        top_k: draw among so many likeliest tokens; 0: among all.
+        seed: of the draw.
+    """
+    if temperature < 0 or top_k < 0 or max_tokens < 1:
+        raise ConfigError(
+            f"temperature {temperature} and top_k {top_k} must be 0 or more, max_tokens "
+            f"{max_tokens} at least 1"
+        )
+    config, stage, tokenizer = load_model(run, step)
+    generator = torch.Generator().manual_seed(seed)
+    window = min(config.training.seq_length, config.model.max_position_embeddings)
+    ids = [tokenizer.eod_id, *tokenizer.encode_batch([prompt])[0].tolist()]
+    written = len(ids)
+    shown = ""
+    for _ in range(max_tokens):
+        logits = stage.logits(None, _batch(ids[-window:]))[-1, : tokenizer.vocab_size]
+        token = _draw(logits, temperature, top_k, generator)
+        if token == tokenizer.eod_id:
+            break
+        ids.append(token)
+        # Bytes of one character may come in several tokens: wait until they decode.
+        text = tokenizer.decode(ids[written:])
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+
+
+def _batch(ids: list[int]) -> Batch:
+    tokens = torch.tensor([ids])
+    positions = torch.arange(len(ids))[None]
+    return Batch(tokens, tokens, positions, None, positions)
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k:
+        logits, candidates = logits.topk(min(top_k, len(logits)))
+    else:
+        candidates = torch.arange(len(logits))
+    probabilities = (logits.float() / temperature).softmax(0)
+    return int(candidates[torch.multinomial(probabilities, 1, generator=generator)])
