@@ -293,8 +293,6 @@ def _microbatches(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
         mistakes.add(
             f"global_batch_size {size} is not a whole number of microbatches per rank",
             f"micro_batch_size {each} x dp {dp} = {unit}, and {size} / {unit} = {size / unit:.4g}",
-            works=[
-                f"--global-batch-size {n * unit}" for n in {size // unit, size // unit + 1} if n
-            ],
+            works=[f"--global-batch-size {n * unit}" for n in whole if n],
         )
     return max(size // unit, 1)
