@@ -31,7 +31,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The samples of one microbatch; every array int64, [B, S].
+    """The samples of one microbatch; every array [B, S], int64 unless noted.
 
     Attributes:
         tokens_BS: the input.
@@ -39,6 +39,7 @@ class Microbatch:
         positions_BS: position of each token, for the position embedding.
         documents_BS: index of its document in the row, non-decreasing from 0.
         token_ids_BS: global sample index * S + place in the sample: no two alike in a run.
+        loss_weights_BS: float, what each token's loss weighs; None: all weigh one.
     """
 
     tokens_BS: np.ndarray
@@ -46,6 +47,7 @@ class Microbatch:
     positions_BS: np.ndarray
     documents_BS: np.ndarray
     token_ids_BS: np.ndarray
+    loss_weights_BS: np.ndarray | None = None
 
 
 def pack(windows: np.ndarray, indices: np.ndarray, packing: Packing) -> Microbatch:

@@ -1,0 +1,172 @@
+"""One rank's side of a verification: run the layout's steps and hold each against the reference."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.check import Layout
+from fivefold.data.packing import Microbatch
+from fivefold.mesh.collectives import all_reduce
+from fivefold.mesh.slices import Piece, piece_of
+from fivefold.train.engine import Engine, StepResult
+from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows_of
+from fivefold.verify.diagnose import diagnose
+from fivefold.verify.plant import PLANTS
+from fivefold.verify.reference import ReferenceStep
+from fivefold.verify.report import Difference, Report, joint_errors, judge
+
+SMALL = 1e-2  # tensors below this part of the largest gradient are judged by that part
+
+
+def compare(
+    layout: Layout,
+    rank: int,
+    device: torch.device,
+    trace: Sequence[ReferenceStep],
+    *,
+    baseline: Sequence[ReferenceStep] = (),
+    plant: str | None = None,
+) -> Report | None:
+    """Run a layout and compare it with a reference; every rank calls this.
+
+    The comparison ends at the first step whose gradients are wrong: the diagnosis is made there.
+
+    Args:
+        layout: prepared for verification, as the reference's configuration was.
+        rank: of this process.
+        device: of this rank.
+        trace: what one device found in fp64, for each step to run.
+        baseline: what one device found in bf16, if that is the precision.
+        plant: name of an error to plant, see `plant.PLANTS`.
+
+    Returns:
+        The report, on rank 0.
+    """
+    engine = Engine(layout, rank, device)
+    if plant is not None:
+        PLANTS[plant].install(engine)
+    errors = joint_errors(baseline_differences(trace, baseline)) if baseline else None
+    found: list[Difference] = []
+    findings: list[str] = []
+    for step, reference in enumerate(trace):
+        result = engine.gradients(_own_part(engine, step))
+        of_step = list(_gradient_differences(engine, step, result, reference))
+        found += of_step
+        every = _gather(engine, of_step)
+        wrong = rank == 0 and not judge(layout, every, errors).passed
+        if all_reduce(torch.tensor(float(wrong), device=device), engine.groups.world):
+            findings = diagnose(engine, step, result, reference)
+            break
+        engine.apply(result)
+        evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION + step)])
+        found += _update_differences(engine, step, evaluation, reference)
+    every = _gather(engine, found)
+    return judge(layout, every, errors, findings) if rank == 0 else None
+
+
+def baseline_differences(
+    trace: Sequence[ReferenceStep], other: Sequence[ReferenceStep]
+) -> list[Difference]:
+    """How another one-device run differs from the reference."""
+    found = []
+    for step, (true, own) in enumerate(zip(trace, other, strict=True)):
+        for what in ("loss", "norm", "evaluation"):
+            found.append(_number(what, step, 0, getattr(own, what), getattr(true, what)))
+        for what, of_own, of_true in (
+            ("grad", own.grads, true.grads),
+            ("param", own.after, true.after),
+        ):
+            for name, whole in of_true.items():
+                found.append(_tensor(what, step, 0, name, piece_of(of_own[name]), whole))
+    return found
+
+
+def _own_part(engine: Engine, index: int) -> list[Microbatch]:
+    """This data-parallel rank's part of a global batch."""
+    config, grid = engine.layout.config, engine.layout.grid
+    rows = rows_of(config, grid.dp_rank(engine.groups.rank), grid.dp)
+    return microbatches(config, global_batch(config, index), rows)
+
+
+def _gradient_differences(
+    engine: Engine, step: int, result: StepResult, reference: ReferenceStep
+) -> Iterator[Difference]:
+    """Loss, norm and every gradient."""
+    rank = engine.groups.rank
+    yield _number("loss", step, rank, result.loss, reference.loss)
+    yield _number("norm", step, rank, result.grad_norm, reference.norm)
+    # A gradient that is zero but for rounding (a key's bias) is judged by the larger ones.
+    floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
+    for name, parameter in engine.parameters.items():
+        assert parameter.grad is not None, f"{name} got no gradient"
+        stored = engine.model.stored_name(name)
+        piece = piece_of(parameter.grad)
+        yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)
+
+
+def _update_differences(
+    engine: Engine, step: int, evaluation: float, reference: ReferenceStep
+) -> Iterator[Difference]:
+    """Every weight after the update, with the digest that replicas must share."""
+    rank = engine.groups.rank
+    for name, parameter in engine.parameters.items():
+        stored = engine.model.stored_name(name)
+        piece = piece_of(parameter)
+        floor = engine.layout.config.optimizer.lr
+        whole = reference.after[stored]
+        yield _tensor("param", step, rank, stored, piece, whole, floor=floor, digests=True)
+    yield _number("evaluation", step, rank, evaluation, reference.evaluation)
+
+
+def _number(what: str, step: int, rank: int, own: float, true: float) -> Difference:
+    return Difference(
+        what, step, "", (), rank, abs(own - true), abs(true), own * true, own**2, true**2
+    )
+
+
+def _tensor(
+    what: str,
+    step: int,
+    rank: int,
+    name: str,
+    piece: Piece,
+    whole: Tensor,
+    *,
+    floor: float = 0.0,
+    digests: bool = False,
+) -> Difference:
+    """A rank's part against the same part of the whole, which is on the CPU in fp64."""
+    held = piece.local.cpu()
+    own, true = held.double().flatten(), whole[piece.slices].flatten()
+    off = own - true
+    return Difference(
+        what=what,
+        step=step,
+        name=name,
+        part=tuple(edge for part in piece.slices for edge in (part.start, part.stop)),
+        rank=rank,
+        error=float(off.abs().max()) if off.numel() else 0.0,
+        scale=max(float(whole.abs().max()), floor),
+        dot=float(own @ true),
+        own=float(own @ own),
+        true=float(true @ true),
+        off=float(off @ off),
+        digest=_digest(held) if digests else "",
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def _gather(engine: Engine, own: list[Difference]) -> list[Difference]:
+    """Everyone's differences, on rank 0."""
+    if engine.groups.world is None:
+        return own
+    world_size = engine.layout.grid.world_size
+    lists: list[list[Difference]] = [[] for _ in range(world_size)]
+    dist.gather_object(own, lists if engine.groups.rank == 0 else None)
+    return [difference for found in lists for difference in found]

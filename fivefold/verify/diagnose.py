@@ -1,0 +1,201 @@
+"""From wrong gradients to the reduction that is missing or done twice.
+
+Every hypothesis is tested by arithmetic: the gradient is a multiple of the right one, or becomes
+right when summed over an axis, or is that of some of the samples. What holds of a parameter on all
+ranks that hold it explains that parameter.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.mesh.collectives import all_reduce
+from fivefold.mesh.slices import local_slices, local_tensor
+from fivefold.parallelize import TIED_NAMES
+from fivefold.train.engine import Engine, StepResult
+from fivefold.verify.batches import global_batch, microbatches, rows_of
+from fivefold.verify.reference import (
+    ReferenceStep,
+    Tensors,
+    gradients,
+    plain_model,
+    valid_tokens,
+)
+
+MATCH = 1e-3  # relative; what is to be told apart differs by much more
+MATCH_BF16 = 5e-2
+
+RIGHT = "right"
+_SUM_OVER = "is right once summed over {}: that sum is missing"
+_ROW_BIASES = ("o_proj.bias", "down_proj.bias")
+
+
+def diagnose(engine: Engine, step: int, result: StepResult, reference: ReferenceStep) -> list[str]:
+    """Sentences on what is probably wrong, most telling first; every rank calls this.
+
+    Args:
+        engine: with the wrong gradients on its parameters.
+        step: from 0.
+        result: of the engine's step.
+        reference: of the same step.
+
+    Returns:
+        The sentences, on rank 0; an empty list on the others.
+    """
+    match = MATCH_BF16 if engine.layout.config.training.precision == "bf16" else MATCH
+    own = _explanations(engine, step, reference, match)
+    every = [own]
+    if engine.groups.world is not None:
+        every = [{} for _ in range(engine.layout.grid.world_size)]
+        dist.gather_object(own, every if engine.groups.rank == 0 else None)
+    if engine.groups.rank != 0:
+        return []
+    found = _loss_findings(engine, step, result, reference, match)
+    return found + _gradient_findings(_shared(every), list(reference.grads))
+
+
+def _explanations(
+    engine: Engine, step: int, reference: ReferenceStep, match: float
+) -> dict[str, set[str]]:
+    """Stored name -> the hypotheses that hold of this rank's part of its gradient."""
+    named = engine.parameters.items()
+    own = {name: local_tensor(p.grad).cpu().double() for name, p in named if p.grad is not None}
+    partial = dict(_gradients_of_samples(engine, step, reference))
+    sums = dict(_sums(engine, own))
+    factors = _factors(engine)
+    largest = max(float(grad.abs().max()) for grad in reference.grads.values())
+    found: dict[str, set[str]] = {}
+    for name, parameter in named:
+        stored, part = engine.model.stored_name(name), local_slices(parameter)
+        whole = reference.grads[stored]
+        scale = max(float(whole.abs().max()), match * largest)
+
+        def holds(a: Tensor, b: Tensor, scale: float = scale) -> bool:
+            return a.numel() == 0 or float((a - b).abs().max()) <= match * scale
+
+        mine, true = own[name], whole[part]
+        held = {RIGHT} if holds(mine, true) else set()
+        held |= {text for k, text in factors.items() if holds(mine, k * true, (k or 1.0) * scale)}
+        held |= {text for text, of in sums.items() if name in of and holds(of[name], true)}
+        held |= {text for text, of in partial.items() if holds(mine, of[stored][part])}
+        found[stored] = held & found[stored] if stored in found else held
+    return found
+
+
+def _factors(engine: Engine) -> dict[float, str]:
+    """Multiples of the right gradient that tell something -> what they tell."""
+    grid, count = engine.layout.grid, engine.layout.num_microbatches
+    names: dict[int, list[str]] = {2: []}
+    for name, size in (("tp", grid.tp), ("dp", grid.dp), ("microbatches", count)):
+        if size > 1:
+            names.setdefault(size, []).append(name)
+    factors = {0.0: "is zero: it never arrived"}
+    for size, equal in names.items():
+        known = "".join(f" = {name}" for name in equal)
+        factors[float(size)] = f"is {size}{known} times the right one: summed once too often"
+        factors[1 / size] = f"is 1/{size}{known} of the right one: a sum is missing or averaged"
+    return factors
+
+
+def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
+    """What the gradients would be after one more sum."""
+    groups, device = engine.groups, engine.device
+
+    def summed(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
+        flat = torch.cat([t.flatten() for t in tensors.values()]).to(device)
+        parts = all_reduce(flat, group).cpu().split([t.numel() for t in tensors.values()])
+        return {n: p.view_as(t) for (n, t), p in zip(tensors.items(), parts, strict=True)}
+
+    if groups.tp is not None:
+        yield _SUM_OVER.format("tensor parallelism"), summed(own, groups.tp)
+    if groups.tied is not None:
+        ends = {name: grad for name, grad in own.items() if name in TIED_NAMES}
+        yield _SUM_OVER.format("the two copies of the tied embedding"), summed(ends, groups.tied)
+
+
+def _gradients_of_samples(
+    engine: Engine, step: int, reference: ReferenceStep
+) -> Iterator[tuple[str, Tensors]]:
+    """What gradients are without a data-parallel sum: those of some samples only."""
+    config, grid = engine.layout.config, engine.layout.grid
+    here = grid.coordinates(engine.groups.rank)
+    batch = global_batch(config, step)
+    for missing, shared in (
+        ("data parallelism", ("dp_replicate", "dp_shard")),
+        ("dp_shard", ("dp_replicate",)),
+        ("dp_replicate", ("dp_shard",)),
+    ):
+        dp_ranks = {
+            grid.dp_rank(rank)
+            for rank in range(grid.world_size)
+            if all(grid.coordinates(rank)[axis] == here[axis] for axis in shared)
+        }
+        if len(dp_ranks) < grid.dp:
+            rows = [rows_of(config, dp_rank, grid.dp) for dp_rank in sorted(dp_ranks)]
+            samples = [sample for part in rows for sample in microbatches(config, batch, part)]
+            model = plain_model(config, torch.float64)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(reference.before[name])
+            _, grads = gradients(model, samples, step, valid_tokens(batch))
+            yield f"is that of some samples: the sum over {missing} is missing", grads
+
+
+def _shared(every: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
+    """What holds on all ranks that have a part of a parameter."""
+    shared: dict[str, set[str]] = {}
+    for own in every:
+        for name, held in own.items():
+            shared[name] = shared[name] & held if name in shared else held
+    return shared
+
+
+def _gradient_findings(held: Mapping[str, set[str]], order: Sequence[str]) -> list[str]:
+    """Sentences on the wrong gradients, the one nearest to the loss first."""
+    wrong = [name for name in reversed(order) if RIGHT not in held[name]]
+    if not wrong:
+        return ["no gradient is far off: not a reduction, but a narrower type or another order"]
+    if all(name.endswith(_ROW_BIASES) for name in wrong):
+        bias = "the bias of row-parallel linears is added by every tensor-parallel rank"
+        return [f"{bias}: {_listed(wrong)}"]
+    found = []
+    for text in sorted({text for name in wrong for text in held[name]}):
+        names = [name for name in wrong if text in held[name]]
+        found.append((wrong.index(names[0]), -len(names), f"{_listed(names)}: the gradient {text}"))
+    count = f"{len(wrong)} of {len(order)} gradients are wrong"
+    return [*(text for _, _, text in sorted(found)), f"{count}; nearest to the loss: {wrong[0]}"]
+
+
+def _loss_findings(
+    engine: Engine, step: int, result: StepResult, reference: ReferenceStep, match: float
+) -> list[str]:
+    """Sentences on the loss: what else than the sum over the global batch's tokens it may be."""
+    config, grid = engine.layout.config, engine.layout.grid
+    batch = global_batch(config, step)
+    samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+    tokens = torch.tensor([valid_tokens(sample) for sample in samples])
+
+    def means(parts: int) -> float:
+        sums = reference.losses.view(parts, -1).sum(1)
+        return float((sums / tokens.view(parts, -1).sum(1).clamp_min(1)).sum())
+
+    if abs(result.loss - reference.loss) <= match * abs(reference.loss):
+        return []
+    told = f"the loss is {result.loss / reference.loss:.4g} times the right one: "
+    for value, text in (
+        (means(grid.dp), "each data-parallel rank divides by its own tokens, not by all"),
+        (means(grid.dp) / grid.dp, "a mean of the data-parallel ranks' means, not of the tokens"),
+        (means(len(samples)), "each microbatch divides by its own tokens, not by all"),
+        (means(len(samples)) / len(samples), "a mean of the microbatches' means"),
+    ):
+        if abs(result.loss - value) <= match * abs(value):
+            return [told + text]
+    return [told + "the forward pass itself differs"]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """A few names, and how many more."""
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(names[:2]) + more

@@ -1,0 +1,170 @@
+"""Errors to plant, so that one sees what a wrong layout looks like and that it is found.
+
+Each replaces something on the objects of one run; the training code knows nothing of it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from fivefold.check import Layout
+from fivefold.data_parallel.communication import ReduceScatter
+from fivefold.mesh.collectives import all_reduce
+from fivefold.model.attention import Attention
+from fivefold.model.layers import Linear, local
+from fivefold.model.transformer import MLP, Stage
+from fivefold.parallelize import tied_ranks
+from fivefold.train.engine import Engine
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A mistake to make.
+
+    Attributes:
+        help: what it is, in one line.
+        needs: in words, what a layout must have for the mistake to be one.
+        fits: whether a layout has it.
+        install: makes the mistake on one rank.
+    """
+
+    help: str
+    needs: str
+    fits: Callable[[Layout], bool]
+    install: Callable[[Engine], None]
+
+
+def _skip_tp_sum(engine: Engine) -> None:
+    engine.model.partial_over_tp = set()
+
+
+def _skip_data_sum(engine: Engine) -> None:
+    for index, stage in engine.model.stages.items():
+        units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
+        for unit in units:
+            unit.set_custom_reduce_scatter(_KeepOwn(torch.float64))
+        if not units:
+            gradients: Any = engine.model.gradients[index]
+            gradients.before_backward = lambda last: None
+            gradients.reduce = lambda: None
+
+
+class _KeepOwn(ReduceScatter):
+    """A reduce-scatter that forgets the other ranks."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """[P*n] -> [n]: this rank's own contribution to its part."""
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+def _skip_tied_sum(engine: Engine) -> None:
+    engine.model.groups = replace(engine.model.groups, tied=None)
+
+
+def _count_own_tokens(engine: Engine) -> None:
+    engine.groups = replace(engine.groups, data=None)
+
+
+def _sum_dx_twice(engine: Engine) -> None:
+    group = engine.groups.tp
+
+    def twice(column: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, *linears: column(_SumAgain.apply(x, group), *linears)
+
+    for module in _with_seams(engine):
+        module.column = twice(module.column)
+
+
+class _SumAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(grad.clone(), ctx.group), None
+
+
+def _add_bias_on_each_rank(engine: Engine) -> None:
+    extra = engine.layout.grid.tp - 1
+
+    def biased(row: Callable[[Tensor, Linear], Tensor]) -> Callable[[Tensor, Linear], Tensor]:
+        def call(x: Tensor, linear: Linear) -> Tensor:
+            assert linear.bias is not None
+            return row(x, linear) + extra * local(linear.bias)
+
+        return call
+
+    for module in _with_seams(engine):
+        if isinstance(module, Attention | MLP):
+            module.row = biased(module.row)
+
+
+def _with_seams(engine: Engine) -> Iterator[Stage | Attention | MLP]:
+    for stage in engine.model.stages.values():
+        for module in stage.modules():
+            if isinstance(module, Stage | Attention | MLP):
+                yield module
+
+
+def _has_partial_gradients(layout: Layout) -> bool:
+    """Whether some replicated parameter sees only a part of the tokens or heads."""
+    model, parallel = layout.config.model, layout.config.parallel
+    few_heads = model.num_kv_heads % layout.grid.tp != 0
+    return layout.grid.tp > 1 and (parallel.sequence_parallel or model.qk_layernorm or few_heads)
+
+
+PLANTS: Mapping[str, Plant] = MappingProxyType(
+    {
+        "skip-tp-sum": Plant(
+            "do not sum the gradients of replicated parameters over tensor parallelism",
+            "tensor parallelism with sequence parallelism, q/k norms or fewer KV heads than ranks",
+            _has_partial_gradients,
+            _skip_tp_sum,
+        ),
+        "skip-dp-sum": Plant(
+            "do not sum gradients over data parallelism",
+            "at least two ranks in a data-parallel (sharding) group",
+            lambda layout: layout.grid.dp_shard > 1,
+            _skip_data_sum,
+        ),
+        "skip-tied-sum": Plant(
+            "do not sum the two copies of a tied embedding",
+            "tied embeddings whose ends lie on different pipeline ranks",
+            lambda layout: tied_ranks(layout) is not None,
+            _skip_tied_sum,
+        ),
+        "own-token-count": Plant(
+            "divide each data-parallel rank's loss by its own tokens, not by all",
+            "data parallelism",
+            lambda layout: layout.grid.dp > 1,
+            _count_own_tokens,
+        ),
+        "double-dx": Plant(
+            "sum the input gradients of column-parallel linears twice over tensor parallelism",
+            "tensor parallelism without sequence parallelism",
+            lambda layout: layout.grid.tp > 1 and not layout.config.parallel.sequence_parallel,
+            _sum_dx_twice,
+        ),
+        "bias-on-each-rank": Plant(
+            "add the bias of row-parallel linears on every tensor-parallel rank",
+            "tensor parallelism and linears with biases",
+            lambda layout: layout.grid.tp > 1 and layout.config.model.add_bias_linear,
+            _add_bias_on_each_rank,
+        ),
+    }
+)

@@ -1,0 +1,167 @@
+"""The same training on one device: the plain model, autograd and torch's AdamW, nothing else.
+
+Nothing here is shared with the parallel path but the model's arithmetic and its initial weights.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.config.config import Config
+from fivefold.config.training import OptimizerConfig
+from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.model.init import initialise
+from fivefold.model.transformer import Stage
+from fivefold.optim.schedule import learning_rate
+from fivefold.train.engine import as_batch
+from fivefold.verify.batches import EVALUATION, global_batch, microbatches
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """What one device found in one step.
+
+    Attributes:
+        loss: mean over the valid tokens.
+        norm: of the gradient, before clipping.
+        evaluation: loss of another batch with the weights after the update, without dropout.
+        losses: [microbatches] summed loss of each.
+        grads: by global name, before clipping.
+        before: the weights that the gradients belong to.
+        after: the weights after the update.
+    """
+
+    loss: float
+    norm: float
+    evaluation: float
+    losses: Tensor
+    grads: Tensors
+    before: Tensors
+    after: Tensors
+
+
+def plain_model(config: Config, dtype: torch.dtype) -> Stage:
+    """The whole model with nothing installed, its parameters of type `dtype`."""
+    training = config.training
+    model = Stage(config.model, seed=training.seed, label_smoothing=training.label_smoothing)
+    return model.to(dtype)
+
+
+def run_reference(
+    config: Config, steps: int, dtype: torch.dtype = torch.float64
+) -> list[ReferenceStep]:
+    """Train one plain model for some steps on `global_batch(config, 0 .. steps - 1)`.
+
+    Args:
+        config: of which the parallel section is not read.
+        steps: optimizer steps.
+        dtype: of computation; master weights are fp32 if it is bf16.
+    """
+    master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
+    master = plain_model(config, master_dtype)
+    initialise(master, config.training.seed)
+    weights = dict(master.named_parameters())
+    optimizer = _optimizer(weights, config.optimizer)
+    model = plain_model(config, dtype)
+    model.load_state_dict(master.state_dict())
+    found = []
+    for step in range(steps):
+        before = _copies(weights)
+        batch = global_batch(config, step)
+        samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+        losses, grads = gradients(model, samples, step, valid_tokens(batch))
+        norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
+        limit = config.optimizer.clip_grad
+        factor = min(1.0, limit / (float(norm) + 1e-6)) if limit > 0 else 1.0
+        for name, weight in weights.items():
+            weight.grad = grads[name].to(master_dtype) * factor
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
+        optimizer.step()
+        model.load_state_dict(master.state_dict())
+        found.append(
+            ReferenceStep(
+                loss=float(losses.sum()) / valid_tokens(batch),
+                norm=float(norm),
+                evaluation=_evaluate(model, config, step),
+                losses=losses,
+                grads=grads,
+                before=before,
+                after=_copies(weights),
+            )
+        )
+    return found
+
+
+def gradients(
+    model: Stage, samples: Sequence[Microbatch], step: int, tokens: int
+) -> tuple[Tensor, Tensors]:
+    """Summed loss of each microbatch in fp64, and the gradient of their sum over `tokens`."""
+    model.zero_grad()
+    total = {
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        for name, p in model.named_parameters()
+    }
+    losses = []
+    for sample in samples:
+        loss = model(None, as_batch(sample, step))
+        (loss / tokens).backward()
+        losses.append(loss.detach().double())
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                total[name] += parameter.grad
+        model.zero_grad()
+    return torch.stack(losses), total
+
+
+def valid_tokens(batch: Microbatch) -> int:
+    """Labels that take a loss."""
+    return int((batch.labels_BS != IGNORED).sum())
+
+
+def save_trace(path: Path, trace: Sequence[ReferenceStep]) -> None:
+    """Write steps so that every rank can map them."""
+    torch.save([vars(step) for step in trace], path)
+
+
+def load_trace(path: Path) -> list[ReferenceStep]:
+    """Map what `save_trace` wrote; the ranks of a machine share the memory."""
+    return [ReferenceStep(**step) for step in torch.load(path, mmap=True, weights_only=True)]
+
+
+def _evaluate(model: Stage, config: Config, step: int) -> float:
+    batch = global_batch(config, EVALUATION + step)
+    model.eval()
+    with torch.no_grad():
+        losses = [
+            model(None, as_batch(sample, step)).double()
+            for sample in microbatches(config, batch, slice(0, config.training.global_batch_size))
+        ]
+    model.train()
+    return float(torch.stack(losses).sum()) / valid_tokens(batch)
+
+
+def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+    def group(decays: bool) -> Iterator[Tensor]:
+        return (w for w in weights.values() if (w.ndim > 1) == decays)
+
+    return torch.optim.AdamW(
+        [
+            {"params": list(group(True)), "weight_decay": config.weight_decay},
+            {"params": list(group(False)), "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        foreach=False,
+        fused=False,
+    )
+
+
+def _copies(weights: Mapping[str, Tensor]) -> Tensors:
+    return {name: weight.detach().clone() for name, weight in weights.items()}

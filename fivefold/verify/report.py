@@ -1,0 +1,244 @@
+"""What verification found: the figures, the verdict, and how they are told. Imports no torch."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite, sqrt
+from typing import Any
+
+from fivefold.check import Layout
+from fivefold.pipeline.layout import layout_string
+
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
+"""Largest relative error that rounding explains. bf16 is judged against one device in bf16."""
+
+BF16_FACTOR = 1.5  # how much farther from fp64 than one device in bf16 a layout may be
+BF16_FLOOR = 2.0**-9  # half a unit of bf16's last place: one device may be closer by luck
+SCALARS = ("loss", "norm", "evaluation")
+TENSORS = ("grad", "param")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one rank's part of a tensor, or a number all ranks share, differs from one device's.
+
+    Attributes:
+        what: "loss", "norm", "evaluation", "grad" or "param".
+        step: from 0.
+        name: of the parameter as stored, "" for a number.
+        part: which part of it: start and end along each dim.
+        rank: that holds the part.
+        error: largest difference of an element.
+        scale: largest element of the whole tensor; of small ones, what they are judged by.
+        dot: inner product of the part and the reference's.
+        own: sum of the part's squares.
+        true: sum of the reference's squares.
+        off: sum of the squares of the differences.
+        digest: equal for equal bits; "" where equality is not asked for.
+    """
+
+    what: str
+    step: int
+    name: str
+    part: tuple[int, ...]
+    rank: int
+    error: float
+    scale: float
+    dot: float = 0.0
+    own: float = 0.0
+    true: float = 0.0
+    off: float = 0.0
+    digest: str = ""
+
+    @property
+    def relative(self) -> float:
+        """Error over scale; infinite for anything that is not a number."""
+        if not isfinite(self.error) or not isfinite(self.own):
+            return float("inf")
+        return self.error / self.scale if self.scale else (float("inf") if self.error else 0.0)
+
+    @property
+    def ratio(self) -> float:
+        """Norm of the part over the reference's."""
+        return sqrt(self.own / self.true) if self.true else float("inf")
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between the part and the reference's."""
+        product = self.own * self.true
+        return self.dot / sqrt(product) if product else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a verification.
+
+    Attributes:
+        passed: whether every error is within its limit and replicas are bitwise equal.
+        dtype: precision of the layout's computation; the reference computes in fp64.
+        layout: in words.
+        steps: that were compared.
+        max_rel_error: by what was compared: loss, grad, norm, param, evaluation.
+        limits: the largest errors that pass, by the same keys.
+        worst: the difference that is furthest beyond (or nearest to) its limit.
+        diagnosis: what is probably wrong, most telling first.
+        diverged: parameters whose replicas are not bitwise equal.
+        changes: what was changed of the recipe to verify it on one device.
+    """
+
+    passed: bool
+    dtype: str
+    layout: str
+    steps: int
+    max_rel_error: dict[str, float]
+    limits: dict[str, float]
+    worst: dict[str, Any] | None
+    diagnosis: tuple[str, ...] = ()
+    diverged: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values, for `json.dumps`."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """For people: what was compared, errors and limits, the worst place, the verdict."""
+        lines = [f"layout     {self.layout}"]
+        lines += [f"{'changed' if i == 0 else '':<11}{c}" for i, c in enumerate(self.changes)]
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        lines += [
+            f"compared   {steps} in {self.dtype} with one device in fp64",
+            "",
+            f"{'':<11}{'max error':>11}  {'limit':>9}",
+        ]
+        for key in (k for k in _SHOWN if k in self.max_rel_error):
+            error, limit = self.max_rel_error[key], self.limits[key]
+            mark = "" if error <= limit else "  <- too large"
+            lines.append(f"{_SHOWN[key]:<11}{error:>11.2e}  {limit:>9.2e}{mark}")
+        if self.worst is not None:
+            lines += ["", f"worst      {worst_line(self.worst)}"]
+        if self.diverged:
+            lines += ["", f"replicas differ in {_listed(self.diverged)}"]
+        lines += ["", *self.diagnosis] if self.diagnosis else []
+        verdict = "PASSED: the layout computes what one device computes"
+        lines += [
+            "",
+            verdict if self.passed else "FAILED: it does not compute what one device does",
+        ]
+        return "\n".join(lines)
+
+
+_SHOWN = {
+    "loss": "loss",
+    "grad": "gradients",
+    "norm": "norm",
+    "param": "weights",
+    "evaluation": "evaluation",
+}
+
+
+def worst_line(worst: dict[str, Any]) -> str:
+    """One line on the worst difference."""
+    kind = _SHOWN[worst["what"]].removesuffix("s")
+    name = f"{kind} of {worst['name']}" if worst["name"] else kind
+    line = f"{name} in step {worst['step'] + 1} on rank {worst['rank']}: {worst['error']:.2e}"
+    if worst["name"]:
+        line += f" (norm ratio {worst['ratio']:.4g}, cosine {worst['cosine']:.4f})"
+    return line
+
+
+def judge(
+    layout: Layout,
+    differences: Sequence[Difference],
+    baseline: dict[str, float] | None,
+    diagnosis: Sequence[str] = (),
+) -> Report:
+    """The verdict on what all ranks found.
+
+    Args:
+        layout: that was verified.
+        differences: of every rank.
+        baseline: errors of one device in bf16, by `Report.max_rel_error`'s keys; None if the
+            precision is not bf16.
+        diagnosis: what `diagnose` said.
+    """
+    dtype = layout.config.training.precision
+    if baseline is None:
+        errors = {
+            what: max((d.relative for d in differences if d.what == what), default=0.0)
+            for what in _SHOWN
+        }
+        limits = dict.fromkeys(_SHOWN, TOLERANCES[dtype])
+    else:
+        errors = joint_errors(differences)
+        limits = {what: BF16_FACTOR * max(baseline[what], BF16_FLOOR) for what in _SHOWN}
+    diverged = _diverged(differences)
+    worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
+    return Report(
+        passed=not diverged and all(errors[what] <= limits[what] for what in _SHOWN),
+        dtype=dtype,
+        layout=describe(layout),
+        steps=len({d.step for d in differences}),
+        max_rel_error=errors,
+        limits=limits,
+        worst=None
+        if worst is None
+        else {
+            "what": worst.what,
+            "name": worst.name,
+            "step": worst.step,
+            "rank": worst.rank,
+            "error": worst.relative,
+            "ratio": worst.ratio,
+            "cosine": worst.cosine,
+        },
+        diagnosis=tuple(diagnosis),
+        diverged=diverged,
+    )
+
+
+def joint_errors(differences: Iterable[Difference]) -> dict[str, float]:
+    """Relative error by kind, the worst step's: of all elements together, each counted once."""
+    parts = {(d.what, d.step, d.name, d.part): d for d in differences}
+    errors = dict.fromkeys(_SHOWN, 0.0)
+    for what, step in {key[:2] for key in parts}:
+        here = [d for key, d in parts.items() if key[:2] == (what, step)]
+        if what in SCALARS:
+            error = max(d.relative for d in here)
+        else:
+            true = sum(d.true for d in here)
+            error = sqrt(sum(d.off for d in here) / true) if true else float("inf")
+        errors[what] = max(errors[what], error)
+    return errors
+
+
+def describe(layout: Layout) -> str:
+    """'8 ranks: tp 2 + sequence, pp 2 x 2 (interleaved_1f1b, Et|t|t|tL), dp 2 (optim), 4 ...'."""
+    grid, parallel = layout.grid, layout.config.parallel
+    parts = []
+    if grid.tp > 1:
+        parts.append(f"tp {grid.tp}" + (" + sequence" if parallel.sequence_parallel else ""))
+    if len(layout.split.stages) > 1:
+        virtual = f" x {layout.split.num_virtual}" if layout.split.num_virtual > 1 else ""
+        stages = layout_string(layout.split.stages)
+        parts.append(f"pp {grid.pp}{virtual} ({layout.schedule}, {stages})")
+    if grid.dp > 1:
+        dp = f"{grid.dp_replicate} x {grid.dp_shard}" if grid.dp_replicate > 1 else str(grid.dp)
+        parts.append(f"dp {dp} ({parallel.data_parallel_sharding_strategy})")
+    count = layout.num_microbatches
+    parts.append("1 microbatch" if count == 1 else f"{count} microbatches")
+    world = grid.world_size
+    return f"{world} rank{'s' if world > 1 else ''}: " + ", ".join(parts)
+
+
+def _diverged(differences: Iterable[Difference]) -> tuple[str, ...]:
+    """Parameters of which two ranks hold the same part with other bits."""
+    digests: dict[tuple[int, str, tuple[int, ...]], set[str]] = {}
+    for d in differences:
+        if d.digest:
+            digests.setdefault((d.step, d.name, d.part), set()).add(d.digest)
+    return tuple(sorted({name for (_, name, _), found in digests.items() if len(found) > 1}))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -1,0 +1,82 @@
+"""Verification from start to end: the reference in a process, then the layout's ranks."""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fivefold.check import Layout
+from fivefold.errors import ConfigError, FivefoldError, Mistake
+from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.rank_env import RankEnv
+from fivefold.verify.compare import compare
+from fivefold.verify.plant import PLANTS
+from fivefold.verify.reference import load_trace, run_reference, save_trace
+from fivefold.verify.report import Report
+from fivefold.verify.shrink import prepare
+
+STEPS = 3
+
+
+class VerificationError(FivefoldError):
+    """A process of the verification failed; its own message has been printed."""
+
+
+def verify(
+    layout: Layout, *, steps: int = STEPS, plant: str | None = None, device_type: str = "cpu"
+) -> Report:
+    """Compare a layout with one device, in processes started for it on this machine.
+
+    Args:
+        layout: as checked; its `precision` is that of the comparison.
+        steps: optimizer steps to run.
+        plant: name of an error to plant, see `plant.PLANTS`.
+        device_type: "cpu", or "cuda" with as many GPUs as ranks.
+
+    Raises:
+        ConfigError: there is no such error to plant, or this layout cannot make it.
+        VerificationError: a process failed.
+    """
+    check_plant(layout, plant)
+    layout, changes = prepare(layout)
+    config = layout.config
+    with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as folder:
+        trace, baseline, result = (Path(folder) / n for n in ("fp64", "bf16", "report.json"))
+
+        def reference(_: RankEnv) -> None:
+            save_trace(trace, run_reference(config, steps))
+            if config.training.precision == "bf16":
+                save_trace(baseline, run_reference(config, steps, torch.bfloat16))
+
+        def rank(env: RankEnv) -> None:
+            device = init_process_group(env, device_type)
+            narrow = load_trace(baseline) if baseline.exists() else ()
+            loaded = load_trace(trace)
+            report = compare(layout, env.rank, device, loaded, baseline=narrow, plant=plant)
+            if report is not None:
+                result.write_text(json.dumps(report.as_json()), encoding="utf-8")
+
+        if launch_local(reference, 1):
+            raise VerificationError("the run on one device failed")
+        if launch_local(rank, layout.grid.world_size, describe=layout.grid.name):
+            raise VerificationError("the run of the layout failed")
+        report = Report(**json.loads(result.read_text(encoding="utf-8")))
+    return replace(report, changes=changes)
+
+
+def check_plant(layout: Layout, plant: str | None) -> None:
+    """See that an error can be planted in a layout.
+
+    Raises:
+        ConfigError: it does not exist, or the layout has nothing to go wrong in this way.
+    """
+    if plant is None:
+        return
+    fitting = tuple(name for name, known in PLANTS.items() if known.fits(layout))
+    if plant not in PLANTS:
+        raise ConfigError(Mistake(f"there is no error {plant!r} to plant", works=fitting))
+    if plant not in fitting:
+        needs = PLANTS[plant].needs
+        raise ConfigError(Mistake(f"{plant} needs {needs}", works=fitting or ("another layout",)))

@@ -1,0 +1,135 @@
+"""A recipe as it is verified: small enough for one device, with the same structure. No torch."""
+
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+from fivefold.check import Layout, check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError
+from fivefold.model.shape import count_parameters
+from fivefold.pipeline.ir import v_placement
+from fivefold.pipeline.layout import layout_string
+from fivefold.units import human_count
+
+LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
+LARGEST_BATCH = 8_192  # tokens of a global batch
+LEARNING_RATE = 1e-2
+ADAM_EPS = 1e-3
+
+SPLIT_FLAGS: dict[str, Any] = {
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+}
+
+
+def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
+    """The layout to verify, and what was changed for it.
+
+    A model of more than 2 M parameters gets fewer and narrower layers, a batch of more than 8,192
+    tokens shorter and fewer sequences; everything that parallelism divides stays divisible as it
+    was, stages stay uneven or empty, and KV heads stay fewer than tp. The optimizer takes large,
+    well-conditioned steps: with AdamW's usual epsilon a gradient that is zero but for rounding
+    would move its weight by a visible, meaningless amount.
+    """
+    config = layout.config
+    world_size = layout.grid.world_size
+    changes = []
+    size = count_parameters(config.model).total
+    if size > LARGEST_MODEL:
+        config = _narrower(_shallower(layout, config))
+        now = config.model
+        changes.append(
+            f"{human_count(size)} parameters -> {human_count(count_parameters(now).total)}: "
+            f"{now.num_layers} layers, hidden {now.hidden_size}, {now.num_attention_heads} heads "
+            f"({now.num_kv_heads} key/value), ffn {now.ffn_size}, vocabulary {now.vocab_size}"
+        )
+    training = config.training
+    if training.global_batch_size * training.seq_length > LARGEST_BATCH:
+        config = _fewer_tokens(layout, config)
+        now_t = config.training
+        changes.append(
+            f"batches of {training.global_batch_size} x {training.seq_length} tokens -> "
+            f"{now_t.global_batch_size} x {now_t.seq_length}"
+        )
+    config = config.with_values(
+        lr=LEARNING_RATE, lr_decay_style="constant", lr_warmup_iters=0, adam_eps=ADAM_EPS
+    )
+    changes.append(f"AdamW at a constant rate of {LEARNING_RATE:g} with an epsilon of {ADAM_EPS:g}")
+    return check(config, world_size), tuple(changes)
+
+
+def _shallower(layout: Layout, config: Config) -> Config:
+    """One or two layers a stage: two where a stage has more than the smallest, 0 stays 0."""
+    counts = [len(stage.layers) for stage in layout.split.stages]
+    if len(counts) == 1:
+        return config.with_values(num_layers=min(2, counts[0]))
+    fewest = min(count for count in counts if count)
+    kept, first = [], 0
+    for stage, count in zip(layout.split.stages, counts, strict=True):
+        few = min(count, 1 if count == fewest else 2)
+        kept.append(replace(stage, layers=tuple(range(first, first + few))))
+        first += few
+    placement = layout.split.placement
+    is_v = placement == v_placement(layout.grid.pp, len(counts)) and len(counts) > layout.grid.pp
+    text = ("v:" if is_v else "") + layout_string(kept)
+    return config.with_values(num_layers=first, pipeline_model_parallel_layout=text, **SPLIT_FLAGS)
+
+
+def _narrower(config: Config) -> Config:
+    """Few, small heads and a small vocabulary; what tp divides is divided as before."""
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    kv_heads, group = _few_heads(model, tp)
+    heads = kv_heads * group
+    head_dim = min(model.head_dim, 8)
+    hidden = heads * head_dim
+    if model.q_size != model.hidden_size:
+        hidden += 8
+    ffn = tp * max(1, min(model.ffn_size, 2 * hidden) // tp)
+    multiple = lcm(tp, min(model.make_vocab_size_divisible_by, 64))
+    padding = min(model.padded_vocab_size - model.vocab_size, 7)
+    return config.with_values(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=kv_heads,
+        kv_channels=head_dim,
+        ffn_hidden_size=ffn,
+        vocab_size=4 * multiple - padding,
+        make_vocab_size_divisible_by=multiple,
+        init_method_std=model.init_method_std * (model.hidden_size / hidden) ** 0.5,
+    )
+
+
+def _few_heads(model: ModelConfig, tp: int) -> tuple[int, int]:
+    """Key/value heads, and query heads for each of them."""
+    kv_heads, group = model.num_kv_heads, model.num_attention_heads // model.num_kv_heads
+    if kv_heads >= tp:
+        kv_heads = tp * min(kv_heads // tp, 2)
+    fits = [n for n in range(min(group, 2), group + 1) if kv_heads * n % tp == 0]
+    return kv_heads, fits[0]
+
+
+def _fewer_tokens(layout: Layout, config: Config) -> Config:
+    """Short sequences, and the fewest microbatches that relate to the pipeline as before."""
+    training, tp = config.training, config.parallel.tensor_model_parallel_size
+    length = min(training.seq_length, lcm(32, tp))
+    each = min(training.micro_batch_size, 2)
+    most = layout.num_microbatches
+    few = min(most, max(2, 2 * layout.grid.pp))
+    for count in range(few, most + 1):
+        smaller = config.with_values(
+            seq_length=length,
+            micro_batch_size=each,
+            global_batch_size=each * count * layout.grid.dp,
+        )
+        try:
+            check(smaller, layout.grid.world_size)
+        except ConfigError:
+            continue  # a schedule that takes only some numbers of microbatches
+        return smaller
+    return config
