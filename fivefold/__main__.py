@@ -1,0 +1,7 @@
+"""`python -m fivefold`."""
+
+import sys
+
+from fivefold.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,90 @@
+"""The command `fivefold`: finds the verb, runs it, and says in one message what is wrong.
+
+A verb is a module of this package with `Options`, a dataclass whose docstring is its help, and
+`run(argv) -> status`. If `Options` has a field `recipe`, every setting of a run is a flag too.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+
+from fivefold import __version__
+from fivefold.cli.style import paint
+from fivefold.errors import ConfigError, FivefoldError, did_you_mean
+
+VERBS: Mapping[str, str] = MappingProxyType(
+    {
+        "train": "train a model on any layout, from four processes on a laptop to a cluster",
+        "verify": "prove that a layout computes what one device computes",
+        "sample": "continue a prompt with a trained model",
+        "data": "tokenise a recipe's corpus and count it",
+        "doctor": "say what this machine can do",
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit status: 0, 1 for a failure, 2 for a mistake."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _dispatch(words)
+        sys.stdout.flush()
+        return status
+    except FivefoldError as error:
+        # All ranks of a cluster read the same settings and would say the same.
+        if not isinstance(error, ConfigError) or _first_rank():
+            print(f"{paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader (head, less) has gone; what is still buffered has no place to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    verb, argv = words[0], words[1:]
+    if verb == "--version":
+        print(f"fivefold {__version__}")
+        return 0
+    if verb not in VERBS:
+        kind = "flag" if verb.startswith("-") else "command"
+        raise ConfigError(
+            f"unknown {kind} {verb!r}{did_you_mean(verb, VERBS)}\n  works: {' | '.join(VERBS)}"
+        )
+    module = import_module(f"fivefold.cli.{verb}")
+    flags = argv[: argv.index("--")] if "--" in argv else argv
+    if "-h" in flags or "--help" in flags:
+        from fivefold.config.reference import help_text
+
+        print(help_text(verb, module.Options, sys.stdout))
+        return 0
+    status: int = module.run(argv)
+    return status
+
+
+def _overview() -> str:
+    width = max(map(len, VERBS))
+    verbs = [f"  {verb:<{width}}  {summary}" for verb, summary in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: fivefold COMMAND ...",
+            "",
+            "Train transformer language models across five dimensions of parallelism.",
+            "",
+            *verbs,
+            "",
+            "fivefold COMMAND --help lists its flags.   fivefold --version",
+            "try: fivefold train demo --nproc 4",
+        ]
+    )
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

@@ -1,0 +1,15 @@
+"""Colour on a terminal, plain text elsewhere and under NO_COLOR (no-color.org)."""
+
+import os
+from typing import Literal, TextIO
+
+Style = Literal["red", "green", "yellow", "bold", "dim"]
+
+_CODES = {"bold": 1, "dim": 2, "red": 31, "green": 32, "yellow": 33}
+
+
+def paint(text: str, style: Style, stream: TextIO) -> str:
+    """`text` in a style if `stream` shows styles."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\033[{_CODES[style]}m{text}\033[0m"

@@ -1,0 +1,93 @@
+"""`fivefold train`: check a layout, show it or run it."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.check import Layout, check
+from fivefold.cli.style import paint
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load, to_toml
+from fivefold.derived import as_table, describe
+from fivefold.errors import ConfigError, Mistake
+from fivefold.pipeline.draw import draw
+from fivefold.pipeline.layout import stage_table
+from fivefold.train.rank_env import read_rank_env
+
+PICTURE_WIDTH = 160  # characters: wider ones wrap and say nothing
+PICTURE_ACTS = 64  # microbatches x stages; more make wide pictures
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train the model of a recipe; flags change what the recipe says.
+
+    Under torchrun or srun every rank runs this same command; elsewhere --nproc starts the ranks
+    on this machine, and without it there is one.
+    """
+
+    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+    nproc: int | None = option(None, "processes to start on this machine")
+    dry_run: bool = option(False, "show everything that follows from the settings, start nothing")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; `argv` is what follows it."""
+    options, config = load(argv, Options)
+    layout = check(config, ranks(options.nproc, dry_run=options.dry_run))
+    if options.dry_run:
+        print("\n".join(_preview(layout)))
+        return 0
+    from fivefold.train.run import train
+
+    return train(layout, recipe_name(options.recipe), options.nproc)
+
+
+def recipe_name(recipe: str | None) -> str:
+    """What a run of this recipe is called."""
+    return Path(recipe).stem if recipe else "run"
+
+
+def ranks(nproc: int | None, *, dry_run: bool = False) -> int:
+    """How many ranks there will be: those asked for, or those that a launcher has started.
+
+    Raises:
+        ConfigError: both, or fewer than one.
+    """
+    env = read_rank_env()
+    if nproc is None:
+        return env.world_size
+    if nproc < 1:
+        raise ConfigError(f"--nproc must be at least 1, not {nproc}")
+    if env.launcher != "single" and not dry_run:
+        what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
+        raise ConfigError(Mistake(what, works=("one of the two",)))
+    return nproc
+
+
+def _preview(layout: Layout) -> Iterator[str]:
+    yield _title("settings")
+    yield to_toml(layout.config)
+    yield _title("mesh: rank order, rightmost fastest")
+    yield from layout.grid.describe()
+    if layout.grid.pp > 1:
+        yield _title("\nstages")
+        yield stage_table(layout.split)
+        yield from _picture(layout)
+    yield _title("\nwhat follows")
+    yield as_table(describe(layout))
+
+
+def _picture(layout: Layout) -> Iterator[str]:
+    if layout.num_microbatches * len(layout.split.stages) > PICTURE_ACTS:
+        return
+    picture = draw(layout.program())
+    if max(map(len, picture.splitlines())) <= PICTURE_WIDTH:
+        yield _title(f"\nprogram: {layout.schedule}, F forward, B backward, time to the right")
+        yield picture
+
+
+def _title(text: str) -> str:
+    return paint(text, "bold", sys.stdout)

@@ -1,0 +1,202 @@
+"""Command lines read into dataclasses: every field is a flag, Megatron-LM's spellings included."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.settings import Setting
+from fivefold.errors import Mistakes, did_you_mean
+
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "dp_shard": "data_parallel_shard_size",
+        "dp_replicate": "num_distributed_optimizer_instances",
+        "vpp": "num_virtual_stages_per_pipeline_rank",
+        "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+        "mbs": "micro_batch_size",
+        "gbs": "global_batch_size",
+        "layernorm_epsilon": "norm_epsilon",
+        "preset": "model",
+    }
+)
+
+# Megatron-LM's switches that say with one word what is a value here.
+SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "bf16": {"precision": "bf16"},
+        "fp32": {"precision": "fp32"},
+        "fp64": {"precision": "fp64"},
+        "use_distributed_optimizer": {"data_parallel_sharding_strategy": "optim"},
+        "swiglu": {"activation_func": "silu", "gated_linear_unit": True},
+        "disable_bias_linear": {"add_bias_linear": False},
+        "use_rotary_position_embeddings": {"position_embedding_type": "rope"},
+        "group_query_attention": {},  # num_query_groups says it; `sources` sees that it is there
+    }
+)
+
+_DASHES = "-\u2013\u2014"  # documents turn "--" into en or em dashes, which are then pasted
+
+
+@dataclass
+class Given:
+    """What a command line says.
+
+    Attributes:
+        values: by setting name.
+        words: arguments given by place.
+        switches: names of the Megatron-LM switches that were used.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    switches: list[str] = field(default_factory=list)
+
+
+def scan(
+    argv: Sequence[str],
+    settings: Iterable[Setting],
+    mistakes: Mistakes,
+    switches: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> Given:
+    """Read a command line; where a flag is given twice, the last one counts.
+
+    Flags are `--name value` or `--name=value`, with dashes or underscores; booleans are `--name`
+    and `--no-name`; a tuple takes all words up to the next flag; after `--` nothing is a flag.
+    """
+    flags = {s.name: s for s in settings if not s.positional}
+    return _Scanner(argv, flags, switches, mistakes).scan()
+
+
+class _Scanner:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        settings: Mapping[str, Setting],
+        switches: Mapping[str, Mapping[str, Any]],
+        mistakes: Mistakes,
+    ) -> None:
+        self._words = deque(argv)
+        self._settings = settings
+        self._mistakes = mistakes
+        self._given = Given()
+        self._spelled: dict[str, str] = {}  # setting -> the flag that set it
+        self._switches = switches
+
+    def scan(self) -> Given:
+        while self._words:
+            word = self._words.popleft()
+            if word == "--":
+                self._given.words += self._words
+                break
+            if _is_flag(word):
+                self._flag(word)
+            else:
+                self._given.words.append(word)
+        self._apply_switches()
+        return self._given
+
+    def _flag(self, word: str) -> None:
+        flag, has_value, value = word.partition("=")
+        name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
+        name = ALIASES.get(name, name)
+        setting = self._settings.get(name)
+        negated = self._settings.get(name.removeprefix("no_"))
+        if name in self._switches and not has_value:
+            self._given.switches.append(name)
+        elif setting is not None and setting.kind is bool and not has_value:
+            self._switch(setting, flag, True)
+        elif setting is not None:
+            self._assign(setting, flag, [value] if has_value else self._take(setting))
+        elif negated is not None and negated.kind is bool and not has_value:
+            self._switch(negated, flag, False)
+        else:
+            self._unknown(flag, bool(has_value))
+
+    def _switch(self, setting: Setting, flag: str, value: bool) -> None:
+        following = self._words[0].lower() if self._words else ""
+        if following in ("true", "false"):
+            self._words.popleft()
+            self._mistakes.add(
+                f"{flag} stands alone, without {following!r}",
+                works=(setting.flag, f"--no-{setting.flag[2:]}"),
+            )
+        self._set(setting, flag, value)
+
+    def _take(self, setting: Setting) -> list[str]:
+        """The words that follow a flag: one, or as many as there are."""
+        taken: list[str] = []
+        while self._words and not _is_flag(self._words[0]) and (setting.many or not taken):
+            taken.append(self._words.popleft())
+        return taken
+
+    def _assign(self, setting: Setting, flag: str, texts: list[str]) -> None:
+        if not texts:
+            self._mistakes.add(f"{flag} needs a value: {setting.expected}")
+            return
+        try:
+            values = [setting.from_text(text) for text in texts]
+        except (ValueError, KeyError):
+            add_bad_value(flag, setting, " ".join(texts), self._mistakes)
+            return
+        self._set(setting, flag, tuple(values) if setting.many else values[0])
+
+    def _set(self, setting: Setting, flag: str, value: Any) -> None:
+        self._given.values[setting.name] = value
+        self._spelled[setting.name] = flag
+
+    def _apply_switches(self) -> None:
+        """What switches imply, unless another flag says otherwise."""
+        for switch in self._given.switches:
+            flag = "--" + switch.replace("_", "-")
+            for name, value in self._switches[switch].items():
+                before = self._given.values.get(name, value)
+                if before != value:
+                    self._mistakes.add(
+                        f"{flag} contradicts {self._spelled[name]}",
+                        f"{flag} means {name} = {value}, and {self._spelled[name]} means "
+                        f"{name} = {before}",
+                        works=(flag, f"{self._settings[name].flag} {before}"),
+                    )
+                self._given.values[name] = value
+                self._spelled.setdefault(name, flag)
+
+    def _unknown(self, flag: str, has_value: bool) -> None:
+        name = flag.lstrip(_DASHES).replace("-", "_")
+        booleans = [s.name for s in self._settings.values() if s.kind is bool]
+        alone = [*self._switches, *booleans, *(f"no_{name}" for name in booleans)]
+        if has_value and name in alone:
+            self._mistakes.add(f"{flag} takes no value")
+            return
+        aliases = [alias for alias, of in ALIASES.items() if of in self._settings]
+        known = list(dict.fromkeys([*self._settings, *alone, *aliases]))
+        close = get_close_matches(name, known, n=1, cutoff=0.6)
+        close = close or [k for k in known if k.startswith(name)][:3]
+        dashed = ["--" + k.replace("_", "-") for k in close]
+        suffix = f", did you mean {' or '.join(dashed)}?" if dashed else ""
+        self._mistakes.add(f"unknown flag {flag}{suffix}")
+        takes_value = not has_value and not (close and set(close) <= set(alone))
+        if takes_value and self._words and not _is_flag(self._words[0]):
+            self._words.popleft()  # not to be taken for an argument
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word is meant as a flag: not a negative number, not a lone dash."""
+    return len(word) > 1 and word[0] in _DASHES and not word[1].isdigit() and word[1] != "."
+
+
+def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistakes) -> None:
+    """Record that `place` (a flag, a TOML key) holds something of the wrong kind."""
+    shown = str(found).lower() if isinstance(found, bool) else repr(found)
+    if setting.choices:
+        suggestion = did_you_mean(str(found), setting.choices)
+        mistakes.add(f"{place} cannot be {shown}{suggestion}", works=setting.choices)
+    else:
+        mistakes.add(f"{place} must be {setting.expected}, not {shown}")

@@ -1,0 +1,145 @@
+"""What every flag means, from the dataclasses: for --help, and as a page of the documentation."""
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING
+from inspect import getdoc
+from textwrap import fill
+from typing import TextIO
+
+from fivefold.config.config import SECTIONS
+from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.settings import NONE, Setting, settings_of
+from fivefold.config.sources import MODEL, config_settings, recipe_names
+
+MAX_WIDTH = 100
+
+
+def help_text(verb: str, options: type, stream: TextIO) -> str:
+    """The help of a verb: its own arguments, then every setting of a run if it takes a recipe."""
+    columns = shutil.get_terminal_size().columns if stream.isatty() else MAX_WIDTH
+    width = min(columns, MAX_WIDTH)
+    own = list(settings_of(options))
+    takes_config = any(s.name == "recipe" for s in own)
+    return "\n".join(_help_lines(verb, options, own, takes_config, width))
+
+
+def _help_lines(
+    verb: str, options: type, own: list[Setting], takes_config: bool, width: int
+) -> Iterator[str]:
+    words = [_place(s) for s in own if s.positional]
+    yield " ".join(["usage: fivefold", verb, *words, "[flags]"])
+    yield ""
+    yield getdoc(options) or ""
+    yield ""
+    for setting in own:
+        yield from _entry(setting, width)
+    if not takes_config:
+        return
+    yield from _entry(MODEL, width)
+    for section, settings in config_settings().items():
+        yield f"\n[{section}] {_summary(SECTIONS[section])}"
+        for setting in settings:
+            yield from _entry(setting, width)
+    yield "\nMegatron-LM's switches"
+    for name, implied in SWITCHES.items():
+        yield f"  --{_dashed(name):<36}{_implied(implied)}"
+    yield f"\nrecipes: {', '.join(recipe_names())}"
+
+
+def _entry(setting: Setting, width: int) -> Iterator[str]:
+    head = setting.name.upper() if setting.positional else ", ".join(_spellings(setting))
+    default = _default(setting)
+    yield f"  {head}" + (f"  (default {default})" if default else "")
+    text = setting.help
+    if setting.choices:
+        text += f": {' | '.join(setting.choices)}"
+    yield fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def _spellings(setting: Setting) -> list[str]:
+    """The flag with what follows it, and its aliases."""
+    short = [f"--{_dashed(alias)}" for alias, of in ALIASES.items() if of == setting.name]
+    if setting.kind is bool:
+        off = f"--no-{setting.flag[2:]}"
+        return [off if setting.default is True else setting.flag, *short]
+    word = {int: "N", float: "X", str: "WORD"}[setting.kind] + ("..." if setting.many else "")
+    return [f"{setting.flag} {word}", *short]
+
+
+def _default(setting: Setting) -> str:
+    """The default as it would be written, empty if None or False says nothing."""
+    value = setting.default
+    if value is MISSING or value is None:
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else ""
+    return (
+        " ".join(value)
+        if isinstance(value, tuple)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def reference_page() -> str:
+    """docs/reference/flags.md."""
+    return "\n".join(_page_lines()) + "\n"
+
+
+def _page_lines() -> Iterator[str]:
+    yield "# Settings"
+    yield ""
+    yield (
+        "Every setting is a key of its section in a recipe and a flag of every command that takes "
+        "one: `micro_batch_size = 2` under `[training]`, or `--micro-batch-size 2`, which counts "
+        "more. A switch is turned on by `--name` and off by `--no-name`; "
+        f'`{NONE}` stands for no value, in TOML as `"{NONE}"`. '
+        "This page is written by `python -m fivefold.docs`."
+    )
+    for section, settings in config_settings().items():
+        yield from ("", f"## [{section}]", "", _summary(SECTIONS[section]), "")
+        if section == "model":
+            yield (
+                'A recipe may start from `preset = "llama3-8b"` (a preset, a hub name, or the '
+                "path of a Hugging Face config.json) and change it by further keys; "
+                "`--model NAME` replaces the whole section."
+            )
+            yield ""
+        yield from _table(settings)
+    yield from ("", "## Other spellings", "", "| flag | means |", "|---|---|")
+    for alias, name in ALIASES.items():
+        yield f"| `--{_dashed(alias)}` | `--{_dashed(name)}` |"
+    for switch, implied in SWITCHES.items():
+        yield f"| `--{_dashed(switch)}` | {_implied(implied)} |"
+
+
+def _table(settings: Iterable[Setting]) -> Iterator[str]:
+    yield "| key | value | default | |"
+    yield "|---|---|---|---|"
+    for setting in settings:
+        value = setting.expected.removeprefix("one of ").replace("|", "\\|")
+        default = _default(setting) or ("off" if setting.default is False else "")
+        shown = f"`{default}`" if default else "required" if setting.default is MISSING else ""
+        text = setting.help.replace("|", "\\|")
+        yield f"| `{setting.name}` | {value} | {shown} | {text} |"
+
+
+def _implied(implied: Mapping[str, object]) -> str:
+    if not implied:
+        return "needs --num-query-groups, which says it all"
+    return ", ".join(f"{name} = {str(value).lower()}" for name, value in implied.items())
+
+
+def _place(setting: Setting) -> str:
+    name = setting.name.upper()
+    return name if setting.default is MISSING else f"[{name}]"
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _summary(cls: type) -> str:
+    return (getdoc(cls) or "").split("\n")[0]

@@ -1,0 +1,138 @@
+"""A dataclass field as something a person sets: its type, its flag and its TOML key."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+NONE = "none"  # how flags and TOML, which has no null, spell None
+
+
+def argument(help: str, default: Any = MISSING) -> Any:
+    """A dataclass field that the command line gives by place; required without a default."""
+    return field(default=default, metadata={"help": help, "positional": True})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a settings dataclass.
+
+    Attributes:
+        name: of the field, which is the TOML key; the flag has dashes.
+        kind: bool, int, float or str; of the items if `many`.
+        choices: the only values allowed, if not empty.
+        optional: None is allowed.
+        many: several values, kept as a tuple.
+        positional: given by place rather than by flag.
+        default: MISSING if there is none.
+        help: one line.
+    """
+
+    name: str
+    kind: type
+    choices: tuple[str, ...]
+    optional: bool
+    many: bool
+    positional: bool
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        """The flag that sets it."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def expected(self) -> str:
+        """What a value has to be, to follow "must be"."""
+        word = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        one = f"one of {', '.join(self.choices)}" if self.choices else word[self.kind]
+        if self.many:
+            one = "text or a list of texts"
+        return f"{one}, or {NONE}" if self.optional else one
+
+    def from_text(self, text: str) -> Any:
+        """The value that a word of the command line stands for.
+
+        Raises:
+            ValueError: it stands for none.
+        """
+        if self.optional and text == NONE:
+            return None
+        if self.kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return self._checked(self.kind(text))
+
+    def from_toml(self, value: object) -> Any:
+        """The value that a TOML value stands for.
+
+        Raises:
+            ValueError: it is of another type, or not among the choices.
+        """
+        if self.optional and value == NONE:
+            return None
+        if self.many:
+            items = value if isinstance(value, list) else [value]
+            if not all(isinstance(item, str) for item in items):
+                raise ValueError(value)
+            return tuple(items)
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.kind:
+            raise ValueError(value)
+        return self._checked(value)
+
+    def to_toml(self, value: Any) -> str:
+        """The inverse of `from_toml`, as TOML text."""
+        if value is None:
+            return f'"{NONE}"'
+        if isinstance(value, tuple):
+            return f"[{', '.join(map(_quoted, value))}]"
+        if isinstance(value, str):
+            return _quoted(value)
+        return str(value).lower() if isinstance(value, bool) else repr(value)
+
+    def _checked(self, value: Any) -> Any:
+        if self.choices and value not in self.choices:
+            raise ValueError(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(value)
+        return value
+
+
+def settings_of(cls: type) -> Iterator[Setting]:
+    """The settings of a dataclass, in order."""
+    hints = get_type_hints(cls)
+    for of in fields(cls):
+        yield _setting(of, hints[of.name])
+
+
+def _setting(of: Field, hint: Any) -> Setting:
+    optional = get_origin(hint) in (Union, UnionType)
+    if optional:
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    many = get_origin(hint) is tuple
+    return Setting(
+        name=of.name,
+        kind=str if choices or many else hint,
+        choices=choices,
+        optional=optional,
+        many=many,
+        positional=of.metadata.get("positional", False),
+        default=of.default,
+        help=of.metadata["help"],
+    )
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string."""
+    return '"' + "".join(_ESCAPES.get(c) or _plain(c) for c in text) + '"'
+
+
+_ESCAPES = {'"': '\\"', "\\": "\\\\"}
+
+
+def _plain(char: str) -> str:
+    return f"\\u{ord(char):04x}" if char < " " or char == "\x7f" else char

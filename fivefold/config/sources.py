@@ -1,0 +1,267 @@
+"""The doors into Config: the defaults, then a recipe (TOML), then flags."""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from fivefold.config.config import SECTIONS, Config
+from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
+from fivefold.config.model import ModelConfig
+from fivefold.config.presets import resolve_model
+from fivefold.config.settings import Setting, settings_of
+from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
+
+T = TypeVar("T")
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+PRESET = "preset"  # key of [model] whose value is what --model takes
+
+MODEL = Setting(
+    name="model",
+    kind=str,
+    choices=(),
+    optional=False,
+    many=False,
+    positional=False,
+    default=None,
+    help="preset, hub name, or path of a config.json; replaces all of the recipe's [model]",
+)
+
+
+@cache
+def config_settings() -> Mapping[str, tuple[Setting, ...]]:
+    """Every setting of a run, by section."""
+    return MappingProxyType({name: tuple(settings_of(cls)) for name, cls in SECTIONS.items()})
+
+
+def recipe_names() -> list[str]:
+    """The recipes that come with Fivefold."""
+    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+def load_options(argv: Sequence[str], options: type[T]) -> T:
+    """A verb's own options, from its command line.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    mistakes = Mistakes()
+    given = scan(argv, settings_of(options), mistakes)
+    loaded = _options(options, given, mistakes)
+    mistakes.raise_if_any()
+    assert loaded is not None
+    return loaded
+
+
+def load(argv: Sequence[str], options: type[T]) -> tuple[T, Config]:
+    """A verb's options and the Config it works on, from its command line.
+
+    Args:
+        argv: words after the verb.
+        options: a dataclass with a field `recipe`, which may be None.
+
+    Raises:
+        ConfigError: everything that is wrong with the flags and with the recipe.
+    """
+    mistakes = Mistakes()
+    of_config = [s for section in config_settings().values() for s in section]
+    given = scan(argv, [*settings_of(options), MODEL, *of_config], mistakes, SWITCHES)
+    loaded = _options(options, given, mistakes)
+    recipe = getattr(loaded, "recipe", None)
+    config = _config(recipe, given, mistakes)
+    mistakes.raise_if_any()
+    assert loaded is not None and config is not None
+    return loaded, config
+
+
+def read_config(recipe: str | Path | None = None, **values: Any) -> Config:
+    """The Config of a recipe (a path or the name of a shipped one) with some values changed.
+
+    Raises:
+        ConfigError: everything that is wrong with the recipe.
+    """
+    mistakes = Mistakes()
+    config = _config(None if recipe is None else str(recipe), Given(values), mistakes)
+    mistakes.raise_if_any()
+    assert config is not None
+    return config
+
+
+def to_toml(config: Config) -> str:
+    """A recipe that says everything; reading it gives an equal Config."""
+    lines = []
+    for (section, settings), (_, values) in zip(
+        config_settings().items(), config.sections(), strict=True
+    ):
+        lines.append(f"[{section}]")
+        lines += [f"{s.name} = {s.to_toml(getattr(values, s.name))}" for s in settings]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _options(options: type[T], given: Given, mistakes: Mistakes) -> T | None:
+    values: dict[str, Any] = {}
+    words = list(given.words)
+    missing = False
+    for setting in settings_of(options):
+        if setting.positional and words:
+            values[setting.name] = words.pop(0)
+        elif not setting.positional and setting.name in given.values:
+            values[setting.name] = given.values[setting.name]
+        elif setting.default is MISSING:
+            missing = True
+            name = setting.name.upper() if setting.positional else setting.flag
+            mistakes.add(f"{name} is missing: {setting.help}")
+    for word in words:
+        mistakes.add(f"unexpected argument {word!r}")
+    return None if missing else options(**values)
+
+
+def _config(recipe: str | None, given: Given, mistakes: Mistakes) -> Config | None:
+    written: dict[str, dict[str, Any]] = {}
+    if recipe is not None:
+        with mistakes.collecting():
+            written = _read_recipe(recipe)
+    found_before = mistakes.found
+    sections: dict[str, Any] = {}
+    for name, settings in config_settings().items():
+        flags = {s.name: given.values[s.name] for s in settings if s.name in given.values}
+        if name == "model":
+            sections[name] = _model(written.get(name, {}), flags, given, mistakes, found_before)
+        else:
+            sections[name] = SECTIONS[name](**written.get(name, {}) | flags)
+    return None if mistakes.found else Config(**sections)
+
+
+def _model(
+    written: Mapping[str, Any],
+    flags: Mapping[str, Any],
+    given: Given,
+    mistakes: Mistakes,
+    found_before: bool,
+) -> ModelConfig | None:
+    """The preset, then what the recipe says beside it, then flags; --model replaces the first two.
+
+    A model that is not there is no mistake of its own if others were found before.
+    """
+    written = dict(written)
+    name = written.pop(PRESET, None)
+    if "model" in given.values:
+        name, written = given.values["model"], {}
+    values = written | dict(flags)
+    if name is not None:
+        with mistakes.collecting():
+            values = vars(resolve_model(name)) | values
+    required = [s for s in config_settings()["model"] if s.default is MISSING]
+    missing = [s.flag for s in required if s.name not in values]
+    if missing:
+        if not found_before and name is None:
+            mistakes.add(
+                f"no model: {', '.join(missing)} missing",
+                works=("a recipe", "--model llama3-8b", "--model PATH/config.json"),
+                attempt=f"one of the recipes {' '.join(recipe_names())}",
+            )
+        return None
+    model = ModelConfig(**values)
+    if "group_query_attention" in given.switches and model.num_query_groups is None:
+        mistakes.add("--group-query-attention needs --num-query-groups, the key/value heads")
+    return model
+
+
+def _read_recipe(recipe: str) -> dict[str, dict[str, Any]]:
+    """Section -> values, each of the right type."""
+    path = _find_recipe(recipe)
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: byte {error.start} is wrong") from error
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, text, str(error)) from error
+    mistakes = Mistakes()
+    values = {
+        section: _read_section(section, table, path, mistakes) for section, table in tables.items()
+    }
+    mistakes.raise_if_any()
+    return values
+
+
+def _find_recipe(recipe: str) -> Path:
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    if path.suffix != ".toml" and "/" not in recipe and (RECIPES / f"{recipe}.toml").is_file():
+        return RECIPES / f"{recipe}.toml"
+    if path.is_dir():
+        raise ConfigError(f"{recipe} is a folder, and a recipe is a .toml file")
+    if path.suffix == ".toml" or "/" in recipe:
+        near = [p.name for p in path.parent.glob("*.toml")]
+        raise ConfigError(f"no such recipe file: {recipe}{did_you_mean(path.name, near)}")
+    names = recipe_names()
+    what = f"unknown recipe {recipe!r}{did_you_mean(recipe, names)}"
+    raise ConfigError(Mistake(what, works=(*names, "the path of a .toml file")))
+
+
+def _syntax_error(path: Path, text: str, message: str) -> ConfigError:
+    """A TOML error that starts with file:line:column and shows the line."""
+    place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+    if place is None:
+        return ConfigError(f"{path}:{text.count(chr(10)) + 1}: {message}")
+    line, column = int(place[1]), int(place[2])
+    shown = text.split("\n")[line - 1]
+    caret = " " * (column - 1) + "^"
+    what = f"{path}:{line}:{column}: {message[: place.start()]}"
+    return ConfigError(Mistake(what, why=(shown, caret)))
+
+
+def _read_section(section: str, table: Any, path: Path, mistakes: Mistakes) -> dict[str, Any]:
+    sections = config_settings()
+    owner = {s.name: name for name, settings in sections.items() for s in settings}
+    owner[PRESET] = "model"
+    if section not in sections:
+        if not isinstance(table, dict) and section in owner:
+            mistakes.add(f"{path}: {section} belongs in [{owner[section]}], not above all sections")
+        elif not isinstance(table, dict):
+            mistakes.add(f"{path}: unknown key {section!r}{_meant(section, owner)}")
+        else:
+            suggestion = did_you_mean(section, sections)
+            mistakes.add(f"{path}: unknown section [{section}]{suggestion}", works=sections)
+        return {}
+    if not isinstance(table, dict):
+        mistakes.add(
+            f"{path}: {section} is a section: write [{section}] and its keys below, not "
+            f"{section} = {table!r}"
+        )
+        return {}
+    values: dict[str, Any] = {}
+    settings = {s.name: s for s in sections[section]}
+    if section == "model":
+        settings[PRESET] = MODEL
+    for key, value in table.items():
+        place = f"{path}: [{section}] {key}"
+        if key in settings:
+            try:
+                values[key] = settings[key].from_toml(value)
+            except ValueError:
+                add_bad_value(place, settings[key], value, mistakes)
+        elif key in owner:
+            mistakes.add(f"{place} belongs in [{owner[key]}]")
+        else:
+            mistakes.add(f"{path}: unknown key {key!r} in [{section}]{_meant(key, owner)}")
+    return values
+
+
+def _meant(key: str, owner: Mapping[str, str]) -> str:
+    name = key.replace("-", "_")
+    name = ALIASES.get(name, name)
+    suffix = did_you_mean(name, owner)
+    if suffix and (key in ALIASES or owner.get(name)):
+        return f", did you mean {name!r} in [{owner[name]}]?"
+    return suffix
