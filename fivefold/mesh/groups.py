@@ -83,6 +83,10 @@ def build_groups(
     tied = None
     if tied_ranks is not None and grid.coordinates(rank)["pp"] in tied_ranks:
         tied = group(tuple(pp_ranks[i] for i in tied_ranks))
+    elif tied_ranks is not None:
+        # torch names a group after its ranks and the number of groups that each has made before:
+        # ranks without a tied embedding make one as well, or the next common group would hang.
+        dist.new_group([rank], use_local_synchronization=True)
     return Groups(
         grid=grid,
         rank=rank,

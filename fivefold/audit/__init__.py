@@ -1,0 +1,1 @@
+"""Whether a run sent, held and computed what theory says."""

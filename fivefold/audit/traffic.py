@@ -1,0 +1,108 @@
+"""The bytes that this rank really sends, seen where every collective passes."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.audit.volumes import wire_bytes
+from fivefold.errors import FivefoldError
+from fivefold.mesh.groups import PARAMETER_AXES, Groups
+
+# Op -> name, and where in its arguments the whole buffer and the group stand.
+_OPS: Mapping[str, tuple[str, int, int]] = {
+    "c10d::_allgather_base_": ("all_gather", 0, 2),
+    "c10d::allgather_": ("all_gather", 0, 2),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1, 2),
+    "c10d::allreduce_": ("all_reduce", 0, 1),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0, 1),
+    "c10d::alltoall_base_": ("all_to_all", 1, 2),
+    "c10d::alltoall_": ("all_to_all", 1, 2),
+    "c10d::send": ("send", 0, 1),
+}
+_SILENT = ("c10d::recv_", "c10d::barrier", "c10d::monitored_barrier_")
+
+
+class Traffic(TorchDispatchMode):
+    """Sums the bytes sent while it is entered: `with Traffic(axes_of(groups)) as traffic: ...`.
+
+    A dispatch mode sees every c10d operation, FSDP2's and a backward's too: autograd runs its
+    threads with the modes of the thread that called it. A collective counts what a bandwidth-optimal
+    algorithm sends (`volumes.wire_bytes`), whatever the back end does; a pairwise one is counted
+    send by send, which comes to the same.
+
+    Args:
+        axes: name of the mesh axis by group name.
+
+    Attributes:
+        sent: bytes by (axis, operation).
+
+    Raises:
+        FivefoldError: inside the block, at an operation for which there is no wire model.
+    """
+
+    def __init__(self, axes: Mapping[str, str]) -> None:
+        super().__init__()
+        self._axes = axes
+        self.sent: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def by_axis(self) -> dict[str, float]:
+        """Bytes by mesh axis; axes over which nothing was sent are left out."""
+        total: Counter[str] = Counter()
+        for (axis, _), count in self.sent.items():
+            total[axis] += count
+        return {axis: float(count) for axis, count in total.items() if count}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # A DTensor runs first and comes back as the collectives that it is made of.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func.name().partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, op: str, args: tuple[Any, ...]) -> None:
+        if op in _SILENT:
+            return
+        if op not in _OPS:
+            raise FivefoldError(f"no wire model is known for {op}")
+        name, buffer, group = _OPS[op]
+        ranks = dist.ProcessGroup.unbox(args[group])
+        axis = self._axes.get(ranks.group_name, ranks.group_name)
+        self.sent[axis, name] += wire_bytes(name, _bytes(args[buffer]), ranks.size())
+
+
+def axes_of(groups: Groups) -> dict[str, str]:
+    """Group name -> axis; where two axes have the same ranks, the first named here counts."""
+    named = [
+        ("world", groups.world),
+        ("pp", groups.pp),
+        ("tp", groups.tp),
+        ("data", groups.data),
+        ("tied", groups.tied),
+        *((axis, groups.mesh.get_group(axis)) for axis in PARAMETER_AXES),
+    ]
+    axes: dict[str, str] = {}
+    for axis, group in named:
+        if group is not None:
+            axes.setdefault(group.group_name, axis)
+    return axes
+
+
+def _bytes(buffers: Any) -> int:
+    """Size of a tensor, or of all tensors of a nested list."""
+    if isinstance(buffers, Tensor):
+        return buffers.numel() * buffers.element_size()
+    return sum(map(_bytes, buffers))

@@ -1,0 +1,204 @@
+"""The bytes that theory says a rank sends in one training step, in closed form; torch-free.
+
+Wire model, bytes sent by each of P ranks for a whole buffer of N bytes: all-gather and
+reduce-scatter (P-1)/P N, all-reduce 2 (P-1)/P N, all-to-all (P-1)/P of what the rank has, a message
+N. These are what bandwidth-optimal algorithms send, and NCCL's rings do.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+from fivefold.check import Layout
+from fivefold.model.shape import StageParts, parameter_shapes
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
+SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
+
+
+def wire_bytes(op: str, size: int, ranks: int) -> float:
+    """What one of `ranks` ranks sends.
+
+    Args:
+        op: all_gather, reduce_scatter, all_reduce, all_to_all or send.
+        size: bytes of the whole buffer: the gathered one, the one to be reduced, the message.
+        ranks: of the group.
+    """
+    if op == "send":
+        return size
+    return (2 if op == "all_reduce" else 1) * (ranks - 1) * size / ranks
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one rank sends in one step for one purpose.
+
+    Attributes:
+        axis: over which ranks: "tp", "pp", "data" (all that see other tokens), "dp_shard_cp" and
+            "dp_replicate" (its two factors, where both are more than one), "tied", "world".
+        purpose: what for, in words.
+        size: bytes.
+    """
+
+    axis: str
+    purpose: str
+    size: float
+
+
+def step_volumes(layout: Layout, rank: int) -> tuple[Flow, ...]:
+    """Everything that a rank sends in one training step, optimizer included."""
+    volumes = _Volumes(layout, rank)
+    flows = (
+        *volumes.data_parallel(),
+        *volumes.tensor_parallel(),
+        *volumes.pipeline(),
+        *volumes.scalars(),
+    )
+    return tuple(flow for flow in flows if flow.size)
+
+
+def by_axis(flows: tuple[Flow, ...]) -> dict[str, float]:
+    """Bytes by axis."""
+    total: Counter[str] = Counter()
+    for flow in flows:
+        total[flow.axis] += flow.size  # type: ignore[assignment]
+    return {axis: float(size) for axis, size in total.items()}
+
+
+class _Volumes:
+    """The numbers that the formulas share, for one rank."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        config, grid = layout.config, layout.grid
+        self.layout, self.model, self.parallel = layout, config.model, config.parallel
+        self.at = grid.coordinates(rank)
+        self.tp, self.microbatches = grid.tp, layout.num_microbatches
+        self.data = grid.dp * grid.cp
+        strategy = self.parallel.data_parallel_sharding_strategy
+        self.shards = 1 if strategy == "no_shard" else grid.dp_shard * grid.cp
+        self.shard = self.at["dp_shard"] * grid.cp + self.at["cp"] if self.shards > 1 else 0
+        self.element = ELEMENT_BYTES[config.training.precision]
+        self.master = max(self.element, 4)
+        self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
+        self.tokens = config.training.micro_batch_size * config.training.seq_length
+        self.stages = {i: layout.split.stages[i] for i in layout.split.stages_of(self.at["pp"])}
+
+    def data_parallel(self) -> Iterator[Flow]:
+        """Gathers of parameters and reductions of gradients, with the padding of uneven shards.
+
+        With d shards of c-byte copies and g-byte gradients: rho = (d-1)/d of (g + c) Psi for
+        ZeRO-1, (M g + c) Psi for ZeRO-2, M (2c + g) Psi for ZeRO-3; the r replicas of a shard
+        then all-reduce it, 2 (r-1)/r of g Psi / d, and so do all ranks without sharding (d = 1).
+        """
+        strategy = self.parallel.data_parallel_sharding_strategy
+        shards, replicas = self.shards, self.data // self.shards
+        padded = sum(
+            -(-rows // shards) * prod(rest)
+            for spec in self.stages.values()
+            for rows, *rest in self._shapes(spec).values()
+        )
+        gathers = 2 * self.microbatches if strategy == "optim_grads_params" else 1
+        often = strategy in ("optim_grads", "optim_grads_params")
+        reductions = self.microbatches if often else 1
+        axis = "data" if replicas == 1 else "dp_shard_cp"
+        gathered = wire_bytes("all_gather", shards * padded * self.element, shards)
+        yield Flow(axis, "gathered parameters", gathers * gathered)
+        reduced = wire_bytes("reduce_scatter", shards * padded * self.wire, shards)
+        yield Flow(axis, "reduced gradients", reductions * reduced)
+        # FSDP2 sums replicas in the reduction type; only our buckets and reduce-scatter narrow it.
+        bucketed = strategy == "no_shard" and self.element == self.master
+        summed = padded * (self.wire if bucketed else self.master)
+        yield Flow(
+            "data" if shards == 1 else "dp_replicate",
+            "gradients summed over replicas",
+            wire_bytes("all_reduce", summed, replicas),
+        )
+
+    def tensor_parallel(self) -> Iterator[Flow]:
+        """Per microbatch and hidden state of N bytes, in units of (t-1)/t N.
+
+        A layer: 4 all-reduces = 8; with sequence parallelism 2 all-gathers and 2 reduce-scatters
+        forward, as many backward and 2 more gathers of saved inputs = 10. The embedding: 2. The
+        output layer: an all-reduce = 2, or 2 gathers and a reduce-scatter = 3. The loss gathers 2
+        numbers a token (3 with label smoothing) in at least fp32.
+        """
+        sequence = self.parallel.sequence_parallel
+        unit = self.tokens * self.model.hidden_size * self.element * (self.tp - 1) / self.tp
+        numbers = 3 if self.layout.config.training.label_smoothing else 2
+        loss = self.tp * numbers * self.tokens * self.master
+        partial = 0
+        for spec in self.stages.values():
+            layers = (10 if sequence else 8) * len(spec.layers) * unit
+            yield Flow("tp", "activations of layers", self.microbatches * layers)
+            if spec.embedding:
+                yield Flow("tp", "embedding", self.microbatches * 2 * unit)
+            if spec.head:
+                head = (3 if sequence else 2) * unit
+                yield Flow("tp", "output layer", self.microbatches * head)
+                whole = wire_bytes("all_gather", loss, self.tp)
+                yield Flow("tp", "cross entropy", self.microbatches * whole)
+            for name, shape in self._shapes(spec).items():
+                partial += self._held(shape) if self._is_partial(name) else 0
+        size = wire_bytes("all_reduce", partial * self.master, self.tp)
+        yield Flow("tp", "gradients of replicated parameters", size)
+
+    def pipeline(self) -> Iterator[Flow]:
+        """Hidden states and their gradients, [T, H] or its part, and tied embeddings."""
+        messages = [m for m in self.layout.program().messages if m.src_rank == self.at["pp"]]
+        parts = self.tp if self.parallel.sequence_parallel else 1
+        size = self.tokens // parts * self.model.hidden_size * self.element
+        yield Flow("pp", "hidden states and gradients", len(messages) * size)
+        ends = self.layout.split.placement[0], self.layout.split.placement[-1]
+        tied = not self.model.untie_embeddings_and_output_weights
+        if tied and ends[0] != ends[1] and self.at["pp"] in ends:
+            shape = self.model.padded_vocab_size // self.tp, self.model.hidden_size
+            size = self._held(shape) * self.master
+            axis = "pp" if self.layout.grid.pp == 2 else "tied"
+            yield Flow(axis, "gradient of the tied embedding", wire_bytes("all_reduce", size, 2))
+
+    def scalars(self) -> Iterator[Flow]:
+        """The valid tokens before the step; loss, votes to stop and squared norm after it."""
+        yield Flow("data", "token count", wire_bytes("all_reduce", SCALAR_BYTES, self.data))
+        one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
+        yield Flow("world", "loss, votes and gradient norm", 3 * one)
+
+    def _shapes(self, spec: StageParts) -> dict[str, tuple[int, ...]]:
+        """Name -> shape on a tensor-parallel rank, for the parameters of a stage."""
+        shapes = parameter_shapes(self.model, spec)
+        return {name: self._on_rank(name, shape) for name, shape in shapes.items()}
+
+    def _on_rank(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        module, _, kind = name.rpartition(".")
+        module = module.rpartition(".")[2]
+        if module in _BY_ROWS and not (module in _KEY_VALUE and self._replicates_kv):
+            return (shape[0] // self.tp, *shape[1:])
+        if module in _BY_COLUMNS and kind == "weight":
+            return (shape[0], shape[1] // self.tp)
+        return shape
+
+    def _held(self, shape: tuple[int, ...]) -> int:
+        """Elements of a parameter in this rank's shard; the last shards may be short or empty."""
+        each = -(-shape[0] // self.shards)
+        rows = min(max(shape[0] - self.shard * each, 0), each)
+        return rows * prod(shape[1:])
+
+    def _is_partial(self, name: str) -> bool:
+        """Whether tensor-parallel ranks each compute a part of a replicated one's gradient."""
+        module, _, kind = name.rpartition(".")
+        module = module.rpartition(".")[2]
+        if module in ("q_norm", "k_norm") or (module in _KEY_VALUE and self._replicates_kv):
+            return True
+        by_token = module in _TOKEN_WISE or (module in _BY_COLUMNS and kind == "bias")
+        return by_token and self.parallel.sequence_parallel
+
+    @property
+    def _replicates_kv(self) -> bool:
+        return self.model.num_kv_heads % self.tp != 0
+
+
+_KEY_VALUE = ("k_proj", "v_proj")
+_BY_ROWS = ("q_proj", *_KEY_VALUE, "gate_proj", "up_proj", "embed_tokens", "lm_head")
+_BY_COLUMNS = ("o_proj", "down_proj")
+_TOKEN_WISE = ("input_layernorm", "post_attention_layernorm", "norm", "embed_positions")

@@ -1,0 +1,132 @@
+"""Bytes really sent, on every rank and axis, against the closed forms: equal, not close."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fivefold.audit.traffic import Traffic, axes_of
+from fivefold.audit.volumes import by_axis, step_volumes
+from fivefold.check import Layout, check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.data.packing import Microbatch
+from fivefold.train.engine import Engine
+from tests.pool import run
+
+# Sizes that sharding over 2 or 4 ranks has to pad.
+MODEL: dict[str, Any] = dict(
+    num_layers=4,
+    hidden_size=18,
+    num_attention_heads=4,
+    kv_channels=6,
+    num_query_groups=2,
+    ffn_hidden_size=20,
+    vocab_size=250,
+    make_vocab_size_divisible_by=4,
+)
+
+
+def _layout(world: int, settings: dict[str, Any]) -> Layout:
+    values = dict(seq_length=8, micro_batch_size=1, global_batch_size=8, precision="fp32")
+    config = Config(model=ModelConfig(**MODEL)).with_values(**(values | settings))
+    return check(config, world)
+
+
+def _microbatches(layout: Layout, rank: int) -> list[Microbatch]:
+    training = layout.config.training
+    shape = training.micro_batch_size, training.seq_length
+    random = np.random.default_rng(rank)
+    positions = np.broadcast_to(np.arange(shape[1]), shape).copy()
+    return [
+        Microbatch(
+            random.integers(0, 250, shape),
+            random.integers(0, 250, shape),
+            positions,
+            np.zeros(shape, np.int64),
+            np.arange(shape[0] * shape[1]).reshape(shape),
+        )
+        for _ in range(layout.num_microbatches)
+    ]
+
+
+def _measure(rank: int, world: int, settings: dict[str, Any]) -> list[dict[str, float]]:
+    layout = _layout(world, settings)
+    engine = Engine(layout, rank, torch.device("cpu"))
+    microbatches = _microbatches(layout, layout.grid.dp_rank(rank))
+    measured = []
+    for _ in range(2):  # the second step starts from what the first has left gathered
+        with Traffic(axes_of(engine.groups)) as traffic:
+            engine.step(microbatches)
+        measured.append(traffic.by_axis)
+    return measured
+
+
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+V = "num_virtual_stages_per_pipeline_rank"
+ZERO = "data_parallel_sharding_strategy"
+HSDP = "num_distributed_optimizer_instances"
+SP = {TP: 2, "sequence_parallel": True}
+GPT = dict(
+    normalization="LayerNorm",
+    position_embedding_type="learned_absolute",
+    add_bias_linear=True,
+    gated_linear_unit=False,
+    activation_func="gelu",
+    untie_embeddings_and_output_weights=False,
+)
+BF16 = {"precision": "bf16"}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "no_shard": (4, {}),
+    "no_shard, bf16 on the wire": (2, {"grad_reduce_in_bf16": True}),
+    "no_shard in bf16": (2, BF16),
+    "no_shard in bf16, bf16 on the wire": (2, BF16 | {"grad_reduce_in_bf16": True}),
+    "optim": (4, {ZERO: "optim"}),
+    "optim_grads": (4, {ZERO: "optim_grads"}),
+    "optim_grads_params": (4, {ZERO: "optim_grads_params"}),
+    "optim_grads_params, nothing overlapped": (
+        2,
+        {ZERO: "optim_grads_params", "overlap_grad_reduce": False, "overlap_param_gather": False},
+    ),
+    "optim, reduced after the backward": (2, {ZERO: "optim", "overlap_grad_reduce": False}),
+    "optim_grads_params in bf16": (4, {ZERO: "optim_grads_params"} | BF16),
+    "optim in bf16, bf16 on the wire": (4, {ZERO: "optim", "grad_reduce_in_bf16": True} | BF16),
+    "hsdp optim": (4, {ZERO: "optim", HSDP: 2}),
+    "hsdp optim_grads": (8, {ZERO: "optim_grads", HSDP: 2}),
+    "hsdp optim_grads_params": (4, {ZERO: "optim_grads_params", HSDP: 2}),
+    "hsdp of one shard": (2, {ZERO: "optim", HSDP: 2}),
+    "tp": (2, {TP: 2, "label_smoothing": 0.1}),
+    "tp over more ranks than key/value heads": (4, {TP: 4, "qk_layernorm": True}),
+    "tp + sp": (2, SP | {"qk_layernorm": True}),
+    "tp + sp of a GPT": (2, SP | GPT),
+    "tp in bf16": (2, {TP: 2} | BF16),
+    "pp": (4, {PP: 4}),
+    "pp, tied": (2, {PP: 2} | GPT),
+    "pp of 4, tied": (4, {PP: 4} | GPT),
+    "interleaved pp": (2, {PP: 2, V: 2}),
+    "interleaved pp + optim_grads_params": (
+        4,
+        {PP: 2, V: 2, ZERO: "optim_grads_params", "num_layers": 8},
+    ),
+    "pp + optim_grads_params": (8, {PP: 4, ZERO: "optim_grads_params", "num_layers": 8}),
+    "one microbatch of optim_grads_params": (
+        2,
+        {ZERO: "optim_grads_params", "global_batch_size": 2},
+    ),
+    "pp + optim": (4, {PP: 2, ZERO: "optim"}),
+    "pp + tp + sp + optim_grads of a GPT": (8, {PP: 2, ZERO: "optim_grads"} | SP | GPT),
+    "pp + tp + no_shard": (8, {PP: 2, TP: 2, "qk_layernorm": True}),
+    "hsdp + tp + sp": (8, {ZERO: "optim_grads_params", HSDP: 2} | SP | BF16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_sends_exactly_what_the_formulas_say(name: str) -> None:
+    world, settings = CASES[name]
+    layout = _layout(world, settings)
+    for rank, steps in enumerate(run(world, _measure, settings)):
+        for measured in steps:
+            assert measured == by_axis(step_volumes(layout, rank)), f"rank {rank}"
