@@ -62,7 +62,8 @@ def start_all_gather(
         return Pending([work], lambda: result)
     rows = out.view(size, *x.shape)
     works = _exchange(group, send=lambda peer: x, receive=lambda peer: rows[peer])
-    rows[rank].copy_(x)
+    if rows[rank].data_ptr() != x.data_ptr():  # FSDP2 hands in a part of its own output
+        rows[rank].copy_(x)
     # `x` is read until the sends end, so the closure keeps it alive.
     return Pending(works, lambda keep=x: result)  # type: ignore[misc]
 
@@ -100,9 +101,9 @@ def start_reduce_scatter(
         works = _exchange(group, lambda peer: sent[peer], lambda peer: received[peer])
 
     def finish() -> Tensor:
-        received[rank] = sent[rank]
-        result.copy_(received[0])
-        for row in received[1:]:
+        rows = [sent[r] if r == rank else received[r] for r in range(size)]
+        torch.add(rows[0].to(x.dtype), rows[1], out=result)
+        for row in rows[2:]:
             result.add_(row)
         return result
 
