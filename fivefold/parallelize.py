@@ -17,8 +17,8 @@ from fivefold.mesh.slices import piece_of
 from fivefold.model.init import init_slice
 from fivefold.model.shape import canonical_name
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.deferred_weight import DeferredWeights
 from fivefold.pipeline.executor import Executor
+from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral, install_tensor_parallel
 
 log = logging.getLogger(__name__)
@@ -133,8 +133,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     The order matters: tensor parallelism changes what a parameter is, data parallelism shards or
     replicates what is there then, and memory is given only when each rank knows its part.
     """
-    config, policy = layout.config, make_policy(
-        layout.config.parallel, layout.config.training.precision
+    config, policy = (
+        layout.config,
+        make_policy(layout.config.parallel, layout.config.training.precision),
     )
     pp_rank = groups.at["pp"]
     deferred = DeferredWeights()
@@ -208,4 +209,3 @@ def _hidden_shape(layout: Layout) -> tuple[int, int]:
     tokens = config.training.micro_batch_size * config.training.seq_length
     parts = layout.grid.tp if config.parallel.sequence_parallel else 1
     return tokens // parts, config.model.hidden_size
-

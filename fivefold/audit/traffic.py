@@ -1,6 +1,6 @@
 """The bytes that this rank really sends, seen where every collective passes."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,9 +32,9 @@ class Traffic(TorchDispatchMode):
     """Sums the bytes sent while it is entered: `with Traffic(axes_of(groups)) as traffic: ...`.
 
     A dispatch mode sees every c10d operation, FSDP2's and a backward's too: autograd runs its
-    threads with the modes of the thread that called it. A collective counts what a bandwidth-optimal
-    algorithm sends (`volumes.wire_bytes`), whatever the back end does; a pairwise one is counted
-    send by send, which comes to the same.
+    threads with the modes of the thread that called it. A collective counts what an algorithm of
+    optimal bandwidth sends (`volumes.wire_bytes`), whatever the back end does; a pairwise one is
+    counted send by send, which comes to the same.
 
     Args:
         axes: name of the mesh axis by group name.
@@ -49,15 +49,15 @@ class Traffic(TorchDispatchMode):
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()
         self._axes = axes
-        self.sent: Counter[tuple[str, str]] = Counter()
+        self.sent: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     @property
     def by_axis(self) -> dict[str, float]:
         """Bytes by mesh axis; axes over which nothing was sent are left out."""
-        total: Counter[str] = Counter()
-        for (axis, _), count in self.sent.items():
-            total[axis] += count
-        return {axis: float(count) for axis, count in total.items() if count}
+        total: defaultdict[str, float] = defaultdict(float)
+        for (axis, _), size in self.sent.items():
+            total[axis] += size
+        return {axis: size for axis, size in total.items() if size}
 
     def __torch_dispatch__(
         self,

@@ -5,7 +5,7 @@ reduce-scatter (P-1)/P N, all-reduce 2 (P-1)/P N, all-to-all (P-1)/P of what the
 N. These are what bandwidth-optimal algorithms send, and NCCL's rings do.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -61,10 +61,10 @@ def step_volumes(layout: Layout, rank: int) -> tuple[Flow, ...]:
 
 def by_axis(flows: tuple[Flow, ...]) -> dict[str, float]:
     """Bytes by axis."""
-    total: Counter[str] = Counter()
+    total: defaultdict[str, float] = defaultdict(float)
     for flow in flows:
-        total[flow.axis] += flow.size  # type: ignore[assignment]
-    return {axis: float(size) for axis, size in total.items()}
+        total[flow.axis] += flow.size
+    return dict(total)
 
 
 class _Volumes:

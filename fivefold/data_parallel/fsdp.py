@@ -45,10 +45,21 @@ class ShardedStage:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             self._set_communication(unit, groups)
-        if policy.overlap_param_gather:
-            layers = self._units[1:]
-            for unit, following in pairwise(layers):
-                unit.set_modules_to_forward_prefetch([following])
+        self._set_prefetch(policy.overlap_param_gather)
+
+    def _set_prefetch(self, early: bool) -> None:
+        """Gather each block's parameters while the one before it computes, or none early.
+
+        Left alone, FSDP2 gathers in the backward what ran before in the order of all forwards; a
+        pipeline interleaves microbatches, and the last of these gathers would be for nothing. To
+        gather the root, which still is gathered in a backward, means to gather nothing.
+        """
+        root, *layers = self._units
+        for unit, before in zip(layers, self._units, strict=False):
+            unit.set_modules_to_backward_prefetch([before if early else root])
+        root.set_modules_to_backward_prefetch([self._units[-1] if early else root])
+        for unit, following in pairwise(layers if early else ()):
+            unit.set_modules_to_forward_prefetch([following])
 
     def _set_communication(self, unit: FSDPModule, groups: Groups) -> None:
         on_cpu = groups.mesh.device_type == "cpu"

@@ -11,8 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fivefold.model.batch import Batch
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.deferred_weight import DeferredWeights, Work
 from fivefold.pipeline.ir import Act, Direction, Kind, Program
+from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
 
 class StageGradients(Protocol):

@@ -12,7 +12,7 @@ from fivefold.mesh.groups import Groups
 from fivefold.model.attention import Attention
 from fivefold.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from fivefold.model.transformer import MLP, Stage
-from fivefold.pipeline.deferred_weight import DeferredWeights
+from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import ColumnParallel, RowParallel
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 

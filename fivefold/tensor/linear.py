@@ -24,7 +24,7 @@ from fivefold.mesh.collectives import (
     start_reduce_scatter,
 )
 from fivefold.model.layers import Linear, local
-from fivefold.pipeline.deferred_weight import DeferredWeights, add_to_grad
+from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.audit.volumes import by_axis, step_volumes
@@ -12,24 +13,26 @@ from fivefold.check import Layout, check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.data.packing import Microbatch
+from fivefold.errors import FivefoldError
 from fivefold.train.engine import Engine
 from tests.pool import run
 
 # Sizes that sharding over 2 or 4 ranks has to pad.
-MODEL: dict[str, Any] = dict(
-    num_layers=4,
-    hidden_size=18,
-    num_attention_heads=4,
-    kv_channels=6,
-    num_query_groups=2,
-    ffn_hidden_size=20,
-    vocab_size=250,
-    make_vocab_size_divisible_by=4,
-)
+MODEL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 18,
+    "num_attention_heads": 4,
+    "kv_channels": 6,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 20,
+    "vocab_size": 250,
+    "make_vocab_size_divisible_by": 4,
+}
 
 
 def _layout(world: int, settings: dict[str, Any]) -> Layout:
-    values = dict(seq_length=8, micro_batch_size=1, global_batch_size=8, precision="fp32")
+    samples = 2 * world // (settings.get(TP, 1) * settings.get(PP, 1))  # two microbatches
+    values = {"seq_length": 4, "global_batch_size": samples, "precision": "fp32"}
     config = Config(model=ModelConfig(**MODEL)).with_values(**(values | settings))
     return check(config, world)
 
@@ -51,6 +54,16 @@ def _microbatches(layout: Layout, rank: int) -> list[Microbatch]:
     ]
 
 
+def _unknown_operation(rank: int, world: int) -> None:
+    with Traffic({}), pytest.raises(FivefoldError, match="no wire model is known for c10d::broad"):
+        dist.broadcast(torch.zeros(1), 0)
+    dist.barrier()
+
+
+def test_nothing_goes_uncounted() -> None:
+    run(2, _unknown_operation)
+
+
 def _measure(rank: int, world: int, settings: dict[str, Any]) -> list[dict[str, float]]:
     layout = _layout(world, settings)
     engine = Engine(layout, rank, torch.device("cpu"))
@@ -69,14 +82,14 @@ V = "num_virtual_stages_per_pipeline_rank"
 ZERO = "data_parallel_sharding_strategy"
 HSDP = "num_distributed_optimizer_instances"
 SP = {TP: 2, "sequence_parallel": True}
-GPT = dict(
-    normalization="LayerNorm",
-    position_embedding_type="learned_absolute",
-    add_bias_linear=True,
-    gated_linear_unit=False,
-    activation_func="gelu",
-    untie_embeddings_and_output_weights=False,
-)
+GPT = {
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+    "add_bias_linear": True,
+    "gated_linear_unit": False,
+    "activation_func": "gelu",
+    "untie_embeddings_and_output_weights": False,
+}
 BF16 = {"precision": "bf16"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -109,7 +122,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "interleaved pp": (2, {PP: 2, V: 2}),
     "interleaved pp + optim_grads_params": (
         4,
-        {PP: 2, V: 2, ZERO: "optim_grads_params", "num_layers": 8},
+        {PP: 2, V: 2, ZERO: "optim_grads_params", "num_layers": 8, "global_batch_size": 8},
     ),
     "pp + optim_grads_params": (8, {PP: 4, ZERO: "optim_grads_params", "num_layers": 8}),
     "one microbatch of optim_grads_params": (

@@ -1,0 +1,161 @@
+"""The two rules of the house: no room imports from a room below it, and where torch stays out.
+
+`FLOORS` is the order of the design document; a new room is given its floor here.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = (
+    "errors",
+    "units",
+    "files",
+    "config",
+    "recipes",
+    "hardware",
+    "mesh",
+    "model",
+    "tensor",
+    "context",
+    "expert",
+    "data_parallel",
+    "memory",
+    "pipeline",
+    "check",
+    "derived",
+    "parallelize",
+    "optim",
+    "data",
+    "checkpoint",
+    "train",
+    "plan",
+    "verify",
+    "audit",
+    "report",
+    "docs",
+    "cli",
+    "__main__",
+)
+# A name stands for a module, or for a room and all that is in it.
+WITH_TORCH = ("pipeline.executor",)
+TORCH_FREE = (
+    "errors",
+    "units",
+    "files",
+    "config",
+    "recipes",
+    "mesh.grid",
+    "model.shape",
+    "context.balance",
+    "pipeline",
+    "check",
+    "derived",
+    "plan",
+    "audit.volumes",
+    "cli",
+)
+START_SECONDS = 0.5  # of one CPU, from an interpreter that runs to a configuration checked
+
+
+@cache
+def _files() -> dict[str, Path]:
+    """Path of every module by its name below fivefold: 'mesh.grid', 'mesh' for a package."""
+    files = {}
+    for path in sorted((ROOT / "fivefold").rglob("*.py")):
+        parts = path.relative_to(ROOT / "fivefold").with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def _imports(name: str, *, at_start: bool) -> Iterator[str]:
+    """Full names that a module imports: at once, or also those that functions import later."""
+    later = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    nodes: list[ast.AST] = [ast.parse(_files()[name].read_text())]
+    while nodes:
+        node = nodes.pop()
+        if at_start and isinstance(node, later):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        nodes.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{name}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _dependencies(name: str, *, at_start: bool) -> set[str]:
+    """The modules of this project that a module imports."""
+    found = set()
+    for full in _imports(name, at_start=at_start):
+        top, _, inner = full.partition(".")
+        if top == "fivefold":
+            parent = inner.rpartition(".")[0]
+            found.add(inner if inner in _files() else parent)
+    return found
+
+
+def _room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _covered(module: str, names: tuple[str, ...]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {_room(name) for name in _files() if name} <= set(FLOORS)
+
+
+def test_rooms_import_from_above_only() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name in _files()
+        if name
+        for other in _dependencies(name, at_start=False)
+        if other and FLOORS.index(_room(other)) > FLOORS.index(_room(name))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {name: _dependencies(name, at_start=True) - {name} for name in _files()}
+    TopologicalSorter(graph).prepare()
+
+
+def test_planning_and_training_do_not_import_each_other() -> None:
+    for room, other in (("plan", "train"), ("train", "plan")):
+        names = [name for name in _files() if _room(name) == room]
+        used = {_room(d) for name in names for d in _dependencies(name, at_start=False)}
+        assert other not in used
+
+
+def _torch_free() -> list[str]:
+    return [n for n in _files() if _covered(n, TORCH_FREE) and not _covered(n, WITH_TORCH)]
+
+
+@pytest.mark.parametrize("modules", ["all", "check"])
+def test_torch_stays_out(modules: str) -> None:
+    """One interpreter for all, so that the first import of torch is named; one for the time."""
+    names = _torch_free() if modules == "all" else ["config", "check"]
+    assert "config.config" in _torch_free()
+    script = f"""
+import importlib, sys, time
+for name in {names!r}:
+    importlib.import_module("fivefold." + name)
+    assert "torch" not in sys.modules, f"fivefold.{{name}} loads torch"
+print(time.process_time())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if modules == "check":
+        assert float(done.stdout) < START_SECONDS
