@@ -4,22 +4,24 @@
 that will run. It raises one ConfigError with everything that is wrong.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig, check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
-from fivefold.errors import Mistakes
+from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.layout import Split, split_layers
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
+
+MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,26 @@ class Layout:
         Raises:
             ConfigError: the schedule cannot take that many microbatches.
         """
-        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        program = build_program(
-            self.schedule,
-            self.split.placement,
-            num_microbatches or self.num_microbatches,
-            group_size=group,
-            forward_only=forward_only,
-        )
+        program = self.compute_program(num_microbatches, forward_only=forward_only)
         if self.defers_weights:
             program = eager_dx(program)
         return with_sharding_actions(lower(program))
+
+    def compute_program(
+        self, num_microbatches: int | None = None, *, forward_only: bool = False
+    ) -> Program:
+        """The program as its schedule makes it: no messages yet, both halves of a backward in one.
+
+        Raises:
+            ConfigError: the schedule cannot take that many microbatches.
+        """
+        return build_program(
+            self.schedule,
+            self.split.placement,
+            num_microbatches or self.num_microbatches,
+            group_size=self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
+            forward_only=forward_only,
+        )
 
 
 def check(config: Config, world_size: int) -> Layout:
@@ -79,27 +90,18 @@ def check(config: Config, world_size: int) -> Layout:
     """
     mistakes = Mistakes()
     check_values(config, mistakes)
-    mistakes.raise_if_any()
+    if world_size < 1:
+        mistakes.add(f"there must be at least 1 rank, not {world_size}")
     check_model(config.model, mistakes)
-    parallel = _infer(config.parallel, world_size, mistakes)
+    mistakes.raise_if_any()
+    parallel = _infer(config, world_size, mistakes)
     _check_built(parallel, mistakes)
-    if not mistakes.found:
-        _check_tensor_parallel(config, parallel, mistakes)
+    _check_tensor_parallel(config, parallel, mistakes)
     _check_data_parallel(parallel, mistakes)
     _check_sequence(config, mistakes)
     split = None
     with mistakes.collecting():
-        split = split_layers(
-            config.model.num_layers,
-            max(parallel.pipeline_model_parallel_size, 1),
-            virtual=parallel.num_virtual_stages_per_pipeline_rank,
-            layers_per_virtual_stage=parallel.num_layers_per_virtual_pipeline_stage,
-            first=parallel.decoder_first_pipeline_num_layers,
-            last=parallel.decoder_last_pipeline_num_layers,
-            account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
-            account_for_loss=parallel.account_for_loss_in_pipeline_split,
-            layout=parallel.pipeline_model_parallel_layout,
-        )
+        split = _split(config.model, parallel)
     microbatches = _microbatches(config, parallel, mistakes)
     mistakes.raise_if_any()
     assert split is not None
@@ -109,10 +111,22 @@ def check(config: Config, world_size: int) -> Layout:
     layout = Layout(
         replace(config, parallel=parallel), _grid(parallel), split, schedule, microbatches
     )
-    with mistakes.collecting():
-        layout.program()
-    mistakes.raise_if_any()
+    layout.compute_program()  # raises what the schedule cannot do
     return layout
+
+
+def _split(model: ModelConfig, parallel: ParallelConfig) -> Split:
+    return split_layers(
+        model.num_layers,
+        parallel.pipeline_model_parallel_size,
+        virtual=parallel.num_virtual_stages_per_pipeline_rank,
+        layers_per_virtual_stage=parallel.num_layers_per_virtual_pipeline_stage,
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+        account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
+        account_for_loss=parallel.account_for_loss_in_pipeline_split,
+        layout=parallel.pipeline_model_parallel_layout,
+    )
 
 
 def _grid(parallel: ParallelConfig) -> Grid:
@@ -136,8 +150,9 @@ _DEGREES = {
 }
 
 
-def _infer(parallel: ParallelConfig, world_size: int, mistakes: Mistakes) -> ParallelConfig:
+def _infer(config: Config, world_size: int, mistakes: Mistakes) -> ParallelConfig:
     """Fill in the degree that is -1, and see that the product is the world."""
+    parallel = config.parallel
     sizes = {axis: getattr(parallel, name) for axis, name in _DEGREES.items()}
     wrong = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
     for axis, size in wrong.items():
@@ -156,47 +171,79 @@ def _infer(parallel: ParallelConfig, world_size: int, mistakes: Mistakes) -> Par
     if unknown and world_size % known == 0:
         sizes[unknown[0]] = world_size // known
     elif unknown or known != world_size:
-        _explain_world(sizes, unknown, known, world_size, mistakes)
+        _explain_world(config, sizes, world_size, mistakes)
         sizes.update(dict.fromkeys(unknown, 1))
-    changes = {_DEGREES[axis]: size for axis, size in sizes.items()}
-    return replace(parallel, **changes)
+    return replace(parallel, **{_DEGREES[axis]: size for axis, size in sizes.items()})
 
 
 def _explain_world(
-    sizes: dict[str, int], unknown: list[str], known: int, world_size: int, mistakes: Mistakes
+    config: Config, sizes: dict[str, int], world_size: int, mistakes: Mistakes
 ) -> None:
-    shown = {a: s for a, s in sizes.items() if s not in (1, -1)}
-    named = " ".join(f"{axis}={size}" for axis, size in shown.items())
-    product = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    given = {axis: size for axis, size in sizes.items() if size != -1}
+    known = prod(given.values())
+    named = " ".join(f"{a}={s}" for a, s in given.items() if s != 1) or "tp=1 pp=1 dp=1"
+    product = " x ".join(f"{axis} {size}" for axis, size in given.items())
     if unknown:
         result = f"{world_size} / {known} = {world_size / known:.4g} ({unknown[0]} must be whole)"
+        nproc = -(-world_size // known) * known
     else:
-        result = f"{known} is not {world_size}"
+        result, nproc = f"{known} is not {world_size}", known
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     mistakes.add(
         f"{ranks} cannot be split as {named}",
         f"{product} = {known}, and {result}",
-        works=_splits_near(sizes, world_size),
-        attempt=f"--nproc {known}" if not unknown else f"--nproc {-(-world_size // known) * known}",
+        works=_splits_near(config, sizes, world_size),
+        attempt=f"--nproc {nproc}",
     )
 
 
-def _splits_near(sizes: dict[str, int], world_size: int) -> list[str]:
-    """Up to three splits of the world that change tp and pp least."""
+def _splits_near(config: Config, sizes: dict[str, int], world_size: int) -> list[str]:
+    """Up to three splits of the world that pass every check and change tp and pp least."""
     tp, pp = max(sizes["tp"], 1), max(sizes["pp"], 1)
     rest = max(sizes["cp"], 1) * max(sizes["dp_replicate"], 1)
-    found = [
-        (abs(t - tp) / tp + abs(p - pp) / pp, f"tp={t} pp={p} dp={world_size // (t * p)}")
-        for t in divisors(world_size)
+    near = sorted(
+        (abs(t - tp) / tp + abs(p - pp) / pp, t, p)
+        for t in _tp_for(config.model)
+        if world_size % t == 0
         for p in divisors(world_size // t)
         if (world_size // (t * p)) % rest == 0
-    ]
-    return [text for _, text in sorted(found)[:3]]
+    )
+    found: list[str] = []
+    for _, t, p in near:
+        changes = {
+            "tensor_model_parallel_size": t,
+            "pipeline_model_parallel_size": p,
+            "data_parallel_shard_size": world_size // (t * p * rest),
+            "num_distributed_optimizer_instances": max(sizes["dp_replicate"], 1),
+        }
+        found += _passing(config.with_values(**changes), world_size)
+        if len(found) == 3:
+            break
+    return found
+
+
+def _passing(config: Config, world_size: int) -> Iterator[str]:
+    """The split in words if it passes, with another global batch if it needs one."""
+    parallel, training = config.parallel, config.training
+    dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
+    unit = training.micro_batch_size * dp
+    batch = max(training.global_batch_size // unit, 1) * unit
+    try:
+        check(config.with_values(global_batch_size=batch), world_size)
+    except ConfigError:
+        return
+    split = (
+        f"tp={parallel.tensor_model_parallel_size} pp={parallel.pipeline_model_parallel_size} "
+        f"dp={dp}"
+    )
+    yield split if batch == training.global_batch_size else f"{split} gbs={batch}"
 
 
 def divisors(n: int) -> list[int]:
     """All divisors, ascending."""
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def nearest(wanted: int, choices: Iterable[int]) -> list[int]:
@@ -230,7 +277,7 @@ def _check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: M
             mistakes.add(
                 f"tensor_model_parallel_size {tp} does not divide {name} {size}",
                 f"{size} / {tp} = {size / tp:.4g}",
-                works=[f"tp={d}" for d in nearest(tp, divisors(size))],
+                works=[f"tp={d}" for d in nearest(tp, _tp_for(model))],
             )
     kv_heads = model.num_kv_heads
     if kv_heads % tp and tp % kv_heads:
@@ -253,9 +300,15 @@ def _check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: M
 
 
 def _tp_for(model: ModelConfig) -> list[int]:
-    """The tensor-parallel sizes that the heads allow."""
+    """The tensor-parallel sizes that the model allows."""
     kv = model.num_kv_heads
-    return [d for d in divisors(model.num_attention_heads) if kv % d == 0 or d % kv == 0]
+    return [
+        d
+        for d in divisors(model.num_attention_heads)
+        if (kv % d == 0 or d % kv == 0)
+        and model.ffn_size % d == 0
+        and model.padded_vocab_size % d == 0
+    ]
 
 
 def _check_data_parallel(parallel: ParallelConfig, mistakes: Mistakes) -> None:
@@ -289,10 +342,17 @@ def _microbatches(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
     unit = each * dp
     if size % unit:
-        whole = (size // unit, size // unit + 1)
+        near = (size // unit, size // unit + 1)
         mistakes.add(
             f"global_batch_size {size} is not a whole number of microbatches per rank",
             f"micro_batch_size {each} x dp {dp} = {unit}, and {size} / {unit} = {size / unit:.4g}",
-            works=[f"--global-batch-size {n * unit}" for n in whole if n],
+            works=[f"--global-batch-size {n * unit}" for n in near if n],
         )
+    if size // unit > MAX_MICROBATCHES:
+        mistakes.add(
+            f"{size // unit:,} microbatches a step are more than {MAX_MICROBATCHES:,}",
+            f"global_batch_size {size} / (micro_batch_size {each} x dp {dp})",
+            works=[f"--global-batch-size {MAX_MICROBATCHES * unit}"],
+        )
+        return 1
     return max(size // unit, 1)

@@ -13,8 +13,12 @@ _NOT_NEGATIVE: _Rule = (lambda v: v >= 0, "0 or more")
 _POSITIVE: _Rule = (lambda v: v > 0, "positive")
 _SHARE: _Rule = (lambda v: 0 <= v < 1, "in [0, 1)")
 
+# Stages list their layers, so a slip of the keyboard must not ask for a billion.
+MAX_LAYERS = 100_000
+
 _RULES = MappingProxyType(
     {
+        "num_layers": (lambda v: v <= MAX_LAYERS, f"at most {MAX_LAYERS}"),
         "micro_batch_size": _AT_LEAST_ONE,
         "global_batch_size": _AT_LEAST_ONE,
         "seq_length": _AT_LEAST_ONE,
@@ -22,7 +26,7 @@ _RULES = MappingProxyType(
         "label_smoothing": _SHARE,
         "eval_interval": _NOT_NEGATIVE,
         "eval_iters": _AT_LEAST_ONE,
-        "seed": _NOT_NEGATIVE,
+        "seed": (lambda v: 0 <= v < 1 << 63, "in 0 .. 2^63 - 1"),
         "distributed_timeout_minutes": _POSITIVE,
         "tokenizer_vocab_size": (lambda v: v >= 257, "at least 257 (256 bytes and an end mark)"),
         "lr": _POSITIVE,

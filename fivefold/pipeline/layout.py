@@ -197,6 +197,14 @@ def _check_settings(request: _Request) -> None:
     ):
         if value is not None and value < 0:
             mistakes.add(f"{name} must be at least 0, not {value}")
+    useful = request.num_layers + 2  # a stage a layer, one the embedding, one the head
+    if request.layout is None and request.pp > useful:
+        mistakes.add(
+            f"{request.pp} pipeline ranks are more than a model of {request.num_layers} layers "
+            "can occupy",
+            f"embedding + {request.num_layers} layers + head = {useful} stages at most",
+            works=[f"--pipeline-model-parallel-size {request.num_layers}"],
+        )
     given = request.given()
     if len(given["virtual"]) > 1:
         mistakes.add(_exclusive(given["virtual"]), "both set the stages per rank")
@@ -276,8 +284,11 @@ def _indivisible(request: _Request, total: int) -> Mistake:
     counted = f" + {extra} for embedding or loss" if extra else ""
     layers = range(unit - extra, request.num_layers + unit + 1, unit)
     sizes = [n for n in range(1, total // each + 1) if total % (each * n) == 0]
-    share, rest = divmod(request.num_layers, unit)
-    balanced = _consecutive([share + (s < rest) for s in range(unit)], 0)
+    attempt = None
+    if request.layers_per_virtual_stage is None and unit <= request.num_layers:
+        share, rest = divmod(request.num_layers, unit)
+        balanced = _consecutive([share + (s < rest) for s in range(unit)], 0)
+        attempt = f"--pipeline-model-parallel-layout '{layout_string(balanced)}'"
     return Mistake(
         f"{request.num_layers} layers{counted} do not split evenly over {pp} pipeline ranks "
         f"x {each} {kind}",
@@ -286,9 +297,7 @@ def _indivisible(request: _Request, total: int) -> Mistake:
             *(f"--num-layers {n}" for n in _nearest(request.num_layers, layers)),
             *(f"--pipeline-model-parallel-size {n}" for n in _nearest(pp, sizes)),
         ),
-        f"--pipeline-model-parallel-layout '{layout_string(balanced)}'"
-        if request.layers_per_virtual_stage is None
-        else None,
+        attempt,
     )
 
 
