@@ -122,15 +122,14 @@ def _gradients_of_samples(
     config, grid = engine.layout.config, engine.layout.grid
     here = grid.coordinates(engine.groups.rank)
     batch = global_batch(config, step)
-    for missing, shared in (
-        ("data parallelism", ("dp_replicate", "dp_shard")),
-        ("dp_shard", ("dp_replicate",)),
-        ("dp_replicate", ("dp_shard",)),
-    ):
+    hypotheses: dict[str, tuple[str, ...]] = {"data parallelism": ("dp_replicate", "dp_shard")}
+    if grid.dp_replicate > 1 and grid.dp_shard > 1:
+        hypotheses |= {"dp_shard": ("dp_shard",), "dp_replicate": ("dp_replicate",)}
+    for missing, alike in hypotheses.items():
         dp_ranks = {
             grid.dp_rank(rank)
             for rank in range(grid.world_size)
-            if all(grid.coordinates(rank)[axis] == here[axis] for axis in shared)
+            if all(grid.coordinates(rank)[axis] == here[axis] for axis in alike)
         }
         if len(dp_ranks) < grid.dp:
             rows = [rows_of(config, dp_rank, grid.dp) for dp_rank in sorted(dp_ranks)]

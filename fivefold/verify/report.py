@@ -13,8 +13,8 @@ TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
 
 BF16_FACTOR = 1.5  # how much farther from fp64 than one device in bf16 a layout may be
 BF16_FLOOR = 2.0**-9  # half a unit of bf16's last place: one device may be closer by luck
+Errors = dict[str, float | None]
 SCALARS = ("loss", "norm", "evaluation")
-TENSORS = ("grad", "param")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class Report:
         dtype: precision of the layout's computation; the reference computes in fp64.
         layout: in words.
         steps: that were compared.
-        max_rel_error: by what was compared: loss, grad, norm, param, evaluation.
+        max_rel_error: of loss, grad, norm, param and evaluation; None for what was not reached,
+            since the comparison ends at the first wrong gradient.
         limits: the largest errors that pass, by the same keys.
         worst: the difference that is furthest beyond (or nearest to) its limit.
         diagnosis: what is probably wrong, most telling first.
@@ -89,7 +90,7 @@ class Report:
     dtype: str
     layout: str
     steps: int
-    max_rel_error: dict[str, float]
+    max_rel_error: Errors
     limits: dict[str, float]
     worst: dict[str, Any] | None
     diagnosis: tuple[str, ...] = ()
@@ -110,10 +111,11 @@ class Report:
             "",
             f"{'':<11}{'max error':>11}  {'limit':>9}",
         ]
-        for key in (k for k in _SHOWN if k in self.max_rel_error):
+        for key, shown in _SHOWN.items():
             error, limit = self.max_rel_error[key], self.limits[key]
-            mark = "" if error <= limit else "  <- too large"
-            lines.append(f"{_SHOWN[key]:<11}{error:>11.2e}  {limit:>9.2e}{mark}")
+            number = "not reached" if error is None else f"{error:.2e}"
+            mark = "" if error is None or error <= limit else "  <- too large"
+            lines.append(f"{shown:<11}{number:>11}  {limit:>9.2e}{mark}")
         if self.worst is not None:
             lines += ["", f"worst      {worst_line(self.worst)}"]
         if self.diverged:
@@ -149,7 +151,7 @@ def worst_line(worst: dict[str, Any]) -> str:
 def judge(
     layout: Layout,
     differences: Sequence[Difference],
-    baseline: dict[str, float] | None,
+    baseline: Errors | None,
     diagnosis: Sequence[str] = (),
 ) -> Report:
     """The verdict on what all ranks found.
@@ -164,17 +166,17 @@ def judge(
     dtype = layout.config.training.precision
     if baseline is None:
         errors = {
-            what: max((d.relative for d in differences if d.what == what), default=0.0)
+            what: max((d.relative for d in differences if d.what == what), default=None)
             for what in _SHOWN
         }
         limits = dict.fromkeys(_SHOWN, TOLERANCES[dtype])
     else:
         errors = joint_errors(differences)
-        limits = {what: BF16_FACTOR * max(baseline[what], BF16_FLOOR) for what in _SHOWN}
+        limits = {w: BF16_FACTOR * max(baseline[w] or 0.0, BF16_FLOOR) for w in _SHOWN}
     diverged = _diverged(differences)
     worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
     return Report(
-        passed=not diverged and all(errors[what] <= limits[what] for what in _SHOWN),
+        passed=not diverged and all((errors[what] or 0.0) <= limits[what] for what in _SHOWN),
         dtype=dtype,
         layout=describe(layout),
         steps=len({d.step for d in differences}),
@@ -196,10 +198,10 @@ def judge(
     )
 
 
-def joint_errors(differences: Iterable[Difference]) -> dict[str, float]:
+def joint_errors(differences: Iterable[Difference]) -> Errors:
     """Relative error by kind, the worst step's: of all elements together, each counted once."""
     parts = {(d.what, d.step, d.name, d.part): d for d in differences}
-    errors = dict.fromkeys(_SHOWN, 0.0)
+    errors: Errors = dict.fromkeys(_SHOWN)
     for what, step in {key[:2] for key in parts}:
         here = [d for key, d in parts.items() if key[:2] == (what, step)]
         if what in SCALARS:
@@ -207,7 +209,7 @@ def joint_errors(differences: Iterable[Difference]) -> dict[str, float]:
         else:
             true = sum(d.true for d in here)
             error = sqrt(sum(d.off for d in here) / true) if true else float("inf")
-        errors[what] = max(errors[what], error)
+        errors[what] = max(errors[what] or 0.0, error)
     return errors
 
 

@@ -1,0 +1,190 @@
+"""Ugly models in every layout that fits eight ranks, and how a test verifies one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.verify.compare import compare
+from fivefold.verify.reference import load_trace, run_reference, save_trace
+from fivefold.verify.report import Report
+from fivefold.verify.shrink import prepare
+from tests.pool import run
+
+STEPS = 2
+
+# Few and uneven KV heads, head sizes that do not add up to the hidden size, widths that no
+# sharding divides, a padded vocabulary.
+LLAMA = ModelConfig(
+    num_layers=5,
+    hidden_size=20,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=6,
+    ffn_hidden_size=36,
+    vocab_size=99,
+    make_vocab_size_divisible_by=52,
+    max_position_embeddings=64,
+    qk_layernorm=True,
+    init_method_std=0.1,
+)
+GPT = ModelConfig(
+    num_layers=5,
+    hidden_size=24,
+    num_attention_heads=4,
+    ffn_hidden_size=44,
+    vocab_size=99,
+    make_vocab_size_divisible_by=52,
+    max_position_embeddings=18,
+    normalization="LayerNorm",
+    position_embedding_type="learned_absolute",
+    activation_func="gelu_tanh",
+    gated_linear_unit=False,
+    add_bias_linear=True,
+    untie_embeddings_and_output_weights=False,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    init_method_std=0.1,
+)
+MODELS = {
+    "llama": LLAMA,
+    "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
+    "gpt": GPT,
+    "gpt untied": replace(GPT, untie_embeddings_and_output_weights=True),
+}
+
+# (pp, V) -> uneven stages, empty ones, ends without a layer
+STAGES = {
+    (2, 1): "Ett|tttL",
+    (2, 2): "Et|tt|t|tL",
+    (4, 1): "Et|tt||ttL",
+    (4, 2): "E|t|t||t|t|t|L",
+}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def config(model: ModelConfig, **values: Any) -> Config:
+    """A small batch of that model; precision fp64 unless said otherwise."""
+    settings = {
+        "seq_length": 16,
+        "global_batch_size": 8,
+        "micro_batch_size": 1,
+        "precision": "fp64",
+        "label_smoothing": 0.1,
+    }
+    return Config(model=model).with_values(**(settings | values))
+
+
+def matrix(world_size: int) -> Iterator[dict[str, Any]]:
+    """The layout flags of every combination on so many ranks."""
+    for tp in (1, 2, 4):
+        for pp, virtual in ((1, 1), *STAGES):
+            dp = world_size // (tp * pp)
+            if dp * tp * pp != world_size:
+                continue
+            for sequence in (False, True)[: min(tp, 2)]:
+                flags = {
+                    "tensor_model_parallel_size": tp,
+                    "sequence_parallel": sequence,
+                    "pipeline_model_parallel_size": pp,
+                    "pipeline_model_parallel_layout": STAGES.get((pp, virtual)),
+                }
+                for strategy, replicas in _sharding(dp):
+                    yield flags | {
+                        "data_parallel_sharding_strategy": strategy,
+                        "num_distributed_optimizer_instances": replicas,
+                        # M: 1 on eight data-parallel ranks, fewer than P on pp 4 x dp 4
+                        "micro_batch_size": 2 if dp <= 2 and virtual == 1 else 1,
+                    }
+
+
+def _sharding(dp: int) -> Iterator[tuple[str, int]]:
+    for strategy in STRATEGIES:
+        yield strategy, 1
+        for replicas in (2, 4):
+            if strategy != "no_shard" and replicas < dp:
+                yield strategy, replicas
+
+
+def name(flags: dict[str, Any]) -> str:
+    """Short, for a test id."""
+    short = {
+        "tp": flags.get("tensor_model_parallel_size", 1),
+        "pp": flags.get("pipeline_model_parallel_size", 1),
+    }
+    words = [f"{axis}{size}" for axis, size in short.items() if size > 1]
+    words += ["sp"] if flags.get("sequence_parallel") else []
+    layout = flags.get("pipeline_model_parallel_layout")
+    words += [layout] if layout else []
+    replicas = flags.get("num_distributed_optimizer_instances", 1)
+    strategy = flags.get("data_parallel_sharding_strategy", "no_shard")
+    words += [strategy + (f" x{replicas}" if replicas > 1 else "")]
+    return " ".join(words)
+
+
+def verify_in_pool(world_size: int, settings: Config, plant: str | None = None) -> Report:
+    """`fivefold.verify.run.verify` on processes that are there already."""
+    layout, _ = prepare(check(settings, world_size))
+    prepared = layout.config
+    bare = replace(prepared, parallel=Config(model=prepared.model).parallel)
+    bare = bare.with_values(precision="fp64")
+    baseline = None
+    if prepared.training.precision == "bf16":
+        baseline = _trace(bare, torch.bfloat16)
+    return run(world_size, _rank, prepared, _trace(bare, torch.float64), baseline, plant)[0]
+
+
+@cache
+def _trace(settings: Config, dtype: torch.dtype) -> Path:
+    path = _folder() / str(len(list(_folder().iterdir())))
+    save_trace(path, run_reference(settings, STEPS, dtype))
+    return path
+
+
+@cache
+def _folder() -> Path:
+    return Path(mkdtemp(prefix="fivefold-traces-"))
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    settings: Config,
+    trace: Path,
+    baseline: Path | None,
+    plant: str | None,
+) -> Report | None:
+    with patch.object(dist, "new_group", _group):
+        return compare(
+            check(settings, world_size),
+            rank,
+            torch.device("cpu"),
+            load_trace(trace),
+            baseline=load_trace(baseline) if baseline else (),
+            plant=plant,
+        )
+
+
+_new_group = dist.new_group
+
+
+@cache
+def _groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Those of this process: hundreds of layouts share them, as sockets are few."""
+    return {}
+
+
+def _group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    known = _groups()
+    if tuple(ranks) not in known:
+        known[tuple(ranks)] = _new_group(ranks, **options)
+    return known[tuple(ranks)]
