@@ -1,0 +1,204 @@
+"""Our collectives against torch's own, and what they promise beyond: order, repeats, buckets."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.mesh.collectives import (
+    all_gather,
+    all_reduce,
+    finish_bucket,
+    group_size,
+    reduce_scatter,
+    start_all_gather,
+    start_bucket,
+    start_reduce_scatter,
+    sum_in_buckets,
+)
+from tests.pool import run
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def _values(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).mul(8).to(dtype)
+
+
+def _of_all(world: int, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [_values(rank, *shape, dtype=dtype) for rank in range(world)]
+
+
+def _in_rank_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _like_torch(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    for dtype in DTYPES:
+        x = _values(rank, 3, 5, dtype=dtype)
+        every = torch.empty(3 * world, 5, dtype=dtype)
+        dist.all_gather_into_tensor(every, x)
+        assert torch.equal(all_gather(x, group), every)
+        whole = _values(rank, 2 * world, 5, dtype=dtype)
+        assert torch.equal(
+            reduce_scatter(whole, group),
+            _in_rank_order(_of_all(world, 2 * world, 5, dtype=dtype)).chunk(world)[rank],
+        )
+        summed = x.clone()
+        assert all_reduce(summed, group) is summed
+        theirs = x.clone()
+        dist.all_reduce(theirs)
+        assert torch.equal(summed, theirs)
+    part = torch.empty(2, 5, dtype=torch.float64)
+    dist.reduce_scatter_tensor(part, _values(rank, 2 * world, 5))
+    ours = reduce_scatter(_values(rank, 2 * world, 5), group)
+    torch.testing.assert_close(ours, part, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_they_do_what_torchs_do(world: int) -> None:
+    run(world, _like_torch)
+
+
+def _given_memory(rank: int, world: int) -> None:
+    group = dist.group.WORLD
+    parts = _of_all(world, 2, 3)
+    # As FSDP2 does: the input is this rank's place in the output.
+    out = torch.zeros(2 * world, 3, dtype=torch.float64)
+    out.view(world, 2, 3)[rank] = parts[rank]
+    own = out.view(world, 2, 3)[rank]
+    assert start_all_gather(own, group, out).wait() is out
+    assert torch.equal(out, torch.cat(parts))
+    turned = _values(rank, 3, 2).t()
+    assert not turned.is_contiguous()
+    expected = torch.cat([part.t() for part in _of_all(world, 3, 2)])
+    assert torch.equal(all_gather(turned, group), expected)
+    kept = turned.clone()
+    held = torch.empty(2 // 2, 3, dtype=torch.float64) if world == 2 else None
+    if held is not None:
+        assert start_reduce_scatter(turned, group, held).wait() is held
+        whole = _in_rank_order([part.t() for part in _of_all(world, 3, 2)])
+        assert torch.equal(held, whole.chunk(world)[rank])
+    assert torch.equal(turned, kept), "the input is left alone"
+    empty = torch.empty(0, 3)
+    assert all_gather(empty, group).shape == (0, 3)
+    assert reduce_scatter(empty, group).shape == (0, 3)
+
+
+def test_outputs_given_inputs_not_contiguous_and_nothing_at_all() -> None:
+    run(2, _given_memory)
+
+
+def _narrow_wire(rank: int, world: int) -> None:
+    group, shape = dist.group.WORLD, (2 * world, 7)
+    x = _values(rank, *shape, dtype=torch.float32)
+    ours = start_reduce_scatter(x, group, wire_dtype=torch.bfloat16).wait()
+    sent = [part.bfloat16().float() for part in _of_all(world, *shape, dtype=torch.float32)]
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, _in_rank_order(sent).chunk(world)[rank])
+    in_bf16 = _in_rank_order([part.bfloat16() for part in sent]).float().chunk(world)[rank]
+    assert not torch.equal(ours, in_bf16), "a bf16 sum would be another"
+
+
+def test_bf16_on_the_wire_is_summed_in_fp32_in_rank_order() -> None:
+    run(4, _narrow_wire)
+
+
+def _repeats(rank: int, world: int) -> list[bytes]:
+    group = dist.group.WORLD
+    x = _values(rank, 64 * world, dtype=torch.float32)
+    results = []
+    for _ in range(3):
+        scattered = reduce_scatter(x, group)
+        results.append(all_gather(scattered, group).numpy().tobytes())
+        results.append(all_reduce(x.clone(), group).numpy().tobytes())
+    assert results[:2] == results[2:4] == results[4:]
+    return results[:2]
+
+
+def test_sums_are_bitwise_the_same_each_time_and_on_every_rank() -> None:
+    first, *others = run(4, _repeats)
+    assert all(other == first for other in others)
+
+
+MIXED = (
+    ((3, 4), torch.float64),
+    ((0,), torch.float64),
+    ((), torch.float64),
+    ((5,), torch.float32),
+    ((2, 0), torch.float32),
+    ((6,), torch.float64),
+)
+
+
+def _buckets(rank: int, world: int, bucket_bytes: int, wire: torch.dtype | None) -> int:
+    group = dist.group.WORLD
+    tensors = [_values(rank, *shape, dtype=dtype) for shape, dtype in MIXED]
+    tensors[0] = tensors[0].t()  # not contiguous
+    calls: list[int] = []
+    native: Callable[..., dist.Work | None] = dist.all_reduce
+
+    def counted(tensor: Tensor, **kwargs: object) -> dist.Work | None:
+        calls.append(tensor.numel())
+        return native(tensor, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        sum_in_buckets(tensors, group, wire_dtype=wire, bucket_bytes=bucket_bytes)
+    finally:
+        dist.all_reduce = native
+    assert sum(calls) == 12 + 1 + 5 + 6
+    for index, ((shape, dtype), tensor) in enumerate(zip(MIXED, tensors, strict=True)):
+        parts = _of_all(world, *shape, dtype=dtype)
+        if index == 0:
+            parts = [part.t() for part in parts]
+        sent = parts if wire is None else [part.to(wire) for part in parts]
+        assert tensor.dtype == dtype
+        # gloo sums two ranks in one way only.
+        assert torch.equal(tensor, _in_rank_order(sent).to(dtype))
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "wire", "messages"),
+    [(1 << 20, None, 3), (1 << 20, torch.bfloat16, 3), (1, None, 5), (96, None, 4)],
+)
+def test_buckets_take_any_mixture(
+    bucket_bytes: int, wire: torch.dtype | None, messages: int
+) -> None:
+    """One message per run of a type, or as soon as a bucket is full; empty tensors ride along."""
+    assert run(2, _buckets, bucket_bytes, wire) == [messages] * 2
+
+
+def _late_bucket(rank: int, world: int) -> None:
+    grads = [_values(rank, 4), _values(rank + 10, 2, 2)]
+    bucket = start_bucket(grads, dist.group.WORLD)
+    before = [grad.clone() for grad in grads]
+    assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
+    finish_bucket(bucket)
+    assert torch.equal(grads[1], _values(10, 2, 2) + _values(11, 2, 2))
+
+
+def test_a_bucket_is_copied_back_only_when_finished() -> None:
+    run(2, _late_bucket)
+
+
+def test_a_group_of_one_needs_no_processes() -> None:
+    x = torch.randn(4, 3)
+    assert group_size(None) == 1
+    for collective in (all_reduce, all_gather, reduce_scatter):
+        assert collective(x, None) is x
+    out = torch.empty_like(x)
+    assert start_all_gather(x, None, out).wait() is out
+    assert torch.equal(out, x)
+    out.zero_()
+    assert start_reduce_scatter(x, None, out).wait() is out
+    assert torch.equal(out, x)
+    sum_in_buckets([x], None)
