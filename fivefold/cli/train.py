@@ -37,9 +37,14 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
     options, config = load(argv, Options)
     layout = check(config, ranks(options.nproc, dry_run=options.dry_run))
+    # Only now numpy, and torch only when all that can be known beforehand is known to be right.
+    from fivefold.train.corpora import check_corpora, check_data_settings
+
     if options.dry_run:
+        check_data_settings(config)  # the files may be on another machine
         print("\n".join(_preview(layout)))
         return 0
+    check_corpora(config)
     from fivefold.train.run import train
 
     return train(layout, recipe_name(options.recipe), options.nproc)

@@ -92,7 +92,7 @@ def prepare(
         ConfigError: the settings contradict themselves; all mistakes at once.
         DataError: a file is missing or is not what it claims to be.
     """
-    sources = _checked(config, seed)
+    sources = checked_sources(config, seed)
     cache = Path(config.data_cache_path or DEFAULT_CACHE).expanduser()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,12 @@ def build_index(
     )
 
 
-def _checked(config: "DataConfig", seed: int) -> list[Source]:
+def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
+    """The data paths, once nothing contradicts itself in the settings; opens no file.
+
+    Raises:
+        ConfigError: all mistakes at once.
+    """
     mistakes = Mistakes()
     sources: list[Source] = []
     with mistakes.collecting():

@@ -197,14 +197,6 @@ def _check_settings(request: _Request) -> None:
     ):
         if value is not None and value < 0:
             mistakes.add(f"{name} must be at least 0, not {value}")
-    useful = request.num_layers + 2  # a stage a layer, one the embedding, one the head
-    if request.layout is None and request.pp > useful:
-        mistakes.add(
-            f"{request.pp} pipeline ranks are more than a model of {request.num_layers} layers "
-            "can occupy",
-            f"embedding + {request.num_layers} layers + head = {useful} stages at most",
-            works=[f"--pipeline-model-parallel-size {request.num_layers}"],
-        )
     given = request.given()
     if len(given["virtual"]) > 1:
         mistakes.add(_exclusive(given["virtual"]), "both set the stages per rank")
@@ -222,6 +214,13 @@ def _check_settings(request: _Request) -> None:
         )
     if given["ends"] and request.pp == 1:
         mistakes.add(f"{_and(given['ends'])} needs more than one pipeline rank")
+    useful = request.num_layers + 2  # a rank a layer, one the embedding, one the head
+    if given["ends"] and request.pp > useful:
+        mistakes.add(
+            f"{request.pp} pipeline ranks are more than {request.num_layers} layers can occupy",
+            f"embedding + {request.num_layers} layers + head = {useful}",
+            works=[f"--pipeline-model-parallel-size {request.num_layers}"],
+        )
     mistakes.raise_if_any()
 
 

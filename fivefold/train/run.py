@@ -1,7 +1,7 @@
 """From a checked layout to a finished run: data, processes, run folder, loop."""
 
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -11,10 +11,10 @@ from fivefold.check import Layout
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.sources import to_toml
 from fivefold.data.loader import Loader
-from fivefold.data.prepare import PreparedData, Progress, prepare
+from fivefold.data.prepare import PreparedData
 from fivefold.derived import describe
-from fivefold.errors import ConfigError, Mistake
 from fivefold.train.console import Console
+from fivefold.train.corpora import open_data
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.loop import Trainer, device_peak
@@ -55,7 +55,7 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
     if nproc is None or nproc == 1:
         env = RankEnv() if nproc == 1 else read_rank_env()
         return run_rank(Job(layout, name, _given_path(layout), None), env)
-    data = open_data(layout, print)
+    data = open_data(layout.config, print)
     job = Job(layout, name, _given_path(layout) or new_run_path(name), data)
     assert job.path is not None
     return launch_local(
@@ -64,31 +64,6 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
         describe=layout.grid.name,
         errors_folder=RunFolder(job.path).errors,
     )
-
-
-def open_data(layout: Layout, progress: Progress) -> PreparedData:
-    """Tokenised corpora for a layout; makes them if they are not in the cache.
-
-    Raises:
-        ConfigError, DataError: the corpora cannot be read, or need another model or length.
-    """
-    config = layout.config
-    settings = config.data
-    if settings.tokenizer_vocab_size is None:
-        settings = replace(settings, tokenizer_vocab_size=config.model.vocab_size)
-    data = prepare(settings, config.training.seq_length, config.training.seed, progress)
-    if data.tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            Mistake(
-                f"the tokenizer has {data.tokenizer.vocab_size} tokens, the model "
-                f"{config.model.vocab_size}",
-                works=(f"--vocab-size {data.tokenizer.vocab_size}",),
-            )
-        )
-    _ = data.train  # an error in a split is worth telling before any process starts
-    if config.training.eval_interval:
-        _ = data.valid
-    return data
 
 
 def run_rank(job: Job, env: RankEnv) -> int:
@@ -100,7 +75,7 @@ def run_rank(job: Job, env: RankEnv) -> int:
         timeout_seconds=60 * config.training.distributed_timeout_minutes,
     )
     try:
-        data = job.data or open_data(job.layout, print if env.rank == 0 else logging.debug)
+        data = job.data or open_data(config, print if env.rank == 0 else logging.debug)
         folder = RunFolder(_agree_on_path(job))
         console = _open_console(job, env, folder, device) if env.rank == 0 else None
         trainer = _make_trainer(job, env, folder, device, data, console)

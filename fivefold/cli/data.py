@@ -1,0 +1,45 @@
+"""`fivefold data`: tokenise a corpus before it is needed, and count it."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fivefold.config.settings import argument
+from fivefold.config.sources import load
+from fivefold.derived import as_table
+from fivefold.errors import DataError
+from fivefold.units import human_count
+
+
+@dataclass(frozen=True)
+class Options:
+    """Tokenise the corpus of a recipe into the cache, where training finds it, and count it."""
+
+    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; `argv` is what follows it."""
+    _, config = load(argv, Options)
+    from fivefold.train.corpora import open_data
+
+    data = open_data(config, lambda line: print(line, file=sys.stderr))
+    tokenizer = data.tokenizer
+    rows = [
+        ("vocabulary", f"{tokenizer.vocab_size:,}", f"of the model's {config.model.vocab_size:,}")
+    ]
+    for corpus in data.corpora:
+        tokens, documents = len(corpus.data.tokens), corpus.data.num_documents
+        why = f"in {documents:,} documents" + (f", weight {corpus.weight}" if corpus.weight else "")
+        rows.append((corpus.name, f"{human_count(tokens)} tokens", why))
+    length, batch = config.training.seq_length, config.training.global_batch_size
+    for part in ("train", "valid", "test"):
+        try:
+            samples = getattr(data, part).num_samples
+        except DataError:
+            rows.append((part, "none", "too little text, or no share in --split"))
+            continue
+        why = f"of {length} tokens: {samples / batch:.1f} steps of {batch}"
+        rows.append((part, f"{samples:,} samples", why))
+    print(as_table(rows))
+    return 0

@@ -1,0 +1,259 @@
+"""`fivefold doctor`: what this machine can do, each line with what to do about it."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fivefold import __version__
+from fivefold.cli.style import Style, paint
+from fivefold.config.sources import load_options
+from fivefold.units import human_bytes, human_flops, human_seconds
+
+if TYPE_CHECKING:
+    import torch
+
+    from fivefold.train.rank_env import RankEnv
+
+Verdict = Literal["ok", "note", "bad"]
+
+PYTHON, TORCH = (3, 11), (2, 11)
+FREE_DISK = 10 << 30  # bytes below which a few checkpoints of a small model may not fit
+MARKS: dict[Verdict, tuple[str, Style]] = {
+    "ok": ("ok  ", "green"),
+    "note": ("note", "yellow"),
+    "bad": ("bad ", "red"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Say what this machine can do: software, processors, memory, communication, speed.
+
+    Leaves with status 1 if something is missing without which nothing trains.
+    """
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: how it stands, with what."""
+
+    verdict: Verdict
+    name: str
+    text: str
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; `argv` is what follows it."""
+    load_options(argv, Options)
+    verdicts = []
+    print(paint(f"fivefold {__version__} on {platform.node()}", "bold", sys.stdout))
+    for section, examine in SECTIONS.items():
+        print(f"\n{paint(section, 'bold', sys.stdout)}")
+        for finding in _whole(examine):
+            mark, style = MARKS[finding.verdict]
+            print(
+                f"  {paint(mark, style, sys.stdout)}  {finding.name:<14}{finding.text}", flush=True
+            )
+            verdicts.append(finding.verdict)
+    bad = verdicts.count("bad")
+    print(f"\n{f'{bad} things to mend before training' if bad else 'ready to train'}")
+    return 1 if bad else 0
+
+
+def _whole(examine: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a section finds, even where a package that it needs is missing."""
+    try:
+        yield from examine()
+    except ImportError as error:
+        yield Finding("bad", "the rest", f"cannot be examined without {error.name}")
+
+
+def _software() -> Iterator[Finding]:
+    version = platform.python_version()
+    verdict: Verdict = "ok" if sys.version_info >= PYTHON else "bad"
+    needs = "" if verdict == "ok" else f", needs {_dotted(PYTHON)}"
+    yield Finding(
+        verdict, "Python", f"{version} on {platform.system()} {platform.machine()}{needs}"
+    )
+    yield _torch()
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "fivefold", "--version"], capture_output=True, check=True)
+    start = human_seconds(time.perf_counter() - began)
+    yield Finding("ok", "start-up", f"{start} to answer a mistake")
+    for name, use in (
+        ("numpy", "batches"),
+        ("tokenizers", "tokenising text"),
+        ("rich", "the console"),
+        ("psutil", "memory figures"),
+    ):
+        yield _package(name, use, "bad")
+    for name, use in (
+        ("pyarrow", "Parquet corpora"),
+        ("tensorboard", "--tensorboard"),
+        ("wandb", "--wandb-project"),
+    ):
+        yield _package(name, use, "note")
+
+
+def _torch() -> Finding:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("bad", "torch", f"not installed: pip install 'torch>={_dotted(TORCH)}'")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if numbers < TORCH:
+        return Finding("bad", "torch", f"{version}, needs {_dotted(TORCH)} or later")
+    began = time.perf_counter()
+    import torch
+
+    seconds = human_seconds(time.perf_counter() - began)
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    return Finding("ok", "torch", f"{version}, {cuda}, imported in {seconds}")
+
+
+def _package(name: str, use: str, otherwise: Verdict) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(otherwise, name, f"not installed: pip install {name} for {use}")
+    return Finding("ok", name, f"{importlib.metadata.version(name)}, for {use}")
+
+
+def _machine() -> Iterator[Finding]:
+    import psutil
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("ok", "cores", f"{cores} of {os.cpu_count()} usable by this process")
+    memory = psutil.virtual_memory()
+    free = f"{human_bytes(memory.available)} of {human_bytes(memory.total)} free"
+    yield Finding("ok", "memory", free)
+    for name, folder in (("disk here", Path.cwd()), ("disk of cache", Path.home())):
+        space = shutil.disk_usage(folder).free
+        verdict: Verdict = "ok" if space >= FREE_DISK else "note"
+        yield Finding(verdict, name, f"{human_bytes(space)} free in {folder}")
+    yield from _gpus()
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    from fivefold.hardware import peak_flops
+
+    if not torch.cuda.is_available():
+        yield Finding("note", "GPU", "none visible: training runs on the CPU, over gloo")
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        peak = peak_flops(gpu.name, "bf16")
+        speed = f"peak {human_flops(peak)}/s in bf16" if peak else "peak unknown, so no MFU"
+        yield Finding("ok", f"GPU {index}", f"{gpu.name}, {human_bytes(gpu.total_memory)}, {speed}")
+
+
+def _communication() -> Iterator[Finding]:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        yield Finding("bad", "gloo", "this torch is built without it")
+        return
+    yield _round_trip()
+    if dist.is_nccl_available():
+        yield Finding("ok", "nccl", "available")
+    else:
+        yield Finding("note", "nccl", "not in this torch: GPUs cannot train together")
+
+
+def _round_trip() -> Finding:
+    """Two processes, started as training starts them, that sum and pass a message."""
+    from fivefold.train.launch import launch_local
+
+    began = time.perf_counter()
+    status = launch_local(_pass_a_message, 2)
+    seconds = human_seconds(time.perf_counter() - began)
+    if status:
+        return Finding("bad", "gloo", f"two processes could not talk (status {status})")
+    return Finding("ok", "gloo", f"two processes started, summed, exchanged and left in {seconds}")
+
+
+def _pass_a_message(env: "RankEnv") -> int:
+    import torch
+    import torch.distributed as dist
+
+    from fivefold.train.launch import init_process_group
+
+    init_process_group(env, "cpu", timeout_seconds=60)
+    total = torch.ones(1 << 16)
+    dist.all_reduce(total)
+    message = torch.full((4,), float(env.rank))
+    if env.rank == 0:
+        dist.send(message, 1)
+    else:
+        dist.recv(message, 0)
+    return 0 if total[-1] == 2 and message[0] == 0 else 1
+
+
+def _speed() -> Iterator[Finding]:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = 8192 if device == "cuda" else 768
+    speeds = {t: _matmul_speed(getattr(torch, t), size, device) for t in ("float32", "bfloat16")}
+    fp32, bf16 = speeds["float32"], speeds["bfloat16"]
+    yield Finding("ok", "fp32 matmul", f"{human_flops(fp32)}/s, {size} x {size} on {device}")
+    slower = bf16 < fp32
+    advice = ": --fp32 is faster here" if slower else ""
+    yield Finding(
+        "note" if slower else "ok",
+        "bf16 matmul",
+        f"{human_flops(bf16)}/s, {bf16 / fp32:.1f} x fp32{advice}",
+    )
+    yield _fused_adamw(device)
+
+
+def _matmul_speed(dtype: "torch.dtype", size: int, device: str) -> float:
+    """FLOP/s of the best of a few square matmuls."""
+    import torch
+
+    a = torch.randn(size, size, device=device).to(dtype)
+    wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else _nothing
+    seconds = []
+    for _ in range(6):
+        began = time.perf_counter()
+        a @ a
+        wait()
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
+
+
+def _nothing() -> None:
+    """A CPU has finished when the call returns."""
+
+
+def _fused_adamw(device: str) -> Finding:
+    import torch
+
+    weight = torch.zeros(64, device=device, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    try:
+        torch.optim.AdamW([weight], fused=True).step()
+    except RuntimeError as error:
+        return Finding("note", "fused AdamW", f"not on {device}: {error}")
+    return Finding("ok", "fused AdamW", f"works on {device}")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+# Communication before whatever makes a CUDA context or threads: it forks.
+SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "software": _software,
+    "communication": _communication,
+    "machine": _machine,
+    "speed": _speed,
+}

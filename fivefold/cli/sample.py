@@ -1,0 +1,66 @@
+"""`fivefold sample`: continue a prompt."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load_options
+from fivefold.errors import CheckpointError, Mistakes, did_you_mean
+
+
+@dataclass(frozen=True)
+class Options:
+    """Continue a prompt with the model of a run, on one device, whatever layout trained it."""
+
+    run: str = argument("run folder, as `fivefold train` made it")
+    prompt: str = argument("text to continue", "")
+    step: int | None = option(None, "step of the checkpoint (default: the latest)")
+    max_tokens: int = option(100, "tokens to write at most")
+    temperature: float = option(0.8, "0 takes the likeliest token, more draws more freely")
+    top_k: int = option(50, "draw among so many likeliest tokens; 0: among all")
+    seed: int = option(0, "of the draw")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; `argv` is what follows it."""
+    options = load_options(argv, Options)
+    _check(options)
+    from fivefold.train.sample import sample
+
+    sys.stdout.write(options.prompt)
+    for text in sample(
+        Path(options.run),
+        options.prompt,
+        step=options.step,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    ):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    print()
+    return 0
+
+
+def _check(options: Options) -> None:
+    """What can be said without loading torch."""
+    mistakes = Mistakes()
+    for name, value, least in (
+        ("max_tokens", options.max_tokens, 1),
+        ("temperature", options.temperature, 0),
+        ("top_k", options.top_k, 0),
+        ("seed", options.seed, 0),
+    ):
+        if value < least:
+            mistakes.add(f"--{name.replace('_', '-')} must be at least {least}, not {value:g}")
+    mistakes.raise_if_any()
+    folder = Path(options.run)
+    if not (folder / "config.toml").is_file():
+        near = [p.name for p in folder.parent.glob("*") if (p / "config.toml").is_file()]
+        raise CheckpointError(
+            f"{folder} is not a run folder: it has no config.toml{did_you_mean(folder.name, near)}"
+        )

@@ -1,0 +1,60 @@
+"""The tokens of a run: its corpora opened for its model. Imports no torch."""
+
+from dataclasses import replace
+
+from fivefold.config.config import Config
+from fivefold.config.training import DataConfig
+from fivefold.data.mixture import grouped
+from fivefold.data.prepare import PreparedData, Progress, checked_sources, prepare
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import ConfigError, Mistake
+
+
+def check_data_settings(config: Config) -> None:
+    """Look for contradictions without opening a file.
+
+    Raises:
+        ConfigError: all mistakes at once.
+    """
+    checked_sources(_settings(config), config.training.seed)
+
+
+def check_corpora(config: Config) -> None:
+    """Look whether files and tokenizer are there, in a moment and without reading the text.
+
+    Raises:
+        ConfigError, DataError: something is missing, or does not fit the model.
+    """
+    settings = _settings(config)
+    grouped(checked_sources(settings, config.training.seed))
+    if settings.tokenizer_model is not None:
+        _check_vocabulary(config, Tokenizer.load(settings.tokenizer_model))
+
+
+def open_data(config: Config, progress: Progress) -> PreparedData:
+    """Tokenised corpora; makes them if they are not in the cache.
+
+    Raises:
+        ConfigError, DataError: the corpora cannot be read, or need another model or length.
+    """
+    training = config.training
+    data = prepare(_settings(config), training.seq_length, training.seed, progress)
+    _check_vocabulary(config, data.tokenizer)
+    _ = data.train  # an error in a split is worth telling before any process starts
+    if training.eval_interval:
+        _ = data.valid
+    return data
+
+
+def _settings(config: Config) -> DataConfig:
+    """A tokenizer that has to be trained gets as many tokens as the model has."""
+    if config.data.tokenizer_vocab_size is not None:
+        return config.data
+    return replace(config.data, tokenizer_vocab_size=config.model.vocab_size)
+
+
+def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+    size, model_size = tokenizer.vocab_size, config.model.vocab_size
+    if size > model_size:
+        what = f"the tokenizer has {size} tokens, the model {model_size}"
+        raise ConfigError(Mistake(what, works=(f"--vocab-size {size}",)))
