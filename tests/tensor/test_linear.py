@@ -1,0 +1,201 @@
+"""Column- and row-parallel linears against plain ones, in fp64."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.mesh.collectives import all_reduce
+from fivefold.model.layers import Linear, plain_column, plain_row
+from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.linear import ColumnParallel, RowParallel
+from tests.pool import run
+
+T, H, F = 8, 6, 12
+OPTIONS = list(product([False, True], [False, True], [False, True]))
+NAMES = [
+    f"{'sp' if sequence else 'tp'}, {'bias' if bias else 'no bias'}, dW {'late' if late else 'now'}"
+    for sequence, bias, late in OPTIONS
+]
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    """The same on every rank, and not contiguous if it has two dims."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape[::-1], generator=generator, dtype=torch.float64).t()
+
+
+def _linear(seed: int, features_in: int, features_out: int, bias: bool) -> Linear:
+    linear = Linear(features_in, features_out, bias).double()
+    for index, parameter in enumerate(linear.parameters()):
+        parameter.data.copy_(_random(10 * seed + index, *parameter.shape))
+    return linear
+
+
+def _part_of(linear: Linear, rank: int, world: int, dim: int) -> Linear:
+    """This rank's rows (dim 0) or columns (dim 1); a bias is cut along with the rows only."""
+    weight = linear.weight.detach().chunk(world, dim)[rank]
+    part = Linear(weight.shape[1], weight.shape[0], linear.bias is not None).double()
+    part.weight.data.copy_(weight)
+    if part.bias is not None and linear.bias is not None:
+        bias = linear.bias.detach()
+        part.bias.data.copy_(bias.chunk(world)[rank] if dim == 0 else bias)
+    return part
+
+
+def _backward(
+    deferred: DeferredWeights, later: bool, outputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> None:
+    if not later:
+        torch.autograd.backward(outputs, grads)
+        return
+    with deferred.collect() as works:
+        torch.autograd.backward(outputs, grads)
+    with torch.no_grad():
+        for work in works:
+            work()
+
+
+def _close(ours: Tensor | None, true: Tensor | None) -> None:
+    assert ours is not None and true is not None
+    torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
+
+
+def _grads(linears: Sequence[Linear]) -> list[Tensor | None]:
+    return [parameter.grad for linear in linears for parameter in linear.parameters()]
+
+
+def _column(rank: int, world: int, sequence: bool, bias: bool, later: bool) -> None:
+    deferred = DeferredWeights()
+    column = ColumnParallel(dist.group.WORLD, sequence, deferred)
+    plain = [_linear(1, H, F, bias), _linear(2, H, 2 * F, bias)]
+    parts = [_part_of(linear, rank, world, 0) for linear in plain]
+    for microbatch in range(2):  # the second adds to the gradients of the first
+        x = _random(50 + microbatch, T, H).requires_grad_()
+        mine = (x.detach().chunk(world)[rank] if sequence else x.detach()).requires_grad_()
+        true, ours = plain_column(x, *plain), column(mine, *parts)
+        upstream = [_random(60 + i, *y.shape) for i, y in enumerate(true)]
+        for y, whole in zip(ours, true, strict=True):
+            _close(y, whole.chunk(world, 1)[rank])
+        torch.autograd.backward(true, upstream)
+        _backward(deferred, later, ours, [grad.chunk(world, 1)[rank] for grad in upstream])
+        assert x.grad is not None
+        _close(mine.grad, x.grad.chunk(world)[rank] if sequence else x.grad)
+        for got, expected in zip(_grads(parts), _grads(plain), strict=True):
+            assert expected is not None
+            _close(got, expected.chunk(world)[rank])
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_columns(options: tuple[bool, bool, bool]) -> None:
+    run(2, _column, *options)
+
+
+def _row(rank: int, world: int, sequence: bool, bias: bool, later: bool) -> None:
+    deferred = DeferredWeights()
+    row = RowParallel(dist.group.WORLD, sequence, deferred)
+    plain = _linear(3, F, H, bias)
+    part = _part_of(plain, rank, world, 1)
+    for microbatch in range(2):
+        x = _random(70 + microbatch, T, F).requires_grad_()
+        mine = x.detach().chunk(world, 1)[rank].requires_grad_()
+        true, ours = plain_row(x, plain), row(mine, part)
+        upstream = _random(80, T, H)
+        here = upstream.chunk(world)[rank] if sequence else upstream
+        _close(ours, true.chunk(world)[rank] if sequence else true)
+        true.backward(upstream)
+        _backward(deferred, later, [ours], [here])
+        assert x.grad is not None and plain.weight.grad is not None
+        _close(mine.grad, x.grad.chunk(world, 1)[rank])
+        _close(part.weight.grad, plain.weight.grad.chunk(world, 1)[rank])
+    if plain.bias is not None and part.bias is not None:
+        assert part.bias.grad is not None
+        # Under sequence parallelism each rank has the part of its tokens: `install` names it.
+        group = dist.group.WORLD if sequence else None
+        _close(all_reduce(part.bias.grad.clone(), group), plain.bias.grad)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_rows(options: tuple[bool, bool, bool]) -> None:
+    run(2, _row, *options)
+
+
+def _shared_heads(rank: int, world: int, sequence: bool, bias: bool, later: bool) -> None:
+    """Two key heads over four ranks: all hold both, each uses the rows of one."""
+    deferred, D = DeferredWeights(), 3
+    head = rank * 2 // world
+    rows = slice(head * D, (head + 1) * D)
+    column = ColumnParallel(dist.group.WORLD, sequence, deferred, (None, rows))
+    plain = [_linear(4, H, F, bias), _linear(5, H, 2 * D, bias)]
+    parts = [_part_of(plain[0], rank, world, 0), _part_of(plain[1], 0, 1, 0)]
+    for microbatch in range(2):
+        x = _random(90 + microbatch, T, H).requires_grad_()
+        mine = (x.detach().chunk(world)[rank] if sequence else x.detach()).requires_grad_()
+        query, key = plain_column(x, *plain)
+        ours = column(mine, *parts)
+        _close(ours[1], key[:, rows])
+        wanted = [_random(100 + r, T, D) for r in range(world)]
+        # What every rank asks of the head that it uses, summed where two ranks share it.
+        upstream = torch.zeros_like(key)
+        for r, grad in enumerate(wanted):
+            other = r * 2 // world
+            upstream[:, other * D : (other + 1) * D] += grad
+        of_query = _random(110, *query.shape)
+        torch.autograd.backward((query, key), (of_query, upstream))
+        _backward(deferred, later, ours, [of_query.chunk(world, 1)[rank], wanted[rank]])
+        assert x.grad is not None
+        _close(mine.grad, x.grad.chunk(world)[rank] if sequence else x.grad)
+    for got, expected in zip(_grads(parts[1:]), _grads(plain[1:]), strict=True):
+        assert got is not None
+        outside = torch.ones(2 * D, dtype=torch.bool)
+        outside[rows] = False
+        assert not got[outside].any()
+        _close(all_reduce(got.clone(), dist.group.WORLD), expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS[1::2], ids=NAMES[1::2])
+def test_key_heads_that_ranks_share(options: tuple[bool, bool, bool]) -> None:
+    run(4, _shared_heads, *options)
+
+
+def _both_ways(group: dist.ProcessGroup | None, sequence: bool, later: bool) -> list[Tensor]:
+    deferred = DeferredWeights()
+    column = ColumnParallel(group, sequence, deferred)
+    row = RowParallel(group, sequence, deferred)
+    up, gate, down = _linear(6, H, F, True), _linear(7, H, F, False), _linear(8, F, H, True)
+    results = []
+    for microbatch in range(3):
+        x = _random(120 + microbatch, T, H).requires_grad_()
+        y = row(torch.mul(*column(x, up, gate)), down)
+        _backward(deferred, later, [y], [_random(130, *y.shape)])
+        results += [y.detach(), x.grad]
+    return results + _grads([up, gate, down])
+
+
+def _same_bits(rank: int, world: int) -> None:
+    for sequence in (False, True):
+        now, late = (_both_ways(dist.group.WORLD, sequence, later) for later in (False, True))
+        assert all(torch.equal(a, b) for a, b in zip(now, late, strict=True))
+
+
+def test_weight_gradients_put_off_are_the_same_bits() -> None:
+    run(2, _same_bits)
+    now, late = (_both_ways(None, False, later) for later in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(now, late, strict=True))
+
+
+def _no_gradient_of_the_input(rank: int, world: int) -> None:
+    column = ColumnParallel(dist.group.WORLD, True, DeferredWeights())
+    part = _part_of(_linear(9, H, F, False), rank, world, 0)
+    x = _random(140, T, H)
+    (y,) = column(x.chunk(world)[rank], part)
+    y.backward(torch.ones_like(y))
+    _close(part.weight.grad, torch.ones(T, F // world).double().t() @ x)
+    assert not x.requires_grad
+
+
+def test_an_input_that_needs_no_gradient_gets_none() -> None:
+    run(2, _no_gradient_of_the_input)
