@@ -14,6 +14,11 @@ from fivefold.model.transformer import Stage
 from fivefold.pipeline.ir import Act, Direction, Kind, Program
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
+SENDS_IN_FLIGHT = 4
+"""Sends of a rank that may be under way: gloo's say that they have ended only when waited for, and
+until then what they send is held. No wait is circular: it is for a message that the program issues
+earlier, and what the receiver does before it takes that one needs earlier messages only."""
+
 
 class StageGradients(Protocol):
     """What the executor needs of data parallelism, per stage."""
@@ -184,6 +189,8 @@ class _Step:
         assert message is not None
         tensor = self._outgoing.pop((message.direction, message.dst_stage, message.mb)).contiguous()
         self._sending = [(w, kept) for w, kept in self._sending if not w.is_completed()]
+        if len(self._sending) >= SENDS_IN_FLIGHT:
+            self._sending.pop(0)[0].wait()
         work = dist.isend(tensor, group=self._on._group, group_dst=message.dst_rank, tag=message.id)
         assert work is not None
         self._sending.append((work, tensor))
