@@ -7,7 +7,7 @@ import numpy as np
 from fivefold.config.config import Config
 from fivefold.data.packing import IGNORED, Microbatch
 
-EVALUATION = 1_000_000  # batches from this number on are for evaluation
+EVALUATION = 1_000_000  # number of the global batch that evaluation reads
 
 
 def global_batch(config: Config, index: int) -> Microbatch:

@@ -16,7 +16,7 @@ from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows
 from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
-from fivefold.verify.report import Difference, Report, joint_errors, judge
+from fivefold.verify.report import SCALARS, Difference, Report, joint_errors, judge
 
 SMALL = 1e-2  # tensors below this part of the largest gradient are judged by that part
 
@@ -61,8 +61,10 @@ def compare(
             findings = diagnose(engine, step, result, reference)
             break
         engine.apply(result)
-        evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION + step)])
-        found += _update_differences(engine, step, evaluation, reference)
+        found += _weight_differences(engine, step, reference)
+        if step == 0:  # between two steps, so that one sees what it leaves behind
+            evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION)])
+            found.append(_number("evaluation", step, rank, evaluation, reference.evaluation))
     every = _gather(engine, found)
     return judge(layout, every, errors, findings) if rank == 0 else None
 
@@ -73,7 +75,7 @@ def baseline_differences(
     """How another one-device run differs from the reference."""
     found = []
     for step, (true, own) in enumerate(zip(trace, other, strict=True)):
-        for what in ("loss", "norm", "evaluation"):
+        for what in SCALARS:
             found.append(_number(what, step, 0, getattr(own, what), getattr(true, what)))
         for what, of_own, of_true in (
             ("grad", own.grads, true.grads),
@@ -107,18 +109,15 @@ def _gradient_differences(
         yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)
 
 
-def _update_differences(
-    engine: Engine, step: int, evaluation: float, reference: ReferenceStep
+def _weight_differences(
+    engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[Difference]:
     """Every weight after the update, with the digest that replicas must share."""
-    rank = engine.groups.rank
+    rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     for name, parameter in engine.parameters.items():
         stored = engine.model.stored_name(name)
-        piece = piece_of(parameter)
-        floor = engine.layout.config.optimizer.lr
-        whole = reference.after[stored]
+        piece, whole = piece_of(parameter), reference.after[stored]
         yield _tensor("param", step, rank, stored, piece, whole, floor=floor, digests=True)
-    yield _number("evaluation", step, rank, evaluation, reference.evaluation)
 
 
 def _number(what: str, step: int, rank: int, own: float, true: float) -> Difference:

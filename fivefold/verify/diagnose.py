@@ -159,8 +159,9 @@ def _gradient_findings(held: Mapping[str, set[str]], order: Sequence[str]) -> li
     if all(name.endswith(_ROW_BIASES) for name in wrong):
         bias = "the bias of row-parallel linears is added by every tensor-parallel rank"
         return [f"{bias}: {_listed(wrong)}"]
+    # What is wrong nearest to the loss makes the rest wrong, often by a power of the same factor.
     found = []
-    for text in sorted({text for name in wrong for text in held[name]}):
+    for text in sorted(held[wrong[0]] or {text for name in wrong for text in held[name]}):
         names = [name for name in wrong if text in held[name]]
         found.append((wrong.index(names[0]), -len(names), f"{_listed(names)}: the gradient {text}"))
     count = f"{len(wrong)} of {len(order)} gradients are wrong"

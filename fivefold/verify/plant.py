@@ -46,7 +46,7 @@ def _skip_tp_sum(engine: Engine) -> None:
 
 def _skip_data_sum(engine: Engine) -> None:
     for index, stage in engine.model.stages.items():
-        units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
+        units: list[Any] = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         for unit in units:
             unit.set_custom_reduce_scatter(_KeepOwn(torch.float64))
         if not units:
@@ -95,7 +95,7 @@ class _SumAgain(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad.clone(), ctx.group), None
 
 

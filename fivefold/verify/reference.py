@@ -29,7 +29,7 @@ class ReferenceStep:
     Attributes:
         loss: mean over the valid tokens.
         norm: of the gradient, before clipping.
-        evaluation: loss of another batch with the weights after the update, without dropout.
+        evaluation: loss of batch EVALUATION with the weights after the update, without dropout.
         losses: [microbatches] summed loss of each.
         grads: by global name, before clipping.
         before: the weights that the gradients belong to.
@@ -88,7 +88,7 @@ def run_reference(
             ReferenceStep(
                 loss=float(losses.sum()) / valid_tokens(batch),
                 norm=float(norm),
-                evaluation=_evaluate(model, config, step),
+                evaluation=_evaluate(model, config),
                 losses=losses,
                 grads=grads,
                 before=before,
@@ -134,12 +134,12 @@ def load_trace(path: Path) -> list[ReferenceStep]:
     return [ReferenceStep(**step) for step in torch.load(path, mmap=True, weights_only=True)]
 
 
-def _evaluate(model: Stage, config: Config, step: int) -> float:
-    batch = global_batch(config, EVALUATION + step)
+def _evaluate(model: Stage, config: Config) -> float:
+    batch = global_batch(config, EVALUATION)
     model.eval()
     with torch.no_grad():
         losses = [
-            model(None, as_batch(sample, step)).double()
+            model(None, as_batch(sample, 0)).double()  # no dropout: no step matters
             for sample in microbatches(config, batch, slice(0, config.training.global_batch_size))
         ]
     model.train()

@@ -98,8 +98,9 @@ class Report:
     changes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`."""
-        return asdict(self)
+        """Plain values, for `json.dumps`; what is not finite, and so fails, is null."""
+        found: dict[str, Any] = _finite(asdict(self))
+        return found
 
     def text(self) -> str:
         """For people: what was compared, errors and limits, the worst place, the verdict."""
@@ -136,6 +137,12 @@ _SHOWN = {
     "param": "weights",
     "evaluation": "evaluation",
 }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def worst_line(worst: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Verification from start to end: the reference in a process, then the layout's ranks."""
 
-import json
+import pickle
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ def verify(
     layout, changes = prepare(layout)
     config = layout.config
     with tempfile.TemporaryDirectory(prefix="fivefold-verify-") as folder:
-        trace, baseline, result = (Path(folder) / n for n in ("fp64", "bf16", "report.json"))
+        trace, baseline, result = (Path(folder) / n for n in ("fp64", "bf16", "report"))
 
         def reference(_: RankEnv) -> None:
             save_trace(trace, run_reference(config, steps))
@@ -56,13 +56,13 @@ def verify(
             loaded = load_trace(trace)
             report = compare(layout, env.rank, device, loaded, baseline=narrow, plant=plant)
             if report is not None:
-                result.write_text(json.dumps(report.as_json()), encoding="utf-8")
+                result.write_bytes(pickle.dumps(report))
 
         if launch_local(reference, 1):
             raise VerificationError("the run on one device failed")
         if launch_local(rank, layout.grid.world_size, describe=layout.grid.name):
             raise VerificationError("the run of the layout failed")
-        report = Report(**json.loads(result.read_text(encoding="utf-8")))
+        report: Report = pickle.loads(result.read_bytes())
     return replace(report, changes=changes)
 
 

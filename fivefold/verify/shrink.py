@@ -86,7 +86,7 @@ def _narrower(config: Config) -> Config:
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     kv_heads, group = _few_heads(model, tp)
     heads = kv_heads * group
-    head_dim = min(model.head_dim, 8)
+    head_dim = min(model.head_dim, max(4, 64 // heads // 2 * 2))  # even, for RoPE
     hidden = heads * head_dim
     if model.q_size != model.hidden_size:
         hidden += 8

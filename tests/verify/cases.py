@@ -84,27 +84,51 @@ def config(model: ModelConfig, **values: Any) -> Config:
     return Config(model=model).with_values(**(settings | values))
 
 
+def flags(
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    sequence: bool = False,
+    stages: str | None = None,
+    strategy: str = "no_shard",
+    replicas: int = 1,
+) -> dict[str, Any]:
+    """The settings of a layout, with 1 to 4 of the batch's microbatches on a rank.
+
+    Eight data-parallel ranks have one, and 4 stages on 4 x 2 ranks have fewer than stages.
+    """
+    stages = stages or STAGES.get((pp, 1))
+    interleaved = stages is not None and stages.count("|") + 1 > pp
+    return {
+        "micro_batch_size": 1 if dp > 2 or (dp == 2 and pp == 4 and interleaved) else 2,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": sequence,
+        "pipeline_model_parallel_size": pp,
+        "pipeline_model_parallel_layout": stages,
+        "data_parallel_sharding_strategy": strategy,
+        "num_distributed_optimizer_instances": replicas,
+    }
+
+
 def matrix(world_size: int) -> Iterator[dict[str, Any]]:
-    """The layout flags of every combination on so many ranks."""
+    """The settings of every combination on so many ranks."""
     for tp in (1, 2, 4):
-        for pp, virtual in ((1, 1), *STAGES):
+        for (pp, _), stages in {(1, 1): None, **STAGES}.items():
             dp = world_size // (tp * pp)
             if dp * tp * pp != world_size:
                 continue
             for sequence in (False, True)[: min(tp, 2)]:
-                flags = {
-                    "tensor_model_parallel_size": tp,
-                    "sequence_parallel": sequence,
-                    "pipeline_model_parallel_size": pp,
-                    "pipeline_model_parallel_layout": STAGES.get((pp, virtual)),
-                }
                 for strategy, replicas in _sharding(dp):
-                    yield flags | {
-                        "data_parallel_sharding_strategy": strategy,
-                        "num_distributed_optimizer_instances": replicas,
-                        # M: 1 on eight data-parallel ranks, fewer than P on pp 4 x dp 4
-                        "micro_batch_size": 2 if dp <= 2 and virtual == 1 else 1,
-                    }
+                    yield flags(
+                        tp=tp,
+                        pp=pp,
+                        dp=dp,
+                        sequence=sequence,
+                        stages=stages,
+                        strategy=strategy,
+                        replicas=replicas,
+                    )
 
 
 def _sharding(dp: int) -> Iterator[tuple[str, int]]:
@@ -115,19 +139,13 @@ def _sharding(dp: int) -> Iterator[tuple[str, int]]:
                 yield strategy, replicas
 
 
-def name(flags: dict[str, Any]) -> str:
+def name(case: dict[str, Any]) -> str:
     """Short, for a test id."""
-    short = {
-        "tp": flags.get("tensor_model_parallel_size", 1),
-        "pp": flags.get("pipeline_model_parallel_size", 1),
-    }
-    words = [f"{axis}{size}" for axis, size in short.items() if size > 1]
-    words += ["sp"] if flags.get("sequence_parallel") else []
-    layout = flags.get("pipeline_model_parallel_layout")
-    words += [layout] if layout else []
-    replicas = flags.get("num_distributed_optimizer_instances", 1)
-    strategy = flags.get("data_parallel_sharding_strategy", "no_shard")
-    words += [strategy + (f" x{replicas}" if replicas > 1 else "")]
+    tp, pp = case["tensor_model_parallel_size"], case["pipeline_model_parallel_size"]
+    words = [f"tp{tp}"] * (tp > 1) + ["sp"] * case["sequence_parallel"]
+    words += [f"pp{pp} {case['pipeline_model_parallel_layout']}"] * (pp > 1)
+    replicas = case["num_distributed_optimizer_instances"]
+    words += [case["data_parallel_sharding_strategy"] + f" x{replicas}" * (replicas > 1)]
     return " ".join(words)
 
 

@@ -4,25 +4,155 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import MODELS, config, matrix, name, verify_in_pool
+from tests.verify.cases import MODELS, STAGES, config, flags, matrix, name, verify_in_pool
 
-WORLDS = (1, 2, 4, 8)
-EVERY = [(world, flags) for world in WORLDS for flags in matrix(world)]
+EVERY = [(world, case) for world in (1, 2, 4, 8) for case in matrix(world)]
+TIED = {"llama": "llama tied", "gpt": "gpt untied"}  # every other layout ties what the first unties
+
+# One of each kind, and each kind with each other at least once.
+QUICK = [
+    (1, flags()),
+    (2, flags(tp=2)),
+    (2, flags(pp=2, strategy="optim_grads_params", stages=STAGES[2, 2])),
+    (4, flags(tp=4, sequence=True, strategy="optim")),
+    (4, flags(pp=4, stages=STAGES[4, 1])),
+    (4, flags(tp=2, dp=2, sequence=True, strategy="optim_grads_params")),
+    (4, flags(pp=2, dp=2, strategy="optim_grads")),
+    (4, flags(dp=4, strategy="optim_grads", replicas=2)),
+    (8, flags(tp=2, pp=2, dp=2, sequence=True, strategy="optim", stages=STAGES[2, 2])),
+    (8, flags(tp=2, dp=4, sequence=True, strategy="optim_grads_params", replicas=2)),
+    (8, flags(pp=4, dp=2, strategy="optim_grads", stages=STAGES[4, 2])),
+]
+
+# (ranks, model, settings): the corners that each broke something once, somewhere.
+CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "more stages than microbatches": (
+        4,
+        "llama",
+        flags(pp=4, stages=STAGES[4, 1]) | {"micro_batch_size": 1, "global_batch_size": 2},
+    ),
+    "one microbatch": (
+        2,
+        "gpt",
+        flags(pp=2, stages=STAGES[2, 1]) | {"micro_batch_size": 1, "global_batch_size": 1},
+    ),
+    "one microbatch, gradients reduced in its hooks": (
+        2,
+        "llama tied",
+        flags(strategy="optim_grads") | {"micro_batch_size": 1, "global_batch_size": 2},
+    ),
+    "gpipe": (2, "llama tied", flags(pp=2, stages="Ett|tttL") | {"pipeline_schedule": "gpipe"}),
+    "both ends of a tied model on one rank": (
+        2,
+        "llama tied",
+        flags(pp=2, stages="v:Et|tt|t|tL") | {"pipeline_schedule": "gpipe"},
+    ),
+    "both ends on one rank, sharded": (
+        4,
+        "llama tied",
+        flags(pp=2, stages="v:Et|tt|t|tL", strategy="optim_grads_params")
+        | {"pipeline_schedule": "gpipe"},
+    ),
+    "both ends on one rank, tensor parallel": (
+        4,
+        "gpt",
+        flags(tp=2, pp=2, stages="v:Et|tt|t|tL", sequence=True) | {"pipeline_schedule": "gpipe"},
+    ),
+    "tied over the pipeline, sharded and tensor parallel": (
+        8,
+        "llama tied",
+        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim_grads_params"),
+    ),
+    "tied on one stage, sharded and tensor parallel": (
+        4,
+        "gpt",
+        flags(tp=2, strategy="optim_grads_params", sequence=True),
+    ),
+    "a rank with nothing, sharded": (
+        8,
+        "llama",
+        flags(pp=4, stages="E|ttt||ttL", strategy="optim_grads_params"),
+    ),
+    "a rank with nothing in all its stages": (
+        4,
+        "llama",
+        flags(pp=4, stages="E||tt|tt||||tL", strategy="optim"),
+    ),
+    "a loss that counts as a layer": (
+        2,
+        "llama",
+        flags(pp=2)
+        | {
+            "pipeline_model_parallel_layout": None,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    ),
+    "virtual stages on one rank": (1, "gpt", flags(stages="Ett|tt|tL")),
+    "no overlap, replicated": (2, "gpt", flags() | {"overlap_grad_reduce": False}),
+    "no overlap, ZeRO-1": (
+        2,
+        "gpt",
+        flags(strategy="optim") | {"overlap_grad_reduce": False, "overlap_param_gather": False},
+    ),
+    "no overlap, ZeRO-1, pipeline": (
+        4,
+        "gpt",
+        flags(pp=2, stages="Ett|tttL", strategy="optim") | {"overlap_grad_reduce": False},
+    ),
+    "no overlap, HSDP, ZeRO-3": (
+        4,
+        "llama tied",
+        flags(strategy="optim_grads_params", replicas=2) | {"overlap_grad_reduce": False},
+    ),
+    "groups of microbatches": (
+        2,
+        "llama",
+        flags(pp=2, stages=STAGES[2, 2]) | {"microbatch_group_size_per_virtual_pipeline_stage": 4},
+    ),
+    "no clipping": (2, "llama", flags(tp=2) | {"clip_grad": 0.0}),
+    "one key/value head": (4, "llama", flags(tp=4, sequence=True) | {"num_query_groups": 1}),
+    "a vocabulary part of padding only": (
+        4,
+        "llama",
+        flags(tp=4) | {"vocab_size": 70, "make_vocab_size_divisible_by": 104},
+    ),
+}
+
+
+def passes(world: int, model: str, settings: dict[str, Any]) -> None:
+    report = verify_in_pool(world, config(MODELS[model], **settings))
+    assert report.passed, report.text()
+    assert set(report.max_rel_error) == {"loss", "grad", "norm", "param", "evaluation"}
+    assert None not in report.max_rel_error.values()
 
 
 def ids(cases: list[tuple[int, dict[str, Any]]]) -> list[str]:
-    return [f"{world}: {name(flags)}" for world, flags in cases]
+    return [f"{world}: {name(case)}" for world, case in cases]
 
 
-def passes(world: int, model: str, **flags: Any) -> None:
-    report = verify_in_pool(world, config(MODELS[model], **flags))
-    assert report.passed, report.text()
+@pytest.mark.parametrize("model", ["llama", "gpt"])
+@pytest.mark.parametrize(("world", "case"), QUICK, ids=ids(QUICK))
+def test_one_layout_of_each_kind(world: int, case: dict[str, Any], model: str) -> None:
+    passes(world, model, case)
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corners(corner: str) -> None:
+    passes(*CORNERS[corner])
+
+
+@pytest.mark.parametrize(("world", "case"), QUICK[::2], ids=ids(QUICK[::2]))
+def test_layouts_in_fp32(world: int, case: dict[str, Any]) -> None:
+    passes(world, "llama tied", case | {"precision": "fp32"})
+
+
+@pytest.mark.parametrize(("world", "case"), QUICK[::3], ids=ids(QUICK[::3]))
+def test_layouts_in_bf16_are_as_close_as_one_device(world: int, case: dict[str, Any]) -> None:
+    passes(world, "gpt", case | {"precision": "bf16"})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "gpt"])
-@pytest.mark.parametrize(("world", "flags"), EVERY, ids=ids(EVERY))
-def test_every_layout_in_fp64(world: int, flags: dict[str, Any], model: str) -> None:
-    # tied and untied alternate
-    other = {"llama": "llama tied", "gpt": "gpt untied"}
-    passes(world, other[model] if EVERY.index((world, flags)) % 2 else model, **flags)
+@pytest.mark.parametrize(("world", "case"), EVERY, ids=ids(EVERY))
+def test_every_layout(world: int, case: dict[str, Any], model: str) -> None:
+    passes(world, TIED[model] if EVERY.index((world, case)) % 2 else model, case)

@@ -1,0 +1,72 @@
+"""`fivefold verify`: prove that a layout computes what one device computes."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.check import check
+from fivefold.cli.style import paint
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load
+
+PRECISIONS = ("precision", "bf16", "fp32", "fp64")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run a layout and one device on the same weights and data, and compare what they compute.
+
+    Every loss, gradient, norm and updated weight is compared, in fp64 unless --precision says
+    otherwise, on synthetic batches made to show wrong reductions. A recipe too large for one
+    device is shrunk: fewer and narrower layers, the same structure and layout. The exit status is
+    0 only if everything agrees.
+    """
+
+    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+    nproc: int = option(1, "processes to start on this machine")
+    steps: int = option(3, "optimizer steps to compare")
+    json: bool = option(False, "print the outcome as JSON")
+    plant: (
+        Literal[
+            "skip-tp-sum",
+            "skip-dp-sum",
+            "skip-tied-sum",
+            "own-token-count",
+            "double-dx",
+            "bias-on-each-rank",
+        ]
+        | None
+    ) = option(None, "make this mistake on purpose, to see how it is found and named")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; `argv` is what follows it."""
+    chosen = any(_flag_name(word) in PRECISIONS for word in argv)
+    options, config = load([*(() if chosen else ("--precision", "fp64")), *argv], Options)
+    layout = check(config, options.nproc)
+    import torch
+
+    from fivefold.verify.run import verify
+
+    enough = torch.cuda.device_count() >= options.nproc
+    report = verify(
+        layout,
+        steps=options.steps,
+        plant=options.plant,
+        device_type="cuda" if enough else "cpu",
+    )
+    if options.json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        *lines, verdict = report.text().splitlines()
+        print("\n".join(lines))
+        print(paint(verdict, "green" if report.passed else "red", sys.stdout))
+    return 0 if report.passed else 1
+
+
+def _flag_name(word: str) -> str:
+    """'--precision=fp32' -> 'precision'."""
+    return word.partition("=")[0].removeprefix("--")

@@ -1,0 +1,34 @@
+"""The command, from a recipe to the exit status."""
+
+import json
+import subprocess
+import sys
+
+
+def verify(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fivefold", "verify", *argv], capture_output=True, text=True
+    )
+
+
+def test_json_and_status_of_a_layout_that_passes() -> None:
+    done = verify("debug", "--nproc", "2", "--tp", "2", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["passed"] and found["dtype"] == "fp64" and found["steps"] == 2
+    assert found["layout"].startswith("2 ranks: tp 2, 8 microbatches")
+    assert all(found["max_rel_error"][what] < 1e-12 for what in ("loss", "grad", "param"))
+    assert found["worst"]["name"]
+
+
+def test_a_failure_is_named_and_has_a_status() -> None:
+    done = verify("debug", "--nproc", "2", "--plant", "skip-dp-sum", "--fp32")
+    assert done.returncode == 1, done.stderr
+    assert "the sum over data parallelism is missing" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("FAILED")
+
+
+def test_a_mistake_is_told_before_anything_starts() -> None:
+    done = verify("debug", "--nproc", "2", "--plant", "double-dx")
+    assert done.returncode == 2
+    assert "double-dx needs tensor parallelism" in done.stderr

@@ -1,0 +1,92 @@
+"""Every error that can be planted is found and named, on every kind of layout that can have it."""
+
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from fivefold.check import check
+from fivefold.cli.verify import Options
+from fivefold.errors import ConfigError
+from fivefold.verify.plant import PLANTS
+from fivefold.verify.run import check_plant
+from tests.verify.cases import MODELS, config, flags, verify_in_pool
+
+TP = "right once summed over tensor parallelism"
+DP = "the sum over data parallelism is missing"
+CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
+    ("skip-tp-sum", 2, "llama", flags(tp=2, sequence=True), TP),
+    ("skip-tp-sum", 4, "llama", flags(tp=4), TP),
+    ("skip-tp-sum", 4, "gpt", flags(tp=2, dp=2, sequence=True, strategy="optim_grads_params"), TP),
+    ("skip-dp-sum", 2, "gpt", flags(dp=2), DP),
+    ("skip-dp-sum", 4, "llama", flags(dp=4, strategy="optim"), DP),
+    ("skip-dp-sum", 4, "llama", flags(dp=2, tp=2, strategy="optim_grads_params"), DP),
+    (
+        "skip-dp-sum",
+        4,
+        "llama tied",
+        flags(dp=4, strategy="optim_grads", replicas=2),
+        "the sum over dp_shard is missing",
+    ),
+    (
+        "skip-tied-sum",
+        2,
+        "llama tied",
+        flags(pp=2),
+        "embed_tokens.weight: the gradient is right once summed over the two copies of the tied",
+    ),
+    (
+        "skip-tied-sum",
+        4,
+        "gpt",
+        flags(pp=2, dp=2, strategy="optim_grads_params"),
+        "summed over the two copies of the tied embedding",
+    ),
+    ("own-token-count", 2, "llama", flags(dp=2), "each data-parallel rank divides by its own"),
+    (
+        "own-token-count",
+        4,
+        "gpt",
+        flags(dp=2, tp=2, strategy="optim"),
+        "each data-parallel rank divides by its own",
+    ),
+    ("double-dx", 4, "llama", flags(tp=4), "is 4 = tp"),
+    ("double-dx", 2, "gpt", flags(tp=2), "norm.bias, norm.weight and"),
+    ("bias-on-each-rank", 2, "gpt", flags(tp=2), "the bias of row-parallel linears is added by"),
+    (
+        "bias-on-each-rank",
+        4,
+        "gpt",
+        flags(tp=4, sequence=True),
+        "the bias of row-parallel linears is added by",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "world", "model", "case", "named"),
+    CASES,
+    ids=[f"{c[0]} {c[2]} {c[1]}" for c in CASES],
+)
+def test_planted_error_fails_and_is_named(
+    plant: str, world: int, model: str, case: dict[str, Any], named: str
+) -> None:
+    report = verify_in_pool(world, config(MODELS[model], **case), plant)
+    assert not report.passed
+    assert named in report.diagnosis[0], report.text()
+    assert report.max_rel_error["grad"] > 0.1
+    assert "FAILED" in report.text()
+
+
+def test_the_command_line_offers_every_plant() -> None:
+    (names, _) = get_args(get_type_hints(Options)["plant"])
+    assert set(get_args(names)) == set(PLANTS) == {case[0] for case in CASES}
+
+
+def test_a_layout_must_be_able_to_make_the_mistake() -> None:
+    layout = check(config(MODELS["llama"], **flags(tp=2)), 2)
+    with pytest.raises(ConfigError, match="skip-dp-sum needs at least two ranks"):
+        check_plant(layout, "skip-dp-sum")
+    with pytest.raises(ConfigError, match=r"no error 'typo' to plant\n  works: .*double-dx"):
+        check_plant(layout, "typo")
+    check_plant(layout, "double-dx")
+    check_plant(layout, None)

@@ -1,0 +1,115 @@
+"""A shrunk recipe is small, and parallelism divides it as it divided the large one."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from fivefold.check import Layout, check
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.model.shape import count_parameters
+from fivefold.verify.shrink import LARGEST_BATCH, LARGEST_MODEL, prepare
+
+
+def layout_of(model: str, world: int, **settings: Any) -> Layout:
+    return check(Config(model=PRESETS[model]).with_values(**settings), world)
+
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "8b": (
+        "llama3-8b",
+        16,
+        {
+            "tensor_model_parallel_size": 8,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+            "num_virtual_stages_per_pipeline_rank": 4,
+            "global_batch_size": 64,
+            "seq_length": 8192,
+        },
+    ),
+    "8b, fewer kv heads than tp": (
+        "llama3-8b",
+        32,
+        {
+            "tensor_model_parallel_size": 16,
+            "data_parallel_sharding_strategy": "optim",
+            "global_batch_size": 64,
+        },
+    ),
+    "405b, uneven stages": (
+        "llama3-405b",
+        128,
+        {
+            "tensor_model_parallel_size": 8,
+            "pipeline_model_parallel_size": 16,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+            "global_batch_size": 8,
+            "seq_length": 8192,
+        },
+    ),
+    "gpt2, empty stage": (
+        "gpt2",
+        4,
+        {
+            "pipeline_model_parallel_size": 4,
+            "pipeline_model_parallel_layout": "Et*6||t*5|tL",
+            "global_batch_size": 512,
+        },
+    ),
+    "a v": (
+        "gpt2",
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "v:Et*3|t*3|t*3|t*3L",
+            "pipeline_schedule": "gpipe",
+        },
+    ),
+    "qwen": ("qwen3-8b", 4, {"tensor_model_parallel_size": 4}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_structure_survives(case: str) -> None:
+    model, world, settings = CASES[case]
+    large = layout_of(model, world, **settings)
+    small, changes = prepare(large)
+    old, new = large.config.model, small.config.model
+    assert count_parameters(new).total <= LARGEST_MODEL
+    assert f"{new.num_layers} layers" in changes[0]
+    training = small.config.training
+    assert training.global_batch_size * training.seq_length <= LARGEST_BATCH
+    assert small.grid == large.grid and small.schedule == large.schedule
+    assert small.split.placement == large.split.placement
+    for before, after in zip(large.split.stages, small.split.stages, strict=True):
+        assert (before.embedding, before.head) == (after.embedding, after.head)
+        assert bool(before.layers) == bool(after.layers)
+    assert _order(large) == _order(small)
+    tp = large.grid.tp
+    assert (old.num_kv_heads < tp) == (new.num_kv_heads < tp)
+    assert (old.num_kv_heads < old.num_attention_heads) == (
+        new.num_kv_heads < new.num_attention_heads
+    )
+    assert (old.q_size == old.hidden_size) == (new.q_size == new.hidden_size)
+    assert (old.vocab_size == old.padded_vocab_size) == (new.vocab_size == new.padded_vocab_size)
+    few = small.num_microbatches
+    assert (few < large.grid.pp) == (large.num_microbatches < large.grid.pp)
+    for name in ("qk_layernorm", "add_bias_linear", "hidden_dropout", "normalization"):
+        assert getattr(old, name) == getattr(new, name)
+
+
+def _order(layout: Layout) -> list[bool]:
+    """For each pair of neighbouring stages, whether they hold equally many layers."""
+    counts = [len(stage.layers) for stage in layout.split.stages]
+    return [a == b for a, b in pairwise(counts)]
+
+
+def test_a_small_recipe_keeps_its_model_and_batch() -> None:
+    large = layout_of("debug-gpt", 2, tensor_model_parallel_size=2, seq_length=64)
+    small, changes = prepare(large)
+    assert small.config.model == large.config.model
+    assert small.config.training == large.config.training
+    assert len(changes) == 1 and changes[0].startswith("AdamW at a constant rate")
