@@ -1,0 +1,178 @@
+"""Help, previews and the shape of answers, in a fresh interpreter where torch must stay out."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold.cli import main as cli
+from fivefold.cli.main import VERBS, main
+from fivefold.cli.style import paint
+from fivefold.config.sources import RECIPES, config_settings, read_config, recipe_names, to_toml
+
+ROOT = Path(__file__).parents[2]
+TORCH_FREE = """
+import sys
+from fivefold.cli.main import main
+status = main(sys.argv[1:])
+assert "torch" not in sys.modules, "torch was loaded"
+sys.exit(status)
+"""
+
+
+def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        [sys.executable, "-c", TORCH_FREE, *argv],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=kept | env,
+    )
+
+
+@pytest.mark.parametrize("verb", ["train", "verify", "data", "sample", "doctor"])
+def test_help_loads_no_torch_and_fits_the_line(verb: str) -> None:
+    done = run(verb, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: fivefold {verb}")
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert ("[optimizer]" in done.stdout) == (verb in ("train", "verify", "data"))
+
+
+def test_help_lists_every_setting() -> None:
+    out = run("train", "--help").stdout
+    for section, settings in config_settings().items():
+        assert f"[{section}]" in out
+        for setting in settings:
+            off = f"--no-{setting.flag[2:]}"
+            assert (off if setting.default is True else setting.flag) in out
+
+
+def test_overview_lists_every_command() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert all(f"  {verb}  " in done.stdout or f"  {verb} " in done.stdout for verb in VERBS)
+    assert run().stdout == done.stdout
+
+
+def world_of(recipe: str) -> int:
+    """A recipe says on its first line for how many ranks it is."""
+    first = (RECIPES / f"{recipe}.toml").read_text().split("\n")[0]
+    match = re.match(r"# (\d+) ranks?: ", first)
+    assert match, first
+    return int(match[1])
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_recipes_preview_without_torch(recipe: str) -> None:
+    done = run("train", recipe, "--nproc", str(world_of(recipe)), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert re.search(rf"^world +{world_of(recipe)} ", done.stdout, re.MULTILINE)
+    assert max(map(len, done.stdout.splitlines())) <= 160
+
+
+def test_the_published_layout_of_llama3_405b() -> None:
+    out = run("train", "llama3-405b", "--nproc", "16384", "--dry-run").stdout
+    assert "pp 16 x dp 128 x cp 1 x tp 8" in out
+    assert "126 layers in 16 stages: 7+8" in out
+    assert re.search(r"^parameters +406 B", out, re.MULTILINE)
+    assert "16,777,216" in out
+
+
+def test_preview_shows_everything_that_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "debug", "--nproc", "4", "--tp", "2", "--pp", "2", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "tensor_model_parallel_size = 2" in out
+    assert "data_parallel_shard_size = 1" in out  # inferred
+    assert "pp                2  stride 2      ranks 0, 2" in out
+    assert "rank 1  2-3 L" in out
+    assert "rank 0 F0-" in out
+    assert "bubble 7.7%" in out
+    assert "microbatches" in out
+    assert "\033" not in out
+
+
+def test_preview_takes_the_launcher_s_world(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "debug", "--dry-run"]) == 0
+    assert "pp 1 x dp 2 x cp 1 x tp 1" in capsys.readouterr().out
+    assert main(["train", "debug", "--tp", "3"]) == 2
+    assert not capsys.readouterr().err  # rank 0 says it for all
+
+
+def test_settings_of_a_preview_are_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_config("demo")
+    path = tmp_path / "again.toml"
+    path.write_text(to_toml(config))
+    assert main(["train", str(path), "--nproc", "4", "--dry-run"]) == 0
+    first = capsys.readouterr().out
+    assert main(["train", "demo", "--nproc", "4", "--dry-run"]) == 0
+    assert capsys.readouterr().out == first
+
+
+class Terminal:
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colour_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert paint("error:", "red", Terminal()) == "\033[31merror:\033[0m"
+    assert paint("error:", "red", sys.__stderr__) == "error:" or sys.__stderr__.isatty()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert paint("error:", "red", Terminal()) == "error:"
+
+
+def test_interrupt_leaves_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_dispatch", interrupted)
+    assert main(["train"]) == 130
+    assert not capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"'{sys.executable}' -m fivefold train --help | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("usage:")
+    assert not done.stderr
+
+
+def test_data_counts_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("A short line about nothing.\n" * 400)
+    argv = f"data debug --data-path {tmp_path}/a.txt --data-cache-path {tmp_path}/cache --split 1"
+    assert main([*argv.split(), "--vocab-size", "300"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^a.txt +[\d.]+ K tokens +in 1 documents$", out, re.MULTILINE)
+    assert re.search(r"^train +\d+ samples +of 64 tokens: ", out, re.MULTILINE)
+    assert re.search(r"^valid +none", out, re.MULTILINE)
+
+
+def test_doctor_examines_this_machine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fivefold", "doctor"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for word in ("Python", "torch", "two processes started", "cores", "fp32 matmul", "AdamW"):
+        assert word in done.stdout
+    assert "ready to train" in done.stdout

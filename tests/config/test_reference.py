@@ -1,0 +1,17 @@
+from pathlib import Path
+
+from fivefold.config.reference import reference_page
+from fivefold.config.sources import config_settings
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "flags.md"
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    assert PAGE.read_text() == reference_page(), "run: python -m fivefold.docs"
+
+
+def test_the_page_has_a_row_for_every_setting() -> None:
+    page = reference_page()
+    for section, settings in config_settings().items():
+        assert f"## [{section}]" in page
+        assert all(f"| `{setting.name}` |" in page for setting in settings)

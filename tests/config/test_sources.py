@@ -1,0 +1,146 @@
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.config.config import SECTIONS, Config
+from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.parallel import option
+from fivefold.config.presets import PRESETS
+from fivefold.config.settings import argument, settings_of
+from fivefold.config.sources import load, load_options, read_config, recipe_names, to_toml
+from fivefold.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a verb."""
+
+    recipe: str | None = argument("a recipe", None)
+    times: int = option(1, "how often")
+    loud: bool = option(False, "say so")
+
+
+def config(command_line: str) -> Config:
+    return load(command_line.split(), Options)[1]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(Config(PRESETS[name])))
+    assert read_config(path) == Config(PRESETS[name])
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: text != "none"),
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]))),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_any_value_reads_back_as_itself(
+    tmp_path_factory: pytest.TempPathFactory, text: str, texts: list[str], number: float
+) -> None:
+    values = {"text_key": text, "save": text, "data_path": tuple(texts), "lr": number}
+    config = Config(PRESETS["gpt2"]).with_values(**values)
+    path = tmp_path_factory.mktemp("toml") / "config.toml"
+    path.write_text(to_toml(config), encoding="utf-8", newline="")
+    assert read_config(path) == config
+
+
+def test_flags_count_more_than_the_recipe_and_the_recipe_more_than_defaults(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        '[model]\npreset = "debug-llama"\nnum_layers = 6\nvocab_size = 300\n'
+        "[optimizer]\nlr = 1\nmin_lr = 0.5\n"
+    )
+    read = config(f"{recipe} --vocab-size 400 --lr 2")
+    expected = replace(PRESETS["debug-llama"], num_layers=6, vocab_size=400)
+    assert read.model == expected
+    assert (read.optimizer.lr, read.optimizer.min_lr) == (2.0, 0.5)
+    assert read.optimizer.adam_beta1 == 0.9
+    assert type(read.optimizer.lr) is float
+
+
+def test_model_flag_replaces_the_whole_section(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[model]\npreset = "debug-llama"\nnum_layers = 6\n')
+    read = config(f"{recipe} --model debug-gpt --vocab-size 300")
+    assert read.model == replace(PRESETS["debug-gpt"], vocab_size=300)
+
+
+def test_a_model_can_be_written_out_without_a_preset() -> None:
+    read = config("--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 9")
+    assert (read.model.num_layers, read.model.hidden_size, read.model.vocab_size) == (2, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        ("--tensor-model-parallel-size 4", "tensor_model_parallel_size", 4),
+        ("--tensor_model_parallel_size=4", "tensor_model_parallel_size", 4),
+        ("--tp 2 --tp 4", "tensor_model_parallel_size", 4),
+        ("--vpp 2", "num_virtual_stages_per_pipeline_rank", 2),
+        ("--virtual-pipeline-model-parallel-size 2", "num_virtual_stages_per_pipeline_rank", 2),
+        ("--dp-shard -1", "data_parallel_shard_size", -1),
+        ("--sequence-parallel", "sequence_parallel", True),
+        ("--sequence-parallel=true", "sequence_parallel", True),
+        ("--no-overlap-grad-reduce", "overlap_grad_reduce", False),
+        ("--overlap-grad-reduce=False", "overlap_grad_reduce", False),
+        ("--keep-latest-k none", "keep_latest_k", None),
+        ("--data-path 0.3 a 0.7 b --lr 1", "data_path", ("0.3", "a", "0.7", "b")),
+        ("--data-path=a", "data_path", ("a",)),
+        ("--lr 3e-4", "lr", 3e-4),
+        ("--global-batch-size 1_024", "global_batch_size", 1024),
+        ("--fp64", "precision", "fp64"),
+        ("--bf16 --precision bf16", "precision", "bf16"),
+        ("--use-distributed-optimizer", "data_parallel_sharding_strategy", "optim"),
+        ("--swiglu", "gated_linear_unit", True),
+        ("--swiglu", "activation_func", "silu"),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--group-query-attention --num-query-groups 1", "num_query_groups", 1),
+        ("--layernorm-epsilon 1e-6", "norm_epsilon", 1e-6),
+    ],
+)
+def test_spellings(flags: str, name: str, value: object) -> None:
+    read = config(f"--model debug-gpt {flags}")
+    assert [getattr(s, name) for _, s in read.sections() if hasattr(s, name)] == [value]
+
+
+def test_a_verb_has_options_of_its_own() -> None:
+    options, _ = load(["--times", "3", "debug", "--loud"], Options)
+    assert options == Options("debug", 3, True)
+    assert load_options(["--no-loud", "--", "--times"], Options) == Options("--times")
+
+
+def test_a_switch_of_the_run_is_unknown_to_a_verb_without_one() -> None:
+    with pytest.raises(ConfigError, match="unknown flag --swiglu"):
+        load_options(["--swiglu"], Options)
+
+
+def test_flags_and_recipe_are_complained_about_together(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[model]\npreset = 'gpt2'\n[training]\nseeed = 1\nlr = 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load([str(recipe), "--tpp", "2", "--times", "x"], Options)
+    assert len(caught.value.mistakes) == 4
+
+
+def test_names_are_unique_and_aliases_and_switches_name_what_exists() -> None:
+    names = [field.name for section in SECTIONS.values() for field in fields(section)]
+    assert len(set(names)) == len(names)
+    assert set(ALIASES.values()) <= {*names, "model"}
+    assert {name for implied in SWITCHES.values() for name in implied} <= set(names)
+    assert not set(names) & (set(ALIASES) | set(SWITCHES))
+
+
+def test_every_field_has_a_help_and_a_type_that_flags_can_say() -> None:
+    for section in SECTIONS.values():
+        for setting in settings_of(section):
+            assert setting.help
+            assert setting.kind in (bool, int, float, str)
+
+
+def test_recipes_are_found_by_name() -> None:
+    assert {"debug", "demo", "gpt2", "llama3-405b", "llama3-8b", "qwen3-8b"} == set(recipe_names())
