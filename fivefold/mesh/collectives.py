@@ -1,9 +1,9 @@
 """Collectives on local tensors, each started now and waited for later.
 
-On CUDA these are NCCL's. On the CPU gloo's own all-gather and reduce-scatter cost two to five times
-as much as pairwise exchanges, and its sums depend on the ring; here every pair exchanges directly
-and sums run in rank order, so that results are reproducible. `benchmarks/collectives.py` measures
-both. Groups may be None, which means a group of one.
+On CUDA these are NCCL's. On the CPU gloo's own all-gather and reduce-scatter cost about twice the
+time of pairwise exchanges from 1 MiB on (as much below), and its sums depend on the ring; here every
+pair exchanges directly and sums run in rank order, so that results are reproducible. Its all-reduce
+is the better one. `benchmarks/collectives.py` measures all. Groups may be None: a group of one.
 """
 
 from collections.abc import Callable
