@@ -84,6 +84,12 @@ def main() -> None:
                     print(f"round {turn + 1}: {row.label}, {name}", file=sys.stderr)
                     run = measure(SYSTEMS[name], row, asked.steps, asked.warmup)
                     runs.setdefault((row.name, name), []).append(run)
+            save(asked, about, runs)
+    print(render(json.loads(asked.json.read_text())))
+
+
+def save(asked: argparse.Namespace, about: dict, runs: dict) -> None:
+    """Write every run so far and the medians, so that an interrupted benchmark keeps them."""
     report = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine(),
@@ -96,7 +102,6 @@ def main() -> None:
     }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(render(report))
 
 
 def parse() -> argparse.Namespace:
@@ -161,8 +166,10 @@ def answer(system: System, words: list[str], launcher: list[str] | None = None) 
     try:
         output, errors = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
         return {"error": f"no answer in {TIMEOUT} s"}
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     said = [line for line in output.splitlines() if line.startswith("{")]
     if process.returncode or not said:
         return {"error": errors[-2000:]}
