@@ -2,7 +2,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fivefold.config.config import SECTIONS, Config
@@ -39,6 +39,7 @@ def test_resolved_config_reads_back_as_itself(name: str, tmp_path: Path) -> None
     st.lists(st.text(st.characters(exclude_categories=["Cs"]))),
     st.floats(allow_nan=False, allow_infinity=False),
 )
+@example('\x7f\n\t"\\', ["\r"], 1e-300)
 def test_any_value_reads_back_as_itself(
     tmp_path_factory: pytest.TempPathFactory, text: str, texts: list[str], number: float
 ) -> None:
