@@ -1,9 +1,10 @@
 """Collectives on local tensors, each started now and waited for later.
 
-On CUDA these are NCCL's. On the CPU gloo's own all-gather and reduce-scatter cost about twice the
-time of pairwise exchanges from 1 MiB on (as much below), and its sums depend on the ring; here every
-pair exchanges directly and sums run in rank order, so that results are reproducible. Its all-reduce
-is the better one. `benchmarks/collectives.py` measures all. Groups may be None: a group of one.
+On CUDA these are NCCL's. On the CPU gloo's own all-gather and reduce-scatter take about twice the
+CPU time of pairwise exchanges from 1 MiB on (about the same below), and its sums depend on the
+ring; here every pair exchanges directly and sums run in rank order, so that results are
+reproducible. gloo's all-reduce is the better one. `benchmarks/collectives.py` measures them all.
+Groups may be None, which means a group of one.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ class Pending:
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
+        """The result, once it is there."""
         for work in self.works:
             work.wait()
         return self.finish()

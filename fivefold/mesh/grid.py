@@ -36,10 +36,12 @@ class Grid:
 
     @property
     def ranks_per_stage(self) -> int:
+        """Ranks that hold one pipeline rank's stages between them."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def world_size(self) -> int:
+        """All ranks."""
         return self.pp * self.ranks_per_stage
 
     @property
