@@ -1,0 +1,165 @@
+"""What the documentation says can be done: its commands, excerpts, recipes, code and links.
+
+A fenced block of `console` or `sh` holds commands. One of `text` may name, after that word, the
+command whose output it is an excerpt of. Nothing is started: a command is read by the program's own
+parser, and `fivefold train` makes a dry run.
+"""
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from fivefold.check import check
+from fivefold.cli.main import VERBS, main
+from fivefold.config.sources import load, load_options, read_config
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    path
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
+    if path.exists()
+]
+FENCE = re.compile(r"^```(\w*) *(.*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the rest of the opening line, and its lines."""
+
+    page: Path
+    language: str
+    info: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.info or self.text.splitlines()[0]}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line and the output that is shown below it."""
+
+    page: Path
+    line: str
+    output: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}: {self.line[:90]}"
+
+    @property
+    def argv(self) -> list[str] | None:
+        """What `fivefold` is given, also behind a launcher; None if it is not in the line."""
+        words = shlex.split(self.line, comments=True)
+        if words[:1] == ["sbatch"]:
+            return ["train", *words[2:]]
+        launched = words[:1] in (["fivefold"], ["torchrun"], ["srun"]) and "fivefold" in words
+        return words[words.index("fivefold") + 1 :] if launched else None
+
+    @property
+    def is_launched(self) -> bool:
+        return not self.line.startswith("fivefold")
+
+
+def _blocks(*languages: str) -> list[Block]:
+    return [
+        Block(page, *match.groups())
+        for page in PAGES
+        for match in FENCE.finditer(page.read_text(encoding="utf-8"))
+        if match[1] in languages
+    ]
+
+
+def _commands() -> Iterator[Command]:
+    for block in _blocks("console", "sh"):
+        text = block.text.replace("\\\n", " ")
+        if block.language == "sh":
+            yield from (Command(block.page, line) for line in text.splitlines())
+            continue
+        for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+            line, _, output = part.partition("\n")
+            yield Command(block.page, line, output)
+
+
+COMMANDS = [command for command in _commands() if command.argv]
+
+
+@cache
+def _dry_run(line: str) -> tuple[int, str]:
+    """Exit status and all output of a `fivefold train` line, made a dry run."""
+    argv = shlex.split(line)[1:]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        status = main(argv if "--dry-run" in argv else [*argv, "--dry-run"])
+    return status, out.getvalue()
+
+
+def test_there_is_something_to_test() -> None:
+    assert len(PAGES) > 10 and len(COMMANDS) > 30
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_commands_are_accepted(command: Command) -> None:
+    assert command.argv is not None
+    verb, *argv = command.argv
+    assert verb in VERBS or verb.startswith("--")
+    if verb == "train" and not command.is_launched:
+        status, said = _dry_run(command.line)
+        wrong = command.output.startswith("error:")
+        assert status == (2 if wrong else 0), said
+        if wrong:
+            assert command.output in said
+    elif verb in VERBS:
+        options = import_module(f"fivefold.cli.{verb}").Options
+        if "recipe" in {field.name for field in fields(options)}:
+            asked, config = load(argv, options)
+            if verb == "verify":
+                check(config, asked.nproc)
+        else:
+            load_options(argv, options)
+
+
+EXCERPTS = [block for block in _blocks("text") if block.info]
+
+
+@pytest.mark.parametrize("excerpt", EXCERPTS, ids=str)
+def test_excerpts_are_what_is_printed(excerpt: Block) -> None:
+    _, said = _dry_run(excerpt.info)
+    assert excerpt.text in said, said
+
+
+@pytest.mark.parametrize("block", _blocks("toml"), ids=str)
+def test_recipes_can_be_read(block: Block, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(block.text)
+    check(read_config(recipe), 1)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_runs(page: Path) -> None:
+    names: dict[str, object] = {}
+    for block in _blocks("python"):
+        if block.page == page:
+            exec(compile(block.text, str(block), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    targets = [t for t in LINK.findall(prose) if not t.startswith(("http:", "https:", "mailto:"))]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    linked = {(DOCS / target).resolve() for target in LINK.findall(index)}
+    assert set(DOCS.rglob("*.md")) - {DOCS / "index.md"} <= linked
