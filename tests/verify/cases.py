@@ -1,6 +1,7 @@
 """Ugly models in every layout that fits eight ranks, and how a test verifies one."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from fivefold.check import check
 from fivefold.config.config import Config
@@ -181,7 +183,7 @@ def _rank(
     baseline: Path | None,
     plant: str | None,
 ) -> Report | None:
-    with patch.object(dist, "new_group", _group):
+    with shared_groups():
         return compare(
             check(settings, world_size),
             rank,
@@ -192,17 +194,29 @@ def _rank(
         )
 
 
+@contextmanager
+def shared_groups() -> Iterator[None]:
+    """Let hundreds of layouts share the few groups that they are made of: sockets are scarce.
+
+    torch names a group by its ranks and by how many groups the process has; groups that are made
+    once are named by their ranks alone. Afterwards every process has equally many again.
+    """
+    with (
+        patch.object(distributed_c10d, "_hash_ranks_to_str", lambda ranks: f"shared {ranks}"),
+        patch.object(dist, "new_group", _shared_group),
+    ):
+        yield
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, len(distributed_c10d._world.pg_names))
+    for _ in range(counts[dist.get_rank()], max(counts)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
 _new_group = dist.new_group
+_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of this process, as long as it lives
 
 
-@cache
-def _groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Those of this process: hundreds of layouts share them, as sockets are few."""
-    return {}
-
-
-def _group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
-    known = _groups()
-    if tuple(ranks) not in known:
-        known[tuple(ranks)] = _new_group(ranks, **options)
-    return known[tuple(ranks)]
+def _shared_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    if tuple(ranks) not in _groups:
+        _groups[tuple(ranks)] = _new_group(ranks, **options)
+    return _groups[tuple(ranks)]
