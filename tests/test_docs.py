@@ -8,6 +8,7 @@ parser, and `fivefold train` makes a dry run.
 import contextlib
 import io
 import re
+import runpy
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -163,3 +164,14 @@ def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     linked = {(DOCS / target).resolve() for target in LINK.findall(index)}
     assert set(DOCS.rglob("*.md")) - {DOCS / "index.md"} <= linked
+
+
+def test_the_house_has_the_floors_that_are_kept() -> None:
+    floors = runpy.run_path(str(ROOT / "tests" / "test_floors.py"))["FLOORS"]
+    page = (DOCS / "explanation" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("| room |")[2].partition("\n\n")[0]
+    named = [
+        room for row in table.splitlines()[2:] for room in re.findall(r"`(\w+)`", row.split("|")[1])
+    ]
+    built = [room for room in floors if list((ROOT / "fivefold").glob(f"{room}*"))]
+    assert named == [room for room in built if room != "__main__"]
