@@ -97,7 +97,7 @@ def check(config: Config, world_size: int) -> Layout:
     parallel = _infer(config, world_size, mistakes)
     _check_built(parallel, mistakes)
     _check_tensor_parallel(config, parallel, mistakes)
-    _check_data_parallel(parallel, mistakes)
+    _check_data_parallel(parallel, config.training.precision, mistakes)
     _check_sequence(config, mistakes)
     split = None
     with mistakes.collecting():
@@ -311,9 +311,16 @@ def _tp_for(model: ModelConfig) -> list[int]:
     ]
 
 
-def _check_data_parallel(parallel: ParallelConfig, mistakes: Mistakes) -> None:
+def _check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:
     instances = parallel.num_distributed_optimizer_instances
-    if instances > 1 and parallel.data_parallel_sharding_strategy == "no_shard":
+    replicated = parallel.data_parallel_sharding_strategy == "no_shard"
+    if parallel.grad_reduce_in_bf16 and replicated and precision == "bf16":
+        mistakes.add(
+            "grad_reduce_in_bf16 has no effect on no_shard with bf16: the all-reduce of fp32 "
+            "gradients would sum in bf16",
+            works=["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim"],
+        )
+    if instances > 1 and replicated:
         mistakes.add(
             f"num_distributed_optimizer_instances = {instances} replicates a sharding group, "
             "and no_shard has none",

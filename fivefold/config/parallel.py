@@ -68,5 +68,6 @@ class ParallelConfig:
         True, "gather the next block's sharded parameters while the current block computes"
     )
     grad_reduce_in_bf16: bool = option(
-        False, "send gradients as bf16 (the sum itself is fp32 when sharded)"
+        False,
+        "send gradients as bf16: summed in fp32 where they are sharded; not between HSDP replicas",
     )
