@@ -1,21 +1,38 @@
-"""Fivefold, as a user runs it: `fivefold train` in a process tree of its own.
+"""Fivefold: its engine as `fivefold train` runs it, on ranks forked by its own launcher.
 
-Reads from each step's line of metrics.jsonl: `loss`, `time` (seconds since the epoch at the end
-of the step), `cpu_seconds` (user + system so far, summed over ranks), and on the last line
-`peak_rss_mb`, `peak_rss_max_mb` and `pss_mb` over the ranks.
+The gradient norm is computed in every step, as the trainer does; the peers compute none.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+import time
 
-from benchmarks.peer_systems.common import BATCH, MICROBATCH, SEQ, parse, say
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.peer_systems.common import (
+    ADAMW,
+    BATCH,
+    FFN,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    MICROBATCH,
+    SEQ,
+    VOCAB,
+    Job,
+    measure,
+    parse,
+    say,
+)
 from benchmarks.peer_systems.rows import Row
+from fivefold.check import Layout, check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.data.packing import Microbatch
+from fivefold.train.engine import Engine
+from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.rank_env import RankEnv
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "peers.toml"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -23,37 +40,61 @@ def supports(row: Row) -> bool:
     return True
 
 
-def command(row: Row, train_iters: int, folder: str) -> list[str]:
-    flags = {
-        "--nproc": row.ranks,
-        "--tensor-model-parallel-size": row.tp,
-        "--pipeline-model-parallel-size": row.pp,
-        "--data-parallel-sharding-strategy": STRATEGIES[row.zero],
-        "--micro-batch-size": MICROBATCH if row.pp > 1 else BATCH // row.dp,
-        "--train-iters": train_iters,
-        "--save": folder,
-    }
-    words = [str(word) for flag in flags.items() for word in flag]
-    fivefold = [sys.executable, "-m", "fivefold.cli.main"]
-    return [*fivefold, "train", str(RECIPE), *words, *["--sequence-parallel"] * row.sp]
+def layout_of(row: Row) -> Layout:
+    model = ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=FFN,
+        vocab_size=VOCAB,
+    )
+    config = Config(model).with_values(
+        tensor_model_parallel_size=row.tp,
+        pipeline_model_parallel_size=row.pp,
+        sequence_parallel=row.sp,
+        data_parallel_sharding_strategy=STRATEGIES[row.zero],
+        micro_batch_size=MICROBATCH if row.pp > 1 else BATCH // row.dp,
+        global_batch_size=BATCH,
+        seq_length=SEQ,
+        precision="fp32",
+        lr=ADAMW["lr"],
+        lr_decay_style="constant",
+        weight_decay=ADAMW["weight_decay"],
+        clip_grad=0.0,
+    )
+    return check(config, row.ranks)
 
 
-def run(row: Row, steps: int, warmup: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(command(row, warmup + steps, folder), check=True, stdout=sys.stderr)
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    metrics = [line for line in map(json.loads, lines) if "loss" in line]
-    first, before, last = metrics[0], metrics[warmup - 1], metrics[-1]
-    return {
-        "cpu_s_per_step": (last["cpu_seconds"] - before["cpu_seconds"]) / steps,
-        "tokens_per_s": BATCH * SEQ * steps / (last["time"] - before["time"]),
-        "startup_s": first["time"] - float(os.environ["PEERS_LAUNCHED"]),
-        "first_step_after_import_s": None,
-        **{key: last[key] for key in ("peak_rss_mb", "peak_rss_max_mb", "pss_mb")},
-        "loss": [line["loss"] for line in metrics],
-    }
+def build(layout: Layout, env: RankEnv) -> Job:
+    engine = Engine(layout, env.rank, init_process_group(env, "cpu"))
+    rows = layout.config.training.micro_batch_size
+
+    def step(tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        positions_BS = torch.arange(SEQ).expand(len(tokens_BS), SEQ).contiguous()
+        documents_BS = torch.zeros_like(tokens_BS)
+        fields = (tokens_BS, labels_BS, positions_BS, documents_BS, positions_BS)
+        parts = zip(*(field.split(rows) for field in fields), strict=True)
+        result = engine.step([Microbatch(*(p.numpy() for p in part)) for part in parts])
+        return torch.tensor(result.loss)
+
+    return Job(step, layout.grid.dp_rank(env.rank))
+
+
+def main() -> None:
+    imported = time.time()
+    row, steps, warmup = parse(supports)
+    layout = layout_of(row)
+
+    def rank(env: RankEnv) -> None:
+        torch.set_num_threads(1)
+        result = measure(build(layout, env), row, steps, warmup, imported)
+        if env.rank == 0:
+            say(result)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    raise SystemExit(launch_local(rank, row.ranks))
 
 
 if __name__ == "__main__":
-    asked = parse(supports)
-    say(run(asked.row, asked.steps, asked.warmup))
+    main()
