@@ -5,7 +5,7 @@ set -eu
 run="runs/demo-$(date +%Y%m%d-%H%M%S)"
 
 echo "== 1. four processes: tensor parallel 2 x pipeline parallel 2"
-fivefold train demo --nproc 4 --save "$run" --train-iters 60
+fivefold train demo --nproc 4 --save "$run" --train-iters 60 --lr-decay-iters 120
 
 echo
 echo "== 2. the same run goes on as data parallel 2 x tensor parallel 2, from the checkpoint"

@@ -69,6 +69,7 @@ class Mistakes:
 
     @property
     def found(self) -> bool:
+        """Whether anything was recorded."""
         return bool(self._all)
 
     def add(

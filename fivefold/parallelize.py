@@ -133,10 +133,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     The order matters: tensor parallelism changes what a parameter is, data parallelism shards or
     replicates what is there then, and memory is given only when each rank knows its part.
     """
-    config, policy = (
-        layout.config,
-        make_policy(layout.config.parallel, layout.config.training.precision),
-    )
+    config = layout.config
+    policy = make_policy(config.parallel, config.training.precision)
     pp_rank = groups.at["pp"]
     deferred = DeferredWeights()
     with torch.device("meta"):

@@ -279,7 +279,7 @@ class Checkpointer:
             why, attempt = f"no other checkpoint in {self.folder} is intact", None
         else:
             why = f"the checkpoint of step {intact} is intact"
-            attempt = f"load it with --load {self.folder} --ckpt-step {intact}"
+            attempt = f"load it with --load {self.folder} --ckpt-step {intact} and another --save"
         return CheckpointError(str(Mistake(f"{folder} is damaged", (*faults, why), (), attempt)))
 
     def _path(self, step: int) -> Path:

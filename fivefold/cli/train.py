@@ -86,12 +86,14 @@ def _preview(layout: Layout) -> Iterator[str]:
 
 
 def _picture(layout: Layout) -> Iterator[str]:
-    if layout.num_microbatches * len(layout.split.stages) > PICTURE_ACTS:
-        return
-    picture = draw(layout.program())
-    if max(map(len, picture.splitlines())) <= PICTURE_WIDTH:
-        yield _title(f"\nprogram: {layout.schedule}, F forward, B backward, time to the right")
-        yield picture
+    title = f"\nprogram: {layout.schedule}, F forward, B backward, time to the right"
+    if layout.num_microbatches * len(layout.split.stages) <= PICTURE_ACTS:
+        picture = draw(layout.program())
+        if max(map(len, picture.splitlines())) <= PICTURE_WIDTH:
+            yield _title(title)
+            yield picture
+            return
+    yield _title(f"\nprogram: {layout.schedule}, too long to be drawn here")
 
 
 def _title(text: str) -> str:

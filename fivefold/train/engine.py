@@ -18,6 +18,8 @@ from fivefold.optim.adamw import AdamW
 from fivefold.optim.grad_norm import clip_, global_grad_norm, owns
 from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize, tied_ranks
+from fivefold.pipeline.ir import Program
+from fivefold.pipeline.validate import validate
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Engine:
         self.model.initialise()
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
         self.optimizer = AdamW(self.parameters, layout.config.optimizer)
-        self._program = layout.program()
+        self._programs: dict[tuple[int, bool], Program] = {}
 
     @property
     def steps(self) -> int:
@@ -87,7 +89,8 @@ class Engine:
         """Leave the global batch's complete gradient on the parameters."""
         batches = [self._to_batch(m) for m in microbatches]
         tokens = self._count(batches)
-        local_loss = self.model.executor.run(self._program, batches, 1.0 / max(tokens, 1))
+        program = self._program(len(batches))
+        local_loss = self.model.executor.run(program, batches, 1.0 / max(tokens, 1))
         self.model.finish_gradients()
         norm = global_grad_norm(self._counted_grads(), self.groups.world, self.device)
         optimizer, training = self.layout.config.optimizer, self.layout.config.training
@@ -111,7 +114,7 @@ class Engine:
         total, tokens = 0.0, 0
         for microbatches in batches:
             moved = [self._to_batch(m) for m in microbatches]
-            program = self.layout.program(len(moved), forward_only=True)
+            program = self._program(len(moved), forward_only=True)
             total += self._sums(self.model.executor.run(program, moved, 1.0))[0]
             tokens += self._count(moved)
         self.model.train(True)
@@ -153,6 +156,16 @@ class Engine:
                 for moment in ("exp_avg", "exp_avg_sq"):
                     state[f"optim.{moment}.{name}"].copy_(state[f"optim.{moment}.{original}"])
         self.optimizer.steps = steps
+
+    def _program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
+        """The lowered program, made once; the first rank sees that it keeps every rule."""
+        key = (num_microbatches, forward_only)
+        if key not in self._programs:
+            program = self.layout.program(num_microbatches, forward_only=forward_only)
+            if self.groups.rank == 0:
+                validate(program)
+            self._programs[key] = program
+        return self._programs[key]
 
     def _to_batch(self, microbatch: Microbatch) -> Batch:
         return as_batch(microbatch, self.steps).to(self.device)

@@ -368,7 +368,8 @@ def _explain(failed: _Rank, nproc: int, describe: Callable[[int], str] | None) -
     place = f"rank {failed.rank}" + (f" {describe(failed.rank)}" if describe else "")
     lines = [f"error: {place}: {failure.cause}"]
     if nproc > 1:
-        lines.append(f"  the other {nproc - 1} ranks were stopped")
+        others = "other rank was" if nproc == 2 else f"other {nproc - 1} ranks were"
+        lines.append(f"  the {others} stopped")
     if failure.traceback_file:
         lines.append(f"  traceback: {failure.traceback_file}")
     elif failure.traceback:
