@@ -59,6 +59,8 @@ TORCH_FREE = (
     "check",
     "derived",
     "plan",
+    "verify.report",
+    "verify.shrink",
     "audit.volumes",
     "cli",
 )

@@ -164,7 +164,8 @@ def _gradient_findings(held: Mapping[str, set[str]], order: Sequence[str]) -> li
     for text in sorted(held[wrong[0]] or {text for name in wrong for text in held[name]}):
         names = [name for name in wrong if text in held[name]]
         found.append((wrong.index(names[0]), -len(names), f"{_listed(names)}: the gradient {text}"))
-    count = f"{len(wrong)} of {len(order)} gradients are wrong"
+    verb = "is" if len(wrong) == 1 else "are"
+    count = f"{len(wrong)} of {len(order)} gradients {verb} wrong"
     return [*(text for _, _, text in sorted(found)), f"{count}; nearest to the loss: {wrong[0]}"]
 
 

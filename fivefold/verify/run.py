@@ -36,9 +36,11 @@ def verify(
         device_type: "cpu", or "cuda" with as many GPUs as ranks.
 
     Raises:
-        ConfigError: there is no such error to plant, or this layout cannot make it.
+        ConfigError: no step to run, no such error to plant, or a layout that cannot make it.
         VerificationError: a process failed.
     """
+    if steps < 1:
+        raise ConfigError(f"verification needs at least 1 step, not {steps}")
     check_plant(layout, plant)
     layout, changes = prepare(layout)
     config = layout.config

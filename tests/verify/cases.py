@@ -1,6 +1,6 @@
 """Ugly models in every layout that fits eight ranks, and how a test verifies one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -151,8 +151,16 @@ def name(case: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def verify_in_pool(world_size: int, settings: Config, plant: str | None = None) -> Report:
-    """`fivefold.verify.run.verify` on processes that are there already."""
+def verify_in_pool(
+    world_size: int,
+    settings: Config,
+    plant: str | None = None,
+    on_rank: Callable[..., Report | None] | None = None,
+) -> Report:
+    """`fivefold.verify.run.verify` on processes that are there already.
+
+    `on_rank` is called instead of `compare_on_rank`, with its arguments.
+    """
     layout, _ = prepare(check(settings, world_size))
     prepared = layout.config
     bare = replace(prepared, parallel=Config(model=prepared.model).parallel)
@@ -160,7 +168,8 @@ def verify_in_pool(world_size: int, settings: Config, plant: str | None = None) 
     baseline = None
     if prepared.training.precision == "bf16":
         baseline = _trace(bare, torch.bfloat16)
-    return run(world_size, _rank, prepared, _trace(bare, torch.float64), baseline, plant)[0]
+    fn = on_rank or compare_on_rank
+    return run(world_size, fn, prepared, _trace(bare, torch.float64), baseline, plant)[0]
 
 
 @cache
@@ -175,7 +184,7 @@ def _folder() -> Path:
     return Path(mkdtemp(prefix="fivefold-traces-"))
 
 
-def _rank(
+def compare_on_rank(
     rank: int,
     world_size: int,
     settings: Config,

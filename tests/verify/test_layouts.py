@@ -1,10 +1,23 @@
 """Layouts compute what one device computes: to 1e-12 in fp64, to 1e-5 in fp32."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from tests.verify.cases import MODELS, STAGES, config, flags, matrix, name, verify_in_pool
+from fivefold.mesh.slices import local_tensor
+from fivefold.train.engine import Engine, StepResult
+from fivefold.verify.report import Report
+from tests.verify.cases import (
+    MODELS,
+    STAGES,
+    compare_on_rank,
+    config,
+    flags,
+    matrix,
+    name,
+    verify_in_pool,
+)
 
 EVERY = [(world, case) for world in (1, 2, 4, 8) for case in matrix(world)]
 TIED = {"llama": "llama tied", "gpt": "gpt untied"}  # every other layout ties what the first unties
@@ -119,6 +132,15 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+# The same for what only bf16 has: FSDP2 around a single shard, a narrow type on the wire.
+BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "replicated": (2, "llama", flags(dp=2)),
+    "replicated, tied, interleaved": (4, "gpt", flags(pp=2, dp=2, stages=STAGES[2, 2])),
+    "no overlap": (4, "gpt", flags(pp=2, dp=2) | {"overlap_grad_reduce": False}),
+    "sent in bf16": (2, "gpt", flags(dp=2, strategy="optim") | {"grad_reduce_in_bf16": True}),
+}
+
+
 def passes(world: int, model: str, settings: dict[str, Any]) -> None:
     report = verify_in_pool(world, config(MODELS[model], **settings))
     assert report.passed, report.text()
@@ -149,6 +171,31 @@ def test_layouts_in_fp32(world: int, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("world", "case"), QUICK[::3], ids=ids(QUICK[::3]))
 def test_layouts_in_bf16_are_as_close_as_one_device(world: int, case: dict[str, Any]) -> None:
     passes(world, "gpt", case | {"precision": "bf16"})
+
+
+@pytest.mark.parametrize("corner", BF16_CORNERS)
+def test_corners_of_bf16(corner: str) -> None:
+    world, model, settings = BF16_CORNERS[corner]
+    passes(world, model, settings | {"precision": "bf16"})
+
+
+def test_replicas_that_drift_apart_in_the_last_bit_fail() -> None:
+    settings = config(MODELS["llama"], **flags(tp=2))
+    report = verify_in_pool(2, settings, None, _with_a_nudge)
+    assert not report.passed and report.diverged == ("norm.weight",)
+    assert max(error or 0.0 for error in report.max_rel_error.values()) < 1e-12
+
+
+def _with_a_nudge(rank: int, world_size: int, *arguments: Any) -> Report | None:
+    apply = Engine.apply
+
+    def nudged(engine: Engine, result: StepResult) -> None:
+        apply(engine, result)
+        weight = local_tensor(engine.parameters["norm.weight"])
+        weight[rank] = weight[rank].nextafter(weight[rank] + 1)
+
+    with patch.object(Engine, "apply", nudged):
+        return compare_on_rank(rank, world_size, *arguments)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.check import check
+from fivefold.pipeline.layout import layout_string
 from fivefold.verify.report import Difference, Report, describe, judge
 from tests.verify.cases import LLAMA, config, flags
 
@@ -58,7 +59,7 @@ def _grad(report: Report) -> float | None:
 
 
 def test_layouts_in_words() -> None:
-    words = describe(LAYOUT)
-    assert words == (
-        "8 ranks: tp 2 + sequence, pp 2 (1f1b, Ett|tttL), dp 2 (optim), 2 microbatches"
+    stages = layout_string(LAYOUT.split.stages)
+    assert describe(LAYOUT) == (
+        f"8 ranks: tp 2 + sequence, pp 2 (1f1b, {stages}), dp 2 (optim), 2 microbatches"
     )
