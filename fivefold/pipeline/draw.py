@@ -3,8 +3,9 @@
 from statistics import median_low
 from string import ascii_lowercase
 
+from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import Act, Program
-from fivefold.pipeline.simulate import Costs, Timed, simulate
+from fivefold.pipeline.simulate import Timed, simulate
 
 
 def draw(program: Program, costs: Costs | None = None) -> str:

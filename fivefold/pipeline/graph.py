@@ -1,20 +1,26 @@
 """What waits for what in a program: one graph proves the absence of dead-lock and gives the time.
 
-One node per compute act and one contracted node per message. A compute act waits for the one before
-it on its rank and for what it consumes. A message waits for its producer; once lowered, also for
-the last compute act issued before its SEND or RECV on either end, and for the message issued before
-it on each communication stream of both ends. Under rendezvous semantics, where a transfer starts
-only when both ends have reached it, the program cannot dead-lock if and only if this graph has no
-cycle, and its longest path is the time.
+One node per compute act, one contracted node per message, one per copy to or from host memory. A
+compute act waits for the one before it on its rank and for what it consumes. A message waits for
+its producer; once lowered, also for the last compute act issued before its SEND or RECV on either
+end, and for the message issued before it on each communication stream of both ends. Under
+rendezvous semantics, where a transfer starts only when both ends have reached it, the program
+cannot dead-lock if and only if this graph has no cycle, and its longest path is the time.
+
+An OFFLOAD runs beside the compute act that follows it, and the one after that waits for it: its
+memory is free from then on. What a RELOAD brings back is waited for by the R or B that needs it.
+Each of the two has a stream of its own on every rank.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import (
     COMMUNICATION,
     COMPUTE,
+    COPIES,
     Act,
     Direction,
     Kind,
@@ -41,19 +47,34 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes 0 .. len(computes)-1 are compute acts, rank by rank in order; then the messages.
+    """Nodes 0 .. len(computes)-1 are compute acts, rank by rank in order; then messages, copies.
 
     Attributes:
         computes: (rank, act) of each compute node.
         messages: of each message node.
+        copies: (rank, act) of each copy node.
         producers: the compute node whose result each message carries.
         successors: the nodes that wait for each node.
     """
 
     computes: tuple[tuple[int, Act], ...]
     messages: tuple[Message, ...]
+    copies: tuple[tuple[int, Act], ...]
     producers: tuple[int, ...]
     successors: tuple[list[int], ...]
+
+    def weights(self, program: Program, costs: Costs) -> list[float]:
+        """How long each node of the graph of `program` lasts."""
+        parts, slices = program.num_weight_parts, program.num_slices
+        return [
+            *(costs.of(act, parts, slices) for _, act in self.computes),
+            *(costs.hop for _ in self.messages),
+            *(costs.of(act, parts, slices) for _, act in self.copies),
+        ]
+
+    def is_message(self, node: int) -> bool:
+        """Whether a node is a message."""
+        return 0 <= node - len(self.computes) < len(self.messages)
 
     def order(self) -> list[int]:
         """The nodes, each after all that it waits for.
@@ -99,9 +120,10 @@ class Graph:
         return " waits for ".join(self._name(n) for n in [*cycle, cycle[0]])
 
     def _name(self, node: int) -> str:
-        if node >= len(self.computes):
+        if self.is_message(node):
             return str(self.messages[node - len(self.computes)])
-        rank, act = self.computes[node]
+        copy = node - len(self.computes) - len(self.messages)
+        rank, act = self.computes[node] if copy < 0 else self.copies[copy]
         return f"{act} on rank {rank}"
 
 
@@ -110,60 +132,106 @@ def dependency_graph(program: Program, stream: Stream | None = None) -> Graph:
 
     With `stream` None, SENDs and RECVs do not count, and a message waits for its producer only.
     """
-    computes = [
-        (rank, act)
-        for rank, acts in enumerate(program.ranks)
-        for act in acts
-        if act.kind in COMPUTE
-    ]
+    computes = _acts(program, COMPUTE)
     messages = program.messages or program.crossings()
-    successors: list[list[int]] = [[] for _ in range(len(computes) + len(messages))]
+    copies = _acts(program, COPIES)
+    successors: list[list[int]] = [[] for _ in range(len(computes) + len(messages) + len(copies))]
     for node in range(len(computes) - 1):
         if computes[node][0] == computes[node + 1][0]:
             successors[node].append(node + 1)
-    makers = _makers(computes)
+    makers = _Makers(program, computes)
     _link_local_stages(program, makers, successors)
     producers = []
     for node, message in enumerate(messages, len(computes)):
-        piece = (message.mb, message.slice)
-        producer = makers[message.direction, message.src_stage, *piece]
+        producer = makers.node(message.direction, message.src_stage, message.mb, message.slice)
         producers.append(producer)
         successors[producer].append(node)
-        successors[node].append(makers[message.direction, message.dst_stage, *piece])
+        consumer = makers.node(message.direction, message.dst_stage, message.mb, message.slice)
+        successors[node].append(consumer)
     if stream is not None:
         _link_streams(program, messages, stream, successors, len(computes))
-    return Graph(tuple(computes), messages, tuple(producers), tuple(successors))
+    if copies:
+        _link_copies(program, successors, len(computes) + len(messages))
+    return Graph(tuple(computes), messages, tuple(copies), tuple(producers), tuple(successors))
 
 
-_Makers = dict[tuple[Direction, int, int, int], int]
+def _acts(program: Program, kinds: frozenset[Kind]) -> list[tuple[int, Act]]:
+    return [
+        (rank, act) for rank, acts in enumerate(program.ranks) for act in acts if act.kind in kinds
+    ]
 
 
-def _makers(computes: Sequence[tuple[int, Act]]) -> _Makers:
+class _Makers:
     """Which node makes the activations, and which the dX, of a stage and microbatch."""
-    makers: _Makers = {}
-    for node, (_, act) in enumerate(computes):
-        for kid in act.elementary:
-            if kid.kind is Kind.F:
-                makers[Direction.FORWARD, kid.stage, kid.mb, kid.slice] = node
-            elif kid.kind is Kind.B or kid.kind is Kind.BW:
-                makers[Direction.BACKWARD, kid.stage, kid.mb, kid.slice] = node
-    return makers
+
+    def __init__(self, program: Program, computes: Sequence[tuple[int, Act]]) -> None:
+        self._slices = program.num_slices
+        each = program.num_microbatches * self._slices
+        self._forward = [[-1] * each for _ in program.placement]
+        self._backward = [[-1] * each for _ in program.placement]
+        for node, (_, act) in enumerate(computes):
+            for kid in act.elementary:
+                if kid.kind is Kind.F:
+                    self._forward[kid.stage][kid.mb * self._slices + kid.slice] = node
+                elif kid.kind is Kind.B or kid.kind is Kind.BW:
+                    self._backward[kid.stage][kid.mb * self._slices + kid.slice] = node
+
+    def node(self, direction: Direction, stage: int, mb: int, piece: int) -> int:
+        table = self._forward if direction is Direction.FORWARD else self._backward
+        return table[stage][mb * self._slices + piece]
 
 
 def _link_local_stages(program: Program, makers: _Makers, successors: list[list[int]]) -> None:
     """A tensor handed over on the same rank makes one act wait for the other, too."""
-    for stage in range(program.num_stages - 1):
-        if program.placement[stage] != program.placement[stage + 1]:
-            continue
-        for mb in range(program.num_microbatches):
+    for mb in range(program.num_microbatches):
+        for stage in program.path(mb)[:-1]:
+            if program.placement[stage] != program.placement[stage + 1]:
+                continue
             for piece in range(program.num_slices):
-                lower = makers[Direction.FORWARD, stage, mb, piece]
-                upper = makers[Direction.FORWARD, stage + 1, mb, piece]
+                lower = makers.node(Direction.FORWARD, stage, mb, piece)
+                upper = makers.node(Direction.FORWARD, stage + 1, mb, piece)
                 successors[lower].append(upper)
                 if not program.forward_only:
-                    lower = makers[Direction.BACKWARD, stage, mb, piece]
-                    upper = makers[Direction.BACKWARD, stage + 1, mb, piece]
+                    lower = makers.node(Direction.BACKWARD, stage, mb, piece)
+                    upper = makers.node(Direction.BACKWARD, stage + 1, mb, piece)
                     successors[upper].append(lower)
+
+
+def _link_copies(program: Program, successors: list[list[int]], first_copy: int) -> None:
+    """Between the acts of each rank: see the head of this file."""
+    compute, copy = -1, first_copy - 1  # the nodes last issued, over all ranks
+    for acts in program.ranks:
+        issued: dict[Kind, int] = {}
+        reloads: dict[tuple[int, int, int], int] = {}
+        offloads: dict[tuple[int, int, int], int] = {}
+        begun = False
+        young: list[int] = []  # offloads before the compute act issued last
+        fresh: list[int] = []  # and after it
+        for act in acts:
+            piece = (act.stage, act.mb, act.slice)
+            if act.kind in COMPUTE:
+                compute += 1
+                begun = True
+                for node in young:
+                    successors[node].append(compute)
+                young, fresh = fresh, []
+                for kid in act.elementary:
+                    node = reloads.pop((kid.stage, kid.mb, kid.slice), -1)
+                    if node >= 0:
+                        successors[node].append(compute)
+            elif act.kind in COPIES:
+                copy += 1
+                if begun:
+                    successors[compute].append(copy)
+                if act.kind in issued:
+                    successors[issued[act.kind]].append(copy)
+                issued[act.kind] = copy
+                if act.kind is Kind.OFFLOAD:
+                    fresh.append(copy)
+                    offloads[piece] = copy
+                else:
+                    reloads[piece] = copy
+                    successors[offloads[piece]].append(copy)
 
 
 def _link_streams(

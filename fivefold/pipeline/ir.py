@@ -36,13 +36,14 @@ class Kind(StrEnum):
     UNSHARD = "UNSHARD"  # gather the stage's parameters
     RESHARD = "RESHARD"  # free the gathered parameters
     REDUCE = "REDUCE"  # start reducing the stage's gradients over the data-parallel ranks
-    OFFLOAD = "OFFLOAD"  # move the activations of a microbatch to host memory
-    RELOAD = "RELOAD"  # and back
+    OFFLOAD = "OFFLOAD"  # start moving the activations of a microbatch to host memory
+    RELOAD = "RELOAD"  # start moving them back
     STEP = "STEP"  # all gradients are there: clip and update; belongs to the rank, stage -1
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.FB})
 COMMUNICATION = frozenset({Kind.SEND, Kind.RECV})
+COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 
 
 class Direction(StrEnum):
@@ -101,9 +102,10 @@ class Act:
             return f"{self.kind} {self.message}"
         if self.kind is Kind.STEP:
             return "STEP"
-        if self.kind not in COMPUTE:
+        if self.kind not in COMPUTE | COPIES:
             return f"{self.kind} of stage {self.stage}"
-        return f"{self.kind} of stage {self.stage} microbatch {self.mb}"
+        piece = f" slice {self.slice}" if self.slice else ""
+        return f"{self.kind} of stage {self.stage} microbatch {self.mb}{piece}"
 
     @property
     def elementary(self) -> tuple["Act", ...]:
@@ -122,6 +124,8 @@ class Program:
         ranks: the acts of each rank, in order.
         messages: empty in the stored, compute-only form; every message once lowered.
         forward_only: an evaluation: no act of the backward pass.
+        num_copies: of the model. With two (bidirectional schedules) the first half of the stages
+            is one copy, the second half the other, and each takes half of the microbatches.
     """
 
     placement: tuple[int, ...]
@@ -129,6 +133,7 @@ class Program:
     ranks: tuple[tuple[Act, ...], ...]
     messages: tuple[Message, ...] = ()
     forward_only: bool = False
+    num_copies: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -154,20 +159,29 @@ class Program:
         """The stages that lie on `rank`, in model order."""
         return stages_on(self.placement, rank)
 
+    def path(self, mb: int) -> range:
+        """The stages that a microbatch runs through, in model order: those of its copy."""
+        length = self.num_stages // self.num_copies
+        first = mb * self.num_copies // self.num_microbatches * length
+        return range(first, first + length)
+
     def crossings(self) -> tuple[Message, ...]:
         """Every message that the placement makes necessary, ids 0, 1, 2, ... by microbatch."""
-        hops = [
-            (Direction.FORWARD, s, s + 1)
-            for s in range(self.num_stages - 1)
-            if self.placement[s] != self.placement[s + 1]
-        ]
-        if not self.forward_only:
-            hops += [(Direction.BACKWARD, dst, src) for _, src, dst in reversed(hops)]
+        hops: dict[range, list[tuple[Direction, int, int]]] = {}
+        for path in {self.path(mb) for mb in range(self.num_microbatches)}:
+            hops[path] = [
+                (Direction.FORWARD, s, s + 1)
+                for s in path[:-1]
+                if self.placement[s] != self.placement[s + 1]
+            ]
+            if not self.forward_only:
+                back = [(Direction.BACKWARD, dst, src) for _, src, dst in reversed(hops[path])]
+                hops[path] += back
         each = (
             (mb, piece, hop)
             for mb in range(self.num_microbatches)
             for piece in range(self.num_slices)
-            for hop in hops
+            for hop in hops[self.path(mb)]
         )
         return tuple(
             Message(i, self.placement[src], self.placement[dst], src, dst, mb, direction, piece)

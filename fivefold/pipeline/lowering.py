@@ -3,9 +3,9 @@
 from collections import deque
 from dataclasses import replace
 
+from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, Act, Kind, Program
-from fivefold.pipeline.simulate import Costs
 
 
 def eager_dx(program: Program) -> Program:
@@ -26,6 +26,12 @@ def eager_dx(program: Program) -> Program:
     return replace(program, ranks=ranks)
 
 
+def unpaired(program: Program) -> Program:
+    """Run the two halves of each FB one after the other, the forward first."""
+    ranks = tuple(tuple(kid for act in acts for kid in act.elementary) for acts in program.ranks)
+    return replace(program, ranks=ranks)
+
+
 def lower(program: Program, costs: Costs | None = None) -> Program:
     """Add every SEND and RECV, ordered by time so that no stream model can dead-lock.
 
@@ -40,8 +46,7 @@ def lower(program: Program, costs: Costs | None = None) -> Program:
     costs = costs or Costs.uniform(program.num_stages)
     program = replace(program, messages=())
     graph = dependency_graph(program)
-    weights = [costs.of(act, program.num_weight_parts) for _, act in graph.computes]
-    _, ends = graph.longest_paths(weights + [costs.hop] * len(graph.messages))
+    _, ends = graph.longest_paths(graph.weights(program, costs))
     queues: list[list[tuple[float, int, Act]]] = [[] for _ in program.ranks]
     for message, producer in zip(graph.messages, graph.producers, strict=True):
         t, ids = ends[producer], (message.mb, message.slice)

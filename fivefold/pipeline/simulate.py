@@ -1,50 +1,13 @@
-"""How long a program takes, and how much it holds."""
+"""How long a program takes, where the time goes, and how much it holds."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
 
-from fivefold.errors import ConfigError
-from fivefold.pipeline.graph import Stream, dependency_graph
-from fivefold.pipeline.ir import Act, Kind, Program
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds (or any one unit) of each stage, and of a hop.
-
-    Attributes:
-        f: forward of each stage; a recompute costs the same.
-        b: dX of each stage.
-        w: dW of each stage, all parts together; may be zero.
-        hop: from the end of a producer to the arrival of its message on the next rank.
-    """
-
-    f: tuple[float, ...]
-    b: tuple[float, ...]
-    w: tuple[float, ...]
-    hop: float = 0.0
-
-    def __post_init__(self) -> None:
-        if min(*self.f, *self.b) <= 0 or min(*self.w, self.hop) < 0:
-            raise ConfigError("stage costs f and b must be positive, w and hop not negative")
-
-    @classmethod
-    def uniform(
-        cls, num_stages: int, f: float = 1.0, b: float = 1.0, w: float = 1.0, hop: float = 0.0
-    ) -> "Costs":
-        """The same costs for every stage."""
-        return cls((f,) * num_stages, (b,) * num_stages, (w,) * num_stages, hop)
-
-    def of(self, act: Act, num_weight_parts: int = 1) -> float:
-        """The time of a compute act; an FB takes the sum of its halves."""
-        if act.kids:
-            return sum(self.of(kid, num_weight_parts) for kid in act.kids)
-        if act.kind is Kind.F or act.kind is Kind.R:
-            return self.f[act.stage]
-        if act.kind is Kind.B:
-            return self.b[act.stage]
-        if act.kind is Kind.BW:
-            return self.b[act.stage] + self.w[act.stage]
-        return self.w[act.stage] / num_weight_parts
+from fivefold.pipeline.costs import ONE_EACH, Costs, Footprint
+from fivefold.pipeline.graph import Graph, Stream, dependency_graph
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Message, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +15,38 @@ class Timed:
     """A compute act and when it runs."""
 
     act: Act
+    start: float
+    end: float
+
+
+class Reason(StrEnum):
+    """Why a rank is idle."""
+
+    FILL = "fill"  # before its first act
+    DRAIN = "drain"  # after its last act
+    UPSTREAM = "late upstream"  # the rank that makes what it needs is not ready
+    STREAM = "stream head-of-line"  # the message is ready, another one is in its way
+    IN_FLIGHT = "message in flight"
+    MEMORY = "memory stall"  # activations are on their way to or from host memory
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Idle time of a rank, for one reason; a longer wait is cut where the reason changes."""
+
+    rank: int
+    start: float
+    end: float
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A link of the critical path: a compute act or copy of a rank, or a message."""
+
+    rank: int | None
+    act: Act | None
+    message: Message | None
     start: float
     end: float
 
@@ -74,6 +69,9 @@ class Simulation:
     makespan: float
     span: float
     peaks: tuple[float, ...]
+    _graph: Graph = field(repr=False)
+    _starts: tuple[float, ...] = field(repr=False)
+    _ends: tuple[float, ...] = field(repr=False)
 
     @property
     def busy(self) -> float:
@@ -90,6 +88,80 @@ class Simulation:
     def span_bubble(self) -> float:
         """Idle share of the span, 0 to 1."""
         return 1 - self.busy / self.span
+
+    @cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """All idle time, rank by rank: with the acts it adds up to ranks x makespan."""
+        gaps: list[Gap] = []
+        node = 0
+        for rank, row in enumerate(self.timeline):
+            clock, first = 0.0, True
+            for timed in row:
+                if first and timed.start > 0:
+                    gaps.append(Gap(rank, 0.0, timed.start, Reason.FILL))
+                elif timed.start > clock:
+                    gaps += self._explained(rank, clock, timed.start, self._latest[node])
+                clock, first = timed.end, False
+                node += 1
+            if clock < self.makespan:
+                gaps.append(Gap(rank, clock, self.makespan, Reason.DRAIN))
+        return tuple(gaps)
+
+    @property
+    def idle(self) -> dict[Reason, float]:
+        """Idle time by reason, summed over the ranks."""
+        total = dict.fromkeys(Reason, 0.0)
+        for gap in self.gaps:
+            total[gap.reason] += gap.end - gap.start
+        return total
+
+    @cached_property
+    def critical_path(self) -> tuple[Step, ...]:
+        """A chain of acts and messages without slack, which is as long as the makespan."""
+        node, path = max(range(len(self._ends)), key=self._ends.__getitem__), []
+        while node >= 0:
+            path.append(self._step(node))
+            node = self._latest[node]
+        return tuple(reversed(path))
+
+    @cached_property
+    def _latest(self) -> list[int]:
+        """Of all that each node waits for, what ends last; -1 where there is nothing.
+
+        Of equals the one that is not the act before on the rank: it explains more.
+        """
+        latest = [-1] * len(self._ends)
+        for node, successors in enumerate(self._graph.successors):
+            for successor in successors:
+                before = latest[successor]
+                if before < 0 or self._ends[node] >= self._ends[before]:
+                    latest[successor] = node
+        return latest
+
+    def _explained(self, rank: int, start: float, end: float, cause: int) -> Iterator[Gap]:
+        """The wait for node `cause`, cut into its reasons."""
+        marks = [(Reason.MEMORY, end)]
+        if self._graph.is_message(cause):
+            producer = self._graph.producers[cause - len(self._graph.computes)]
+            marks = [
+                (Reason.UPSTREAM, self._ends[producer]),
+                (Reason.STREAM, self._starts[cause]),
+                (Reason.IN_FLIGHT, end),
+            ]
+        for reason, mark in marks:
+            if mark > start:
+                yield Gap(rank, start, mark, reason)
+                start = mark
+
+    def _step(self, node: int) -> Step:
+        times = (self._starts[node], self._ends[node])
+        computes, messages = self._graph.computes, self._graph.messages
+        if node < len(computes):
+            return Step(*computes[node], None, *times)
+        if self._graph.is_message(node):
+            return Step(None, None, messages[node - len(computes)], *times)
+        rank, act = self._graph.copies[node - len(computes) - len(messages)]
+        return Step(rank, act, None, *times)
 
 
 def simulate(program: Program, costs: Costs, stream: Stream | None = None) -> Simulation:
@@ -108,45 +180,90 @@ def simulate(program: Program, costs: Costs, stream: Stream | None = None) -> Si
         ProgramError: a circular wait.
     """
     graph = dependency_graph(program, stream)
-    weights = [costs.of(act, program.num_weight_parts) for _, act in graph.computes]
-    starts, ends = graph.longest_paths(weights + [costs.hop] * len(graph.messages))
+    starts, ends = graph.longest_paths(graph.weights(program, costs))
     rows: list[list[Timed]] = [[] for _ in program.ranks]
     for node, (rank, act) in enumerate(graph.computes):
         rows[rank].append(Timed(act, starts[node], ends[node]))
     return Simulation(
         tuple(tuple(row) for row in rows),
-        max(row[-1].end for row in rows),
-        max(row[-1].end - row[0].start for row in rows),
+        max((row[-1].end for row in rows if row), default=0.0),
+        max((row[-1].end - row[0].start for row in rows if row), default=0.0),
         peak_in_flight(program),
+        graph,
+        tuple(starts),
+        tuple(ends),
     )
 
 
-def peak_in_flight(
-    program: Program,
-    activations: tuple[float, ...] | None = None,
-    freed_by_b: float = 0.0,
-) -> tuple[float, ...]:
-    """The most that each rank holds for backward at any time.
-
-    Args:
-        program: compute-only or lowered.
-        activations: what one microbatch of each stage holds (bytes, say); 1 each when None.
-        freed_by_b: the share that B frees; W frees the rest, in equal parts.
-    """
+def peak_in_flight(program: Program, footprint: Footprint = ONE_EACH) -> tuple[float, ...]:
+    """The most that each rank holds for backward at any time; compute-only or lowered."""
     peaks = []
-    for acts in program.ranks:
+    for rank in range(program.num_ranks):
         held = peak = 0.0
-        for kid in (kid for act in acts for kid in act.elementary):
-            size = 1.0 if activations is None else activations[kid.stage]
-            size /= program.num_slices
-            if kid.kind is Kind.F and not program.forward_only:
-                held += size
-            elif kid.kind is Kind.BW:
-                held -= size
-            elif kid.kind is Kind.B:
-                held -= freed_by_b * size
-            elif kid.kind is Kind.W:
-                held -= (1 - freed_by_b) * size / program.num_weight_parts
+        for taken, freed in _holdings(program, rank, footprint):
+            held += taken
             peak = max(peak, held)
+            held -= freed
         peaks.append(peak)
     return tuple(peaks)
+
+
+def memory_curve(
+    program: Program, simulation: Simulation, footprint: Footprint = ONE_EACH
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Of each rank, what it holds after each compute act has started, and after it has ended.
+
+    Args:
+        program: the one that was simulated.
+        simulation: of the program.
+        footprint: what a microbatch holds.
+
+    Returns:
+        (time, held) of every change, in order of time.
+    """
+    curves = []
+    for rank, row in enumerate(simulation.timeline):
+        held, points = 0.0, [(0.0, 0.0)]
+        changes = _holdings(program, rank, footprint)
+        for timed, (taken, freed) in zip(row, changes, strict=True):
+            for time, change in ((timed.start, taken), (timed.end, -freed)):
+                if change:
+                    held += change
+                    points.append((time, held))
+        curves.append(tuple(points))
+    return tuple(curves)
+
+
+def _holdings(program: Program, rank: int, footprint: Footprint) -> Iterator[tuple[float, float]]:
+    """What each compute act of a rank takes as it starts, and frees as it ends.
+
+    What a RELOAD takes counts with the compute act that follows it; what an OFFLOAD frees counts
+    as freed at the end of that act (see `graph`).
+    """
+    acts = program.ranks[rank]
+    recomputed = {(act.stage, act.mb, act.slice) for act in acts if act.kind is Kind.R}
+    waiting_take = waiting_free = 0.0
+    for act in acts:
+        taken, freed = waiting_take, waiting_free
+        for kid in () if program.forward_only else act.elementary:
+            size = footprint.size(kid.stage) / program.num_slices if kid.stage >= 0 else 0.0
+            again = (kid.stage, kid.mb, kid.slice) in recomputed
+            kept = size * (footprint.checkpoint if again else 1.0)
+            match kid.kind:
+                case Kind.F:
+                    taken += kept
+                case Kind.R:
+                    taken += size - kept
+                case Kind.BW:
+                    freed += size
+                case Kind.B:
+                    freed += footprint.freed_by_b * size
+                case Kind.W:
+                    freed += (1 - footprint.freed_by_b) * size / program.num_weight_parts
+                case Kind.RELOAD:
+                    waiting_take += footprint.offloaded * kept
+                case Kind.OFFLOAD:
+                    waiting_free += footprint.offloaded * kept
+        if act.kind in COMPUTE:
+            yield taken, freed
+            waiting_take = waiting_free = 0.0

@@ -1,7 +1,8 @@
 """Is this program right, does it fit, and can it not hang? Seven rules.
 
 1. Each stage does each microbatch (and slice) once: F, and BW or B with all parts of W.
-2. On a rank, F before R before B before W.
+2. On a rank, F before OFFLOAD before RELOAD before R before B before W; the slices of a sequence
+   forward from the first to the last, and backward from the last to the first.
 3. Every stage is worked on by its own rank.
 4. Both ends of every message exist; SEND after its producer, RECV before its consumer.
 5. What is held for backward stays under the cap.
@@ -13,10 +14,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
+from fivefold.pipeline.costs import ONE_EACH, Footprint
 from fivefold.pipeline.graph import Stream, dependency_graph
 from fivefold.pipeline.ir import (
     COMMUNICATION,
     COMPUTE,
+    COPIES,
     Act,
     Direction,
     Kind,
@@ -29,11 +32,10 @@ from fivefold.pipeline.simulate import peak_in_flight
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """A limit on what a rank holds for backward; arguments as in `peak_in_flight`."""
+    """A limit on what a rank holds for backward."""
 
     cap: float
-    activations: tuple[float, ...] | None = None
-    freed_by_b: float = 0.0
+    footprint: Footprint = ONE_EACH
 
 
 def validate(
@@ -57,6 +59,7 @@ def validate(
     _check_ranks(program)
     _check_once(program)
     _check_local_order(program)
+    _check_causal(program)
     lowered = any(act.kind in COMMUNICATION for acts in program.ranks for act in acts)
     lowered = lowered or bool(program.messages)
     if lowered:
@@ -100,6 +103,8 @@ def _check_bounds(program: Program) -> None:
                 f"rank {rank}: {act.kind} of stage {act.stage} microbatch {act.mb}, but there are "
                 f"{program.num_stages} stages and {program.num_microbatches} microbatches"
             )
+        if act.kind in COMPUTE | COPIES and act.stage not in program.path(act.mb):
+            raise ProgramError(f"rank {rank}: {act}, a microbatch of the other copy of the model")
 
 
 def _check_ranks(program: Program) -> None:
@@ -117,7 +122,7 @@ def _check_once(program: Program) -> None:
     count = Counter(
         (act.kind, act.stage, act.mb, act.slice, act.part if act.kind is Kind.W else 0)
         for _, _, act in _acts(program)
-        if act.kind in COMPUTE
+        if act.kind in COMPUTE | COPIES
     )
     backwards = 0 if program.forward_only else 1
     for piece in _pieces(program):
@@ -129,6 +134,9 @@ def _check_once(program: Program) -> None:
             _expect(count[Kind.W, *piece, part], halves, f"W part {part}", where)
         recomputes = count[Kind.R, *piece, 0]
         _expect(recomputes, min(recomputes, backwards), "R", where)
+        copies = count[Kind.OFFLOAD, *piece, 0]
+        _expect(copies, min(copies, backwards), "OFFLOAD", where)
+        _expect(count[Kind.RELOAD, *piece, 0], copies, "RELOAD", where)
 
 
 def _expect(found: int, wanted: int, kind: str, where: str) -> None:
@@ -138,13 +146,21 @@ def _expect(found: int, wanted: int, kind: str, where: str) -> None:
 
 def _pieces(program: Program) -> Iterator[tuple[int, int, int]]:
     """Every (stage, microbatch, slice)."""
-    for stage in range(program.num_stages):
-        for mb in range(program.num_microbatches):
+    for mb in range(program.num_microbatches):
+        for stage in program.path(mb):
             for piece in range(program.num_slices):
                 yield stage, mb, piece
 
 
-_PHASE = {Kind.F: 0, Kind.R: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
+_PHASES = (
+    (Kind.F,),
+    (Kind.OFFLOAD,),
+    (Kind.RELOAD,),
+    (Kind.R,),
+    (Kind.B, Kind.BW),
+    (Kind.W,),
+)
+_PHASE = {kind: phase for phase, kinds in enumerate(_PHASES) for kind in kinds}
 
 
 def _check_local_order(program: Program) -> None:
@@ -157,6 +173,27 @@ def _check_local_order(program: Program) -> None:
         if before and (place == before_place or _PHASE[act.kind] < _PHASE[before.kind]):
             raise ProgramError(f"rank {rank}: {act} comes after {before}, it must come before")
         last[act.stage, act.mb, act.slice] = (place, act)
+
+
+def _check_causal(program: Program) -> None:
+    """Rule 2, slices: all of a stage's are on one rank, so that its order decides."""
+    last = program.num_slices - 1
+    due = {
+        (forward, *piece[:2]): 0 if forward else last
+        for piece in _pieces(program)
+        for forward in (True, False)
+    }
+    for rank, _, act in _acts(program):
+        if act.kind not in (Kind.F, Kind.B, Kind.BW):
+            continue
+        forward = act.kind is Kind.F
+        where = (forward, act.stage, act.mb)
+        if act.slice != due[where]:
+            raise ProgramError(
+                f"rank {rank}: {act} does slice {act.slice} where slice {due[where]} is due: "
+                "forward from the first to the last, backward from the last to the first"
+            )
+        due[where] += 1 if forward else -1
 
 
 def _check_messages(program: Program) -> None:
@@ -224,7 +261,7 @@ def _ends(program: Program, kind: Kind) -> dict[int, int]:
 
 def _check_memory(program: Program, memory: MemoryCap) -> None:
     """Rule 5."""
-    peaks = peak_in_flight(program, memory.activations, memory.freed_by_b)
+    peaks = peak_in_flight(program, memory.footprint)
     for rank, peak in enumerate(peaks):
         if peak > memory.cap:
             raise ProgramError(f"rank {rank} holds {peak:g} at its peak, the cap is {memory.cap:g}")
@@ -235,10 +272,11 @@ def _check_unsharded(rank: int, acts: tuple[Act, ...]) -> None:
     managed = {act.stage for act in acts if act.kind in (Kind.UNSHARD, Kind.RESHARD)}
     gathered: set[int] = set()
     for act in acts:
-        if act.kind is Kind.UNSHARD:
-            gathered.add(act.stage)
-        elif act.kind is Kind.RESHARD:
-            gathered.discard(act.stage)
+        if act.kind in (Kind.UNSHARD, Kind.RESHARD):
+            if (act.kind is Kind.UNSHARD) is (act.stage in gathered):
+                state = "is" if act.stage in gathered else "is not"
+                raise ProgramError(f"rank {rank}: {act}, which {state} gathered")
+            gathered ^= {act.stage}
         elif act.kind in COMPUTE:
             for kid in act.elementary:
                 if kid.stage in managed - gathered:

@@ -1,8 +1,8 @@
+from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.draw import draw
 from fivefold.pipeline.ir import loop_placement
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import build_program
-from fivefold.pipeline.simulate import Costs
 
 
 def test_one_f_one_b():

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, Kind, loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
-from fivefold.pipeline.simulate import Costs
 from fivefold.pipeline.validate import validate
 
 COST = st.floats(0.01, 10)

@@ -1,11 +1,12 @@
 import pytest
 
 from fivefold.errors import ConfigError
+from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
-from fivefold.pipeline.simulate import Costs, peak_in_flight, simulate
+from fivefold.pipeline.simulate import peak_in_flight, simulate
 
 # Qi et al., Zero Bubble Pipeline Parallelism (2023), table of measured bubble rates: ranks,
 # microbatches, milliseconds of F, B, W and of a hop, rate of 1F1B.
@@ -94,11 +95,11 @@ def test_local_hand_over_needs_no_hop():
 
 def test_memory_counts_each_half_of_the_backward():
     program = eager_dx(build_program("1f1b", range(2), 3))
-    assert peak_in_flight(program, activations=(2.0, 10.0)) == (4.0, 10.0)
+    assert peak_in_flight(program, Footprint((2.0, 10.0))) == (4.0, 10.0)
     order = [(Kind.F, 0), (Kind.B, 0), (Kind.F, 1), (Kind.B, 1), (Kind.W, 0), (Kind.W, 1)]
     program = Program((0,), 2, (tuple(Act(kind, 0, mb) for kind, mb in order),))
-    assert peak_in_flight(program, freed_by_b=0.25) == (1.75,)
-    assert peak_in_flight(program, freed_by_b=1.0) == (1.0,)
+    assert peak_in_flight(program, Footprint(freed_by_b=0.25)) == (1.75,)
+    assert peak_in_flight(program, Footprint(freed_by_b=1.0)) == (1.0,)
 
 
 def test_weight_parts_share_the_cost_of_w():

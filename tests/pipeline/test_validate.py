@@ -5,6 +5,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement
 from fivefold.pipeline.lowering import eager_dx, lower
@@ -142,7 +143,7 @@ def test_memory_cap():
     with pytest.raises(ProgramError, match="rank 0 holds 4 at its peak, the cap is 3"):
         validate(plain, memory=MemoryCap(3))
     with pytest.raises(ProgramError, match="rank 3 holds 9"):
-        validate(plain, memory=MemoryCap(8, activations=(1, 1, 1, 9)))
+        validate(plain, memory=MemoryCap(8, Footprint((1, 1, 1, 9))))
 
 
 def test_compute_order_that_can_never_run():

@@ -6,9 +6,10 @@ the task lies outside what the schedule can do.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from fivefold.errors import ConfigError, Mistake
-from fivefold.pipeline.ir import Act, Kind, loop_placement, stages_on
+from fivefold.pipeline.ir import Act, Kind, stages_on
 
 Orders = list[list[Act]]
 
@@ -18,15 +19,17 @@ class Task:
     """What a schedule has to arrange.
 
     Attributes:
-        placement: stage -> rank.
+        placement: stage -> rank; of both copies of the model where a schedule has two.
         num_microbatches: of one step.
         group_size: consecutive microbatches that run through one chunk before the next chunk.
+        num_slices: sequence slices a microbatch is cut into.
         forward_only: the caller keeps only the forward acts.
     """
 
     placement: tuple[int, ...]
     num_microbatches: int
     group_size: int
+    num_slices: int = 1
     forward_only: bool = False
 
     @property
@@ -38,11 +41,25 @@ class Task:
         """The stages on a rank, in model order."""
         return stages_on(self.placement, rank)
 
+    @cached_property
+    def table(self) -> tuple[tuple[int, int], ...]:
+        """(chunk, microbatch) of each forward, depth-first in groups.
+
+        A backward takes the chunks from the other end.
+        """
+        return tuple(
+            (chunk, mb)
+            for start in range(0, self.num_microbatches, self.group_size)
+            for chunk in range(len(self.placement) // self.num_ranks)
+            for mb in range(start, min(start + self.group_size, self.num_microbatches))
+        )
+
 
 def gpipe(task: Task) -> Orders:
-    """All forwards, then all backwards (Huang et al., 2019); with chunks, breadth-first.
+    """All forwards, then all backwards (Huang et al., 2019). Any placement.
 
-    Bubble (P-1)(F+B+W)/V; holds every microbatch. Any placement.
+    With several chunks a rank this is the looped, breadth-first pipeline (Lamy-Poirier, 2022).
+    Bubble (P-1)(F+B+W)/V; holds every microbatch.
     """
     microbatches = range(task.num_microbatches)
     return [
@@ -55,87 +72,139 @@ def gpipe(task: Task) -> Orders:
 def one_f_one_b(task: Task) -> Orders:
     """Warm up, then one forward, one backward (PipeDream-Flush; Narayanan et al., 2021).
 
-    Bubble (P-1)(F+B+W); rank r holds min(P-r, M) microbatches. One stage a rank; any M.
+    Bubble (P-1)(F+B+W); rank r holds min(P-r, M) microbatches. Any M.
     """
-    num_ranks = task.num_ranks
-    if task.placement != loop_placement(num_ranks, num_ranks):
-        raise ConfigError(
-            Mistake(
-                f"the 1f1b schedule runs one stage a rank, here are {len(task.placement)} stages "
-                f"on {num_ranks} ranks",
-                works=("interleaved_1f1b", "gpipe"),
-            )
-        )
     return [
-        _warm_up_then_alternate(
-            [Act(Kind.F, rank, mb) for mb in range(task.num_microbatches)],
-            [Act(Kind.BW, rank, mb) for mb in range(task.num_microbatches)],
-            warm_up=num_ranks - 1 - rank,
-        )
-        for rank in range(num_ranks)
+        _alternate(*_pieces(task, rank), warm_up=task.num_ranks - 1 - rank)
+        for rank in range(task.num_ranks)
+    ]
+
+
+def eager_one_f_one_b(task: Task) -> Orders:
+    """1F1B with twice the warm-up, which hides the hops (Zhuang et al., 2022).
+
+    Plain 1F1B exposes about 2(P-1) hops per P microbatches, this only the fill; rank r holds
+    min(2(P-r)-1, M) microbatches.
+    """
+    return [
+        _alternate(*_pieces(task, rank), warm_up=2 * (task.num_ranks - 1 - rank))
+        for rank in range(task.num_ranks)
+    ]
+
+
+def sliced_1f1b(task: Task) -> Orders:
+    """1F1B over K slices of each sequence (Seq1F1B; Sun et al., 2024).
+
+    A causal slice needs the keys of the slices before it, and its backward the gradients of the
+    slices after it: backwards run from the last slice to the first. The fill shrinks to about 1/K;
+    rank r holds P-r-1+K slices.
+    """
+    return [
+        _alternate(*_pieces(task, rank), warm_up=task.num_ranks - rank - 2 + task.num_slices)
+        for rank in range(task.num_ranks)
     ]
 
 
 def interleaved_1f1b(task: Task) -> Orders:
     """1F1B over several chunks a rank, depth-first in groups (Narayanan et al., 2021).
 
-    Bubble (P-1)(F+B+W)/V; rank 0 holds 2(P-1) + (V-1)G + 1 chunks. Loop placement only.
+    Bubble (P-1)(F+B+W)/V; rank 0 holds 2(P-1) + (V-1)G + 1 chunks. P <= G <= M.
     """
-    num_ranks, num_stages = task.num_ranks, len(task.placement)
-    if task.placement != loop_placement(num_ranks, num_stages):
-        raise ConfigError(
-            Mistake(
-                "the interleaved_1f1b schedule needs stage i on rank i % "
-                f"{num_ranks}, here the stages lie on ranks {_listed(task.placement)}",
-                works=("a layout with the prefix loop:", "gpipe"),
-            )
-        )
-    if not task.forward_only:
-        _check_groups(task)
-    table = [
-        (chunk, mb)
-        for start in range(0, task.num_microbatches, task.group_size)
-        for chunk in range(num_stages // num_ranks)
-        for mb in range(start, min(start + task.group_size, task.num_microbatches))
+    check_groups(task)
+    return [
+        _alternate(*_interleaved(task, rank), warm_up=_warm_up(task, rank))
+        for rank in range(task.num_ranks)
     ]
-    orders = []
-    for rank in range(num_ranks):
-        chunks = task.chunks(rank)
-        orders.append(
-            _warm_up_then_alternate(
-                [Act(Kind.F, chunks[chunk], mb) for chunk, mb in table],
-                [Act(Kind.BW, chunks[-1 - chunk], mb) for chunk, mb in table],
-                warm_up=2 * (num_ranks - 1 - rank) + (len(chunks) - 1) * task.group_size,
-            )
-        )
-    return orders
 
 
-def _warm_up_then_alternate(forwards: list[Act], backwards: list[Act], warm_up: int) -> list[Act]:
+def combined_1f1b(task: Task) -> Orders:
+    """Interleaved 1F1B whose steady state runs a forward and a backward as one (FB).
+
+    The two overlap each other's communication between experts. One more forward in the warm-up
+    makes them independent (as in Megatron-LM's combined 1F1B).
+    """
+    check_groups(task)
+    return [
+        _alternate(*_interleaved(task, rank), warm_up=_warm_up(task, rank) + 1, paired=True)
+        for rank in range(task.num_ranks)
+    ]
+
+
+def pair(forward: Act, backward: Act) -> Act:
+    """A forward and a backward that overlap each other."""
+    return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
+
+
+def only_microbatches(acts: Iterable[Act], total: int) -> list[Act]:
+    """An order without the acts of microbatches from `total` on.
+
+    What is left of a program that cannot dead-lock cannot dead-lock: this gives a schedule made
+    for many microbatches to a step that has few.
+    """
+    kept = []
+    for act in acts:
+        kids = tuple(kid for kid in act.elementary if kid.mb < total)
+        if kids == act.elementary:
+            kept.append(act)
+        else:
+            kept += kids
+    return kept
+
+
+def _warm_up(task: Task, rank: int) -> int:
+    chunks = len(task.chunks(rank))
+    return 2 * (task.num_ranks - 1 - rank) + (chunks - 1) * task.group_size
+
+
+def _pieces(task: Task, rank: int) -> tuple[list[Act], list[Act]]:
+    """Forwards and backwards of a rank's one stage, slices in causal order."""
+    mbs, slices = range(task.num_microbatches), range(task.num_slices)
+    return (
+        [Act(Kind.F, rank, mb, piece) for mb in mbs for piece in slices],
+        [Act(Kind.BW, rank, mb, piece) for mb in mbs for piece in reversed(slices)],
+    )
+
+
+def _interleaved(task: Task, rank: int) -> tuple[list[Act], list[Act]]:
+    """Forwards and backwards of a rank's chunks, depth-first in groups."""
+    chunks = task.chunks(rank)
+    return (
+        [Act(Kind.F, chunks[chunk], mb) for chunk, mb in task.table],
+        [Act(Kind.BW, chunks[-1 - chunk], mb) for chunk, mb in task.table],
+    )
+
+
+def _alternate(
+    forwards: list[Act], backwards: list[Act], warm_up: int, *, paired: bool = False
+) -> list[Act]:
     """`warm_up` forwards, then pairs of a forward and a backward, then the other backwards."""
     head = min(warm_up, len(forwards))
-    pairs = zip(forwards[head:], backwards, strict=False)
-    return [
-        *forwards[:head],
-        *(act for pair in pairs for act in pair),
-        *backwards[len(forwards) - head :],
-    ]
+    steady: list[Act] = []
+    for forward, backward in zip(forwards[head:], backwards, strict=False):
+        steady += [pair(forward, backward)] if paired else [forward, backward]
+    return [*forwards[:head], *steady, *backwards[len(forwards) - head :]]
 
 
-def _check_groups(task: Task) -> None:
-    """P <= G <= M, and a last group that is not full is still at least P long."""
+def check_groups(task: Task) -> None:
+    """P <= G <= M, and a last group that is not full is still at least P long.
+
+    Forwards alone can be grouped at will.
+
+    Raises:
+        ConfigError: with the nearest groups and numbers of microbatches.
+    """
     ranks, total, group = task.num_ranks, task.num_microbatches, task.group_size
 
     def fits(total: int, group: int) -> bool:
         return ranks <= group <= total and (total % group == 0 or total % group >= ranks)
 
-    if fits(total, group):
+    if task.forward_only or fits(total, group):
         return
     totals = sorted(range(ranks, total + 3 * max(ranks, group)), key=lambda m: abs(m - total))
     groups = sorted(range(ranks, total + 1), key=lambda g: abs(g - group))
     works = [
-        *_choices("number of microbatches", (m for m in totals if fits(m, group))),
-        *_choices(
+        *nearest_choices("number of microbatches", (m for m in totals if fits(m, group))),
+        *nearest_choices(
             "--microbatch-group-size-per-virtual-pipeline-stage",
             (g for g in groups if fits(total, g)),
         ),
@@ -152,10 +221,7 @@ def _check_groups(task: Task) -> None:
     )
 
 
-def _choices(name: str, nearest_first: Iterable[int]) -> list[str]:
+def nearest_choices(name: str, nearest_first: Iterable[int]) -> list[str]:
+    """The first three as 'name 4', ascending."""
     nearest = [choice for choice, _ in zip(nearest_first, range(3), strict=False)]
     return [f"{name} {choice}" for choice in sorted(nearest)]
-
-
-def _listed(placement: tuple[int, ...]) -> str:
-    return " ".join(str(rank) for rank in placement)

@@ -1,14 +1,84 @@
 """Schedules by name."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
-from fivefold.pipeline.ir import Act, Kind, Program
-from fivefold.pipeline.schedules.fixed import Task, gpipe, interleaved_1f1b, one_f_one_b
+from fivefold.pipeline.ir import Kind, Program, loop_placement, v_placement
+from fivefold.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
+from fivefold.pipeline.schedules.fixed import (
+    Orders,
+    Task,
+    combined_1f1b,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    sliced_1f1b,
+)
+from fivefold.pipeline.schedules.v_blocks import v_half, v_min
+from fivefold.pipeline.schedules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
 
-SCHEDULES: Mapping[str, Callable[[Task], list[list[Act]]]] = MappingProxyType(
-    {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved_1f1b": interleaved_1f1b}
+
+class Shape(Enum):
+    """How stages must lie on ranks."""
+
+    ANY = "any placement"
+    LINE = "runs one stage a rank"
+    LOOP = "needs stage i on rank i % {ranks}"
+    V = "needs two stages a rank, there and back again"
+
+    def fits(self, placement: tuple[int, ...]) -> bool:
+        """Whether a placement has this shape."""
+        ranks, stages = max(placement) + 1, len(placement)
+        match self:
+            case Shape.LINE:
+                return placement == loop_placement(ranks, ranks)
+            case Shape.LOOP:
+                return placement == loop_placement(ranks, stages)
+            case Shape.V:
+                return placement == v_placement(ranks, 2 * ranks)
+        return True
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is known of a schedule before it runs.
+
+    Attributes:
+        generate: makes the compute acts of every rank; raises ConfigError where the task lies
+            outside what the schedule can do.
+        shape: of the placements it takes.
+        num_copies: of the model that it keeps; the second lies on the ranks in reverse.
+        slices: whether it can cut sequences.
+    """
+
+    generate: Callable[[Task], Orders]
+    shape: Shape
+    num_copies: int = 1
+    slices: bool = False
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        "gpipe": Schedule(gpipe, Shape.ANY),
+        "looped_bfs": Schedule(gpipe, Shape.LOOP),
+        "1f1b": Schedule(one_f_one_b, Shape.LINE),
+        "eager_1f1b": Schedule(eager_one_f_one_b, Shape.LINE),
+        "sliced_1f1b": Schedule(sliced_1f1b, Shape.LINE, slices=True),
+        "interleaved_1f1b": Schedule(interleaved_1f1b, Shape.LOOP),
+        "combined_1f1b": Schedule(combined_1f1b, Shape.LOOP),
+        "zb_h1": Schedule(zb_h1, Shape.LINE),
+        "zb_h2": Schedule(zb_h2, Shape.LINE),
+        "interleaved_zb": Schedule(interleaved_zb, Shape.LOOP),
+        "zb_v": Schedule(zb_v, Shape.V),
+        "v_half": Schedule(v_half, Shape.V),
+        "v_min": Schedule(v_min, Shape.V),
+        "dualpipe": Schedule(dualpipe, Shape.LINE, num_copies=2),
+        "dualpipe_v": Schedule(dualpipe_v, Shape.V),
+    }
 )
 
 
@@ -18,16 +88,19 @@ def build_program(
     num_microbatches: int,
     *,
     group_size: int | None = None,
+    num_slices: int = 1,
     forward_only: bool = False,
 ) -> Program:
     """The compute-only program of a schedule.
 
     Args:
         name: a key of `SCHEDULES`.
-        placement: stage -> rank; every rank from 0 to the highest holds a stage.
+        placement: stage -> rank; every rank from 0 to the highest holds a stage. A schedule with
+            two copies of the model adds the second itself.
         num_microbatches: of one step.
         group_size: consecutive microbatches a chunk runs before the next chunk does
-            (interleaved_1f1b only); the number of ranks when None.
+            (interleaved schedules only); the number of ranks when None.
+        num_slices: causal slices of each sequence (sliced_1f1b only).
         forward_only: the evaluation program: the schedule's forwards in the same order.
 
     Raises:
@@ -40,22 +113,56 @@ def build_program(
                 works=tuple(SCHEDULES),
             )
         )
+    schedule = SCHEDULES[name]
     mistakes = Mistakes()
     if num_microbatches < 1:
         mistakes.add(f"a step needs at least 1 microbatch, not {num_microbatches}")
     if set(placement) != set(range(max(placement, default=0) + 1)):
         mistakes.add(f"every rank needs a stage, but the stages lie on ranks {list(placement)}")
+    else:
+        _check_shape(name, schedule.shape, tuple(placement), mistakes)
     if group_size is not None and group_size < 1:
         mistakes.add(f"a group needs at least 1 microbatch, not {group_size}")
+    if num_slices < 1 or (num_slices > 1 and not schedule.slices):
+        cutting = [other for other in SCHEDULES if SCHEDULES[other].slices]
+        mistakes.add(
+            f"{name} cannot cut a sequence into {num_slices} slices",
+            works=("1 slice", *(cutting if num_slices > 1 else ())),
+        )
     mistakes.raise_if_any()
+    copies = tuple(placement) + tuple(reversed(placement)) * (schedule.num_copies - 1)
     num_ranks = max(placement) + 1
-    task = Task(tuple(placement), num_microbatches, group_size or num_ranks, forward_only)
-    orders = SCHEDULES[name](task)
+    task = Task(copies, num_microbatches, group_size or num_ranks, num_slices, forward_only)
+    orders = schedule.generate(task)
     if forward_only:
-        orders = [[act for act in order if act.kind is Kind.F] for order in orders]
+        orders = [
+            [kid for act in order for kid in act.elementary if kid.kind is Kind.F]
+            for order in orders
+        ]
     return Program(
         task.placement,
         num_microbatches,
         tuple(tuple(order) for order in orders),
         forward_only=forward_only,
+        num_copies=schedule.num_copies,
+    )
+
+
+def _check_shape(name: str, shape: Shape, placement: tuple[int, ...], mistakes: Mistakes) -> None:
+    if shape.fits(placement):
+        return
+    ranks = max(placement) + 1
+    if shape is Shape.LOOP:
+        here = f"here the stages lie on ranks {' '.join(str(rank) for rank in placement)}"
+    else:
+        here = f"here are {len(placement)} stages on {ranks} ranks"
+        if len(placement) == (ranks if shape is Shape.LINE else 2 * ranks):
+            here += f", on {' '.join(str(rank) for rank in placement)}"
+    ways = {Shape.LOOP: "a layout with the prefix loop:", Shape.V: "a layout with the prefix v:"}
+    mistakes.add(
+        f"the {name} schedule {shape.value.format(ranks=ranks)}, {here}",
+        works=[
+            *(way for fitting, way in ways.items() if fitting is shape),
+            *(other for other, schedule in SCHEDULES.items() if schedule.shape.fits(placement)),
+        ],
     )

@@ -1,0 +1,88 @@
+"""What the acts of a program cost: time and memory, per stage."""
+
+from dataclasses import dataclass
+
+from fivefold.errors import ConfigError
+from fivefold.pipeline.ir import COPIES, Act, Kind
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any one unit) of each stage, and of a hop.
+
+    Attributes:
+        f: forward of each stage; a recompute costs the same.
+        b: dX of each stage.
+        w: dW of each stage, all parts together; may be zero.
+        hop: from the end of a producer to the arrival of its message on the next rank.
+        fb: an overlapped pair, by the stage of its forward and of its backward; None: a pair takes
+            the sum of its halves.
+        copy: moving one microbatch of each stage to host memory, or back; None: no time.
+        scale: of each microbatch, by which all its costs are multiplied; None: 1 each.
+    """
+
+    f: tuple[float, ...]
+    b: tuple[float, ...]
+    w: tuple[float, ...]
+    hop: float = 0.0
+    fb: tuple[tuple[float, ...], ...] | None = None
+    copy: tuple[float, ...] | None = None
+    scale: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if min(*self.f, *self.b) <= 0 or min(*self.w, self.hop) < 0:
+            raise ConfigError("stage costs f and b must be positive, w and hop not negative")
+        if min(self.scale or (1.0,)) <= 0 or min(self.copy or (0.0,)) < 0:
+            raise ConfigError("microbatch scales must be positive, copies not negative")
+
+    @classmethod
+    def uniform(
+        cls, num_stages: int, f: float = 1.0, b: float = 1.0, w: float = 1.0, hop: float = 0.0
+    ) -> "Costs":
+        """The same costs for every stage."""
+        return cls((f,) * num_stages, (b,) * num_stages, (w,) * num_stages, hop)
+
+    def of(self, act: Act, num_weight_parts: int = 1, num_slices: int = 1) -> float:
+        """The time of a compute act or a copy; slices share the time of their microbatch."""
+        if act.kids:
+            forward, backward = act.kids
+            if self.fb is None:
+                return sum(self.of(kid, num_weight_parts, num_slices) for kid in act.kids)
+            time = self.fb[forward.stage][backward.stage]
+        elif act.kind is Kind.F or act.kind is Kind.R:
+            time = self.f[act.stage]
+        elif act.kind is Kind.B:
+            time = self.b[act.stage]
+        elif act.kind is Kind.BW:
+            time = self.b[act.stage] + self.w[act.stage]
+        elif act.kind in COPIES:
+            time = self.copy[act.stage] if self.copy else 0.0
+        else:
+            time = self.w[act.stage] / num_weight_parts
+        scale = 1.0 if self.scale is None else self.scale[act.mb]
+        return time * scale / num_slices
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a microbatch holds for backward.
+
+    Attributes:
+        activations: of each stage (bytes, say); 1 each when None.
+        freed_by_b: the share that B frees; W frees the rest, in equal parts.
+        checkpoint: the share that F keeps where R makes the rest anew.
+        offloaded: the share of what F keeps that OFFLOAD moves away.
+    """
+
+    activations: tuple[float, ...] | None = None
+    freed_by_b: float = 0.0
+    checkpoint: float = 0.0
+    offloaded: float = 1.0
+
+    def size(self, stage: int) -> float:
+        """What one microbatch of a stage holds."""
+        return 1.0 if self.activations is None else self.activations[stage]
+
+
+ONE_EACH = Footprint()
+"""Counts the microbatches in flight, each stage for itself; W frees."""

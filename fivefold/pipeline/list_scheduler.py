@@ -1,0 +1,277 @@
+"""List scheduling for pipelines: whenever a rank is free, it does the best act that is ready.
+
+`Greedy` weighs every F and B that is ready. It never runs into a wall of memory: as in the banker's
+algorithm, a forward is admitted only where the microbatches on the rank could still be finished one
+by one afterwards (with every pending W done); the oldest of all can then always go on, and nothing
+can dead-lock. `Ordered` keeps the order of F and B that it is given. Both put W where a rank would
+wait long enough, and where its room is needed.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from fivefold.errors import ConfigError, Mistake
+from fivefold.pipeline.costs import ONE_EACH, Costs, Footprint
+from fivefold.pipeline.ir import Act, Kind, Program, stages_on
+
+_KINDS = (Kind.F, Kind.B, Kind.W)  # by the index that the scheduler uses
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the list scheduler prefers; every policy gives a valid program.
+
+    Attributes:
+        forward: rank of each stage's F of each microbatch: the smallest goes first.
+        backward: the same for B.
+        limit: microbatches in flight on each stage at most, at least 1.
+        patience: of each rank: a pending W is done in a gap of at least this share of its time.
+    """
+
+    forward: Sequence[Sequence[float]]
+    backward: Sequence[Sequence[float]]
+    limit: tuple[int, ...]
+    patience: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to schedule.
+
+    Attributes:
+        placement: stage -> rank.
+        num_microbatches: of one step.
+        costs: of each stage.
+        cap: on what a rank holds for backward.
+        footprint: what a microbatch holds.
+    """
+
+    placement: tuple[int, ...]
+    num_microbatches: int
+    costs: Costs
+    cap: float = inf
+    footprint: Footprint = ONE_EACH
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError where not even one microbatch fits."""
+        for rank in range(self.num_ranks):
+            need = sum(self.footprint.size(s) for s in stages_on(self.placement, rank))
+            if need > self.cap * (1 + 1e-9):
+                raise ConfigError(
+                    Mistake(
+                        f"rank {rank} holds {need:g} for one microbatch, the cap is {self.cap:g}",
+                        works=(f"a cap of at least {need:g}",),
+                    )
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        """The pipeline-parallel size."""
+        return max(self.placement) + 1
+
+
+class ListScheduler:
+    """One run; a subclass says which F or B is best.
+
+    Microbatches pass every stage in order, so that counters are all the state.
+
+    Attributes:
+        makespan: the time of the step, infinite where not everything could be run.
+        orders: of each rank, (kind index, stage) of each act; its microbatch is the count.
+    """
+
+    def __init__(self, problem: Problem, patience: Sequence[float]) -> None:
+        placement, costs = problem.placement, problem.costs
+        self._problem, self._patience = problem, patience
+        stages, ranks = range(len(placement)), range(problem.num_ranks)
+        self._chunks = [stages_on(placement, rank) for rank in ranks]
+        self._times = (costs.f, costs.b, costs.w)
+        self._sizes = [problem.footprint.size(stage) for stage in stages]
+        self._totals = [sum(self._sizes[s] for s in chunks) for chunks in self._chunks]
+        # Room for rounding, and none for an act more.
+        self._cap = problem.cap * (1 + 1e-9)
+        self._ready = [[0] * len(stages) for _ in range(2)]
+        self._ready[0][0] = problem.num_microbatches
+        self._done = [[0] * len(stages) for _ in range(3)]
+        self._weights: list[deque[int]] = [deque() for _ in ranks]
+        self._held = [0.0] * len(ranks)
+        self._reclaimable = [0.0] * len(ranks)
+        self._arrivals: list[list[float]] = [[] for _ in ranks]
+        self._events: list[tuple[float, int]] = []
+        self._free = [True] * len(ranks)
+        self.orders: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        self.makespan = 0.0
+        self._run()
+        if sum(len(order) for order in self.orders) < 3 * len(stages) * problem.num_microbatches:
+            self.makespan = inf
+
+    def program(self) -> Program:
+        """The program that was run."""
+        ranks = []
+        for order in self.orders:
+            counts = [[0] * len(self._sizes) for _ in _KINDS]
+            acts: list[Act] = []
+            for kind, stage in order:
+                acts.append(Act(_KINDS[kind], stage, counts[kind][stage]))
+                counts[kind][stage] += 1
+            ranks.append(tuple(acts))
+        return Program(self._problem.placement, self._problem.num_microbatches, tuple(ranks))
+
+    def _run(self) -> None:
+        """Events: 2 * stage: its input arrives; 2 * stage + 1: its dY; then: a rank is free."""
+        events, first_rank = self._events, 2 * len(self._sizes)
+        placement = self._problem.placement
+        self._decide(0, 0.0)
+        while events:
+            # What happens together (but for rounding) is seen together.
+            now = events[0][0]
+            horizon, touched = now + 1e-9 * (1 + now), set()
+            while events and events[0][0] <= horizon:
+                now, code = heappop(events)
+                if code >= first_rank:
+                    rank = code - first_rank
+                    self._free[rank] = True
+                else:
+                    rank = placement[code // 2]
+                    self._ready[code % 2][code // 2] += 1
+                touched.add(rank)
+            for rank in sorted(touched):
+                if self._free[rank]:
+                    self._decide(rank, now)
+
+    def _decide(self, rank: int, now: float) -> None:
+        """Start an act on a free rank, or leave it idle until something arrives."""
+        kind, stage = self._best(rank)
+        weights = self._weights[rank]
+        if kind == 0 and self._held[rank] + self._sizes[stage] > self._cap:
+            kind = 2  # admitted, but its room has yet to be given back
+        if kind < 2:
+            self._start(rank, now, kind, stage)
+        elif weights and (kind == 2 or self._worth_it(rank, now)):
+            self._start(rank, now, 2, weights.popleft())
+
+    def _best(self, rank: int) -> tuple[int, int]:
+        """The F or B (0 or 1) to do now, and its stage; kind 3 where there is none."""
+        raise NotImplementedError
+
+    def _worth_it(self, rank: int, now: float) -> bool:
+        """Whether a W fits well enough before the next arrival."""
+        arrivals = self._arrivals[rank]
+        while arrivals and arrivals[0] <= now:
+            heappop(arrivals)
+        time = self._times[2][self._weights[rank][0]]
+        return not arrivals or arrivals[0] - now >= self._patience[rank] * time
+
+    def _start(self, rank: int, now: float, kind: int, stage: int) -> None:
+        end = now + self._times[kind][stage]
+        self.makespan = max(self.makespan, end)
+        self.orders[rank].append((kind, stage))
+        self._done[kind][stage] += 1
+        self._free[rank] = False
+        heappush(self._events, (end, 2 * len(self._sizes) + rank))
+        early = self._problem.footprint.freed_by_b * self._sizes[stage]
+        late = self._sizes[stage] - early
+        if kind == 2:
+            self._held[rank] -= late
+            self._reclaimable[rank] -= late
+            return
+        if kind == 0:
+            self._held[rank] += self._sizes[stage]
+        else:
+            self._held[rank] -= early
+            self._reclaimable[rank] += late
+            self._weights[rank].append(stage)
+        self._deliver(rank, end, kind, stage)
+
+    def _deliver(self, rank: int, end: float, kind: int, stage: int) -> None:
+        """Announce what an F or B makes to the stage that waits for it."""
+        target = stage + 1 - 2 * kind
+        if target == len(self._sizes):
+            target, kind = stage, 1  # the loss: its backward can follow
+        elif target < 0:
+            return
+        receiver = self._problem.placement[target]
+        if receiver != rank:
+            end += self._problem.costs.hop
+            heappush(self._arrivals[receiver], end)
+        heappush(self._events, (end, 2 * target + kind))
+
+
+class Greedy(ListScheduler):
+    """Does the F or B that its policy ranks first among those that are ready and fit."""
+
+    def __init__(self, problem: Problem, policy: Policy) -> None:
+        self._policy = policy
+        super().__init__(problem, policy.patience)
+
+    def _best(self, rank: int) -> tuple[int, int]:
+        best, kind, stage = inf, 3, 0
+        policy, (forwards, backwards, _) = self._policy, self._done
+        for chunk in self._chunks[rank]:
+            done = backwards[chunk]
+            if self._ready[1][chunk] > done:
+                key = policy.backward[chunk][done]
+                if key < best:
+                    best, kind, stage = key, 1, chunk
+            done = forwards[chunk]
+            if self._ready[0][chunk] > done:
+                key = policy.forward[chunk][done]
+                if (
+                    key < best
+                    and done - backwards[chunk] < policy.limit[chunk]
+                    and self._safe(rank, chunk)
+                ):
+                    best, kind, stage = key, 0, chunk
+        return kind, stage
+
+    def _safe(self, rank: int, stage: int) -> bool:
+        """Whether the microbatches here could be finished one by one after a forward of `stage`."""
+        forwards, backwards, _ = self._done
+        free = self._cap - self._held[rank] + self._reclaimable[rank] - self._sizes[stage]
+        chunks = self._chunks[rank]
+        for mb in range(backwards[chunks[0]], forwards[chunks[0]] + 1):
+            if free >= self._totals[rank]:
+                break
+            for chunk in chunks:
+                if mb >= forwards[chunk] + (chunk == stage):
+                    free -= self._sizes[chunk]
+            if free < 0:
+                return False
+            free += self._totals[rank]
+            for chunk in chunks:
+                if mb < backwards[chunk]:
+                    free -= self._sizes[chunk]
+        return True
+
+
+class Ordered(ListScheduler):
+    """Keeps each rank's order of F and B.
+
+    Args:
+        problem: what to schedule.
+        orders: of each rank, (kind index, stage) of each F and B.
+        patience: as in `Policy`.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        orders: Sequence[Sequence[tuple[int, int]]],
+        patience: Sequence[float],
+    ) -> None:
+        self._queues = [deque(order) for order in orders]
+        super().__init__(problem, patience)
+
+    def _best(self, rank: int) -> tuple[int, int]:
+        queue = self._queues[rank]
+        if not queue:
+            return 3, 0
+        kind, stage = queue[0]
+        if self._ready[kind][stage] == self._done[kind][stage]:
+            return 3, 0
+        if kind == 1 or self._held[rank] + self._sizes[stage] <= self._cap:
+            queue.popleft()
+        return kind, stage
