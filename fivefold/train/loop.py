@@ -179,7 +179,7 @@ class Trainer:
                         *(f"gradient of {line}" for line in where[:4]),
                         f"the step was not taken; latest checkpoint: {kept}",
                     ),
-                    attempt="a lower --lr, a longer --lr-warmup-iters, or --precision fp32",
+                    attempt="a lower --lr or a longer --lr-warmup-iters",
                 )
             )
         )
