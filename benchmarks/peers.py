@@ -72,6 +72,7 @@ SYSTEMS = {
 
 def main() -> None:
     asked = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if any(SYSTEMS[name].peer for name in asked.systems):
         make_peers_venv()
     about = {name: answer(SYSTEMS[name], ["--supports"]) for name in asked.systems}
@@ -169,11 +170,20 @@ def answer(system: System, words: list[str], launcher: list[str] | None = None) 
         return {"error": f"no answer in {TIMEOUT} s"}
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            stop(process)
     said = [line for line in output.splitlines() if line.startswith("{")]
     if process.returncode or not said:
         return {"error": errors[-2000:]}
     return json.loads(said[-1])
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Let the launcher end its ranks, which are in sessions of their own; insist after a while."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def free_port() -> int:
