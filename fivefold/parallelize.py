@@ -186,7 +186,8 @@ def _install_data_parallel(
 ) -> ShardedStage | ReplicatedStage:
     """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole."""
     in_hooks = policy.overlap_grad_reduce and not layout.defers_weights
-    if policy.needs_fsdp:
+    holds_something = any(True for _ in stage.parameters())
+    if policy.needs_fsdp and holds_something:
         sharded = ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks)
         _materialise(stage, device)
         return sharded
