@@ -186,8 +186,7 @@ def _install_data_parallel(
 ) -> ShardedStage | ReplicatedStage:
     """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole."""
     in_hooks = policy.overlap_grad_reduce and not layout.defers_weights
-    holds_something = any(True for _ in stage.parameters())
-    if policy.needs_fsdp and holds_something:
+    if policy.needs_fsdp:
         sharded = ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks)
         _materialise(stage, device)
         return sharded

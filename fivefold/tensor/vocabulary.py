@@ -44,7 +44,10 @@ class _SumTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
         ctx.group, ctx.scatter = group, scatter
-        return reduce_scatter(x, group) if scatter else all_reduce(x, group)
+        if scatter:
+            return reduce_scatter(x, group)
+        ctx.mark_dirty(x)  # summed in place
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

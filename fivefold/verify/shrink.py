@@ -16,7 +16,7 @@ from fivefold.units import human_count
 LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
 LARGEST_BATCH = 8_192  # tokens of a global batch
 LEARNING_RATE = 1e-2
-ADAM_EPS = 1e-3
+ADAM_EPS = 1e-2
 
 SPLIT_FLAGS: dict[str, Any] = {
     "num_virtual_stages_per_pipeline_rank": None,

@@ -194,7 +194,7 @@ def compare_on_rank(
     plant: str | None,
 ) -> Report | None:
     with shared_groups(), warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*returned a view tensor")  # of an empty stage
+        warnings.filterwarnings("error", message=".*returned a view tensor")
         return compare(
             check(settings, world_size),
             rank,

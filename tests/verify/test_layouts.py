@@ -91,6 +91,11 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama",
         flags(pp=4, stages="E||tt|tt||||tL", strategy="optim"),
     ),
+    "an embedding alone, sharded and tensor parallel": (
+        4,
+        "llama",
+        flags(tp=2, pp=2, stages="E|t*5L", strategy="optim"),
+    ),
     "a loss that counts as a layer": (
         2,
         "llama",
