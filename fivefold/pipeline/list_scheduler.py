@@ -1,10 +1,9 @@
-"""List scheduling for pipelines: whenever a rank is free, it does the best act that is ready.
+"""A list scheduler for pipelines: whenever a rank is free, it does the best act that is ready.
 
-`Greedy` weighs every F and B that is ready. It never runs into a wall of memory: as in the banker's
-algorithm, a forward is admitted only where the microbatches on the rank could still be finished one
-by one afterwards (with every pending W done); the oldest of all can then always go on, and nothing
-can dead-lock. `Ordered` keeps the order of F and B that it is given. Both put W where a rank would
-wait long enough, and where its room is needed.
+It never runs into a wall of memory. As in the banker's algorithm, a forward is admitted only where
+the microbatches on the rank could still be finished one by one afterwards (with every pending W
+done): the oldest of all can then always go on, and nothing can dead-lock. W goes where a rank would
+wait long enough, and where its room is needed. Each rank may be given the order of its first acts.
 """
 
 from collections import deque
@@ -74,36 +73,51 @@ class Problem:
 
 
 class ListScheduler:
-    """One run; a subclass says which F or B is best.
+    """One run. Microbatches pass every stage in order, so that counters are all the state.
 
-    Microbatches pass every stage in order, so that counters are all the state.
+    Args:
+        problem: what to schedule.
+        policy: what to prefer.
+        starts: of each rank, (kind index, stage) of its first acts; where they name a W, none is
+            done in the gaps between them.
 
     Attributes:
-        makespan: the time of the step, infinite where not everything could be run.
+        makespan: the time of the step; infinite where the first acts led to a dead end.
         orders: of each rank, (kind index, stage) of each act; its microbatch is the count.
+        times: when each of them starts.
+        peaks: what each rank holds at most.
     """
 
-    def __init__(self, problem: Problem, patience: Sequence[float]) -> None:
+    def __init__(
+        self, problem: Problem, policy: Policy, starts: Sequence[Sequence[tuple[int, int]]] = ()
+    ) -> None:
         placement, costs = problem.placement, problem.costs
-        self._problem, self._patience = problem, patience
+        self._problem, self._policy = problem, policy
         stages, ranks = range(len(placement)), range(problem.num_ranks)
         self._chunks = [stages_on(placement, rank) for rank in ranks]
         self._times = (costs.f, costs.b, costs.w)
         self._sizes = [problem.footprint.size(stage) for stage in stages]
+        self._early = [problem.footprint.freed_by_b * size for size in self._sizes]
+        self._late = [size - early for size, early in zip(self._sizes, self._early, strict=True)]
         self._totals = [sum(self._sizes[s] for s in chunks) for chunks in self._chunks]
         # Room for rounding, and none for an act more.
         self._cap = problem.cap * (1 + 1e-9)
         self._ready = [[0] * len(stages) for _ in range(2)]
         self._ready[0][0] = problem.num_microbatches
         self._done = [[0] * len(stages) for _ in range(3)]
+        self._starts = [deque(start) for start in starts] or [deque() for _ in ranks]
+        self._named = [any(kind == 2 for kind, _ in start) for start in self._starts]
         self._weights: list[deque[int]] = [deque() for _ in ranks]
         self._held = [0.0] * len(ranks)
         self._reclaimable = [0.0] * len(ranks)
         self._arrivals: list[list[float]] = [[] for _ in ranks]
         self._events: list[tuple[float, int]] = []
+        self._first_rank = 2 * len(stages)
         self._free = [True] * len(ranks)
         self.orders: list[list[tuple[int, int]]] = [[] for _ in ranks]
-        self.makespan = 0.0
+        self.times: list[list[float]] = [[] for _ in ranks]
+        self.peaks = [0.0] * len(ranks)
+        self.makespan = inf
         self._run()
         if sum(len(order) for order in self.orders) < 3 * len(stages) * problem.num_microbatches:
             self.makespan = inf
@@ -122,92 +136,54 @@ class ListScheduler:
 
     def _run(self) -> None:
         """Events: 2 * stage: its input arrives; 2 * stage + 1: its dY; then: a rank is free."""
-        events, first_rank = self._events, 2 * len(self._sizes)
+        events, first_rank = self._events, self._first_rank
         placement = self._problem.placement
         self._decide(0, 0.0)
+        touched: list[int] = []
         while events:
+            now, code = heappop(events)
+            if code >= first_rank:
+                rank = code - first_rank
+                self._free[rank] = True
+            else:
+                rank = placement[code // 2]
+                self._ready[code % 2][code // 2] += 1
+            touched.append(rank)
             # What happens together (but for rounding) is seen together.
-            now = events[0][0]
-            horizon, touched = now + 1e-9 * (1 + now), set()
-            while events and events[0][0] <= horizon:
-                now, code = heappop(events)
-                if code >= first_rank:
-                    rank = code - first_rank
-                    self._free[rank] = True
-                else:
-                    rank = placement[code // 2]
-                    self._ready[code % 2][code // 2] += 1
-                touched.add(rank)
-            for rank in sorted(touched):
-                if self._free[rank]:
-                    self._decide(rank, now)
+            if not events or events[0][0] > now + 1e-9 * (1 + now):
+                for rank in touched:
+                    if self._free[rank]:
+                        self._decide(rank, now)
+                touched.clear()
+        self.makespan = now
 
     def _decide(self, rank: int, now: float) -> None:
         """Start an act on a free rank, or leave it idle until something arrives."""
         kind, stage = self._best(rank)
         weights = self._weights[rank]
+        if kind == 3 and weights and self._worth_it(rank, now):
+            kind, stage = 2, weights[0]
         if kind == 0 and self._held[rank] + self._sizes[stage] > self._cap:
-            kind = 2  # admitted, but its room has yet to be given back
-        if kind < 2:
-            self._start(rank, now, kind, stage)
-        elif weights and (kind == 2 or self._worth_it(rank, now)):
-            self._start(rank, now, 2, weights.popleft())
+            if not weights:
+                return
+            kind, stage = 2, weights[0]  # admitted, but its room has yet to be given back
+        if kind < 3:
+            self._begin(rank, now, kind, stage)
 
     def _best(self, rank: int) -> tuple[int, int]:
-        """The F or B (0 or 1) to do now, and its stage; kind 3 where there is none."""
-        raise NotImplementedError
+        """The F, B or W (0, 1 or 2) to do now, and its stage; kind 3 where there is none."""
+        start = self._starts[rank]
+        if not start:
+            return self._preferred(rank)
+        kind, stage = start[0]
+        if kind < 2 and self._ready[kind][stage] == self._done[kind][stage]:
+            return 3, 0
+        if kind > 0 or self._held[rank] + self._sizes[stage] <= self._cap:
+            start.popleft()
+        return kind, stage
 
-    def _worth_it(self, rank: int, now: float) -> bool:
-        """Whether a W fits well enough before the next arrival."""
-        arrivals = self._arrivals[rank]
-        while arrivals and arrivals[0] <= now:
-            heappop(arrivals)
-        time = self._times[2][self._weights[rank][0]]
-        return not arrivals or arrivals[0] - now >= self._patience[rank] * time
-
-    def _start(self, rank: int, now: float, kind: int, stage: int) -> None:
-        end = now + self._times[kind][stage]
-        self.makespan = max(self.makespan, end)
-        self.orders[rank].append((kind, stage))
-        self._done[kind][stage] += 1
-        self._free[rank] = False
-        heappush(self._events, (end, 2 * len(self._sizes) + rank))
-        early = self._problem.footprint.freed_by_b * self._sizes[stage]
-        late = self._sizes[stage] - early
-        if kind == 2:
-            self._held[rank] -= late
-            self._reclaimable[rank] -= late
-            return
-        if kind == 0:
-            self._held[rank] += self._sizes[stage]
-        else:
-            self._held[rank] -= early
-            self._reclaimable[rank] += late
-            self._weights[rank].append(stage)
-        self._deliver(rank, end, kind, stage)
-
-    def _deliver(self, rank: int, end: float, kind: int, stage: int) -> None:
-        """Announce what an F or B makes to the stage that waits for it."""
-        target = stage + 1 - 2 * kind
-        if target == len(self._sizes):
-            target, kind = stage, 1  # the loss: its backward can follow
-        elif target < 0:
-            return
-        receiver = self._problem.placement[target]
-        if receiver != rank:
-            end += self._problem.costs.hop
-            heappush(self._arrivals[receiver], end)
-        heappush(self._events, (end, 2 * target + kind))
-
-
-class Greedy(ListScheduler):
-    """Does the F or B that its policy ranks first among those that are ready and fit."""
-
-    def __init__(self, problem: Problem, policy: Policy) -> None:
-        self._policy = policy
-        super().__init__(problem, policy.patience)
-
-    def _best(self, rank: int) -> tuple[int, int]:
+    def _preferred(self, rank: int) -> tuple[int, int]:
+        """The F or B that the policy ranks first among those that are ready and fit."""
         best, kind, stage = inf, 3, 0
         policy, (forwards, backwards, _) = self._policy, self._done
         for chunk in self._chunks[rank]:
@@ -246,32 +222,47 @@ class Greedy(ListScheduler):
                     free -= self._sizes[chunk]
         return True
 
+    def _worth_it(self, rank: int, now: float) -> bool:
+        """Whether a W fits well enough before the next arrival."""
+        if self._named[rank] and self._starts[rank]:
+            return False
+        arrivals = self._arrivals[rank]
+        while arrivals and arrivals[0] <= now:
+            heappop(arrivals)
+        time = self._times[2][self._weights[rank][0]]
+        return not arrivals or arrivals[0] - now >= self._policy.patience[rank] * time
 
-class Ordered(ListScheduler):
-    """Keeps each rank's order of F and B.
+    def _begin(self, rank: int, now: float, kind: int, stage: int) -> None:
+        end = now + self._times[kind][stage]
+        self.orders[rank].append((kind, stage))
+        self.times[rank].append(now)
+        self._done[kind][stage] += 1
+        self._free[rank] = False
+        heappush(self._events, (end, self._first_rank + rank))
+        if kind == 2:
+            self._weights[rank].remove(stage)
+            self._held[rank] -= self._late[stage]
+            self._reclaimable[rank] -= self._late[stage]
+            return
+        if kind == 0:
+            self._held[rank] += self._sizes[stage]
+            if self._held[rank] > self.peaks[rank]:
+                self.peaks[rank] = self._held[rank]
+        else:
+            self._held[rank] -= self._early[stage]
+            self._reclaimable[rank] += self._late[stage]
+            self._weights[rank].append(stage)
+        self._deliver(rank, end, kind, stage)
 
-    Args:
-        problem: what to schedule.
-        orders: of each rank, (kind index, stage) of each F and B.
-        patience: as in `Policy`.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        orders: Sequence[Sequence[tuple[int, int]]],
-        patience: Sequence[float],
-    ) -> None:
-        self._queues = [deque(order) for order in orders]
-        super().__init__(problem, patience)
-
-    def _best(self, rank: int) -> tuple[int, int]:
-        queue = self._queues[rank]
-        if not queue:
-            return 3, 0
-        kind, stage = queue[0]
-        if self._ready[kind][stage] == self._done[kind][stage]:
-            return 3, 0
-        if kind == 1 or self._held[rank] + self._sizes[stage] <= self._cap:
-            queue.popleft()
-        return kind, stage
+    def _deliver(self, rank: int, end: float, kind: int, stage: int) -> None:
+        """Announce what an F or B makes to the stage that waits for it."""
+        target = stage + 1 - 2 * kind
+        if target == len(self._sizes):
+            target, kind = stage, 1  # the loss: its backward can follow
+        elif target < 0:
+            return
+        receiver = self._problem.placement[target]
+        if receiver != rank:
+            end += self._problem.costs.hop
+            heappush(self._arrivals[receiver], end)
+        heappush(self._events, (end, 2 * target + kind))

@@ -15,10 +15,14 @@ def eager_dx(program: Program) -> Program:
     executor for a backward pass in two halves.
     """
 
+    length = program.num_stages // program.num_copies
+    leaving = [
+        stage % length > 0 and program.placement[stage - 1] != rank
+        for stage, rank in enumerate(program.placement)
+    ]
+
     def halves(act: Act) -> tuple[Act, ...]:
-        before = act.stage - 1
-        stays = before < 0 or program.placement[before] == program.placement[act.stage]
-        if act.kind is not Kind.BW or stays:
+        if act.kind is not Kind.BW or not leaving[act.stage]:
             return (act,)
         return replace(act, kind=Kind.B), replace(act, kind=Kind.W)
 

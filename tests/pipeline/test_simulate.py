@@ -2,34 +2,10 @@ import pytest
 
 from fivefold.errors import ConfigError
 from fivefold.pipeline.costs import Costs, Footprint
-from fivefold.pipeline.graph import Stream
 from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement
-from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import peak_in_flight, simulate
-
-# Qi et al., Zero Bubble Pipeline Parallelism (2023), table of measured bubble rates: ranks,
-# microbatches, milliseconds of F, B, W and of a hop, rate of 1F1B.
-PUBLISHED = """
-8 24 18.522 18.086 9.337 .601 .2431
-8 32 18.513 18.086 9.331 .626 .1985
-8 64 18.546 18.097 9.321 .762 .1240
-8 24 29.718 29.444 19.927 .527 .2347
-8 32 29.802 29.428 19.530 .577 .1898
-8 64 29.935 29.621 19.388 .535 .1091
-16 48 11.347 11.248 8.132 .377 .2552
-16 64 11.307 11.254 8.101 .379 .2082
-16 128 11.325 11.308 8.109 .378 .1251
-32 96 10.419 10.207 7.715 .408 .2646
-"""
-
-
-@pytest.mark.parametrize("row", PUBLISHED.split("\n")[1:-1])
-def test_published_bubble_rates_of_1f1b(row):
-    ranks, total, f, b, w, hop, rate = map(float, row.split())
-    program = build_program("1f1b", range(int(ranks)), int(total))
-    result = simulate(program, Costs.uniform(int(ranks), f, b, w, hop))
-    assert round(result.span_bubble, 4) == rate
 
 
 @pytest.mark.parametrize(
@@ -43,19 +19,6 @@ def test_makespans_of_eight_ranks(name, virtual, fused, eager):
     program = build_program(name, loop_placement(8, stages), 24)
     assert simulate(program, costs).makespan == pytest.approx(fused)
     assert simulate(eager_dx(program), costs).makespan == pytest.approx(eager)
-
-
-@pytest.mark.parametrize(
-    ("name", "makespan"),
-    [("interleaved_1f1b", 111.0), ("gpipe", 108.6)],
-)
-def test_time_ordered_lowering_loses_nothing_on_one_stream(name, makespan):
-    program = build_program(name, loop_placement(8, 16), 32)
-    costs = Costs.uniform(16, 0.5, 0.55, 0.45, 0.15)
-    lowered = lower(program, costs)
-    assert simulate(program, costs).makespan == pytest.approx(makespan)
-    for stream in Stream:
-        assert simulate(lowered, costs, stream).makespan == pytest.approx(makespan)
 
 
 def test_timeline_of_a_small_pipeline():

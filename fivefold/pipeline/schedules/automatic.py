@@ -6,6 +6,7 @@ pipeline and a wave of B up, and dW goes where a rank would wait, or where memor
 
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.ir import Act, Kind
@@ -32,10 +33,6 @@ class Taste:
 TASTES = tuple(Taste(*choices) for choices in product((True, False), repeat=3))
 
 
-class OutOfMemory(Exception):
-    """The cap leaves no room for a forward, and no pending W would give any."""
-
-
 class AutomaticZeroBubble:
     """One run of the heuristic.
 
@@ -45,6 +42,10 @@ class AutomaticZeroBubble:
         cap: on what a rank holds.
         footprint: what a microbatch holds.
         taste: what is open.
+
+    Attributes:
+        orders: the acts of each rank.
+        makespan: the time of the step; infinite where the heuristic found itself without room.
     """
 
     def __init__(
@@ -65,14 +66,12 @@ class AutomaticZeroBubble:
         self._clock = [0.0] * self._num_ranks
         self._idle = [0.0] * self._num_ranks  # since the rank's first forward
         self._held = [0.0] * self._num_ranks
-        self._orders: Orders = [[] for _ in ranks]
+        self._full = False
+        self.orders: Orders = [[] for _ in ranks]
+        self._run()
+        self.makespan = inf if self._full else max(self._clock)
 
-    def orders(self) -> Orders:
-        """The acts of each rank.
-
-        Raises:
-            OutOfMemory: the heuristic found itself without room.
-        """
+    def _run(self) -> None:
         ranks = range(self._num_ranks)
         self._warm_up()
         for _ in range(1, self._total):
@@ -82,8 +81,9 @@ class AutomaticZeroBubble:
                     if rank > 0:
                         self._fill(rank, Kind.F)
                     self._put(rank, Kind.F)
+            if self._full:
+                return
             for rank in reversed(ranks):
-                self._make_room(rank, Kind.B)
                 if rank < self._num_ranks - 1:
                     self._fill(rank, Kind.B)
                 while rank == 0 and self._done[Kind.F][0] == self._total and self._pending(0):
@@ -92,7 +92,6 @@ class AutomaticZeroBubble:
         for rank in ranks:
             while self._pending(rank):
                 self._put(rank, Kind.W)
-        return self._orders
 
     def _warm_up(self) -> None:
         """The first F wave, as many more forwards as fit before the first B, and that B wave."""
@@ -165,7 +164,8 @@ class AutomaticZeroBubble:
     def _make_room(self, rank: int, kind: Kind) -> None:
         while self._held[rank] + self._sizes[kind][rank] > self._cap:
             if not self._pending(rank):
-                raise OutOfMemory
+                self._full = True
+                return
             self._put(rank, Kind.W)
 
     def _fill(self, rank: int, kind: Kind) -> None:
@@ -187,4 +187,4 @@ class AutomaticZeroBubble:
         self._clock[rank] = self._ends[kind][rank][mb] = start + self._costs[kind][rank]
         self._held[rank] += self._sizes[kind][rank]
         self._done[kind][rank] += 1
-        self._orders[rank].append(Act(kind, rank, mb))
+        self.orders[rank].append(Act(kind, rank, mb))

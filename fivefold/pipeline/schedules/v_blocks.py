@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.ir import stages_on
-from fivefold.pipeline.list_scheduler import Ordered, Problem
+from fivefold.pipeline.list_scheduler import ListScheduler, Policy, Problem
 from fivefold.pipeline.schedules.fixed import Orders, Task
 
 _PERIOD = 6
@@ -69,7 +69,8 @@ def _tightened(task: Task, block: Block) -> Orders:
         pattern.peak,
         Footprint((1.0,) * stages),
     )
-    program = Ordered(problem, orders, patience=(1.0,) * ranks).program()
+    in_gaps = Policy((), (), (), patience=(1.0,) * ranks)
+    program = ListScheduler(problem, in_gaps, orders).program()
     return [list(acts) for acts in program.ranks]
 
 

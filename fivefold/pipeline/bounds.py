@@ -1,0 +1,91 @@
+"""How fast any program with a global end of step can be at best (flush makespan)."""
+
+from dataclasses import dataclass
+from math import inf
+
+from fivefold.pipeline.ir import stages_on
+from fivefold.pipeline.list_scheduler import Problem
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds on the makespan; the largest counts.
+
+    Attributes:
+        work: a rank cannot begin before the forwards that lead to its first stage, and then has
+            all its work to do.
+        chain: nor can the step end before the last dX has come down to stage 0.
+        memory: Little's law: what a microbatch holds, for as long as it must, under the cap.
+        first_b: before the first B can arrive, a rank can do no more forwards than the cap holds.
+    """
+
+    work: float
+    chain: float
+    memory: float
+    first_b: float
+
+    @property
+    def best(self) -> float:
+        """The tightest of them."""
+        return max(self.work, self.chain, self.memory, self.first_b)
+
+
+def lower_bounds(problem: Problem) -> Bounds:
+    """The bounds of a problem; each is the largest over the ranks."""
+    paths = Paths(problem)
+    each = [_of_rank(problem, paths, rank) for rank in range(problem.num_ranks)]
+    return Bounds(*(max(values) for values in zip(*each, strict=True)))
+
+
+class Paths:
+    """The shortest times along the pipeline, for one microbatch alone.
+
+    Attributes:
+        forward: when the input of each stage can be there.
+        backward: when the dY of each stage can be there; the end of F on the last stage.
+        tail: from the end of each stage's last B to the end of the step.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        placement, costs = problem.placement, problem.costs
+        stages = range(len(placement))
+
+        def hop(stage: int) -> float:
+            """Between a stage and the one before it."""
+            return costs.hop if placement[stage - 1] != placement[stage] else 0.0
+
+        self.forward = [0.0]
+        for stage in stages[1:]:
+            self.forward.append(self.forward[-1] + costs.f[stage - 1] + hop(stage))
+        self.backward = [0.0] * len(stages)
+        self.backward[-1] = self.forward[-1] + costs.f[-1]
+        for stage in reversed(stages[:-1]):
+            above = stage + 1
+            self.backward[stage] = self.backward[above] + costs.b[above] + hop(above)
+        self.tail = [costs.w[0]]
+        for stage in stages[1:]:
+            self.tail.append(self.tail[-1] + costs.b[stage - 1] + hop(stage))
+
+    def lifetime(self, problem: Problem, stage: int) -> float:
+        """How long a microbatch's activations are held at least, weighted by what W frees."""
+        costs, early = problem.costs, problem.footprint.freed_by_b
+        time = self.backward[stage] - self.forward[stage] + costs.b[stage]
+        return time + (1 - early) * costs.w[stage]
+
+
+def _of_rank(problem: Problem, paths: Paths, rank: int) -> tuple[float, float, float, float]:
+    costs, total, cap = problem.costs, problem.num_microbatches, problem.cap
+    stages = stages_on(problem.placement, rank)
+    head = min(paths.forward[s] for s in stages)
+    both = total * sum(costs.f[s] + costs.b[s] for s in stages)
+    work = both + total * sum(costs.w[s] for s in stages)
+    held = total * sum(problem.footprint.size(s) * paths.lifetime(problem, s) for s in stages)
+    first_b = min(paths.backward[s] for s in stages)
+    room = [cap * costs.f[s] / size if (size := problem.footprint.size(s)) else inf for s in stages]
+    before = min(first_b - head, max(room))
+    return (
+        head + work,
+        head + both + min(paths.tail[s] for s in stages),
+        head + held / cap,
+        first_b + work - before,
+    )

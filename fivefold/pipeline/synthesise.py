@@ -1,0 +1,311 @@
+"""Find a program for given stage costs, hop latency and memory: fixed schedules, and better ones.
+
+A portfolio: every fixed schedule that fits, the published zero-bubble heuristic, and runs of the
+list scheduler. Such a run may keep the beginning of a fixed schedule: those are good at filling and
+at the steady state, list scheduling at whatever the costs make irregular and at the drain. The best
+runs are then improved by hill climbing. All of it is deterministic, so that every rank finds the
+same program.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import islice, product, zip_longest
+from math import ceil, inf
+from random import Random
+
+from fivefold.errors import ConfigError
+from fivefold.pipeline.bounds import Bounds, Paths, lower_bounds
+from fivefold.pipeline.ir import Act, Kind, Program, stages_on
+from fivefold.pipeline.list_scheduler import ListScheduler, Policy, Problem
+from fivefold.pipeline.schedules.automatic import TASTES, AutomaticZeroBubble, Taste
+from fivefold.pipeline.schedules.fixed import Orders
+from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
+
+_Starts = list[list[tuple[int, int]]]
+_INDEX = {Kind.F: (0,), Kind.B: (1,), Kind.W: (2,), Kind.BW: (1, 2)}
+_TRIES = 40  # that a search should have at least
+_CLIMBERS = 4
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """What was found.
+
+    Attributes:
+        program: compute-only.
+        name: where it comes from.
+        makespan: its time.
+        bounds: no program is faster than `bounds.best`.
+        fixed: the makespan of every fixed schedule that fits.
+    """
+
+    program: Program
+    name: str
+    makespan: float
+    bounds: Bounds
+    fixed: dict[str, float]
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound, as a share of it."""
+        return self.makespan / self.bounds.best - 1
+
+
+class Style(Enum):
+    """Which F or B goes first."""
+
+    DEEPEST = "the B of the lowest stage, then the F of the highest"
+    ON_TIME = "what an ideal pipeline would do first"
+    OLDEST_F = "any F before any B, the oldest microbatch first"
+    DEEPEST_F = "any F before any B, the F of the lowest stage first"
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A run of the list scheduler, for any number of microbatches.
+
+    Attributes:
+        style: which F or B goes first.
+        stretch: microbatches in flight on a stage, in those that its round trip takes.
+        extra: and so many more, for each stage.
+        patience: of each rank.
+        seed: the fixed schedule that is kept at first, if any.
+        left: but for so long before its end, in the time a rank needs for one microbatch.
+        weights: whether its W's are kept, too.
+    """
+
+    style: Style
+    stretch: float
+    extra: tuple[int, ...]
+    patience: tuple[float, ...]
+    seed: str | None = None
+    left: float = 0.0
+    weights: bool = False
+
+    def __str__(self) -> str:
+        start = f"{self.seed} until {self.left:.3g} microbatches before its end, then "
+        return f"{start if self.seed else ''}list scheduling"
+
+
+def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 0) -> Synthesis:
+    """A program at least as good as every fixed schedule that fits, and its distance to the bound.
+
+    Args:
+        problem: placement, costs, microbatches and memory cap.
+        effort: how many acts may be scheduled in search, at about 3 microseconds each.
+        seed: of the hill climbing.
+
+    Raises:
+        ConfigError: not even one microbatch fits.
+    """
+    fixed = dict(_fixed(problem))
+    found = [(run.makespan, name, run) for name, run in fixed.items()]
+    few = _search_size(problem, effort)
+    search = _Search(replace(problem, num_microbatches=few), effort, Random(seed))
+    kitchen = _Kitchen(problem, fixed)
+    for recipe in search.best():
+        run = kitchen.cook(recipe)
+        if run.makespan < inf:
+            # Its order without its waiting, some of which came to nothing.
+            run = _replayed(problem, run.orders)
+            found.append((run.makespan, str(recipe), run))
+    makespan, name, run = min(found, key=lambda entry: entry[0])
+    makespans = {name: run.makespan for name, run in fixed.items()}
+    return Synthesis(run.program(), name, makespan, lower_bounds(problem), makespans)
+
+
+def _search_size(problem: Problem, effort: int) -> int:
+    """Microbatches to search with: all, or so many that there is a steady state and some tries."""
+    affordable = effort // (3 * len(problem.placement) * _TRIES)
+    enough = 2 * problem.num_ranks
+    return min(problem.num_microbatches, max(affordable, enough))
+
+
+def _fixed(problem: Problem) -> Iterator[tuple[str, ListScheduler]]:
+    """Every fixed schedule that takes the placement and fits, with dX sent before dW."""
+    total = problem.num_microbatches
+    for name, schedule in SCHEDULES.items():
+        if schedule.num_copies > 1 or schedule.slices or not schedule.shape.fits(problem.placement):
+            continue
+        if schedule.shape is Shape.LOOP and Shape.LINE.fits(problem.placement):
+            continue  # with one stage a rank these are others by another name
+        try:
+            program = build_program(name, problem.placement, total)
+        except ConfigError:
+            continue  # too few microbatches for it
+        run = _timed(problem, program.ranks)
+        if max(run.peaks) <= problem.cap * (1 + 1e-9):
+            yield name, run
+    if Shape.LINE.fits(problem.placement):
+        orders = _automatic(problem)
+        if orders:
+            yield "automatic zero-bubble", _timed(problem, orders)
+
+
+def _automatic(problem: Problem) -> Orders | None:
+    """The published heuristic with what tastes best on few microbatches, if it finds room."""
+
+    def run(taste: Taste, total: int) -> AutomaticZeroBubble:
+        return AutomaticZeroBubble(problem.costs, total, problem.cap, problem.footprint, taste)
+
+    few = min(problem.num_microbatches, 3 * problem.num_ranks)
+    tastes = sorted(TASTES, key=lambda taste: run(taste, few).makespan)
+    best = run(tastes[0], problem.num_microbatches)
+    return best.orders if best.makespan < inf else None
+
+
+def _timed(problem: Problem, ranks: Sequence[Sequence[Act]]) -> ListScheduler:
+    """A whole program as a run; a BW becomes B and W, and an FB its two halves."""
+    orders = [
+        [(index, kid.stage) for act in acts for kid in act.elementary for index in _INDEX[kid.kind]]
+        for acts in ranks
+    ]
+    return _replayed(problem, orders)
+
+
+def _replayed(problem: Problem, orders: _Starts) -> ListScheduler:
+    policy = Policy((), (), (), (inf,) * problem.num_ranks)
+    return ListScheduler(replace(problem, cap=inf), policy, orders)
+
+
+class _Kitchen:
+    """Makes runs from recipes.
+
+    Args:
+        problem: what to schedule.
+        fixed: the runs whose beginnings a recipe may ask for.
+    """
+
+    def __init__(self, problem: Problem, fixed: dict[str, ListScheduler]) -> None:
+        self.problem, self.fixed = problem, fixed
+        costs, placement = problem.costs, problem.placement
+        self._paths = Paths(problem)
+        self._work = [f + b + w for f, b, w in zip(costs.f, costs.b, costs.w, strict=True)]
+        self.period = max(
+            sum(self._work[stage] for stage in stages_on(placement, rank))
+            for rank in range(problem.num_ranks)
+        )
+
+    def cook(self, recipe: _Recipe) -> ListScheduler:
+        """The run of a recipe."""
+        stages, total = range(len(self.problem.placement)), self.problem.num_microbatches
+        forward, backward, pace = self._keys(recipe.style)
+        policy = Policy(
+            [[forward[s] + pace * mb for mb in range(total)] for s in stages],
+            [[backward[s] + pace * mb for mb in range(total)] for s in stages],
+            tuple(self._limit(recipe, stage) for stage in stages),
+            recipe.patience,
+        )
+        return ListScheduler(self.problem, policy, self._kept(recipe))
+
+    def _keys(self, style: Style) -> tuple[list[float], list[float], float]:
+        """Of each stage's F and B for microbatch 0, and the step from one to the next."""
+        last = len(self.problem.placement)
+        match style:
+            case Style.ON_TIME:
+                return self._paths.forward, self._paths.backward, self.period
+            case Style.DEEPEST:
+                return [-s for s in range(last)], [s - 2.0 * last for s in range(last)], 0.0
+            case Style.DEEPEST_F:
+                return [-s for s in range(last)], [s + 1.0 for s in range(last)], 0.0
+        before = -2.0 * self.problem.num_microbatches
+        return [before] * last, [0.0] * last, 1.0
+
+    def _limit(self, recipe: _Recipe, stage: int) -> int:
+        if recipe.stretch == inf:
+            return self.problem.num_microbatches
+        trips = self._paths.lifetime(self.problem, stage) / self.period
+        return max(1, ceil(recipe.stretch * trips) + recipe.extra[stage])
+
+    def _kept(self, recipe: _Recipe) -> _Starts:
+        if recipe.seed is None:
+            return []
+        run = self.fixed[recipe.seed]
+        end = run.makespan - recipe.left * self.period
+        return [
+            [
+                act
+                for act, start in zip(order, times, strict=True)
+                if start < end and (recipe.weights or act[0] < 2)
+            ]
+            for order, times in zip(run.orders, run.times, strict=True)
+        ]
+
+
+class _Search:
+    """Looks for good recipes: a grid, then hill climbing from the best of it."""
+
+    def __init__(self, problem: Problem, effort: int, random: Random) -> None:
+        self._kitchen = _Kitchen(problem, dict(_fixed(problem)))
+        self._random = random
+        self._tries = effort // (3 * len(problem.placement) * problem.num_microbatches)
+        self._scores: dict[_Recipe, float] = {}
+
+    def best(self) -> list[_Recipe]:
+        """The best recipes."""
+        for recipe in islice(self._grid(), self._tries // 2):
+            self._score(recipe)
+        climbers = self._ranked()[:_CLIMBERS]
+        for turn in range(self._tries // 2):
+            old = climbers[turn % len(climbers)]
+            new = self._changed(old)
+            if self._score(new) <= self._score(old):
+                climbers[turn % len(climbers)] = new
+        return self._ranked()[:2]
+
+    def _ranked(self) -> list[_Recipe]:
+        return sorted(self._scores, key=self._scores.__getitem__)
+
+    def _score(self, recipe: _Recipe) -> float:
+        if recipe not in self._scores:
+            self._scores[recipe] = self._kitchen.cook(recipe).makespan
+        return self._scores[recipe]
+
+    def _grid(self) -> Iterator[_Recipe]:
+        """Half of it with the beginning of a fixed schedule; the likeliest come early."""
+        problem, fixed = self._kitchen.problem, self._kitchen.fixed
+        ranks, none = problem.num_ranks, (0,) * len(problem.placement)
+        seeds = sorted(fixed, key=lambda name: fixed[name].makespan)[:2]
+        length = problem.num_microbatches + ranks
+        mixed = (
+            _Recipe(style, inf, none, (patience,) * ranks, name, share * length, weights)
+            for share, patience, name, style, weights in product(
+                (0.6, 0.2, 0.3, 0.4, 0.8, 0.1, 0.5, 0.7),
+                (0.3, 0.7),
+                seeds,
+                (Style.OLDEST_F, Style.DEEPEST),
+                (False, True),
+            )
+        )
+        plain = (
+            _Recipe(style, stretch, none, (patience,) * ranks)
+            for stretch, patience, style in product(
+                (1.1, 2.0, 1.3, 0.9, 1.0, 1.5, inf), (0.6, 0.3, 0.8, 0.0), Style
+            )
+        )
+        for pair in zip_longest(mixed, plain):
+            yield from (recipe for recipe in pair if recipe)
+
+    def _changed(self, recipe: _Recipe) -> _Recipe:
+        """A neighbour: one or two details are different."""
+        random, ranks = self._random, self._kitchen.problem.num_ranks
+        for _ in range(random.choice((1, 1, 2))):
+            move = random.randrange(4 if recipe.seed else 3)
+            if move == 0:
+                patience = list(recipe.patience)
+                patience[random.randrange(ranks)] = random.randrange(11) / 10
+                recipe = replace(recipe, patience=tuple(patience))
+            elif move == 1 and recipe.stretch < inf:
+                extra, step = list(recipe.extra), random.choice((-1, 1))
+                first = random.randrange(len(extra))
+                for stage in range(first, min(first + random.choice((1, 1, ranks)), len(extra))):
+                    extra[stage] += step
+                recipe = replace(recipe, extra=tuple(extra))
+            elif move == 2:
+                patience = [random.randrange(11) / 10] * ranks
+                recipe = replace(recipe, patience=tuple(patience))
+            else:
+                left = max(0.0, recipe.left + random.choice((-2, -1, -0.5, 0.5, 1, 2)))
+                recipe = replace(recipe, left=left)
+        return recipe

@@ -1,0 +1,156 @@
+import time
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.errors import ConfigError
+from fivefold.pipeline.bounds import lower_bounds
+from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.ir import loop_placement, v_placement
+from fivefold.pipeline.list_scheduler import ListScheduler, Policy, Problem
+from fivefold.pipeline.lowering import lower
+from fivefold.pipeline.simulate import simulate
+from fivefold.pipeline.synthesise import synthesise
+from fivefold.pipeline.validate import MemoryCap, validate
+
+# Per rank: F 1, B 1.15, W 0.85; a hop takes 0.05.
+PER_RANK = (1, 1.15, 0.85)
+
+
+def problem(placement, virtual, total, cap):
+    stages = 8 * virtual
+    costs = Costs.uniform(stages, *(time / virtual for time in PER_RANK), 0.05)
+    footprint = Footprint((1 / virtual,) * stages)
+    return Problem(placement(8, stages), total, costs, cap, footprint)
+
+
+def check(problem, found):
+    """The program is what it claims to be."""
+    memory = MemoryCap(problem.cap * (1 + 1e-9), problem.footprint)
+    validate(found.program, memory=memory)
+    validate(lower(found.program, problem.costs))
+    assert simulate(found.program, problem.costs).makespan == pytest.approx(found.makespan)
+    assert found.bounds.best <= found.makespan * (1 + 1e-9)
+    assert found.makespan <= min(found.fixed.values(), default=inf)
+
+
+@pytest.mark.parametrize(
+    ("placement", "virtual", "total", "cap", "fixed", "reached", "bound"),
+    [
+        (loop_placement, 4, 32, 8, ("interleaved_zb", 100.875), 100.6, 99.9125),
+        (v_placement, 2, 32, 8, ("zb_v", 101.675), 101.675, 101.075),
+        (v_placement, 2, 24, 4, ("v_min", 103.85), 97.4, 81.075),
+        (v_placement, 2, 24, 5, ("v_half", 86.45), 85.4, 80.075),
+    ],
+)
+def test_reached_before(placement, virtual, total, cap, fixed, reached, bound):
+    """Figures that an earlier search reached; today's are 99.98, 101.1, 94.0 and 85.25."""
+    task = problem(placement, virtual, total, cap)
+    found = synthesise(task)
+    check(task, found)
+    assert found.fixed[fixed[0]] == pytest.approx(fixed[1])
+    assert found.makespan <= reached
+    assert found.bounds.best == pytest.approx(bound)
+    assert found.gap == pytest.approx(found.makespan / bound - 1)
+
+
+def test_a_heavy_last_stage():
+    """The last stage of a V takes 40 % of a rank's work more: the head and the loss."""
+    costs = [(time / 2,) * 15 + (time / 2 + 0.4 * time,) for time in PER_RANK]
+    task = Problem(v_placement(8, 16), 32, Costs(*costs, 0.05), 8, Footprint((0.5,) * 16))
+    found = synthesise(task)
+    check(task, found)
+    assert found.fixed["zb_v"] == pytest.approx(137.7, abs=0.05)
+    assert found.bounds.best == pytest.approx(134.4)
+    assert found.makespan <= 135.15
+
+
+def test_fixed_schedules_at_the_same_costs():
+    """Dual-chunk and plain schedules, without a cap."""
+    line = synthesise(problem(loop_placement, 1, 32, inf), effort=50_000)
+    assert line.fixed["1f1b"] == pytest.approx(111.75)
+    loop = synthesise(problem(loop_placement, 4, 32, inf), effort=50_000)
+    assert loop.fixed["interleaved_1f1b"] == pytest.approx(101.35, abs=3.1)
+
+
+COST = st.floats(0.1, 3)
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 4),
+    st.sampled_from([(loop_placement, 1), (loop_placement, 2), (v_placement, 2), (v_placement, 4)]),
+    st.integers(1, 9),
+    st.lists(COST, min_size=48, max_size=48),
+    st.floats(0, 1),
+    st.floats(1, 4),
+    st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_any_costs_and_any_cap(ranks, shape, total, costs, hop, room, freed_by_b):
+    placement, virtual = shape
+    stages = ranks * virtual
+    f, b, w = (tuple(costs[16 * i : 16 * i + stages]) for i in range(3))
+    footprint = Footprint(tuple(costs[:stages]), freed_by_b)
+    cap = room * max(sum(costs[:stages][rank::1]) for rank in range(ranks))
+    task = Problem(placement(ranks, stages), total, Costs(f, b, w, hop), cap, footprint)
+    check(task, synthesise(task, effort=20_000))
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.lists(st.integers(-9, 9), min_size=24, max_size=24),
+    st.lists(st.integers(1, 4), min_size=12, max_size=12),
+    st.lists(st.floats(0, 2), min_size=4, max_size=4),
+    st.floats(1, 2.5),
+)
+def test_no_policy_can_dead_lock(ranks, virtual, total, keys, limits, patience, room):
+    stages = ranks * virtual
+    task = Problem(
+        v_placement(ranks, stages), total, Costs.uniform(stages, hop=0.3), room * virtual
+    )
+    policy = Policy(
+        [[key] * total for key in keys[:stages]],
+        [[key] * total for key in keys[12 : 12 + stages]],
+        tuple(limits[:stages]),
+        tuple(patience[:ranks]),
+    )
+    run = ListScheduler(task, policy)
+    assert run.makespan < inf
+    validate(run.program(), memory=MemoryCap(task.cap * (1 + 1e-9)))
+    assert lower_bounds(task).best <= run.makespan * (1 + 1e-9)
+
+
+def test_every_rank_finds_the_same_program():
+    task = problem(v_placement, 2, 12, 5)
+    assert synthesise(task, effort=30_000) == synthesise(task, effort=30_000)
+
+
+def test_a_cap_below_one_microbatch():
+    with pytest.raises(ConfigError, match=r"rank 0 holds 1 for one microbatch, the cap is 0\.9"):
+        problem(v_placement, 2, 12, 0.9)
+
+
+def test_bounds_by_hand():
+    """Two ranks, one stage each, F = B = W = 1, a hop of 1, three microbatches."""
+    task = Problem((0, 1), 3, Costs.uniform(2, hop=1), cap=2)
+    bounds = lower_bounds(task)
+    assert bounds.work == 2 + 9  # rank 1 begins at 2
+    assert bounds.chain == 2 + 3 * 2 + 1 + 1 + 1  # and then B of rank 0, and its W
+    # On rank 0 a microbatch lives through F 1 1 F B 1 1 B W: 1 + 1 + 1 + 1 + 1 + 1 + 1.
+    assert bounds.memory == 3 * 7 / 2
+    assert bounds.first_b == 5 + 9 - 2  # 2 forwards fit before the B that arrives at 5
+
+
+@pytest.mark.slow
+def test_large_pipelines_take_seconds():
+    costs = Costs.uniform(128, *(time / 2 for time in PER_RANK), 0.05)
+    task = Problem(v_placement(64, 128), 512, costs, 64, Footprint((0.5,) * 128))
+    begin = time.process_time()
+    found = synthesise(task)
+    assert time.process_time() - begin < 20  # 8 to 12 s on a busy core
+    assert found.gap < 0.005
