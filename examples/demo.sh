@@ -5,11 +5,11 @@ set -eu
 run="runs/demo-$(date +%Y%m%d-%H%M%S)"
 
 echo "== 1. four processes: tensor parallel 2 x pipeline parallel 2"
-fivefold train demo --nproc 4 --save "$run" --train-iters 60 --lr-decay-iters 120
+fivefold train demo --nproc 4 --save "$run" --train-iters 80 --lr-decay-iters 160
 
 echo
 echo "== 2. the same run goes on as data parallel 2 x tensor parallel 2, from the checkpoint"
-fivefold train demo --nproc 4 --save "$run" --train-iters 120 \
+fivefold train demo --nproc 4 --save "$run" --train-iters 160 \
     --pipeline-model-parallel-size 1 --data-parallel-shard-size 2 \
     --data-parallel-sharding-strategy optim
 

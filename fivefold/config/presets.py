@@ -35,12 +35,12 @@ _GPT2 = ModelConfig(
     attention_dropout=0.1,
 )
 _DEMO_LLAMA = ModelConfig(
-    num_layers=6,
-    hidden_size=256,
+    num_layers=4,
+    hidden_size=192,
     num_attention_heads=8,
     num_query_groups=4,
-    ffn_hidden_size=768,
-    vocab_size=4096,
+    ffn_hidden_size=512,
+    vocab_size=2048,
     max_position_embeddings=2048,
 )
 
