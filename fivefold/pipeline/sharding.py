@@ -7,46 +7,63 @@ from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, Act, Kind, Program
 _BACKWARD = frozenset({Kind.B, Kind.W, Kind.BW})
 
 
-def with_sharding_actions(program: Program, *, unshard: bool = False) -> Program:
+def with_sharding_actions(
+    program: Program, *, unshard: bool = False, max_unsharded: int | None = None
+) -> Program:
     """Add REDUCE for each stage right after its last backward act, and a STEP at the end.
 
     In a lowered program the messages issued after that act go first: another rank waits for them.
 
     Args:
         program: compute-only or lowered.
-        unshard: also gather each stage's parameters once, right before its first compute act
-            (UNSHARD), and free them right after its last (RESHARD), before the REDUCE.
+        unshard: also gather each stage's parameters right before its first compute act (UNSHARD),
+            and free them right after its last (RESHARD), before the REDUCE.
+        max_unsharded: stages that a rank keeps gathered at once, at least 1 (2 where acts overlap);
+            None: all. The stage that is not needed for longest makes room (Belady, 1966), so that
+            there are as few gathers as can be.
     """
     return replace(
         program,
-        ranks=tuple(_with_actions(acts, unshard, program.forward_only) for acts in program.ranks),
+        ranks=tuple(
+            _with_actions(acts, unshard, max_unsharded, program.forward_only)
+            for acts in program.ranks
+        ),
     )
 
 
-def _with_actions(acts: tuple[Act, ...], unshard: bool, forward_only: bool) -> tuple[Act, ...]:
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
+def _with_actions(
+    acts: tuple[Act, ...], unshard: bool, max_unsharded: int | None, forward_only: bool
+) -> tuple[Act, ...]:
+    uses: dict[int, list[int]] = {}  # of each stage, latest first
     last_backward: dict[int, int] = {}
-    for index, act in enumerate(acts):
-        if act.kind not in COMPUTE:
-            continue
-        for kid in act.elementary:
-            first.setdefault(kid.stage, index)
-            last[kid.stage] = index
+    for index in reversed(range(len(acts))):
+        for kid in acts[index].elementary if acts[index].kind in COMPUTE else ():
+            uses.setdefault(kid.stage, []).append(index)
             if kid.kind in _BACKWARD:
-                last_backward[kid.stage] = index
+                last_backward.setdefault(kid.stage, index)
+    gathered: set[int] = set()
     result: list[Act] = []
     after: list[Act] = []  # what follows the last compute act, once its messages are issued
     for index, act in enumerate(acts):
         if act.kind not in COMMUNICATION:
             result += after
             after = []
-        stages = sorted({kid.stage for kid in act.elementary})
-        if unshard:
-            result += [Act(Kind.UNSHARD, s) for s in stages if first.get(s) == index]
+        stages = sorted({kid.stage for kid in act.elementary}) if act.kind in COMPUTE else []
+        if unshard and not gathered.issuperset(stages):
+            wanted = gathered.union(stages)
+            room = max(len(stages), max_unsharded or len(wanted))
+            idle = sorted(gathered.difference(stages), key=lambda stage: -uses[stage][-1])
+            evicted = idle[: len(wanted) - room] if len(wanted) > room else []
+            result += [Act(Kind.RESHARD, stage) for stage in evicted]
+            result += [Act(Kind.UNSHARD, stage) for stage in stages if stage not in gathered]
+            gathered = wanted.difference(evicted)
         result.append(act)
-        if unshard:
-            after += [Act(Kind.RESHARD, s) for s in stages if last.get(s) == index]
+        for stage in stages:
+            while uses[stage] and uses[stage][-1] == index:
+                uses[stage].pop()
+            if unshard and not uses[stage]:
+                gathered.remove(stage)
+                after.append(Act(Kind.RESHARD, stage))
         after += [Act(Kind.REDUCE, s) for s in stages if last_backward.get(s) == index]
     result += after
     if not forward_only:

@@ -1,7 +1,8 @@
-from fivefold.pipeline.ir import loop_placement
+from fivefold.pipeline.ir import Kind, loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
+from fivefold.pipeline.validate import validate
 
 
 def words(acts):
@@ -37,3 +38,37 @@ def test_evaluation_reduces_nothing():
         build_program("gpipe", (0,), 2, forward_only=True), unshard=True
     )
     assert words(program.ranks[0]) == "UNSHARD0 F0 F0 RESHARD0"
+
+
+def gathers(program, **options):
+    sharded = with_sharding_actions(program, unshard=True, **options)
+    validate(sharded)
+    return [sum(act.kind is Kind.UNSHARD for act in acts) for acts in sharded.ranks]
+
+
+def test_room_for_few_stages_costs_gathers():
+    program = build_program("interleaved_1f1b", loop_placement(4, 16), 32)
+    assert gathers(program) == [4, 4, 4, 4]
+    counts = [gathers(program, max_unsharded=room)[0] for room in (4, 3, 2, 1)]
+    assert counts == sorted(counts)
+    assert counts[0] == 4
+    assert counts[3] == sum(
+        before is None or before.stage != act.stage
+        for before, act in zip([None, *program.ranks[0]], program.ranks[0], strict=False)
+    )
+
+
+def test_no_more_stages_are_gathered_than_there_is_room_for():
+    program = build_program("zb_v", v_placement(3, 6), 7)
+    for acts in with_sharding_actions(lower(program), unshard=True, max_unsharded=1).ranks:
+        held = 0
+        for act in acts:
+            held += (act.kind is Kind.UNSHARD) - (act.kind is Kind.RESHARD)
+            assert held <= 1
+        assert held == 0
+
+
+def test_an_overlapped_pair_needs_both_its_stages():
+    program = build_program("dualpipe_v", v_placement(2, 4), 6)
+    assert min(gathers(program, max_unsharded=1)) > 2
+    assert gathers(program, max_unsharded=2) == [2, 2]
