@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -175,14 +175,15 @@ def verify_in_pool(
 
 @cache
 def _trace(settings: Config, dtype: torch.dtype) -> Path:
-    path = _folder() / str(len(list(_folder().iterdir())))
+    folder = Path(_folder().name)
+    path = folder / str(len(list(folder.iterdir())))
     save_trace(path, run_reference(settings, STEPS, dtype))
     return path
 
 
 @cache
-def _folder() -> Path:
-    return Path(mkdtemp(prefix="fivefold-traces-"))
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="fivefold-traces-")
 
 
 def compare_on_rank(
