@@ -12,12 +12,13 @@ def draw(program: Program, costs: Costs | None = None) -> str:
     """A picture of the compute acts against the clock, and a line of figures.
 
     A cell is `F3` (kind, microbatch), followed by a, b, c... for the chunk where a rank holds
-    several; `-` continues an act and `.` is idle time. With `costs` None a forward takes one cell
-    and a backward two; otherwise the median act takes one cell, and a shorter one may be cut off.
+    several, and by .0, .1... for the slice where sequences are cut; `F3&B1` is an overlapped pair.
+    `-` continues an act and `.` is idle time. With `costs` None a forward takes one cell and a
+    backward two; otherwise the median act takes one cell, and a shorter one may be cut off.
     """
     simulation = simulate(program, costs or Costs.uniform(program.num_stages))
     times = [timed.end - timed.start for row in simulation.timeline for timed in row]
-    unit = median_low(times) if costs else 1.0
+    unit = median_low(times) if costs else 1.0 / program.num_slices
     chunk_of = {
         stage: chunk
         for rank in range(program.num_ranks)
@@ -29,13 +30,18 @@ def draw(program: Program, costs: Costs | None = None) -> str:
         if act.kids:
             return "&".join(label(kid) for kid in act.kids)
         chunk = ascii_lowercase[chunk_of[act.stage] % 26] if several else ""
-        return f"{act.kind[0]}{act.mb}{chunk}"
+        piece = f".{act.slice}" if program.num_slices > 1 else ""
+        return f"{act.kind[0]}{act.mb}{chunk}{piece}"
 
     labels = [[label(timed.act) for timed in row] for row in simulation.timeline]
-    width = 1 + max(len(text) for row in labels for text in row)
+    cells = max(
+        (1 + len(text)) / max(timed.end - timed.start, unit)
+        for row, texts in zip(simulation.timeline, labels, strict=True)
+        for timed, text in zip(row, texts, strict=True)
+    )
     margin = len(str(program.num_ranks - 1))
     lines = [
-        f"rank {rank:>{margin}} " + _row(row, texts, width / unit)
+        f"rank {rank:>{margin}} " + _row(row, texts, cells)
         for rank, (row, texts) in enumerate(zip(simulation.timeline, labels, strict=True))
     ]
     peaks = " ".join(f"{peak:g}" for peak in simulation.peaks)

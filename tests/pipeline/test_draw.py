@@ -1,6 +1,7 @@
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.draw import draw
-from fivefold.pipeline.ir import loop_placement
+from fivefold.pipeline.holding import with_recompute
+from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import build_program
 
@@ -31,3 +32,25 @@ def test_an_act_shorter_than_its_name_keeps_its_length():
     rows = draw(program, Costs((1, 0.4), (1, 1), (1, 1))).splitlines()
     assert rows[1].startswith("rank 1 ...F")
     assert len(rows[0]) > len(rows[1])
+
+
+def test_slices_are_named():
+    rows = draw(build_program("sliced_1f1b", range(2), 2, num_slices=2)).splitlines()
+    assert rows[0].startswith("rank 0 F0.0-F0.1-F1.0-")
+    assert rows[1].startswith("rank 1 .....F0.0-F0.1-B0.1------F1.0-B0.0------")
+
+
+def test_pairs_are_named_and_widen_nothing_else():
+    rows = draw(build_program("dualpipe_v", v_placement(2, 4), 4)).splitlines()
+    assert rows[0].startswith("rank 0 F0a-F1a-F2a-F0b-B0b-W0b-F1b-F3a&B1b-----")
+
+
+def test_both_copies_of_the_model_are_shown():
+    rows = draw(build_program("dualpipe", range(2), 4)).splitlines()
+    assert rows[0].startswith("rank 0 F0a-F2b-F1a-B2b-----F3b&B0a-----")
+    assert rows[1].startswith("rank 1 F2b-F0a-F3b-B0a-----F1a&B2b-----")
+
+
+def test_recomputation_is_shown():
+    rows = draw(with_recompute(build_program("1f1b", range(2), 1))).splitlines()
+    assert rows[:2] == ["rank 0 F0-R0-.........B0----", "rank 1 ...F0-R0-B0----"]

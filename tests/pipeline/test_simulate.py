@@ -1,11 +1,14 @@
+from itertools import pairwise
+
 import pytest
 
 from fivefold.errors import ConfigError
 from fivefold.pipeline.costs import Costs, Footprint
-from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement
-from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.graph import Stream
+from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement, v_placement
+from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
-from fivefold.pipeline.simulate import peak_in_flight, simulate
+from fivefold.pipeline.simulate import Gap, Reason, memory_curve, peak_in_flight, simulate
 
 
 @pytest.mark.parametrize(
@@ -96,3 +99,82 @@ def test_impossible_costs():
         Costs.uniform(2, f=0)
     with pytest.raises(ConfigError, match="hop not negative"):
         Costs.uniform(2, hop=-1)
+    with pytest.raises(ConfigError, match="scales must be positive"):
+        Costs((1,), (1,), (1,), scale=(0,))
+
+
+def test_microbatches_may_differ():
+    program = build_program("1f1b", (0,), 3)
+    assert simulate(program, Costs((1,), (2,), (3,), scale=(1, 0.5, 2))).makespan == 21
+
+
+def test_slices_share_the_time_of_their_microbatch():
+    program = build_program("sliced_1f1b", (0,), 2, num_slices=4)
+    result = simulate(program, Costs((1,), (2,), (3,)))
+    assert result.makespan == 12
+    assert result.peaks == (1,)
+
+
+def test_every_gap_has_a_reason():
+    costs = Costs(f=(1, 2), b=(3, 4), w=(5, 6), hop=0.5)
+    result = simulate(build_program("1f1b", range(2), 1), costs)
+    assert result.gaps == (
+        Gap(0, 1, 13.5, Reason.UPSTREAM),
+        Gap(0, 13.5, 14, Reason.IN_FLIGHT),
+        Gap(1, 0, 1.5, Reason.FILL),
+        Gap(1, 13.5, 22, Reason.DRAIN),
+    )
+    assert result.idle[Reason.DRAIN] == 8.5
+
+
+def test_a_message_behind_another_is_told_apart():
+    costs = Costs((1, 1), (1, 1), (1, 1), hop=3)
+    lowered = lower(build_program("gpipe", range(2), 2, forward_only=True), costs)
+    result = simulate(lowered, costs, Stream.RANK)
+    assert [gap for gap in result.gaps if gap.rank == 1] == [
+        Gap(1, 0, 4, Reason.FILL),
+        Gap(1, 5, 7, Reason.IN_FLIGHT),
+    ]
+    four = lower(build_program("gpipe", (0, 1, 0), 3, forward_only=True), Costs.uniform(3, hop=3))
+    assert simulate(four, Costs.uniform(3, hop=3), Stream.RANK).idle[Reason.STREAM] > 0
+    assert simulate(four, Costs.uniform(3, hop=3)).idle[Reason.STREAM] == 0
+
+
+@pytest.mark.parametrize("stream", [None, *Stream])
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("1f1b", loop_placement(4, 4)),
+        ("zb_v", v_placement(4, 8)),
+        ("dualpipe", loop_placement(4, 4)),
+        ("interleaved_1f1b", loop_placement(4, 8)),
+    ],
+)
+def test_gaps_and_acts_fill_the_step_and_the_critical_path_is_as_long(name, placement, stream):
+    program = build_program(name, placement, 8)
+    costs = Costs(*[tuple(1 + 0.1 * (i % 3) for i in range(program.num_stages))] * 3, 0.4)
+    result = simulate(lower(program, costs), costs, stream)
+    idle = sum(result.idle.values())
+    assert idle == pytest.approx(4 * result.makespan - 4 * result.busy)
+    assert result.idle[Reason.MEMORY] == 0
+    for rank, row in enumerate(result.timeline):
+        pieces = [(t.start, t.end) for t in row]
+        pieces += [(gap.start, gap.end) for gap in result.gaps if gap.rank == rank]
+        pieces.sort()
+        assert [end for _, end in pieces[:-1]] == pytest.approx([start for start, _ in pieces[1:]])
+    path = result.critical_path
+    assert path[0].start == 0
+    assert path[-1].end == result.makespan
+    for step, after in pairwise(path):
+        assert step.end == pytest.approx(after.start)
+    assert any(step.message for step in path)
+
+
+def test_memory_over_time():
+    program = build_program("1f1b", range(2), 2)
+    result = simulate(program, Costs.uniform(2))
+    assert memory_curve(program, result)[0] == ((0, 0), (0, 1), (1, 2), (6, 1), (9, 0))
+    footprint = Footprint((3.0, 5.0))
+    curve = memory_curve(program, result, footprint)
+    peaks = tuple(max(held for _, held in points) for points in curve)
+    assert peaks == peak_in_flight(program, footprint) == (6, 5)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.graph import Stream
+from fivefold.pipeline.holding import with_offload
 from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
@@ -110,6 +111,51 @@ FAULTS = [
     (1, gather_late, "F of stage 1 microbatch 0 runs while the stage is not gathered"),
     (1, swap((Kind.W, 3), (Kind.RESHARD,)), "W of stage 1 microbatch 3 runs while"),
 ]
+
+
+def test_slices_in_causal_order():
+    program = build_program("sliced_1f1b", range(2), 2, num_slices=3)
+    first, second, *rest = program.ranks[0]
+    swapped = replace(program, ranks=((second, first, *rest), program.ranks[1]))
+    with pytest.raises(ProgramError, match="does slice 1 where slice 0 is due"):
+        validate(swapped)
+    last, before = (
+        i for i, act in enumerate(rest) if act.kind is Kind.BW and act.mb == 0 and (act.slice > 0)
+    )
+    rest[last], rest[before] = rest[before], rest[last]
+    swapped = replace(program, ranks=((first, second, *rest), program.ranks[1]))
+    with pytest.raises(ProgramError, match=r"slice 2 is due: .* backward from the last"):
+        validate(swapped)
+
+
+def test_copies_come_in_pairs_between_forward_and_backward():
+    program = with_offload(build_program("gpipe", (0,), 6))
+    validate(program)
+    for change, reason in (
+        (drop(Kind.RELOAD, 1), "RELOAD of stage 0 microbatch 1 .*: 0 found, 1 needed"),
+        (drop(Kind.OFFLOAD, 1), "RELOAD of stage 0 microbatch 1 .*: 1 found, 0 needed"),
+        (duplicate(Kind.OFFLOAD, 2), "OFFLOAD of stage 0 microbatch 2 .*: 2 found"),
+        (move(Kind.OFFLOAD, 0, 2), "F of stage 0 microbatch 2 comes after OFFLOAD"),
+        (move(Kind.RELOAD, -1, 2), "RELOAD of .* comes after BW"),
+        (swap((Kind.OFFLOAD, 0), (Kind.RELOAD, 0)), "OFFLOAD of .* comes after RELOAD"),
+    ):
+        with pytest.raises(ProgramError, match=reason):
+            validate(edit(program, 0, change))
+
+
+def test_a_microbatch_belongs_to_one_copy_of_the_model():
+    program = build_program("dualpipe", range(2), 4)
+    validate(program)
+    stray = edit(program, 0, lambda acts: acts.append(Act(Kind.F, 0, 3)))
+    with pytest.raises(ProgramError, match="microbatch 3, a microbatch of the other copy"):
+        validate(stray)
+
+
+def test_gathering_twice_and_freeing_what_is_not_there(program):
+    with pytest.raises(ProgramError, match="UNSHARD of stage 0, which is gathered"):
+        validate(edit(program, 0, lambda acts: acts.insert(1, Act(Kind.UNSHARD, 0))))
+    with pytest.raises(ProgramError, match="RESHARD of stage 0, which is not gathered"):
+        validate(edit(program, 0, lambda acts: acts.append(Act(Kind.RESHARD, 0))))
 
 
 @pytest.mark.parametrize(("rank", "change", "reason"), FAULTS)
