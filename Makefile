@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test quick lint install docs clean
+.PHONY: demo test quick exhaustive lint install clean
 
 install: $(STAMP)
 
@@ -21,10 +21,14 @@ demo: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not exhaustive'
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow and not exhaustive'
+
+# Every layout of the matrix with the second model family as well.
+exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -m exhaustive
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -203,8 +203,24 @@ def _with_a_nudge(rank: int, world_size: int, *arguments: Any) -> Report | None:
         return compare_on_rank(rank, world_size, *arguments)
 
 
+def with_a_family(other: bool) -> list[Any]:
+    """Every layout with one of the two model families, taking turns; or with the other one."""
+    families = ("llama", "gpt")
+    cases = []
+    for index, (world, case) in enumerate(EVERY):
+        model = families[(index // 2 + other) % 2]
+        model = TIED[model] if index % 2 else model
+        cases.append(pytest.param(world, case, model, id=f"{world}: {model} {name(case)}"))
+    return cases
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "gpt"])
-@pytest.mark.parametrize(("world", "case"), EVERY, ids=ids(EVERY))
+@pytest.mark.parametrize(("world", "case", "model"), with_a_family(other=False))
 def test_every_layout(world: int, case: dict[str, Any], model: str) -> None:
-    passes(world, TIED[model] if EVERY.index((world, case)) % 2 else model, case)
+    passes(world, model, case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world", "case", "model"), with_a_family(other=True))
+def test_every_layout_with_the_other_family(world: int, case: dict[str, Any], model: str) -> None:
+    passes(world, model, case)
