@@ -25,7 +25,7 @@ from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 _Starts = list[list[tuple[int, int]]]
 _INDEX = {Kind.F: (0,), Kind.B: (1,), Kind.W: (2,), Kind.BW: (1, 2)}
 _TRIES = 40  # that a search should have at least
-_CLIMBERS = 4
+_CLIMBERS = 2
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Recipe:
         return f"{start if self.seed else ''}list scheduling"
 
 
-def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 0) -> Synthesis:
+def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> Synthesis:
     """A program at least as good as every fixed schedule that fits, and its distance to the bound.
 
     Args:
@@ -243,7 +243,7 @@ class _Search:
         self._scores: dict[_Recipe, float] = {}
 
     def best(self) -> list[_Recipe]:
-        """The best recipes."""
+        """The best two recipes, as far as they beat every fixed schedule."""
         for recipe in islice(self._grid(), self._tries // 2):
             self._score(recipe)
         climbers = self._ranked()[:_CLIMBERS]
@@ -252,7 +252,8 @@ class _Search:
             new = self._changed(old)
             if self._score(new) <= self._score(old):
                 climbers[turn % len(climbers)] = new
-        return self._ranked()[:2]
+        known = min((run.makespan for run in self._kitchen.fixed.values()), default=inf)
+        return [recipe for recipe in self._ranked()[:2] if self._scores[recipe] < known]
 
     def _ranked(self) -> list[_Recipe]:
         return sorted(self._scores, key=self._scores.__getitem__)

@@ -42,11 +42,11 @@ def check(problem, found):
         (loop_placement, 4, 32, 8, ("interleaved_zb", 100.875), 100.6, 99.9125),
         (v_placement, 2, 32, 8, ("zb_v", 101.675), 101.675, 101.075),
         (v_placement, 2, 24, 4, ("v_min", 103.85), 97.4, 81.075),
-        (v_placement, 2, 24, 5, ("v_half", 86.45), 85.4, 80.075),
+        (v_placement, 2, 24, 5, ("v_half", 86.45), 84.95, 80.075),
     ],
 )
 def test_reached_before(placement, virtual, total, cap, fixed, reached, bound):
-    """Figures that an earlier search reached; today's are 99.98, 101.1, 94.0 and 85.25."""
+    """Figures that an earlier search reached; today's are 99.96, 101.1, 94.2 and 84.8."""
     task = problem(placement, virtual, total, cap)
     found = synthesise(task)
     check(task, found)
