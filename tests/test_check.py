@@ -108,3 +108,12 @@ def test_a_split_is_suggested_even_where_the_batch_has_to_follow() -> None:
     with pytest.raises(ConfigError, match="works: tp=1 pp=1 dp=3 gbs=6") as caught:
         check(config, 3)
     assert "try:   --nproc 4" in str(caught.value)
+
+
+def test_bf16_on_the_wire_is_refused_where_nothing_would_honour_it() -> None:
+    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=512)
+    config = Config(model).with_values(grad_reduce_in_bf16=True, precision="bf16")
+    with pytest.raises(ConfigError, match="grad_reduce_in_bf16 has no effect on no_shard"):
+        check(config, 2)
+    check(config.with_values(precision="fp32"), 2)
+    check(config.with_values(data_parallel_sharding_strategy="optim"), 2)

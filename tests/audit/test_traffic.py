@@ -96,7 +96,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "no_shard": (4, {}),
     "no_shard, bf16 on the wire": (2, {"grad_reduce_in_bf16": True}),
     "no_shard in bf16": (2, BF16),
-    "no_shard in bf16, bf16 on the wire": (2, BF16 | {"grad_reduce_in_bf16": True}),
     "optim": (4, {ZERO: "optim"}),
     "optim_grads": (4, {ZERO: "optim_grads"}),
     "optim_grads_params": (4, {ZERO: "optim_grads_params"}),

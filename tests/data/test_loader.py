@@ -39,10 +39,11 @@ def loader(dataset, gbs=12, mbs=1, rank=0, dp=1, **options):
 
 
 def joined(microbatches):
-    """All rows of some microbatches, in order, under each name."""
+    """All rows of some microbatches, in order, under each name that they have."""
     return {
         name: np.concatenate([vars(batch)[name] for batch in microbatches])
-        for name in vars(microbatches[0])
+        for name, array in vars(microbatches[0]).items()
+        if array is not None
     }
 
 
