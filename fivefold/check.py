@@ -82,8 +82,13 @@ class Layout:
         )
 
 
-def check(config: Config, world_size: int) -> Layout:
+def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     """The layout of a configuration on `world_size` ranks.
+
+    Args:
+        config: what is asked for.
+        world_size: ranks.
+        planned: only reckon with it: let pass what this version cannot run.
 
     Raises:
         ConfigError: everything that is wrong, with the sums and the nearest valid choices.
@@ -95,7 +100,8 @@ def check(config: Config, world_size: int) -> Layout:
     check_model(config.model, mistakes)
     mistakes.raise_if_any()
     parallel = _infer(config, world_size, mistakes)
-    _check_built(parallel, mistakes)
+    if not planned:
+        _check_built(config, mistakes)
     _check_tensor_parallel(config, parallel, mistakes)
     _check_data_parallel(parallel, config.training.precision, mistakes)
     _check_sequence(config, mistakes)
@@ -251,18 +257,35 @@ def nearest(wanted: int, choices: Iterable[int]) -> list[int]:
     return sorted(sorted(set(choices), key=lambda c: (abs(c - wanted), c))[:2])
 
 
-def _check_built(parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """The axes that the mesh has and no room fills yet."""
-    for name, what in (
-        ("context_parallel_size", "context parallelism"),
-        ("expert_model_parallel_size", "expert parallelism"),
-        ("expert_tensor_parallel_size", "expert tensor parallelism"),
-    ):
-        size = getattr(parallel, name)
-        if size != 1:
+def _check_built(config: Config, mistakes: Mistakes) -> None:
+    """Settings that the planner reckons with and no room of the engine fills yet."""
+    for name, what, default in _NOT_BUILT:
+        value = next(getattr(s, name) for _, s in config.sections() if hasattr(s, name))
+        if value != default:
+            shown = "none" if default is None else str(default).lower()
             mistakes.add(
-                f"{name} = {size}: this version of Fivefold has no {what} yet", works=["1"]
+                f"{name} = {value}: this version of Fivefold plans with {what}, and does not "
+                "train with it yet",
+                works=[shown],
             )
+
+
+_NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
+    ("context_parallel_size", "context parallelism", 1),
+    ("expert_model_parallel_size", "expert parallelism", 1),
+    ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
+    ("num_experts", "mixtures of experts", None),
+    ("multi_latent_attention", "latent attention", False),
+    ("mtp_num_layers", "multi-token prediction", 0),
+    ("recompute_granularity", "recomputation", None),
+    ("fine_grained_activation_offloading", "activation offloading", False),
+    ("cross_entropy_loss_fusion", "fused losses", False),
+    ("optimizer_cpu_offload", "an offloaded optimizer", False),
+    ("tp_comm_overlap", "overlapped tensor parallelism", False),
+    ("overlap_moe_expert_parallel_comm", "overlapped expert parallelism", False),
+    ("fp8_format", "8-bit multiplications", None),
+    ("fp4_format", "4-bit multiplications", None),
+)
 
 
 def _check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:

@@ -53,6 +53,30 @@ class ModelConfig:
     attention_dropout: float = option(0.0, "dropout of attention probabilities")
     init_method_std: float = option(0.02, "standard deviation of initial weights")
     make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this")
+    num_experts: int | None = option(
+        None, "experts of a mixture-of-experts layer; none: dense MLPs"
+    )
+    moe_router_topk: int = option(2, "experts that each token is sent to")
+    moe_ffn_hidden_size: int | None = option(
+        None, "inner features of an expert (default: ffn_hidden_size)"
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "inner features of the experts that see every token, all together"
+    )
+    moe_layer_freq: str = option(
+        "1",
+        "which layers have experts: every Nth ('1' all, '2' layers 0, 2, ...), or a list such as "
+        "'[0]*3+[1]*58'",
+    )
+    multi_latent_attention: bool = option(
+        False, "compress queries, keys and values into latents, as DeepSeek-V2 does (MLA)"
+    )
+    q_lora_rank: int | None = option(None, "features of MLA's query latent; none: not compressed")
+    kv_lora_rank: int = option(512, "features of MLA's key/value latent")
+    qk_head_dim: int = option(128, "features of an MLA query or key head without positions")
+    qk_pos_emb_head_dim: int = option(64, "rotary features of an MLA query or key head")
+    v_head_dim: int = option(128, "features of an MLA value head")
+    mtp_num_layers: int = option(0, "layers that predict further tokens (multi-token prediction)")
 
     @property
     def num_kv_heads(self) -> int:

@@ -10,7 +10,26 @@ def option(default: Any, help: str) -> Any:
 
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
-PipelineSchedule = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b"]
+PipelineSchedule = Literal[
+    "auto",
+    "gpipe",
+    "looped_bfs",
+    "1f1b",
+    "eager_1f1b",
+    "sliced_1f1b",
+    "interleaved_1f1b",
+    "combined_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zb",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe",
+    "dualpipe_v",
+]
+CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+TokenDispatcher = Literal["allgather", "alltoall", "flex"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +67,25 @@ class ParallelConfig:
         None, "microbatches a rank runs on one stage before the next (default: PP)"
     )
     context_parallel_size: int = option(1, "ranks that split every sequence (CP)")
+    cp_comm_type: tuple[CpCommType, ...] = option(
+        ("p2p",),
+        "how context-parallel ranks see each other's keys and values: in a ring, gathered, heads "
+        "for tokens (Ulysses), or Ulysses inside and a ring outside; one, or one per layer",
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = option(
+        (), "for a2a+p2p: ranks of the inner Ulysses group, and of the outer ring"
+    )
     expert_model_parallel_size: int = option(1, "ranks that split the experts (EP)")
     expert_tensor_parallel_size: int = option(1, "ranks that split each expert (ETP)")
+    moe_token_dispatcher_type: TokenDispatcher = option(
+        "alltoall", "how tokens reach their experts"
+    )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False, "hide the experts' all-to-alls behind another microbatch's computation"
+    )
+    tp_comm_overlap: bool = option(
+        False, "hide tensor-parallel gathers and scatters behind the multiplications they serve"
+    )
     data_parallel_shard_size: int = option(
         -1, "data-parallel ranks in one sharding group; -1: whatever the other degrees leave"
     )

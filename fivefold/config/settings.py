@@ -49,7 +49,8 @@ class Setting:
         word = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
         one = f"one of {', '.join(self.choices)}" if self.choices else word[self.kind]
         if self.many:
-            one = "text or a list of texts"
+            several = {int: "whole numbers", str: "texts"}[self.kind]
+            one = f"{one} or a list of {'them' if self.choices else several}"
         return f"{one}, or {NONE}" if self.optional else one
 
     def from_text(self, text: str) -> Any:
@@ -73,10 +74,11 @@ class Setting:
         if self.optional and value == NONE:
             return None
         if self.many:
-            items = value if isinstance(value, list) else [value]
-            if not all(isinstance(item, str) for item in items):
-                raise ValueError(value)
-            return tuple(items)
+            return tuple(map(self._one, value if isinstance(value, list) else [value]))
+        return self._one(value)
+
+    def _one(self, value: object) -> Any:
+        """A TOML value, or an item of a list."""
         if self.kind is float and type(value) is int:
             value = float(value)
         if type(value) is not self.kind:
@@ -88,7 +90,7 @@ class Setting:
         if value is None:
             return f'"{NONE}"'
         if isinstance(value, tuple):
-            return f"[{', '.join(map(_quoted, value))}]"
+            return f"[{', '.join(map(self.to_toml, value))}]"
         if isinstance(value, str):
             return _quoted(value)
         return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -112,11 +114,13 @@ def _setting(of: Field, hint: Any) -> Setting:
     optional = get_origin(hint) in (Union, UnionType)
     if optional:
         hint = next(part for part in get_args(hint) if part is not NoneType)
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
     many = get_origin(hint) is tuple
+    if many:
+        hint = get_args(hint)[0]
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
     return Setting(
         name=of.name,
-        kind=str if choices or many else hint,
+        kind=str if choices else hint,
         choices=choices,
         optional=optional,
         many=many,

@@ -18,6 +18,15 @@ class TrainingConfig:
     precision: Literal["bf16", "fp32", "fp64"] = option(
         "bf16", "compute type; bf16 keeps fp32 master weights and reduces in fp32"
     )
+    fp8_format: Literal["e4m3", "hybrid"] | None = option(
+        None, "8-bit format of matrix multiplications on top of bf16; hybrid: e5m2 for gradients"
+    )
+    fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = option(
+        "delayed", "how 8-bit tensors are scaled"
+    )
+    fp4_format: Literal["e2m1"] | None = option(
+        None, "4-bit format of matrix multiplications on top of bf16"
+    )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
     eval_interval: int = option(0, "steps between evaluations on the validation split; 0: never")
     eval_iters: int = option(4, "global batches per evaluation")

@@ -19,6 +19,18 @@ MAX_LAYERS = 100_000
 _RULES = MappingProxyType(
     {
         "num_layers": (lambda v: v <= MAX_LAYERS, f"at most {MAX_LAYERS}"),
+        "num_experts": _AT_LEAST_ONE,
+        "moe_router_topk": _AT_LEAST_ONE,
+        "moe_ffn_hidden_size": _AT_LEAST_ONE,
+        "moe_shared_expert_intermediate_size": _AT_LEAST_ONE,
+        "q_lora_rank": _AT_LEAST_ONE,
+        "kv_lora_rank": _AT_LEAST_ONE,
+        "qk_head_dim": _AT_LEAST_ONE,
+        "qk_pos_emb_head_dim": _AT_LEAST_ONE,
+        "v_head_dim": _AT_LEAST_ONE,
+        "mtp_num_layers": _NOT_NEGATIVE,
+        "recompute_num_layers": _AT_LEAST_ONE,
+        "optimizer_offload_fraction": (lambda v: 0 < v <= 1, "in (0, 1]"),
         "micro_batch_size": _AT_LEAST_ONE,
         "global_batch_size": _AT_LEAST_ONE,
         "seq_length": _AT_LEAST_ONE,
