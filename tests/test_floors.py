@@ -31,6 +31,7 @@ FLOORS = (
     "pipeline",
     "check",
     "derived",
+    "volumes",
     "parallelize",
     "optim",
     "data",
@@ -58,10 +59,10 @@ TORCH_FREE = (
     "pipeline",
     "check",
     "derived",
+    "volumes",
     "plan",
     "verify.report",
     "verify.shrink",
-    "audit.volumes",
     "cli",
 )
 START_SECONDS = 0.5  # of one CPU, from an interpreter that runs to a configuration checked

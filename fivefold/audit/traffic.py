@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.audit.volumes import wire_bytes
+from fivefold.volumes import wire_bytes
 from fivefold.errors import FivefoldError
 from fivefold.mesh.groups import PARAMETER_AXES, Groups
 

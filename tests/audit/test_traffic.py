@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.audit.traffic import Traffic, axes_of
-from fivefold.audit.volumes import by_axis, step_volumes
+from fivefold.volumes import by_axis, step_volumes
 from fivefold.check import Layout, check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
