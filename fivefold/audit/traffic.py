@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fivefold.volumes import wire_bytes
 from fivefold.errors import FivefoldError
 from fivefold.mesh.groups import PARAMETER_AXES, Groups
+from fivefold.volumes import wire_bytes
 
 # Op -> name, and where in its arguments the whole buffer and the group stand.
 _OPS: Mapping[str, tuple[str, int, int]] = {

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from fivefold.audit.traffic import Traffic, axes_of
-from fivefold.volumes import by_axis, step_volumes
 from fivefold.check import Layout, check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.data.packing import Microbatch
 from fivefold.errors import FivefoldError
 from fivefold.train.engine import Engine
+from fivefold.volumes import by_axis, step_volumes
 from tests.pool import run
 
 # Sizes that sharding over 2 or 4 ranks has to pad.
