@@ -3,16 +3,16 @@
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fivefold.config.config import SECTIONS, Config
 from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.model import ModelConfig
-from fivefold.config.presets import resolve_model
+from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 
@@ -58,6 +58,23 @@ def load_options(argv: Sequence[str], options: type[T]) -> T:
     return loaded
 
 
+@dataclass(frozen=True)
+class Loaded(Generic[T]):
+    """What a command line asks for, and where it says so.
+
+    Attributes:
+        options: of the verb.
+        config: that it works on.
+        by_flag: names of the settings that flags gave.
+        by_recipe: names of those that the recipe gives and no flag does.
+    """
+
+    options: T
+    config: Config
+    by_flag: frozenset[str]
+    by_recipe: frozenset[str]
+
+
 def load(argv: Sequence[str], options: type[T]) -> tuple[T, Config]:
     """A verb's options and the Config it works on, from its command line.
 
@@ -68,15 +85,44 @@ def load(argv: Sequence[str], options: type[T]) -> tuple[T, Config]:
     Raises:
         ConfigError: everything that is wrong with the flags and with the recipe.
     """
+    loaded = load_with_origins(argv, options)
+    return loaded.options, loaded.config
+
+
+def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = False) -> Loaded[T]:
+    """As `load`, telling what was given from what is a default.
+
+    Args:
+        argv: words after the verb.
+        options: a dataclass with a field `recipe`, which may be None.
+        models: let what --model takes stand in the place of a recipe.
+
+    Raises:
+        ConfigError: everything that is wrong with the flags and with the recipe.
+    """
     mistakes = Mistakes()
     of_config = [s for section in config_settings().values() for s in section]
     given = scan(argv, [*settings_of(options), MODEL, *of_config], mistakes, SWITCHES)
     loaded = _options(options, given, mistakes)
     recipe = getattr(loaded, "recipe", None)
-    config = _config(recipe, given, mistakes)
+    if models and recipe is not None and _names_a_model(recipe):
+        given.values.setdefault("model", recipe)
+        recipe = None
+    written = _written(recipe, mistakes)
+    config = _config(written, given, mistakes)
     mistakes.raise_if_any()
     assert loaded is not None and config is not None
-    return loaded, config
+    by_flag = frozenset(given.values)
+    in_recipe = frozenset(name for section in written.values() for name in section)
+    return Loaded(loaded, config, by_flag, in_recipe - by_flag)
+
+
+def _names_a_model(name: str) -> bool:
+    """Whether it is no recipe, but a preset, a hub name, or the path of a Hugging Face model."""
+    path = Path(name).expanduser()
+    if name in recipe_names() or path.suffix == ".toml":
+        return False
+    return name in PRESETS or name in HUB_NAMES or path.exists()
 
 
 def read_config(recipe: str | Path | None = None, **values: Any) -> Config:
@@ -86,7 +132,8 @@ def read_config(recipe: str | Path | None = None, **values: Any) -> Config:
         ConfigError: everything that is wrong with the recipe.
     """
     mistakes = Mistakes()
-    config = _config(None if recipe is None else str(recipe), Given(values), mistakes)
+    written = _written(None if recipe is None else str(recipe), mistakes)
+    config = _config(written, Given(values), mistakes)
     mistakes.raise_if_any()
     assert config is not None
     return config
@@ -122,11 +169,17 @@ def _options(options: type[T], given: Given, mistakes: Mistakes) -> T | None:
     return None if missing else options(**values)
 
 
-def _config(recipe: str | None, given: Given, mistakes: Mistakes) -> Config | None:
-    written: dict[str, dict[str, Any]] = {}
+def _written(recipe: str | None, mistakes: Mistakes) -> dict[str, dict[str, Any]]:
+    """Section -> values, of a recipe that may not be there."""
     if recipe is not None:
         with mistakes.collecting():
-            written = _read_recipe(recipe)
+            return _read_recipe(recipe)
+    return {}
+
+
+def _config(
+    written: Mapping[str, Mapping[str, Any]], given: Given, mistakes: Mistakes
+) -> Config | None:
     found_before = mistakes.found
     sections: dict[str, Any] = {}
     for name, settings in config_settings().items():
@@ -134,7 +187,7 @@ def _config(recipe: str | None, given: Given, mistakes: Mistakes) -> Config | No
         if name == "model":
             sections[name] = _model(written.get(name, {}), flags, given, mistakes, found_before)
         else:
-            sections[name] = SECTIONS[name](**written.get(name, {}) | flags)
+            sections[name] = SECTIONS[name](**{**written.get(name, {}), **flags})
     return None if mistakes.found else Config(**sections)
 
 
