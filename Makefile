@@ -26,7 +26,7 @@ test: lint
 quick: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not exhaustive'
 
-# Every layout of the matrix with the second model family as well.
+# Every layout of the matrix, where `make test` has every pair of settings.
 exhaustive: $(STAMP)
 	$(BIN)/python -m pytest -m exhaustive
 

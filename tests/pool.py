@@ -54,7 +54,7 @@ class Pool:
         orders_in.close()
 
     def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0
+        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0
     ) -> list[Any]:
         """`fn(rank, world_size, *args)` of every rank; raises RankError if one fails."""
         __tracebackhide__ = True
@@ -182,7 +182,7 @@ def shared_pool() -> Pool:
     return pool
 
 
-def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
     """`Pool.run` on the pool of this session."""
     __tracebackhide__ = True
     return shared_pool().run(world_size, fn, *args, timeout=timeout)
