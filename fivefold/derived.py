@@ -1,93 +1,13 @@
 """Every number that a layout implies, with the product or sum that gives it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import prod
 
 from fivefold.check import Layout
-from fivefold.config.model import ModelConfig
-from fivefold.model.shape import (
-    count_parameters,
-    forward_flops,
-    parameter_shapes,
-    training_flops,
-)
+from fivefold.model.shape import count_parameters, forward_flops, training_flops
+from fivefold.state import model_state
 from fivefold.units import human_bytes, human_count, human_flops
 
 Row = tuple[str, str, str]
-
-_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-_COLUMN_WISE = ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
-_ROW_WISE = ("o_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class ModelState:
-    """Bytes that a rank keeps from one microbatch to the next, activations apart.
-
-    Attributes:
-        parameters: that the rank is responsible for, after tensor and pipeline parallelism.
-        weights: master weights, and gathered or cast ones that stay.
-        gradients: that are accumulated.
-        optimizer: both moments of AdamW.
-        gathered: of weights that are gathered for a layer and freed after it.
-    """
-
-    parameters: int
-    weights: float
-    gradients: float
-    optimizer: float
-    gathered: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.weights + self.gradients + self.optimizer + self.gathered
-
-
-def local_parameters(model: ModelConfig, tp: int, shapes: dict[str, tuple[int, ...]]) -> int:
-    """How many of the parameters in `shapes` one tensor-parallel rank holds.
-
-    Splits as `tensor.install` does: q, k, v, gate, up and the vocabulary by rows, o and down by
-    columns (a bias of theirs is whole), the rest whole; k and v whole where the key/value heads
-    are fewer than the ranks.
-    """
-    columns = {*_COLUMN_WISE}
-    if model.num_kv_heads % tp == 0:
-        columns |= {"k_proj", "v_proj"}
-    total = 0
-    for name, shape in shapes.items():
-        *_, module, kind = name.split(".")
-        split = module in columns or (module in _ROW_WISE and kind == "weight")
-        total += prod(shape) // (tp if split else 1)
-    return total
-
-
-def model_state(layout: Layout, pp_rank: int) -> ModelState:
-    """What a rank of this pipeline rank keeps of weights, gradients and optimizer state.
-
-    A parameter costs, with d shards, c bytes of the compute type and m of the master type:
-    weights m/d, plus c where a gathered copy stays (all but ZeRO-3; not where no_shard computes in
-    the master type); gradients m until they are reduced (no_shard, ZeRO-1), else m/d; moments
-    2m/d. ZeRO-3 has besides two layers gathered, one that computes and one that arrives.
-    """
-    parallel, training = layout.config.parallel, layout.config.training
-    strategy = parallel.data_parallel_sharding_strategy
-    compute, master = _BYTES[training.precision], max(4, _BYTES[training.precision])
-    shards = 1 if strategy == "no_shard" else layout.grid.dp_shard * layout.grid.cp
-    own = _rank_parameters(layout, pp_rank)
-    layer = _layer_parameters(layout)
-    keeps_copy = strategy != "optim_grads_params" and not (
-        strategy == "no_shard" and compute == master
-    )
-    accumulates_whole = strategy in ("no_shard", "optim")
-    return ModelState(
-        parameters=own,
-        weights=own * (master / shards + (compute if keeps_copy else 0)),
-        gradients=own * master / (1 if accumulates_whole else shards),
-        optimizer=own * 2 * master / shards,
-        gathered=2 * layer * compute if strategy == "optim_grads_params" else 0,
-    )
 
 
 def describe(layout: Layout) -> list[Row]:
@@ -197,7 +117,7 @@ def _memory(layout: Layout) -> list[Row]:
     states = [model_state(layout, rank) for rank in range(layout.grid.pp)]
     worst = max(range(layout.grid.pp), key=lambda rank: states[rank].total)
     state, parallel = states[worst], layout.config.parallel
-    gathered = f" + gathered layers {human_bytes(state.gathered)}" if state.gathered else ""
+    gathered = f" + gathered blocks {human_bytes(state.gathered)}" if state.gathered else ""
     where = f", pipeline rank {worst}" if layout.grid.pp > 1 else ""
     return [
         (
@@ -213,18 +133,3 @@ def _memory(layout: Layout) -> list[Row]:
             f"{parallel.data_parallel_sharding_strategy}, {layout.config.training.precision}",
         ),
     ]
-
-
-def _rank_parameters(layout: Layout, pp_rank: int) -> int:
-    model = layout.config.model
-    shapes: dict[str, tuple[int, ...]] = {}
-    for stage in layout.split.stages_of(pp_rank):
-        shapes.update(parameter_shapes(model, layout.split.stages[stage]))
-    return local_parameters(model, layout.grid.tp, shapes)
-
-
-def _layer_parameters(layout: Layout) -> int:
-    """Of the largest unit that is gathered at once: a layer."""
-    model = layout.config.model
-    names = {n: s for n, s in parameter_shapes(model).items() if n.startswith("layers.0.")}
-    return local_parameters(model, layout.grid.tp, names)

@@ -6,15 +6,14 @@ N. These are what bandwidth-optimal algorithms send, and NCCL's rings do.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
 
 from fivefold.check import Layout
 from fivefold.model.shape import StageParts, parameter_shapes
+from fivefold.state import BY_COLUMNS, ELEMENT_BYTES, KEY_VALUE, held, local_shape, num_shards
 
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
 
@@ -76,8 +75,7 @@ class _Volumes:
         self.at = grid.coordinates(rank)
         self.tp, self.microbatches = grid.tp, layout.num_microbatches
         self.data = grid.dp * grid.cp
-        strategy = self.parallel.data_parallel_sharding_strategy
-        self.shards = 1 if strategy == "no_shard" else grid.dp_shard * grid.cp
+        self.shards = num_shards(layout)
         self.shard = self.at["dp_shard"] * grid.cp + self.at["cp"] if self.shards > 1 else 0
         self.element = ELEMENT_BYTES[config.training.precision]
         self.master = max(self.element, 4)
@@ -167,30 +165,20 @@ class _Volumes:
     def _shapes(self, spec: StageParts) -> dict[str, tuple[int, ...]]:
         """Name -> shape on a tensor-parallel rank, for the parameters of a stage."""
         shapes = parameter_shapes(self.model, spec)
-        return {name: self._on_rank(name, shape) for name, shape in shapes.items()}
-
-    def _on_rank(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        module, _, kind = name.rpartition(".")
-        module = module.rpartition(".")[2]
-        if module in _BY_ROWS and not (module in _KEY_VALUE and self._replicates_kv):
-            return (shape[0] // self.tp, *shape[1:])
-        if module in _BY_COLUMNS and kind == "weight":
-            return (shape[0], shape[1] // self.tp)
-        return shape
+        tp = self.tp
+        return {name: local_shape(self.model, tp, name, s) for name, s in shapes.items()}
 
     def _held(self, shape: tuple[int, ...]) -> int:
-        """Elements of a parameter in this rank's shard; the last shards may be short or empty."""
-        each = -(-shape[0] // self.shards)
-        rows = min(max(shape[0] - self.shard * each, 0), each)
-        return rows * prod(shape[1:])
+        """Elements of a parameter in this rank's shard."""
+        return held(shape, self.shards, self.shard)
 
     def _is_partial(self, name: str) -> bool:
         """Whether tensor-parallel ranks each compute a part of a replicated one's gradient."""
         module, _, kind = name.rpartition(".")
         module = module.rpartition(".")[2]
-        if module in ("q_norm", "k_norm") or (module in _KEY_VALUE and self._replicates_kv):
+        if module in ("q_norm", "k_norm") or (module in KEY_VALUE and self._replicates_kv):
             return True
-        by_token = module in _TOKEN_WISE or (module in _BY_COLUMNS and kind == "bias")
+        by_token = module in _TOKEN_WISE or (module in BY_COLUMNS and kind == "bias")
         return by_token and self.parallel.sequence_parallel
 
     @property
@@ -198,7 +186,4 @@ class _Volumes:
         return self.model.num_kv_heads % self.tp != 0
 
 
-_KEY_VALUE = ("k_proj", "v_proj")
-_BY_ROWS = ("q_proj", *_KEY_VALUE, "gate_proj", "up_proj", "embed_tokens", "lm_head")
-_BY_COLUMNS = ("o_proj", "down_proj")
 _TOKEN_WISE = ("input_layernorm", "post_attention_layernorm", "norm", "embed_positions")

@@ -1,0 +1,69 @@
+"""What ranks really hold, against the count."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.mesh.slices import local_tensor
+from fivefold.state import model_state
+from fivefold.train.engine import Engine
+from tests.pool import Pool
+
+
+def config(model: str, **values: object) -> Config:
+    changed = replace(PRESETS[model], attention_dropout=0.0, hidden_dropout=0.0)
+    return Config(changed).with_values(seq_length=16, precision="fp32", **values)
+
+
+def _held(rank: int, world: int, settings: Config) -> tuple[int, int]:
+    """Bytes of the master weights and of the moments on this rank."""
+    engine = Engine(check(settings, world), rank, torch.device("cpu"))
+    weights = sum(local_tensor(p).nbytes for p in engine.parameters.values())
+    moments = sum(piece.local.nbytes for piece in engine.optimizer.state_tensors().values())
+    return weights, moments
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        ("debug-llama", {"tensor_model_parallel_size": 4}),
+        ("debug-llama", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+        ("debug-gpt", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+        (
+            "debug-gpt",
+            {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"},
+        ),
+        ("debug-llama", {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    ],
+)
+def test_weights_and_moments_are_what_the_formula_says(
+    pool: Pool, model: str, values: dict
+) -> None:
+    settings = config(model, **values)
+    layout = check(settings, 4)
+    held = pool.run(4, _held, settings)
+    for rank, (weights, moments) in enumerate(held):
+        at = layout.grid.coordinates(rank)
+        state = model_state(layout, at["pp"], at["dp_shard"])
+        assert (weights, moments) == (state.masters, state.optimizer)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "per_parameter"),
+    [
+        ("no_shard", "bf16", 18),
+        ("no_shard", "fp32", 16),
+        ("no_shard", "fp64", 32),
+        ("optim", "bf16", 6 + 12 / 4),
+        ("optim_grads", "bf16", 2 + 16 / 4),
+        ("optim_grads_params", "bf16", 16 / 4),
+    ],
+)
+def test_bytes_per_parameter(strategy: str, precision: str, per_parameter: float) -> None:
+    values = {"data_parallel_sharding_strategy": strategy, "precision": precision}
+    state = model_state(check(config("debug-llama").with_values(**values), 4), 0)
+    assert state.total - state.gathered == per_parameter * state.parameters
