@@ -55,6 +55,7 @@ TORCH_FREE = (
     "config",
     "recipes",
     "mesh.grid",
+    "model.activations",
     "model.shape",
     "context.balance",
     "pipeline",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.parallel import option
 from fivefold.errors import Mistakes, did_you_mean
 
@@ -47,7 +48,10 @@ class ModelConfig:
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
     add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
     add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
-    qk_layernorm: bool = option(False, "normalise each query and key head, as Qwen3 does")
+    qk_layernorm: bool = option(
+        False,
+        "normalise each query and key head, as Qwen3 does (MLA's latents are normalised always)",
+    )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
     attention_dropout: float = option(0.0, "dropout of attention probabilities")
@@ -100,14 +104,57 @@ class ModelConfig:
         return -(-self.vocab_size // multiple) * multiple
 
     @property
+    def query_dim(self) -> int:
+        """Features of a query or key head as they are multiplied."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value head, and of a head's output."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
+
+    @property
     def q_size(self) -> int:
         """Features of all query heads together."""
-        return self.num_attention_heads * self.head_dim
+        return self.num_attention_heads * self.query_dim
+
+    @property
+    def k_size(self) -> int:
+        """Features of all key heads together."""
+        return self.num_kv_heads * self.query_dim
+
+    @property
+    def v_size(self) -> int:
+        """Features of all value heads together."""
+        return self.num_kv_heads * self.value_dim
+
+    @property
+    def attention_size(self) -> int:
+        """Features of the outputs of all heads together."""
+        return self.num_attention_heads * self.value_dim
 
     @property
     def kv_size(self) -> int:
-        """Features of all key (or value) heads together."""
+        """Features of all key (or value) heads together, of attention without latents."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner features of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def shared_ffn_size(self) -> int:
+        """Inner features of the experts that see every token, all together; 0 without them."""
+        return self.moe_shared_expert_intermediate_size or 0
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has experts; layers of multi-token prediction are like the last one."""
+        if self.num_experts is None:
+            return False
+        return expert_layers(self.moe_layer_freq, self.num_layers)[min(layer, self.num_layers - 1)]
 
     @property
     def qkv_bias(self) -> bool:

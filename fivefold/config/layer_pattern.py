@@ -1,0 +1,64 @@
+"""Which layers have experts: Megatron-LM's moe_layer_freq, read without evaluating it."""
+
+import ast
+from functools import lru_cache
+
+from fivefold.errors import ConfigError, Mistake
+
+_MAX_ENTRIES = 100_000  # as many as a model may have layers, so that a slip cannot ask for more
+
+
+@lru_cache(maxsize=256)
+def expert_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has experts.
+
+    Args:
+        freq: a whole number N (layers 0, N, 2N, ... have experts), or a list expression of 0 and 1
+            such as "[0]*3+[1]*58" or "([0]+[1]*3)*4", with one entry a layer.
+        num_layers: of the model.
+
+    Raises:
+        ConfigError: `freq` is neither, or has another number of entries.
+    """
+    try:
+        value = _value(ast.parse(freq.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _wrong(freq, f"moe_layer_freq {freq!r} is neither a number nor a list") from error
+    if isinstance(value, int):
+        if value < 1:
+            raise _wrong(freq, f"moe_layer_freq must be at least 1, not {value}")
+        return tuple(layer % value == 0 for layer in range(num_layers))
+    if len(value) != num_layers:
+        sizes = f"{len(value)} entries, {num_layers} layers"
+        raise _wrong(freq, f"moe_layer_freq {freq!r} does not have one entry a layer", sizes)
+    if set(value) - {0, 1}:
+        raise _wrong(freq, f"moe_layer_freq {freq!r} has entries other than 0 and 1")
+    return tuple(map(bool, value))
+
+
+def _value(node: ast.expr) -> int | list[int]:
+    """What an expression of whole numbers, lists, + and * stands for; ValueError for others."""
+    match node:
+        case ast.Constant(value=int(number)) if not isinstance(number, bool):
+            return number
+        case ast.List(elts=items):
+            numbers = [_value(item) for item in items]
+            if all(isinstance(number, int) for number in numbers):
+                return numbers  # type: ignore[return-value]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(first, list) and isinstance(second, list):
+                return first + second
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(first, int):
+                first, second = second, first
+            if isinstance(first, list) and isinstance(second, int):
+                if len(first) * second > _MAX_ENTRIES:
+                    raise ValueError(f"more than {_MAX_ENTRIES} entries")
+                return first * second
+    raise ValueError(ast.unparse(node))
+
+
+def _wrong(freq: str, what: str, *why: str) -> ConfigError:
+    return ConfigError(Mistake(what, why, works=("1 (every layer)", "2", "'[0]*3+[1]*58'")))
