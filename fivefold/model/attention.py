@@ -1,7 +1,9 @@
 """Causal self-attention with grouped key/value heads, behind one small kernel interface.
 
 Shapes: B batch, S sequence, N query heads, G key/value heads, D head features, T = B * S. Head
-counts are those of this rank: they are read from tensors, never from the configuration.
+counts are those of this rank: they are read from tensors, never from the configuration. Keys and
+values may be of L >= S tokens, of which the queries are the last: a slice of a sequence attends to
+what came before it.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from fivefold.model.context import Context
 from fivefold.model.layers import Column, Linear, RMSNorm, Row, plain_column, plain_row
 
 Drop = Callable[[Tensor], Tensor]
-"""Drops some of the attention probabilities [B, N, S, S]."""
+"""Drops some of the attention probabilities [B, N, S, L]."""
 
 
 class Kernel(Protocol):
@@ -28,69 +30,84 @@ class Kernel(Protocol):
     def __call__(
         self,
         q_BSND: Tensor,
-        k_BSGD: Tensor,
-        v_BSGD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
         documents: Documents | None,
         drop: Drop | None,
     ) -> Tensor:
-        """[B, S, N, D] from q, and k and v whose heads may be shared by groups of q's."""
+        """[B, S, N, D] from q, and k and v whose heads may be shared by groups of q's.
+
+        `documents` are those of the L keys.
+        """
 
 
 def attention(
     q_BSND: Tensor,
-    k_BSGD: Tensor,
-    v_BSGD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGD: Tensor,
     documents: Documents | None,
     drop: Drop | None,
 ) -> Tensor:
     """The kernel by rule: the plain one if probabilities are dropped, else PyTorch's fused one."""
     if drop is not None:
-        return plain_attention(q_BSND, k_BSGD, v_BSGD, documents, drop)
-    return sdpa_attention(q_BSND, k_BSGD, v_BSGD, documents)
+        return plain_attention(q_BSND, k_BLGD, v_BLGD, documents, drop)
+    return sdpa_attention(q_BSND, k_BLGD, v_BLGD, documents)
 
 
 def plain_attention(
     q_BSND: Tensor,
-    k_BSGD: Tensor,
-    v_BSGD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGD: Tensor,
     documents: Documents | None,
     drop: Drop | None = None,
 ) -> Tensor:
-    """The definition, with the S x S matrix in memory and its softmax in at least fp32."""
+    """The definition, with the S x L matrix in memory and its softmax in at least fp32."""
     S, N, D = q_BSND.shape[1:]
-    q_BNSD, k_BNSD, v_BNSD = (_per_query_head(x, N) for x in (q_BSND, k_BSGD, v_BSGD))
-    scores = (q_BNSD * D**-0.5) @ k_BNSD.transpose(2, 3)
-    seen = torch.ones(S, S, dtype=torch.bool, device=q_BSND.device).tril()
-    if documents is not None:
-        ids = documents.ids_BS
-        seen = (seen & (ids[:, :, None] == ids[:, None, :]))[:, None]
-    scores = scores.masked_fill(~seen, float("-inf"))
+    q_BNSD, k_BNLD, v_BNLD = (_per_query_head(x, N) for x in (q_BSND, k_BLGD, v_BLGD))
+    scores = (q_BNSD * D**-0.5) @ k_BNLD.transpose(2, 3)
+    scores = scores.masked_fill(~_seen(S, k_BLGD, documents), float("-inf"))
     softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
-    probabilities = scores.softmax(dim=-1, dtype=softmax_dtype).to(v_BNSD.dtype)
+    probabilities = scores.softmax(dim=-1, dtype=softmax_dtype).to(v_BNLD.dtype)
     if drop is not None:
         probabilities = drop(probabilities)
-    return (probabilities @ v_BNSD).transpose(1, 2)
+    return (probabilities @ v_BNLD).transpose(1, 2)
 
 
 def sdpa_attention(
-    q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, documents: Documents | None
+    q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, documents: Documents | None
 ) -> Tensor:
-    """PyTorch's fused attention, one document at a time so that nothing masked is computed."""
+    """PyTorch's fused attention, one document at a time so that nothing masked is computed.
+
+    A slice that reaches back is computed as one, with a mask.
+    """
+    S = q_BSND.shape[1]
+    if k_BLGD.shape[1] > S:
+        return _fused(q_BSND, k_BLGD, v_BLGD, _seen(S, k_BLGD, documents))
     if documents is None:
-        return _fused(q_BSND, k_BSGD, v_BSGD)
+        return _fused(q_BSND, k_BLGD, v_BLGD)
     lengths = [end - start for start, end in pairwise(documents.starts)]
     # One split, not slices: its backward joins the gradients instead of adding padded ones.
-    pieces = (x.flatten(0, 1).split(lengths) for x in (q_BSND, k_BSGD, v_BSGD))
+    pieces = (x.flatten(0, 1).split(lengths) for x in (q_BSND, k_BLGD, v_BLGD))
     outputs = [_fused(*(x[None] for x in document))[0] for document in zip(*pieces, strict=True)]
     return torch.cat(outputs).view(q_BSND.shape)
 
 
-def _fused(q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
-    q, k, v = q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+def _seen(S: int, k_BLGD: Tensor, documents: Documents | None) -> Tensor:
+    """Which keys each of the last S tokens attends to: [S, L], or [B, 1, S, L] with documents."""
+    L = k_BLGD.shape[1]
+    seen = torch.ones(S, L, dtype=torch.bool, device=k_BLGD.device).tril(L - S)
+    if documents is None:
+        return seen
+    ids_BL = documents.ids_BS
+    return (seen & (ids_BL[:, L - S :, None] == ids_BL[:, None, :]))[:, None]
+
+
+def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, seen: Tensor | None = None) -> Tensor:
+    q, k, v = q_BSND.transpose(1, 2), k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared).transpose(
-        1, 2
-    )
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=shared
+    ).transpose(1, 2)
 
 
 def _per_query_head(x_BSGD: Tensor, num_query_heads: int) -> Tensor:
@@ -135,6 +152,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotary is not None:
             q, k = context.rotary.rotate(q), context.rotary.rotate(k)
+        if context.sequence is not None:
+            k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, context.packing, self._drop(context, q.shape[2]))
         return self.row(out_BSND.reshape(projected[0].shape), self.o_proj)
 

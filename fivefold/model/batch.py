@@ -24,14 +24,17 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One microbatch.
+    """One microbatch, or a slice of its sequences.
+
+    `documents` and `token_ids` are of all L tokens that may be attended to: in a slice those before
+    it as well, otherwise L = S.
 
     Attributes:
         tokens: [B, S] int64.
         labels: [B, S] int64, the token to predict; -100 takes no loss.
         positions: [B, S] int64, position in the document (or in the row).
-        documents: [B, S] int64, index of the document in its row; None if rows are whole.
-        token_ids: [B, S] int64, number of the token in the whole run; keys dropout masks.
+        documents: [B, L] int64, index of the document in its row; None if rows are whole.
+        token_ids: [B, L] int64, number of the token in the whole run; keys dropout masks.
         loss_weights: [B, S] float, weight of each token's loss; None if all weigh one.
         step: optimizer step; keys dropout masks.
     """
@@ -55,6 +58,29 @@ class Batch:
         if len(starts) == len(self.documents):
             return None
         return Documents(self.documents, (*starts, self.documents.numel()))
+
+    def cut(self, num_slices: int) -> tuple["Batch", ...]:
+        """Consecutive slices of the sequences, all of the same length."""
+        if num_slices == 1:
+            return (self,)
+        length = self.tokens.shape[1] // num_slices
+        return tuple(
+            self._slice(end - length, end) for end in range(length, num_slices * length + 1, length)
+        )
+
+    def _slice(self, start: int, end: int) -> "Batch":
+        def part(values: Tensor) -> Tensor:
+            return values[:, start:end].contiguous()
+
+        return replace(
+            self,
+            tokens=part(self.tokens),
+            labels=part(self.labels),
+            positions=part(self.positions),
+            documents=None if self.documents is None else self.documents[:, :end].contiguous(),
+            token_ids=self.token_ids[:, :end].contiguous(),
+            loss_weights=None if self.loss_weights is None else part(self.loss_weights),
+        )
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on `device`, with the document boundaries still known to the host."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fivefold.model.batch import Documents
 from fivefold.model.dropout import Dropout
 from fivefold.model.rope import RotaryTables
+from fivefold.model.sequence_slices import SlicedSequence
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,11 @@ class Context:
         rotary: RoPE tables, or None if positions are learned.
         packing: where documents begin, or None if every row is one document.
         dropout: None unless the model is training and drops something.
+        sequence: what earlier slices of the rows left, or None if rows are whole.
     """
 
     rows: int
     rotary: RotaryTables | None
     packing: Documents | None
     dropout: Dropout | None
+    sequence: SlicedSequence | None = None

@@ -55,13 +55,13 @@ class Dropout:
         seed: of the run.
         step: optimizer step.
         rows_T: run-wide ids of the tokens of the residual stream on this rank.
-        token_ids_BS: run-wide ids of the tokens that attend to each other.
+        token_ids_BL: run-wide ids of the tokens that are attended to; the last ones attend.
     """
 
     seed: int
     step: int
     rows_T: Tensor
-    token_ids_BS: Tensor
+    token_ids_BL: Tensor
 
     def hidden(self, x_TH: Tensor, p: float, site: str) -> Tensor:
         """Drop features of the residual stream; `site` names the place in the model."""
@@ -69,13 +69,14 @@ class Dropout:
         mask_TH = drop_mask(self.rows_T[:, None], columns_H, p, self._key(site))
         return x_TH.masked_fill(mask_TH, 0.0) * (1.0 / (1.0 - p))
 
-    def heads(self, x_BNSS: Tensor, p: float, site: str, heads: range, all_heads: int) -> Tensor:
+    def heads(self, x_BNSL: Tensor, p: float, site: str, heads: range, all_heads: int) -> Tensor:
         """Drop attention probabilities [B, N, query, key] of the given ones of all heads."""
-        head_N11 = torch.arange(heads.start, heads.stop, device=x_BNSS.device)[:, None, None]
-        rows_BNS1 = self.token_ids_BS[:, None, :, None] * all_heads + head_N11
-        columns_B11S = self.token_ids_BS[:, None, None, :]
-        mask_BNSS = drop_mask(rows_BNS1, columns_B11S, p, self._key(site))
-        return x_BNSS.masked_fill(mask_BNSS, 0.0) * (1.0 / (1.0 - p))
+        head_N11 = torch.arange(heads.start, heads.stop, device=x_BNSL.device)[:, None, None]
+        ids_BS = self.token_ids_BL[:, -x_BNSL.shape[2] :]
+        rows_BNS1 = ids_BS[:, None, :, None] * all_heads + head_N11
+        columns_B11L = self.token_ids_BL[:, None, None, :]
+        mask_BNSL = drop_mask(rows_BNS1, columns_B11L, p, self._key(site))
+        return x_BNSL.masked_fill(mask_BNSL, 0.0) * (1.0 / (1.0 - p))
 
     def _key(self, site: str) -> int:
         return derive_seed(self.seed, "dropout", self.step, site)

@@ -27,6 +27,7 @@ from fivefold.model.layers import (
 )
 from fivefold.model.loss import cross_entropy
 from fivefold.model.rope import RotaryTables
+from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.shape import StageParts, whole_model
 
 
@@ -140,17 +141,22 @@ class Stage(nn.Module):
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
 
-    def forward(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
+    def forward(
+        self, x_TH: Tensor | None, batch: Batch, sequence: SlicedSequence | None = None
+    ) -> Tensor:
         """The stage's hidden states [T, H], or the summed loss (a scalar) if it holds the head.
 
         Args:
             x_TH: what the stage before gave; None for the one that holds the embedding.
-            batch: the microbatch.
+            batch: the microbatch, or a slice of it.
+            sequence: what the slices of the microbatch share in this stage.
         """
-        x_TH = self.hidden(x_TH, batch)
+        x_TH = self.hidden(x_TH, batch, sequence)
         return self.loss(x_TH, batch) if self.parts.head else x_TH
 
-    def hidden(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
+    def hidden(
+        self, x_TH: Tensor | None, batch: Batch, sequence: SlicedSequence | None = None
+    ) -> Tensor:
         """Embedding (if here) and layers: [T, H], before the final norm."""
         dropout = self._dropout(batch)
         if self.embed_tokens is not None:
@@ -159,7 +165,7 @@ class Stage(nn.Module):
         rotary = None
         if self.model.position_embedding_type == "rope":
             rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
-        context = Context(len(batch.tokens), rotary, batch.packing, dropout)
+        context = Context(len(batch.tokens), rotary, batch.packing, dropout, sequence)
         for layer in self.layers.values():
             x_TH = layer(x_TH, context)
         return x_TH
@@ -196,5 +202,6 @@ class Stage(nn.Module):
         model = self.model
         if not self.training or not (model.hidden_dropout or model.attention_dropout):
             return None
-        rows_T = self.shard_tokens(batch.token_ids.flatten())
+        own_BS = batch.token_ids[:, -batch.tokens.shape[1] :]
+        rows_T = self.shard_tokens(own_BS.flatten())
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids)

@@ -47,7 +47,7 @@ def test_neighbours_keys_and_shifts_are_uncorrelated() -> None:
 
 def dropout(token_ids_BS: torch.Tensor, **changes: int) -> Dropout:
     settings = {"seed": 1, "step": 2} | changes
-    return Dropout(rows_T=token_ids_BS.flatten(), token_ids_BS=token_ids_BS, **settings)
+    return Dropout(rows_T=token_ids_BS.flatten(), token_ids_BL=token_ids_BS, **settings)
 
 
 def test_hidden_mask_does_not_depend_on_how_tokens_are_sharded() -> None:

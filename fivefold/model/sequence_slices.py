@@ -1,0 +1,73 @@
+"""Causal slices of a sequence: what a slice leaves for those after it, and gets back from them.
+
+A slice attends to its own tokens and to those before. Its keys and values are therefore kept for
+the later slices, whose backwards come first and leave their gradients on what is kept; with them
+the slice's own backward begins (Li et al., TeraPipe, 2021; Sun et al., Seq1F1B, 2024).
+Shapes: B batch, S tokens of a slice, L tokens up to its end, G key/value heads, D head features.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+@dataclass
+class _Kept:
+    """A key or value of one slice in one layer: `leaf` is what later slices attend to."""
+
+    leaf: Tensor
+    edge: GradientEdge | None = None
+
+
+class SlicedSequence:
+    """The keys and values of one microbatch in one stage, slice by slice."""
+
+    def __init__(self) -> None:
+        self._kept: defaultdict[int, dict[tuple[str, str], _Kept]] = defaultdict(dict)
+        self._at = 0
+
+    def begin(self, index: int) -> None:
+        """A forward, or its repetition, of slice `index` follows."""
+        self._at = index
+
+    def join(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens up to the end of the slice.
+
+        Args:
+            site: names the layer.
+            k_BSGD: keys of the slice, [B, S, G, D].
+            v_BSGD: values of the slice, the same.
+
+        Returns:
+            Both as [B, L, G, D].
+        """
+        return self._join((site, "key"), k_BSGD), self._join((site, "value"), v_BSGD)
+
+    def _join(self, name: tuple[str, str], own_BSGD: Tensor) -> Tensor:
+        kept = self._kept[self._at].get(name)
+        if kept is None:
+            kept = _Kept(own_BSGD.detach().requires_grad_())
+            self._kept[self._at][name] = kept
+        if torch.is_grad_enabled():
+            kept.edge = get_gradient_edge(own_BSGD)
+        earlier = [self._kept[index][name].leaf for index in range(self._at)]
+        return torch.cat([*earlier, own_BSGD], dim=1) if earlier else own_BSGD
+
+    def release(self, index: int) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """Where the gradients that later slices left for slice `index` enter its backward.
+
+        What was kept of the slice is given up.
+        """
+        for kept in self._kept.pop(index, {}).values():
+            if kept.leaf.grad is not None:
+                assert kept.edge is not None, "a backward without a forward"
+                yield kept.edge, kept.leaf.grad
+
+    def held(self) -> Iterator[Tensor]:
+        """What later slices still need."""
+        for layers in self._kept.values():
+            yield from (kept.leaf for kept in layers.values())
