@@ -4,22 +4,19 @@ How many bytes a parameter costs is a framework's policy; how many parameters a 
 from the layout alone. Planner, audit and the table of derived numbers all count here.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 
 from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
-from fivefold.model.shape import Shapes, StageParts, embedding_shapes, head_shapes, layer_shapes
+from fivefold.model.shape import StageParts, WholeModel, is_expert, local_shape, parameter_shapes
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
-
-KEY_VALUE = ("k_proj", "v_proj")
-BY_ROWS = ("q_proj", *KEY_VALUE, "gate_proj", "up_proj", "embed_tokens", "lm_head")
-BY_COLUMNS = ("o_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -95,45 +92,48 @@ class ModelState:
         return self.weights + self.gradients + self.optimizer + self.gathered
 
 
-def local_shape(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The part of a parameter that one tensor-parallel rank holds.
+@dataclass(frozen=True)
+class Block:
+    """Parameters that are gathered together: a layer, or the ends of the model in a stage.
 
-    Splits as `tensor.install` does: q, k, v, gate, up and the vocabulary by rows, o and down by
-    columns (a bias of theirs is whole), the rest whole; k and v whole where the key/value heads
-    are fewer than the ranks.
+    Attributes:
+        dense: local shapes of those on the attention mesh, after tensor parallelism.
+        experts: local shapes of those on the expert mesh, after expert and tensor parallelism.
+        count: how many such blocks the stage has.
     """
-    *_, module, kind = name.split(".")
-    if module in BY_ROWS and not (module in KEY_VALUE and model.num_kv_heads % tp):
-        return (shape[0] // tp, *shape[1:])
-    if module in BY_COLUMNS and kind == "weight":
-        return (shape[0], shape[1] // tp)
-    return shape
+
+    dense: tuple[tuple[int, ...], ...]
+    experts: tuple[tuple[int, ...], ...]
+    count: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements of one block."""
+        return sum(map(prod, (*self.dense, *self.experts)))
 
 
-def stage_blocks(layout: Layout, stage: StageParts) -> Iterator[tuple[Shapes, int]]:
-    """What a tensor-parallel rank holds of a stage: (local shapes of a block, how many of it).
-
-    A block is a layer, or the ends of the model, which are one with their stage.
-    """
-    model, tp = layout.config.model, layout.grid.tp
-    yield _ends(model, tp, stage.embedding, stage.head), 1
-    if stage.layers:
-        yield _layer(model, tp), len(stage.layers)
-
-
-@cache
-def _layer(model: ModelConfig, tp: int) -> Shapes:
-    return {n: local_shape(model, tp, n, s) for n, s in layer_shapes(model).items()}
+def stage_blocks(layout: Layout, stage: StageParts) -> list[Block]:
+    """The blocks of a stage: its ends first, then every kind of layer."""
+    model, grid = layout.config.model, layout.grid
+    degrees = (grid.tp, grid.ep, grid.etp)
+    ends = _block(model, degrees, WholeModel((), stage.embedding, stage.head, stage.mtp))
+    kinds = Counter(map(model.is_moe, stage.layers))
+    first = {model.is_moe(layer): layer for layer in reversed(stage.layers)}
+    layers = [
+        replace(_block(model, degrees, WholeModel((first[kind],), False, False)), count=count)
+        for kind, count in kinds.items()
+    ]
+    return [ends, *layers]
 
 
-@cache
-def _ends(model: ModelConfig, tp: int, embedding: bool, head: bool) -> Shapes:
-    shapes = dict(embedding_shapes(model)) if embedding else {}
-    if head:
-        shapes |= head_shapes(model)
-        if embedding and not model.untie_embeddings_and_output_weights:
-            del shapes["lm_head.weight"]
-    return {n: local_shape(model, tp, n, s) for n, s in shapes.items()}
+@lru_cache(maxsize=1024)
+def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel) -> Block:
+    tp, ep, etp = degrees
+    dense, experts = [], []
+    for name, shape in parameter_shapes(model, parts).items():
+        place = experts if is_expert(name) else dense
+        place.append(local_shape(model, name, shape, tp=tp, ep=ep, etp=etp))
+    return Block(tuple(dense), tuple(experts))
 
 
 def num_shards(layout: Layout) -> int:
@@ -142,7 +142,13 @@ def num_shards(layout: Layout) -> int:
     return 1 if strategy == "no_shard" else layout.grid.dp_shard * layout.grid.cp
 
 
-def held(shape: tuple[int, ...], shards: int, shard: int) -> int:
+def num_expert_shards(layout: Layout) -> int:
+    """Ranks that share the optimizer state of an expert's parameter."""
+    instances = layout.grid.dp_replicate
+    return 1 if num_shards(layout) == 1 else max(layout.grid.edp // instances, 1)
+
+
+def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
     """Elements of a parameter in one shard: FSDP2 splits rows, the last shards may be short."""
     each = -(-shape[0] // shards)
     return min(max(shape[0] - shard * each, 0), each) * prod(shape[1:])
@@ -161,16 +167,17 @@ def model_state(
     """
     config = layout.config
     policy = policy or engine_policy(config.parallel, config.training.precision)
-    shards = num_shards(layout)
-    whole = own = gathered = 0
+    shards, expert_shards = num_shards(layout), num_expert_shards(layout)
+    whole = gathered = own = 0
     for index in layout.split.stages_of(pp_rank):
-        sizes = []
-        for shapes, count in stage_blocks(layout, layout.split.stages[index]):
-            sizes.append(sum(map(prod, shapes.values())))
-            whole += count * sizes[-1]
-            own += count * sum(held(shape, shards, shard) for shape in shapes.values())
-        ends, *layers = sizes
-        gathered = max(gathered, ends + policy.in_flight * max(layers, default=0))
+        ends, *layers = stage_blocks(layout, layout.split.stages[index])
+        for block in (ends, *layers):
+            whole += block.count * block.size
+            own += block.count * sum(held(shape, shards, shard) for shape in block.dense)
+            # Fewer experts than shards: their inner features are split as well.
+            own += block.count * sum(-(-prod(shape) // expert_shards) for shape in block.experts)
+        largest = max((block.size for block in layers), default=0)
+        gathered = max(gathered, ends.size + policy.in_flight * largest)
     optimizer = own if policy.splits_optimizer else whole
     return ModelState(
         parameters=whole,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 
 from fivefold.check import Layout
-from fivefold.model.shape import StageParts, parameter_shapes
-from fivefold.state import BY_COLUMNS, ELEMENT_BYTES, KEY_VALUE, held, local_shape, num_shards
+from fivefold.model.shape import StageParts, local_shape, parameter_shapes
+from fivefold.state import ELEMENT_BYTES, held, num_shards
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
@@ -166,7 +166,7 @@ class _Volumes:
         """Name -> shape on a tensor-parallel rank, for the parameters of a stage."""
         shapes = parameter_shapes(self.model, spec)
         tp = self.tp
-        return {name: local_shape(self.model, tp, name, s) for name, s in shapes.items()}
+        return {name: local_shape(self.model, name, s, tp=tp) for name, s in shapes.items()}
 
     def _held(self, shape: tuple[int, ...]) -> int:
         """Elements of a parameter in this rank's shard."""
@@ -176,9 +176,9 @@ class _Volumes:
         """Whether tensor-parallel ranks each compute a part of a replicated one's gradient."""
         module, _, kind = name.rpartition(".")
         module = module.rpartition(".")[2]
-        if module in ("q_norm", "k_norm") or (module in KEY_VALUE and self._replicates_kv):
+        if module in ("q_norm", "k_norm") or (module in _KEY_VALUE and self._replicates_kv):
             return True
-        by_token = module in _TOKEN_WISE or (module in BY_COLUMNS and kind == "bias")
+        by_token = module in _TOKEN_WISE or (module in _BY_COLUMNS and kind == "bias")
         return by_token and self.parallel.sequence_parallel
 
     @property
@@ -186,4 +186,6 @@ class _Volumes:
         return self.model.num_kv_heads % self.tp != 0
 
 
+_KEY_VALUE = ("k_proj", "v_proj")
+_BY_COLUMNS = ("o_proj", "down_proj")
 _TOKEN_WISE = ("input_layernorm", "post_attention_layernorm", "norm", "embed_positions")
