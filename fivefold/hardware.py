@@ -1,21 +1,207 @@
-"""What known accelerators can do at most, from their data sheets. Imports no torch."""
+"""The one table of accelerators: data sheets, what kernels reach on them, and names to find them by.
+
+Three tiers of numbers stand in it. Peaks and memories are data sheets (dense rates, no sparsity).
+`matmul` is what large multiplications reach at full clocks, as published or measured. What is left
+is physical but not on a data sheet, and is fitted over published runs by
+`benchmarks/fit_planner.py`, or measured by `fivefold plan --calibrate`. Imports no torch.
+"""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-# Dense matrix multiplication without sparsity, FLOP/s; the first pattern that occurs in the name
-# counts, so variants come before the plain name. None: sold under a name that says too little.
-_PEAK_TFLOPS: tuple[tuple[str, dict[str, float] | None], ...] = (
-    (r"A100", {"bf16": 312, "fp32": 19.5, "fp64": 19.5}),
-    (r"H[18]00 PCIe", {"bf16": 756}),
-    (r"H[12]00 NVL", {"bf16": 835}),
-    (r"H100|H200|GH200", {"bf16": 989, "fp32": 67, "fp64": 67}),
-    (r"H800", {"bf16": 989, "fp32": 67}),
-    (r"GB200", {"bf16": 2500}),
-    (r"B200", {"bf16": 2250}),
-    (r"MI300X", {"bf16": 1307, "fp32": 163, "fp64": 163}),
-    (r"L40S", {"bf16": 362, "fp32": 91.6}),
+GB = 1e9
+_TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s by precision; None where the device has no such units, or it is not known."""
+
+    bf16: float
+    fp8: float | None = None
+    fp4: float | None = None
+    fp32: float | None = None
+    fp64: float | None = None
+
+    def of(self, precision: str) -> float:
+        """The rate at a precision, or at the next wider one that the device has."""
+        order = ("fp4", "fp8", "bf16", "fp32", "fp64")
+        for name in order[order.index(precision) :]:
+            rate: float | None = getattr(self, name)
+            if rate is not None:
+                return rate
+        return self.bf16
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One accelerator.
+
+    Attributes:
+        name: as the planner knows it.
+        memory_bytes: of device memory, as sold.
+        memory_bandwidth: bytes/s of device memory, data sheet.
+        peak: FLOP/s of dense multiplications, data sheet.
+        matmul: FLOP/s that large multiplications reach.
+        multiprocessors: units over which the tiles of a multiplication are dealt out.
+        sustained: share of `matmul` that a training step keeps, where power and heat hold clocks
+            down and operands come from memory rather than from the last call's cache.
+        attention_forward: share of the bf16 peak that fused attention reaches on long sequences.
+        attention_backward: the same in its backward.
+        memory_efficiency: share of `memory_bandwidth` that elementwise kernels reach.
+        launch: seconds from the end of a kernel to the start of the next.
+        overlap_slowdown: of the time that communication runs beside computation, the share that
+            computation loses to it (multiprocessors, memory traffic).
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth: float
+    peak: Rates
+    matmul: Rates
+    multiprocessors: int
+    sustained: float = 0.85
+    attention_forward: float = 0.55
+    attention_backward: float = 0.45
+    memory_efficiency: float = 0.85
+    launch: float = 3e-6
+    overlap_slowdown: float = 0.2
+
+
+def _rates(**tflops: float) -> Rates:
+    return Rates(**{name: value * _TERA for name, value in tflops.items()})
+
+
+_A100 = Gpu(
+    "A100-80",
+    memory_bytes=80 * GB,
+    memory_bandwidth=2040 * GB,
+    peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
+    matmul=_rates(bf16=271, fp32=18),
+    multiprocessors=108,
+    attention_forward=0.6,
+    attention_backward=0.5,
+)
+_H100 = Gpu(
+    "H100",
+    memory_bytes=80 * GB,
+    memory_bandwidth=3350 * GB,
+    peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
+    matmul=_rates(bf16=794, fp8=1403, fp32=50),
+    multiprocessors=132,
+)
+_B200 = Gpu(
+    "B200",
+    memory_bytes=180 * GB,
+    memory_bandwidth=8000 * GB,
+    peak=_rates(bf16=2250, fp8=4500, fp4=9000, fp32=75, fp64=37),
+    matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
+    multiprocessors=148,
+)
+_GB200 = replace(
+    _B200,
+    name="GB200",
+    memory_bytes=186 * GB,
+    peak=_rates(bf16=2500, fp8=5000, fp4=10000, fp32=80, fp64=40),
+    matmul=_rates(bf16=1822, fp8=3616, fp4=7000, fp32=60),
+    multiprocessors=152,
+)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        gpu.name: gpu
+        for gpu in (
+            replace(_A100, name="A100-40", memory_bytes=40 * GB, memory_bandwidth=1555 * GB),
+            _A100,
+            _H100,
+            replace(_H100, name="H800"),
+            replace(
+                _H100,
+                name="H200",
+                memory_bytes=141 * GB,
+                memory_bandwidth=4800 * GB,
+                matmul=_rates(bf16=794, fp8=1453, fp32=50),
+            ),
+            # A power-limited H100 with slower memory, on which torchtitan's figures were taken.
+            replace(_H100, name="H100-96", memory_bytes=96 * GB, memory_bandwidth=2400 * GB),
+            _B200,
+            replace(
+                _B200,
+                name="B300",
+                memory_bytes=270 * GB,
+                peak=_rates(bf16=2250, fp8=4500, fp4=13500, fp32=75, fp64=1.2),
+                matmul=_rates(bf16=1745, fp8=3433, fp4=9500, fp32=60),
+            ),
+            _GB200,
+            replace(
+                _GB200,
+                name="GB300",
+                memory_bytes=277 * GB,
+                peak=_rates(bf16=2500, fp8=5000, fp4=15000, fp32=80, fp64=1.3),
+                matmul=_rates(bf16=1822, fp8=3616, fp4=10500, fp32=60),
+            ),
+            Gpu(
+                "MI300X",
+                192 * GB,
+                5300 * GB,
+                _rates(bf16=1307, fp8=2615, fp32=163, fp64=163),
+                _rates(bf16=668, fp8=1300, fp32=100),
+                304,
+            ),
+            Gpu(
+                "L40S",
+                48 * GB,
+                864 * GB,
+                _rates(bf16=362, fp8=733, fp32=91.6),
+                _rates(bf16=250, fp8=450, fp32=60),
+                142,
+            ),
+            Gpu(
+                "RTX 4090",
+                24 * GB,
+                1008 * GB,
+                _rates(bf16=165, fp8=330, fp32=82.6),
+                _rates(bf16=150, fp8=290, fp32=60),
+                128,
+            ),
+            Gpu(
+                "TPU v4",
+                32 * GB,
+                1200 * GB,
+                _rates(bf16=275),
+                _rates(bf16=240),
+                8,
+            ),
+            Gpu(
+                "TPU v5p",
+                95 * GB,
+                2765 * GB,
+                _rates(bf16=459),
+                _rates(bf16=400),
+                8,
+            ),
+        )
+    }
+)
+
+# Of a device's name as the driver says it, the first pattern that occurs counts, so variants come
+# before the plain name. None: sold under a name that says too little, or nothing known.
+_NAMES: tuple[tuple[str, str | Rates | None], ...] = (
+    (r"A100", "A100-80"),
+    (r"H[18]00 PCIe", _rates(bf16=756)),
+    (r"H[12]00 NVL", _rates(bf16=835)),
+    (r"H100|H200|GH200", "H100"),
+    (r"H800", "H800"),
+    (r"GB200", "GB200"),
+    (r"GB300", "GB300"),
+    (r"B200", "B200"),
+    (r"B300", "B300"),
+    (r"MI300X", "MI300X"),
+    (r"L40S", "L40S"),
     (r"RTX 4090 (D|Laptop)", None),
-    (r"RTX 4090", {"bf16": 165, "fp32": 82.6}),
+    (r"RTX 4090", "RTX 4090"),
 )
 
 
@@ -31,8 +217,20 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     >>> peak_flops("NVIDIA H100 PCIe", "fp64") is None
     True
     """
-    for pattern, peaks in _PEAK_TFLOPS:
+    found = _named(device_name)
+    rates = GPUS[found].peak if isinstance(found, str) else found
+    peak: float | None = getattr(rates, precision, None)
+    return peak
+
+
+def find_gpu(device_name: str) -> Gpu | None:
+    """The accelerator that the driver calls so, or None if it is not in the table."""
+    found = _named(device_name)
+    return GPUS[found] if isinstance(found, str) else None
+
+
+def _named(device_name: str) -> str | Rates | None:
+    for pattern, found in _NAMES:
         if re.search(rf"\b({pattern})\b", device_name):
-            tflops = (peaks or {}).get(precision)
-            return None if tflops is None else tflops * 1e12
+            return found
     return None

@@ -39,6 +39,7 @@ FLOORS = (
     "checkpoint",
     "train",
     "plan",
+    "calibrate",
     "verify",
     "audit",
     "report",
@@ -47,7 +48,7 @@ FLOORS = (
     "__main__",
 )
 # A name stands for a module, or for a room and all that is in it.
-WITH_TORCH = ("pipeline.executor",)
+WITH_TORCH = ("pipeline.executor", "pipeline.messages", "pipeline.offload")
 TORCH_FREE = (
     "errors",
     "units",

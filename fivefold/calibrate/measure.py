@@ -1,0 +1,207 @@
+"""What one rank measures, together with all others: kernels, copies and collectives."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.mesh.collectives import all_gather, all_reduce, reduce_scatter
+from fivefold.volumes import wire_bytes
+
+SECONDS = 0.25  # spent on each figure, at least three calls
+SUSTAINED_SECONDS = 3.0  # of multiplying, until clocks have settled
+
+# Rows, columns and depth of the products that transformer layers are made of, small to large.
+SHAPES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
+    "cpu": ((256, 256, 256), (512, 512, 512), (512, 2048, 512), (1024, 1024, 1024)),
+    "cuda": (
+        (2048, 2048, 2048),
+        (4096, 4096, 1024),
+        (4096, 4096, 4096),
+        (8192, 4096, 8192),
+        (8192, 14336, 4096),
+        (16384, 8192, 8192),
+    ),
+}
+SEQUENCE: Mapping[str, int] = {"cpu": 1024, "cuda": 8192}
+HEADS, HEAD_DIM = 8, 64
+BUFFER: Mapping[str, int] = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes that no cache holds
+MESSAGES = tuple(4096 << shift for shift in (0, 4, 8, 12))  # 4 KB to 16 MB
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement: `amount` FLOPs or bytes took `seconds`; `note` says of what."""
+
+    note: str
+    amount: float
+    seconds: float
+
+
+def clock(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:
+    """Median seconds of a call, every rank of `group` making it as often and at once."""
+    call()
+    once = _timed(call, device)
+    slowest = torch.tensor(once, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    times = max(3, min(200, int(SECONDS / slowest.item())))
+    dist.barrier(group)
+    return statistics.median(_timed(call, device) for _ in range(times))
+
+
+def _timed(call: Callable[[], object], device: torch.device) -> float:
+    _settle(device)
+    start = time.perf_counter()
+    call()
+    _settle(device)
+    return time.perf_counter() - start
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matmuls(
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
+) -> tuple[Sample, ...]:
+    """Products [m, k] x [k, n], with all ranks at work."""
+    samples = []
+    for m, n, k in SHAPES[device.type]:
+        a = torch.randn(m, k, device=device).to(dtype)
+        b = torch.randn(n, k, device=device).to(dtype)
+        seconds = clock(partial(F.linear, a, b), device, group)
+        samples.append(Sample(f"{m} x {n} x {k}", 2.0 * m * n * k, seconds))
+    return tuple(samples)
+
+
+def sustained(
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
+) -> tuple[float, float]:
+    """Share of the best product's rate that is kept over seconds, and the spread of its time.
+
+    The operands change from call to call, as they do in training, so that none waits in a cache;
+    power and heat have time to slow the clocks. The spread is the standard deviation of blocks of
+    calls over their mean, the largest of all ranks.
+    """
+    m, n, k = SHAPES[device.type][-1]
+    inputs = [torch.randn(m, k, device=device).to(dtype) for _ in range(8)]
+    weights = [torch.randn(n, k, device=device).to(dtype) for _ in range(8)]
+
+    def block() -> None:
+        for x, weight in zip(inputs, weights, strict=True):
+            F.linear(x, weight)
+
+    burst = clock(lambda: F.linear(inputs[0], weights[0]), device, group)
+    blocks = torch.tensor(
+        [max(4, int(SUSTAINED_SECONDS / (8 * burst)))], dtype=torch.int64, device=device
+    )
+    dist.all_reduce(blocks, op=dist.ReduceOp.MIN, group=group)
+    times = [_timed(block, device) for _ in range(int(blocks.item()))]
+    mean = statistics.mean(times)
+    spread = torch.tensor(statistics.stdev(times) / mean, dtype=torch.float64, device=device)
+    dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=group)
+    return min(1.0, 8 * burst / mean), spread.item()
+
+
+def attention(
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
+) -> tuple[Sample, ...]:
+    """Causal attention on the longest sequence: its forward, and its backward alone.
+
+    A fused backward computes 2.5 times the products of its forward.
+    """
+    length = SEQUENCE[device.type]
+    shape = (1, HEADS, length, HEAD_DIM)
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    out = forward()
+    grad = torch.ones_like(out)
+
+    def backward() -> None:
+        torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+
+    flops = 4.0 * length * length * HEADS * HEAD_DIM / 2
+    note = f"{length} tokens"
+    return (
+        Sample(f"{note}, forward", flops, clock(forward, device, group)),
+        Sample(f"{note}, backward", 2.5 * flops, clock(backward, device, group)),
+    )
+
+
+def memory_traffic(device: torch.device, group: dist.ProcessGroup) -> Sample:
+    """An element-wise operation on more than any cache holds: one read and one write."""
+    x = torch.zeros(BUFFER[device.type] // 4, device=device)
+    y = torch.empty_like(x)
+    return Sample(
+        "read and write",
+        2.0 * BUFFER[device.type],
+        clock(lambda: torch.neg(x, out=y), device, group),
+    )
+
+
+def launch(device: torch.device, group: dist.ProcessGroup) -> Sample:
+    """What an operation costs that has nothing to do."""
+    x = torch.zeros(8, device=device)
+    calls = 100
+
+    def many() -> None:
+        for _ in range(calls):
+            x.add_(1.0)
+
+    return Sample("operations", calls, clock(many, device, group))
+
+
+def host_copy(device: torch.device, group: dist.ProcessGroup) -> Sample:
+    """A buffer from the device to host memory, pinned where the device is a GPU."""
+    size = BUFFER[device.type] // 4
+    x = torch.zeros(size // 4, device=device)
+    host = torch.empty_like(x, device="cpu", pin_memory=device.type == "cuda")
+    return Sample("to the host", size, clock(lambda: host.copy_(x), device, group))
+
+
+def collectives(device: torch.device, group: dist.ProcessGroup) -> tuple[Sample, ...]:
+    """Gathers, scatters and all-reduces by size: bytes that a rank sends, and their seconds."""
+    ranks = group.size()
+    ways: Mapping[str, Callable[[Tensor], object]] = {
+        "all_gather": lambda x: all_gather(x[: x.numel() // ranks], group),
+        "reduce_scatter": lambda x: reduce_scatter(x, group),
+        "all_reduce": lambda x: all_reduce(x, group),
+    }
+    samples = []
+    for name, call in ways.items():
+        for size in MESSAGES:
+            x = torch.zeros(size // 4 // ranks * ranks, device=device)
+            seconds = clock(partial(call, x), device, group)
+            sent = wire_bytes(name, x.numel() * x.element_size(), ranks)
+            samples.append(Sample(f"{name} over {ranks}", sent, seconds))
+    return tuple(samples)
+
+
+def line(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Fixed seconds and rate of `seconds = fixed + amount / rate`.
+
+    Least squares of the relative error, so that small and large calls count alike; neither comes
+    out negative.
+    """
+    weights = [1 / s.seconds for s in samples]
+    w = sum(v * v for v in weights)
+    wx = sum(v * v * s.amount for v, s in zip(weights, samples, strict=True))
+    wxx = sum(v * v * s.amount**2 for v, s in zip(weights, samples, strict=True))
+    wy = sum(weights)
+    wxy = sum(v * s.amount for v, s in zip(weights, samples, strict=True))
+    slope = (w * wxy - wx * wy) / (w * wxx - wx * wx)
+    fixed = (wy - slope * wx) / w
+    largest = max(samples, key=lambda s: s.amount)
+    if slope <= 0:
+        return 0.0, largest.amount / largest.seconds
+    return (fixed, 1 / slope) if fixed >= 0 else (0.0, wxx / wxy)

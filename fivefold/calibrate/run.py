@@ -1,0 +1,232 @@
+"""`fivefold plan --calibrate`: measure this machine or cluster, and write it down as a cluster."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fivefold.calibrate import measure
+from fivefold.calibrate.measure import Sample
+from fivefold.errors import ConfigError, Mistake
+from fivefold.files import write_atomic
+from fivefold.hardware import Gpu, Rates, find_gpu
+from fivefold.plan.cluster import Cluster, Link, to_toml
+from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.rank_env import RankEnv, read_rank_env
+from fivefold.units import human_bytes, human_flops, human_seconds
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks found together.
+
+    Attributes:
+        device: its name.
+        precision: what models are trained in there, and attention was measured in.
+        memory_bytes: of a device; on CPU a rank's share of the machine's.
+        matmuls: products by precision and shape.
+        attention: forward and backward.
+        traffic: reading and writing memory.
+        launch: operations without work.
+        copy: to host memory.
+        node: collectives inside a node; empty with one rank a node.
+        network: collectives between nodes; empty with one node.
+        sustained: share of the best rate that lasts.
+        jitter: spread of a step's time.
+        ranks: in all.
+        ranks_per_node: on one machine.
+    """
+
+    device: str
+    precision: str
+    memory_bytes: float
+    matmuls: Mapping[str, tuple[Sample, ...]]
+    attention: tuple[Sample, ...]
+    traffic: Sample
+    launch: Sample
+    copy: Sample
+    node: tuple[Sample, ...]
+    network: tuple[Sample, ...]
+    sustained: float
+    jitter: float
+    ranks: int
+    ranks_per_node: int
+
+
+def calibrate(path: Path, nproc: int | None) -> int:
+    """Measure with the ranks that a launcher has started, or with `nproc` of this machine.
+
+    Args:
+        path: of the TOML file to write.
+        nproc: ranks to start here; None: one.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: the file's folder does not exist, or ranks are started twice.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"the folder of {path} does not exist")
+    env = read_rank_env()
+    worker = partial(_calibrate_on_rank, path=path)
+    if env.launcher != "single":
+        if nproc is not None:
+            what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
+            raise ConfigError(Mistake(what, works=("one of the two",)))
+        return worker(env)
+    return launch_local(worker, nproc or 1)
+
+
+def _calibrate_on_rank(env: RankEnv, *, path: Path) -> int:
+    device = init_process_group(env, "cuda" if torch.cuda.is_available() else "cpu")
+    measured = _measure(env, device)
+    if env.rank == 0:
+        cluster = as_cluster(measured)
+        write_atomic(path, _head(measured) + to_toml(cluster))
+        print("\n".join([*describe(measured), f"written to {path}"]))
+    dist.barrier()
+    return 0
+
+
+def _measure(env: RankEnv, device: torch.device) -> Measured:
+    world = dist.group.WORLD
+    assert world is not None
+    node, network = _groups(env)
+    precision = "bf16" if device.type == "cuda" else "fp32"  # few processors have a fast bf16
+    dtype = DTYPES[precision]
+    sustained, jitter = measure.sustained(device, dtype, world)
+    return Measured(
+        device=_device_name(device),
+        precision=precision,
+        memory_bytes=_memory(env, device),
+        matmuls={name: measure.matmuls(device, dtype, world) for name, dtype in DTYPES.items()},
+        attention=measure.attention(device, dtype, world),
+        traffic=measure.memory_traffic(device, world),
+        launch=measure.launch(device, world),
+        copy=measure.host_copy(device, world),
+        node=measure.collectives(device, node) if node.size() > 1 else (),
+        network=measure.collectives(device, network) if network.size() > 1 else (),
+        sustained=sustained,
+        jitter=jitter,
+        ranks=env.world_size,
+        ranks_per_node=env.local_world_size,
+    )
+
+
+def _groups(env: RankEnv) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's node, and the ranks with its place in every other node.
+
+    All places use the network at once, as they do in training.
+    """
+    size = env.local_world_size
+    nodes = [list(range(first, first + size)) for first in range(0, env.world_size, size)]
+    places = [list(range(place, env.world_size, size)) for place in range(size)]
+    node, _ = dist.new_subgroups_by_enumeration(nodes)
+    network, _ = dist.new_subgroups_by_enumeration(places)
+    return node, network
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads a rank"
+
+
+def _memory(env: RankEnv, device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / env.local_world_size
+
+
+def as_cluster(measured: Measured) -> Cluster:
+    """The cluster that measurements describe.
+
+    A multiplication takes `flops / rate`, and what small ones take longer is the launch. Peaks and
+    multiprocessors are a data sheet's where the device is known; else the peak is the best rate
+    that was measured, so that model FLOP utilisation then is relative to that.
+    """
+    best = {
+        name: max(s.amount / s.seconds for s in samples)
+        for name, samples in measured.matmuls.items()
+    }
+    known = find_gpu(measured.device)
+    peak = known.peak if known else Rates(**best)
+    forward, backward = measured.attention
+    attention_peak = peak.of(measured.precision)
+    bandwidth = measured.traffic.amount / measured.traffic.seconds
+    sheet_bandwidth = known.memory_bandwidth if known else bandwidth
+    gpu = Gpu(
+        name=known.name if known else measured.device,
+        memory_bytes=measured.memory_bytes,
+        memory_bandwidth=sheet_bandwidth,
+        peak=peak,
+        matmul=replace(known.matmul, **best) if known else Rates(**best),
+        multiprocessors=known.multiprocessors if known else 1,
+        sustained=measured.sustained,
+        attention_forward=forward.amount / forward.seconds / attention_peak,
+        attention_backward=backward.amount / backward.seconds / attention_peak,
+        memory_efficiency=bandwidth / sheet_bandwidth,
+        launch=measured.launch.seconds / measured.launch.amount,
+    )
+    copy = measured.copy.amount / measured.copy.seconds
+    node = _link(measured.node) or Link(copy, gpu.launch, 1.0)  # never used by a rank alone
+    return Cluster(
+        name=f"{measured.ranks} x {measured.device}",
+        gpu=gpu,
+        num_gpus=measured.ranks,
+        gpus_per_node=measured.ranks_per_node,
+        node_link=node,
+        network_link=_link(measured.network) or node,
+        host_bandwidth=copy,
+        jitter=measured.jitter,
+    )
+
+
+def _link(samples: Sequence[Sample]) -> Link | None:
+    """The line through all collectives; a hop's latency is a call's, shared by its hops."""
+    if not samples:
+        return None
+    latency, rate = measure.line(samples)
+    return Link(rate, latency, 1.0)
+
+
+def describe(measured: Measured) -> list[str]:
+    """Everything that was measured, a line each."""
+    lines = [f"{measured.ranks} ranks, {measured.ranks_per_node} a node: {measured.device}"]
+    for name, samples in measured.matmuls.items():
+        lines += [_rate(f"matmul {name} {s.note}", s, human_flops) for s in samples]
+    lines += [_rate(f"attention {s.note}", s, human_flops) for s in measured.attention]
+    lines += [
+        _rate(f"memory, {measured.traffic.note}", measured.traffic, human_bytes),
+        _rate(f"copy {measured.copy.note}", measured.copy, human_bytes),
+        f"{'an operation with nothing to do':<44}"
+        f"{human_seconds(measured.launch.seconds / measured.launch.amount):>16}",
+        f"{'sustained over seconds':<44}{measured.sustained:>16.1%}",
+        f"{'spread of a block of products':<44}{measured.jitter:>16.1%}",
+    ]
+    for where, samples in (("node", measured.node), ("network", measured.network)):
+        lines += [
+            _rate(f"{where}: {s.note}, {human_bytes(s.amount)} sent", s, human_bytes)
+            for s in samples
+        ]
+    return lines
+
+
+def _rate(what: str, sample: Sample, human: Callable[[float], str]) -> str:
+    rate = human(sample.amount / sample.seconds) + "/s"
+    return f"{what:<44}{rate:>16}  {human_seconds(sample.seconds):>8}"
+
+
+def _head(measured: Measured) -> str:
+    """What the file's reader should know, as TOML comments."""
+    today = datetime.now(UTC).date()
+    lines = [f"measured {today} by fivefold plan --calibrate, torch {torch.__version__}"]
+    return "".join(f"# {line}\n" for line in [*lines, *describe(measured)]) + "\n"
