@@ -1,4 +1,4 @@
-"""The one table of accelerators: data sheets, what kernels reach on them, and names to find them by.
+"""The one table of accelerators: data sheets, what kernels reach on them, names to find them by.
 
 Three tiers of numbers stand in it. Peaks and memories are data sheets (dense rates, no sparsity).
 `matmul` is what large multiplications reach at full clocks, as published or measured. What is left

@@ -1,0 +1,424 @@
+"""How long the parts of a model take on one rank, for one microbatch: by module and by cause.
+
+Every multiplication follows from the shapes that `model.shape` counts; every transfer from the
+group that `mesh.grid` lays out. What a module costs is split into computation and what each kind
+of parallelism leaves exposed of its communication.
+"""
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import comb
+
+from fivefold.check import Layout
+from fivefold.model.shape import layer_shapes, local_shape
+from fivefold.plan.cluster import Cluster
+from fivefold.plan.communication import all_reduce, all_to_all, gather, send, span
+from fivefold.plan.compute import Phases, attention, elementwise, matmul, overlapped
+
+ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds by cause: computation, its repetition, and communication that nothing hides."""
+
+    compute: Phases = Phases()
+    recompute: Phases = Phases()
+    tp: Phases = Phases()
+    cp: Phases = Phases()
+    ep: Phases = Phases()
+    dp: Phases = Phases()
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, count: float) -> "Times":
+        return Times(*(getattr(self, f.name) * count for f in fields(self)))
+
+    @property
+    def total(self) -> Phases:
+        """All causes together."""
+        return sum((getattr(self, f.name) for f in fields(self)), Phases())
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a framework does, as far as Fivefold's settings do not say it.
+
+    Attributes:
+        fused: norms, residuals, activations and the loss are one kernel each; otherwise each
+            elementwise operation reads and writes memory by itself.
+        fused_attention: attention never holds the matrix of scores; dropping probabilities with
+            a kernel that cannot needs it.
+        overlaps_backward_tp: the backward of column-parallel layers hides its collectives behind
+            the gradient of the weight.
+        eager_dx: the gradient of a stage's input leaves before that of its weights is computed;
+            None: as the layout says (`Layout.defers_weights`).
+        imbalance: tokens of the busiest rank's experts, over their even share.
+    """
+
+    fused: bool = True
+    fused_attention: bool = True
+    overlaps_backward_tp: bool = True
+    eager_dx: bool | None = None
+    imbalance: float = 1.0
+
+
+UNFUSED_TRAFFIC = 2.0  # times the bytes of a fused elementwise kernel
+
+
+class LayerTimes:
+    """The times of a layout's layers and ends on a cluster; each is computed once."""
+
+    def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
+        config, grid = layout.config, layout.grid
+        self.cluster, self.gpu, self.software = cluster, cluster.gpu, software
+        self.model, self.parallel, self.grid = config.model, config.parallel, grid
+        self.memory, self.training = config.memory, config.training
+        training = config.training
+        self.tokens = training.micro_batch_size * training.seq_length // grid.cp
+        self.parts = grid.tp if self.parallel.sequence_parallel else 1
+        narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
+        self.precision = narrow or training.precision
+        self.tp = span(cluster, grid.tp, 1)
+        self.cp = span(cluster, grid.cp, grid.tp)
+        self.ep = span(cluster, grid.ep, grid.etp)
+        self.etp = span(cluster, grid.etp, 1)
+
+    @cached_property
+    def hidden_bytes(self) -> float:
+        """Of the hidden state of all the microbatch's tokens on this rank's tensor group."""
+        return self.tokens * self.model.hidden_size * ELEMENT
+
+    def layer(self, is_moe: bool, recomputed: bool) -> Times:
+        """One layer; `recomputed`: full recomputation runs its forward again."""
+        return self._layers[is_moe, recomputed]
+
+    @cached_property
+    def _layers(self) -> dict[tuple[bool, bool], Times]:
+        found = {}
+        for is_moe in (False, True):
+            if is_moe and self.model.num_experts is None:
+                continue
+            modules = self._modules(is_moe)
+            plain = sum(modules.values(), Times())
+            again = Times()
+            if self.memory.recompute_granularity == "selective":
+                names = {n for m in self.memory.recompute_modules for n in RERUN[m]}
+                again = sum((modules[n] for n in names if n in modules), Times())
+            found[is_moe, False] = plain + _repeated(again)
+            found[is_moe, True] = plain + _repeated(plain)
+        return found
+
+    def _modules(self, is_moe: bool) -> dict[str, Times]:
+        mlp = self._experts() if is_moe else self._dense_mlp()
+        return self._attention_block() | mlp
+
+    def _attention_block(self) -> dict[str, Times]:
+        model = self.model
+        shapes = self._shapes(0)
+        modules = {"attn_norm": self._norm(), "attn_residual": self._residual()}
+        if model.multi_latent_attention:
+            down = [n for n in ("q_a_proj", "kv_a_proj") if f"self_attn.{n}.weight" in shapes]
+            up = [
+                n for n in ("q_proj", "q_b_proj", "kv_b_proj") if f"self_attn.{n}.weight" in shapes
+            ]
+            linears = [
+                self._linear(shapes[f"self_attn.{n}.weight"], self.tokens // self.parts)
+                for n in down
+            ]
+            modules["qkv"] = self._column(sum(linears, Phases()))
+            ups = [self._linear(shapes[f"self_attn.{n}.weight"], self.tokens) for n in up]
+            modules["mla_up"] = Times(sum(ups, Phases()))
+        else:
+            rows = sum(shapes[f"self_attn.{n}_proj.weight"][0] for n in "qkv")
+            modules["qkv"] = self._column(self._linear((rows, model.hidden_size), self.tokens))
+        modules["core_attn"] = self._core_attention()
+        modules["attn_proj"] = self._row(
+            self._linear(shapes["self_attn.o_proj.weight"], self.tokens)
+        )
+        return modules
+
+    def _dense_mlp(self) -> dict[str, Times]:
+        shapes = self._shapes(self._first(False))
+        return {
+            "mlp_norm": self._norm(),
+            "mlp_residual": self._residual(),
+            **self._mlp("mlp", shapes, self.tokens, "fc1", "mlp_act", "fc2"),
+        }
+
+    def _mlp(
+        self, name: str, shapes: dict[str, tuple[int, ...]], tokens: int, *names: str
+    ) -> dict[str, Times]:
+        fc1, act, fc2 = names
+        inner = shapes[f"{name}.up_proj.weight"][0]
+        wide = inner * (2 if self.model.gated_linear_unit else 1)
+        hidden = self.model.hidden_size
+        return {
+            fc1: self._column(self._linear((wide, hidden), tokens)),
+            act: self._activation(tokens * inner),
+            fc2: self._row(self._linear((hidden, inner), tokens)),
+        }
+
+    def _first(self, is_moe: bool) -> int:
+        layers = range(self.model.num_layers)
+        return next(n for n in layers if self.model.is_moe(n) == is_moe)
+
+    def _shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        grid = self.grid
+        return {
+            name: local_shape(self.model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp)
+            for name, shape in layer_shapes(self.model, layer).items()
+        }
+
+    def _linear(self, weight: tuple[int, ...], tokens: int, batch: int = 1) -> Phases:
+        """A linear layer [out, in] on `tokens` rows (each of a batch of them has)."""
+        n, k = weight
+        gpu, kind = self.gpu, self.precision
+        forward = matmul(gpu, tokens, n, k, kind, batch)
+        dx = matmul(gpu, tokens, k, n, kind, batch)
+        dw = matmul(gpu, n, k, tokens, kind, batch, 8.0)  # accumulates in fp32
+        if kind in ("fp8", "fp4"):
+            # Each operand is read in bf16 and written narrow, also transposed for dW.
+            forward += elementwise(gpu, 4.0 * batch * tokens * k)
+            dx += elementwise(gpu, 4.0 * batch * tokens * n)
+        return Phases(forward, dx, dw)
+
+    def _column(self, linear: Phases) -> Times:
+        """A column-parallel linear layer: X is gathered before it, dX is reduced after."""
+        if self.grid.tp == 1:
+            return Times(linear)
+        whole = self.hidden_bytes
+        if self.parallel.sequence_parallel:
+            move = gather(self.cluster, self.tp, whole)
+            forward = self._beside(linear.forward, move)
+            again = self._behind(linear.dx, move)  # X, gathered again for dW
+            back = self._behind(linear.dw, move)
+            return Times(linear, tp=Phases(forward, again + back))
+        back = self._behind(linear.dw, all_reduce(self.cluster, self.tp, whole))
+        return Times(linear, tp=Phases(0.0, back))
+
+    def _row(self, linear: Phases) -> Times:
+        """A row-parallel linear layer: the result is reduced; dY is gathered before the backward."""
+        if self.grid.tp == 1:
+            return Times(linear)
+        whole = self.hidden_bytes
+        if self.parallel.sequence_parallel:
+            move = gather(self.cluster, self.tp, whole)
+            return Times(
+                linear,
+                tp=Phases(self._beside(linear.forward, move), self._beside(linear.dx, move)),
+            )
+        return Times(linear, tp=Phases(all_reduce(self.cluster, self.tp, whole)))
+
+    def _beside(self, work: float, move: float) -> float:
+        """What is exposed of a collective that the multiplication it serves may hide, in pieces."""
+        if not self.parallel.tp_comm_overlap:
+            return move
+        first = move / self.grid.tp  # nothing runs beside the first piece
+        return first + overlapped(self.gpu, work, move - first)
+
+    def _behind(self, work: float, move: float) -> float:
+        """What is exposed of a collective that may run behind another multiplication."""
+        hides = self.software.overlaps_backward_tp
+        return overlapped(self.gpu, work, move) if hides else move
+
+    def _elementwise(self, forward: float, backward: float) -> Times:
+        """Kernels that read and write so many bytes."""
+        times = 1.0 if self.software.fused else UNFUSED_TRAFFIC
+        kernels = 1 if self.software.fused else 4
+        gpu = self.gpu
+        return Times(
+            Phases(
+                elementwise(gpu, forward * times, kernels),
+                elementwise(gpu, backward * times, kernels),
+            )
+        )
+
+    def _norm(self) -> Times:
+        size = self.hidden_bytes / self.parts
+        return self._elementwise(2 * size, 3 * size)
+
+    def _residual(self) -> Times:
+        """The sum, a bias and dropout before it; their gradients."""
+        size = self.hidden_bytes / self.parts
+        mask = size / 2 if self.model.hidden_dropout else 0.0
+        return self._elementwise(3 * size + mask, (5 if mask else 3) * size + mask)
+
+    def _activation(self, elements: float) -> Times:
+        reads = 2 if self.model.gated_linear_unit else 1
+        size = elements * ELEMENT
+        return self._elementwise((reads + 1) * size, (2 * reads + 1) * size)
+
+    def _core_attention(self) -> Times:
+        model, tp = self.model, self.grid.tp
+        length = self.training.seq_length
+        heads = model.num_attention_heads // tp
+        mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
+        rotary = (
+            self._elementwise(2 * mixed, 2 * mixed)
+            if model.position_embedding_type == "rope"
+            else Times()
+        )
+        if model.attention_dropout and not self.software.fused_attention:
+            return rotary + Times(self._score_matrices(heads, length))
+        features = model.query_dim + model.value_dim
+        flops = 2.0 * self.tokens * length * heads * features / 2  # causal
+        times = attention(self.gpu, flops, length // self.grid.cp)
+        return rotary + Times(times, cp=self._context(times))
+
+    def _score_matrices(self, heads: int, length: int) -> Phases:
+        """Attention with its [S, S] scores in memory: products, masked softmax, dropout."""
+        gpu, model = self.gpu, self.model
+        batch = self.tokens // length * heads
+        scores = matmul(gpu, length, length, model.query_dim, self.training.precision, batch)
+        mixed = matmul(gpu, length, model.value_dim, length, self.training.precision, batch)
+        size = batch * float(length) ** 2
+        forward = scores + mixed + elementwise(gpu, 9 * size, 2)
+        backward = 2 * (scores + mixed) + elementwise(gpu, 11 * size, 2)
+        return Phases(forward, backward)
+
+    def _context(self, times: Phases) -> Phases:
+        """What context parallelism leaves exposed, by its kind."""
+        cp = self.grid.cp
+        if cp == 1:
+            return Phases()
+        model = self.model
+        kind = self.parallel.cp_comm_type[0]
+        kv = self.tokens * ELEMENT * max(model.k_size + model.v_size, 1) / self.grid.tp
+        if kind == "p2p":
+            hop = send(
+                self.cluster, self.grid.tp if self.cp.nodes == 1 else self.cluster.gpus_per_node, kv
+            )
+            forward = overlapped(self.gpu, times.forward / cp, hop)
+            backward = overlapped(self.gpu, times.dx / cp, 2 * hop)
+            return Phases((cp - 1) * forward, (cp - 1) * backward)
+        if kind == "all_gather":
+            whole = gather(self.cluster, self.cp, kv * cp)
+            return Phases(whole, 2 * whole)
+        heads = self.tokens * ELEMENT * 2 * (model.q_size + model.k_size) / self.grid.tp
+        inside = heads * (self.cp.inner - 1) / cp
+        across = heads * (cp - self.cp.inner) / cp
+        moved = all_to_all(self.cluster, self.cp, inside, across)
+        return Phases(moved, moved)
+
+    def _experts(self) -> dict[str, Times]:
+        """Router, dispatch, the experts, combine, and the experts that see every token."""
+        model, grid = self.model, self.grid
+        assert model.num_experts is not None
+        shapes = self._shapes(self._first(True))
+        own = self.tokens // self.parts
+        rows = own * model.moe_router_topk * grid.etp
+        local = model.num_experts // grid.ep
+        each = max(1, round(rows * self.software.imbalance / local))
+        inner, hidden = shapes["mlp.experts.up_proj.weight"][1], model.hidden_size
+        wide = inner * (2 if model.gated_linear_unit else 1)
+        permute = self._elementwise(4 * rows * hidden * ELEMENT, 4 * rows * hidden * ELEMENT)
+        moved = self._dispatch(own)
+        modules = {
+            "mlp_norm": self._norm(),
+            "mlp_residual": self._residual(),
+            "router": self._elementwise(
+                own * (model.num_experts * 12 + hidden * ELEMENT),
+                own * (model.num_experts * 12 + hidden * ELEMENT),
+            ),
+            "dispatch": permute + Times(ep=Phases(2 * moved, 2 * moved)),
+            "expert_fc1": Times(self._linear((wide, hidden), each, local)),
+            "moe_act": self._activation(rows * self.software.imbalance * inner),
+            "expert_fc2": Times(self._linear((hidden, inner), each, local)),
+        }
+        if model.shared_ffn_size:
+            names = ("shared_fc1", "shared_act", "shared_fc2")
+            modules |= self._mlp("mlp.shared_experts", shapes, self.tokens, *names)
+        return modules
+
+    def _dispatch(self, own: int) -> float:
+        """Seconds in which a rank's tokens reach their experts, or return from them."""
+        model, grid = self.model, self.grid
+        row = model.hidden_size * ELEMENT
+        tensor = gather(self.cluster, self.etp, own * model.moe_router_topk * row * grid.etp)
+        if grid.ep == 1:
+            return tensor
+        copies, remote = self._copies()
+        sent = all_to_all(self.cluster, self.ep, own * copies * row, own * remote * row)
+        return sent * self.software.imbalance + tensor
+
+    def _copies(self) -> tuple[float, float]:
+        """Of a token, the copies that stay in its node and those that leave it.
+
+        alltoall sends one to each expert; flex one to each rank, and one to each node.
+        """
+        model, ep = self.model, self.ep
+        experts, topk = model.num_experts or 1, model.moe_router_topk
+        if self.parallel.moe_token_dispatcher_type == "allgather":
+            return ep.inner - 1.0, float(ep.size - ep.inner)
+        if self.parallel.moe_token_dispatcher_type == "alltoall":
+            return topk * (ep.inner - 1) / ep.size, topk * (ep.size - ep.inner) / ep.size
+        ranks = ep.size * _reached(experts, topk, ep.size)
+        nodes = ep.nodes * _reached(experts, topk, ep.nodes)
+        return ranks * (ep.size - 1) / ep.size, nodes * (ep.nodes - 1) / ep.nodes
+
+    def embedding(self) -> Times:
+        """The look-up, and its sum over the tensor-parallel ranks."""
+        size = self.hidden_bytes
+        moved = 0.0
+        if self.grid.tp > 1:
+            way = gather if self.parallel.sequence_parallel else all_reduce
+            moved = way(self.cluster, self.tp, size)
+        return self._elementwise(2 * size, 3 * size) + Times(tp=Phases(moved, 0.0))
+
+    def head(self) -> Times:
+        """Final norm, output layer and loss, for each token that is predicted."""
+        model, fusion = self.model, self.memory.cross_entropy_loss_fusion
+        entries = model.padded_vocab_size // self.grid.tp
+        logits = float(self.tokens) * entries
+        kept = self.precision
+        self.precision = self.training.precision  # 8-bit recipes leave the output layer alone
+        linear = self._linear((entries, model.hidden_size), self.tokens)
+        self.precision = kept
+        loss = self._elementwise((8 if fusion else 24) * logits, (6 if fusion else 10) * logits)
+        once = self._norm() + self._column(linear) + loss
+        if fusion and self.memory.cross_entropy_fusion_impl == "linear":
+            once = once + Times(recompute=Phases(0.0, linear.forward))
+        return once * (1 + model.mtp_num_layers)
+
+
+RERUN: dict[str, tuple[str, ...]] = {
+    "core_attn": ("core_attn",),
+    "mlp": ("fc1", "mlp_act"),
+    "moe": (
+        "router",
+        "dispatch",
+        "expert_fc1",
+        "moe_act",
+        "expert_fc2",
+        "shared_fc1",
+        "shared_act",
+    ),
+    "moe_act": ("moe_act",),
+    "shared_experts": ("shared_fc1", "shared_act"),
+    "routed_experts": ("expert_fc1", "moe_act"),
+    "layernorm": ("attn_norm", "mlp_norm"),
+    "mla_up_proj": ("mla_up",),
+}
+"""Module of recompute_modules -> what runs again in the backward."""
+
+
+def _repeated(times: Times) -> Times:
+    """The forward again, in the backward: its communication counts where it belongs."""
+
+    def again(phases: Phases) -> Phases:
+        return Phases(0.0, phases.forward)
+
+    return Times(
+        recompute=again(times.compute),
+        tp=again(times.tp),
+        cp=again(times.cp),
+        ep=again(times.ep),
+    )
+
+
+def _reached(experts: int, topk: int, parts: int) -> float:
+    """The chance that a token goes to one of `parts` equal sets of experts."""
+    others = experts - experts // parts
+    return 1 - comb(others, topk) / comb(experts, topk) if others >= topk else 1.0

@@ -1,0 +1,332 @@
+"""How long a training step takes: the pipeline program of its stages' times, and what surrounds it.
+
+The program is run event by event with the times of `plan.layer`; before it lies the gathering of
+parameters, after it the reduction of gradients and the optimizer, each as far as it is not hidden.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import exp, log, prod, sqrt
+
+from fivefold.check import Layout
+from fivefold.model.shape import StageParts, training_flops
+from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.sharding import with_sharding_actions
+from fivefold.pipeline.simulate import Simulation, simulate
+from fivefold.plan.cluster import Cluster
+from fivefold.plan.communication import Span, all_reduce, gather, send, span
+from fivefold.plan.compute import Phases, elementwise, overlapped
+from fivefold.plan.layer import LayerTimes, Software, Times
+from fivefold.plan.timetable import makespan
+from fivefold.state import engine_policy, stage_blocks
+
+# Half-widths of the 80 % interval, as logarithms: 80 % of the complete published rows of a kind
+# lie within them (benchmarks/fit_planner.py).
+_INTERVAL = {"dense": 0.10, "narrow": 0.16, "experts": 0.25}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the step's time and what it is."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the planner expects of a layout.
+
+    Attributes:
+        layout: of which.
+        cluster: on what.
+        software: run by what.
+        costs: of the pipeline program's acts, in seconds.
+        step_time: seconds of a step.
+        low: and `high`: the step takes between them with a probability of 80 %.
+        parts: the waterfall: seconds that add up to step_time.
+        model_flops: of a step, forward and backward: causal attention counts half, nothing is
+            added for recomputation (`model.shape`).
+        notes: in what the layout lies outside of what the planner was fitted on.
+    """
+
+    layout: Layout
+    cluster: Cluster
+    software: Software
+    costs: Costs
+    step_time: float
+    low: float
+    high: float
+    parts: tuple[Part, ...]
+    model_flops: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Of the global batch, over the step and all GPUs."""
+        training = self.layout.config.training
+        tokens = training.global_batch_size * training.seq_length
+        return tokens / self.step_time / self.layout.grid.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the GPUs could do at the peak of the precision they multiply in."""
+        peak = self.cluster.gpu.peak.of(precision_of(self.layout))
+        return self.model_flops / (self.step_time * self.layout.grid.world_size * peak)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The whole program, event by event."""
+        program = self.layout.compute_program()
+        if _eager(self.layout, self.software):
+            program = eager_dx(program)
+        return simulate(with_sharding_actions(lower(program, self.costs)), self.costs)
+
+
+def precision_of(layout: Layout) -> str:
+    """In which most multiplications run."""
+    training = layout.config.training
+    return "fp4" if training.fp4_format else "fp8" if training.fp8_format else training.precision
+
+
+def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:
+    """The time of a step.
+
+    Args:
+        layout: checked, if only with `planned=True`.
+        cluster: with as many GPUs as the layout has ranks, or more.
+        software: that runs it; None: Fivefold.
+    """
+    return _Predictor(layout, cluster, software or Software()).prediction()
+
+
+def stage_costs(
+    layout: Layout, cluster: Cluster, software: Software | None = None
+) -> tuple[Costs, tuple[Times, ...]]:
+    """The costs of the pipeline program's acts, and the times of each stage by cause."""
+    predictor = _Predictor(layout, cluster, software or Software())
+    return predictor.costs, predictor.stages
+
+
+def _eager(layout: Layout, software: Software) -> bool:
+    return layout.defers_weights if software.eager_dx is None else software.eager_dx
+
+
+class _Predictor:
+    """The pieces of one prediction."""
+
+    def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
+        self.layout, self.cluster, self.software = layout, cluster, software
+        self.grid, self.parallel = layout.grid, layout.config.parallel
+        self.times = LayerTimes(layout, cluster, software)
+        self.policy = engine_policy(self.parallel, layout.config.training.precision)
+        known: dict[StageKind, Times] = {}
+        stages = []
+        for spec in layout.split.stages:
+            kind = self._kind(spec)
+            if kind not in known:
+                known[kind] = self._stage(kind, spec)
+            stages.append(known[kind])
+        self.stages = tuple(stages)
+
+    def _kind(self, spec: StageParts) -> "StageKind":
+        """Stages of a kind take the same time."""
+        memory = self.layout.config.memory
+        model = self.layout.config.model
+        full = memory.recompute_granularity == "full"
+        some = memory.recompute_num_layers if memory.recompute_method == "block" else 1 << 30
+        layers: dict[tuple[bool, bool], int] = {}
+        for place, layer in enumerate(spec.layers):
+            key = (model.is_moe(layer), full and place < some)
+            layers[key] = layers.get(key, 0) + 1
+        return StageKind(spec.embedding, spec.head, spec.mtp, tuple(sorted(layers.items())))
+
+    def _stage(self, kind: "StageKind", spec: StageParts) -> Times:
+        total = Times()
+        for (is_moe, recomputed), count in kind.layers:
+            total = total + self.times.layer(is_moe, recomputed) * count
+        model = self.layout.config.model
+        if kind.mtp:
+            total = total + self.times.layer(model.is_moe(model.num_layers), False) * kind.mtp
+        if kind.embedding:
+            total = total + self.times.embedding()
+        if kind.head:
+            total = total + self.times.head()
+        return total + Times(dp=self._sharded(total, spec))
+
+    def _data_groups(self) -> tuple[Span, Span, Span]:
+        """Shards of dense parameters, their replicas, and shards of experts."""
+        grid, cluster = self.grid, self.cluster
+        shard = span(cluster, grid.dp_shard * grid.cp, grid.tp)
+        replica = span(cluster, grid.dp_replicate, grid.tp * grid.cp * grid.dp_shard)
+        expert = span(cluster, grid.edp, grid.ep * grid.etp)
+        return shard, replica, expert
+
+    def _moves(self, spec: StageParts) -> tuple[float, float]:
+        """Seconds to gather a stage's parameters once, and to reduce its gradients once."""
+        shard, replica, expert = self._data_groups()
+        dense = experts = 0
+        for block in stage_blocks(self.layout, spec):
+            dense += block.count * sum(map(prod, block.dense))
+            experts += block.count * sum(map(prod, block.experts))
+        wire = 2 if self.parallel.grad_reduce_in_bf16 else 4
+        cluster = self.cluster
+        if self.parallel.data_parallel_sharding_strategy == "no_shard":
+            together = all_reduce(cluster, shard, dense * wire)
+            return 0.0, together + all_reduce(cluster, expert, experts * wire)
+        gathered = gather(cluster, shard, dense * 2) + gather(cluster, expert, experts * 2)
+        reduced = gather(cluster, shard, dense * wire) + gather(cluster, expert, experts * wire)
+        reduced += all_reduce(cluster, replica, dense * wire / shard.size)
+        return gathered, reduced
+
+    def _sharded(self, times: Times, spec: StageParts) -> Phases:
+        """What gathering and reducing in every microbatch leave exposed (ZeRO-2 and ZeRO-3)."""
+        strategy = self.parallel.data_parallel_sharding_strategy
+        if strategy not in ("optim_grads", "optim_grads_params"):
+            return Phases()
+        gathered, reduced = self._moves(spec)
+        work = times.total
+        gpu = self.cluster.gpu
+        if strategy == "optim_grads":
+            return Phases(0.0, overlapped(gpu, work.dx + work.dw, reduced))
+        forward = overlapped(gpu, work.forward, gathered)
+        return Phases(forward, overlapped(gpu, work.dx + work.dw, gathered + reduced))
+
+    @cached_property
+    def hop(self) -> float:
+        """Seconds of a message to the next pipeline rank."""
+        if self.grid.pp == 1:
+            return 0.0
+        size = self.times.hidden_bytes / self.times.parts
+        return send(self.cluster, self.grid.ranks_per_stage, size)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of the program's acts; a recomputation is part of its backward."""
+        totals = [stage.total for stage in self.stages]
+        smallest = 1e-9  # of an empty stage
+        return Costs(
+            tuple(max(t.forward, smallest) for t in totals),
+            tuple(max(t.dx, smallest) for t in totals),
+            tuple(t.dw for t in totals),
+            self.hop,
+        )
+
+    def _makespan(self, costs: Costs) -> float:
+        layout = self.layout
+        return makespan(
+            layout.schedule,
+            layout.split.placement,
+            layout.num_microbatches,
+            costs,
+            self.parallel.microbatch_group_size_per_virtual_pipeline_stage,
+            _eager(layout, self.software),
+        )
+
+    def _around(self) -> float:
+        """What gathering and reducing once a step leave exposed (no sharding, ZeRO-1)."""
+        strategy = self.parallel.data_parallel_sharding_strategy
+        if strategy == "optim_grads_params":
+            return 0.0
+        worst = 0.0
+        for rank in range(self.grid.pp):
+            own = self.layout.split.stages_of(rank)
+            moves = [self._moves(self.layout.split.stages[s]) for s in own]
+            gathered, reduced = (sum(column) for column in zip(*moves, strict=True))
+            if strategy == "optim_grads":
+                reduced = 0.0
+            total = sum((self.stages[s].total for s in own), Phases())
+            layers = sum(len(self.layout.split.stages[s].layers) for s in own) or 1
+            worst = max(
+                worst,
+                self._exposed(gathered, total.forward, layers, self.parallel.overlap_param_gather)
+                + self._exposed(
+                    reduced, total.dx + total.dw, layers, self.parallel.overlap_grad_reduce
+                ),
+            )
+        return worst
+
+    def _exposed(self, move: float, work: float, pieces: int, overlaps: bool) -> float:
+        """Of a transfer in pieces beside one pass over the layers: the first or last is alone."""
+        if not overlaps:
+            return move
+        alone = move / pieces
+        return alone + overlapped(self.cluster.gpu, work, move - alone)
+
+    def _optimizer(self) -> float:
+        """AdamW on a rank's shard: gradient, master and moments read, all but the gradient and the
+        copy in the compute type written; before it, the gradients' norm."""
+        shard, _, expert = self._data_groups()
+        sharded = self.policy.splits_optimizer
+        worst = 0.0
+        for rank in range(self.grid.pp):
+            dense = experts = 0
+            for stage in self.layout.split.stages_of(rank):
+                for block in stage_blocks(self.layout, self.layout.split.stages[stage]):
+                    dense += block.count * sum(map(prod, block.dense))
+                    experts += block.count * sum(map(prod, block.experts))
+            own = dense / shard.size + experts / expert.size if sharded else dense + experts
+            worst = max(worst, own)
+        memory = self.layout.config.memory
+        moved = 0.0
+        if memory.optimizer_cpu_offload:
+            moved = worst * memory.optimizer_offload_fraction * 6 / self.cluster.host_bandwidth
+        return elementwise(self.cluster.gpu, worst * 34.0, 20) + moved
+
+    def prediction(self) -> Prediction:
+        layout, grid = self.layout, self.grid
+        training = layout.config.training
+        count = layout.num_microbatches
+        whole = self._makespan(self.costs)
+        still = whole
+        if self.hop:
+            c = self.costs
+            still = self._makespan(Costs(c.f, c.b, c.w, 0.0))
+        each = sum(self.stages, Times()) * (count / grid.pp)
+        busy = each.total.total
+        flops = training_flops(layout.config.model, training.seq_length).total
+        flops *= training.global_batch_size * training.seq_length
+        peak = self.cluster.gpu.peak.of(precision_of(layout))
+        ideal = flops / grid.world_size / peak
+        around, optimizer = self._around(), self._optimizer()
+        jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
+        parts = (
+            Part("ideal", ideal),
+            Part("kernel efficiency", each.compute.total - ideal),
+            Part("recompute", each.recompute.total),
+            Part("bubble", still - busy),
+            Part("TP communication", each.tp.total),
+            Part("CP communication", each.cp.total),
+            Part("EP communication", each.ep.total),
+            Part("PP communication", whole - still),
+            Part("DP communication", each.dp.total + around),
+            Part("optimizer", optimizer),
+            Part("jitter", jitter),
+        )
+        step = sum(part.seconds for part in parts)
+        kind = "experts" if layout.config.model.num_experts else "dense"
+        width = _INTERVAL[
+            "narrow" if kind == "dense" and precision_of(layout) in ("fp8", "fp4") else kind
+        ]
+        return Prediction(
+            layout,
+            self.cluster,
+            self.software,
+            self.costs,
+            step,
+            step * exp(-width),
+            step * exp(width),
+            parts,
+            flops,
+        )
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """What decides how long a stage takes: its ends, and its layers by (experts, recomputed)."""
+
+    embedding: bool
+    head: bool
+    mtp: int
+    layers: tuple[tuple[tuple[bool, bool], int], ...]
