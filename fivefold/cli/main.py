@@ -18,6 +18,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
     {
         "train": "train a model on any layout, from four processes on a laptop to a cluster",
         "verify": "prove that a layout computes what one device computes",
+        "schedule": "draw and time a pipeline schedule, or compare all of them",
         "sample": "continue a prompt with a trained model",
         "data": "tokenise a recipe's corpus and count it",
         "doctor": "say what this machine can do",

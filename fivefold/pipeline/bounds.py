@@ -1,9 +1,11 @@
 """How fast any program with a global end of step can be at best (flush makespan)."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
-from fivefold.pipeline.ir import stages_on
+from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.ir import COMPUTE, Program, stages_on
 from fivefold.pipeline.list_scheduler import Problem
 
 
@@ -35,6 +37,24 @@ def lower_bounds(problem: Problem) -> Bounds:
     paths = Paths(problem)
     each = [_of_rank(problem, paths, rank) for rank in range(problem.num_ranks)]
     return Bounds(*(max(values) for values in zip(*each, strict=True)))
+
+
+def work_bound(program: Program, costs: Costs) -> float:
+    """Of all programs with the same stages, copies, slices and pairs: head and work of a rank.
+
+    Holds also where `lower_bounds` does not: for two copies of the model, and for slices.
+    """
+    head = [0.0] * program.num_stages
+    for path in {program.path(mb) for mb in range(program.num_microbatches)}:
+        for before, stage in pairwise(path):
+            hop = costs.hop if program.placement[before] != program.placement[stage] else 0.0
+            head[stage] = head[before] + costs.f[before] / program.num_slices + hop
+    parts, slices = program.num_weight_parts, program.num_slices
+    return max(
+        min(head[stage] for stage in program.stages_of(rank))
+        + sum(costs.of(act, parts, slices) for act in acts if act.kind in COMPUTE)
+        for rank, acts in enumerate(program.ranks)
+    )
 
 
 class Paths:

@@ -1,11 +1,39 @@
 """A program as text: a row a rank, time to the right."""
 
+from collections.abc import Iterator
+from itertools import groupby
+from math import ceil
 from statistics import median_low
-from string import ascii_lowercase
+from typing import NamedTuple
 
+from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.ir import Act, Program
+from fivefold.pipeline.ir import Act, Kind, Program
 from fivefold.pipeline.simulate import Timed, simulate
+
+MAX_PANELS = 6  # of a picture that is broken into pieces; a longer one is shown without names
+_TICK = 12  # characters between the marks of the clock, at least
+
+# Of a 256-colour terminal: background for the first chunk of a rank, and for the others.
+_BACKGROUNDS = {
+    Kind.F: (25, 67),
+    Kind.B: (28, 71),
+    Kind.BW: (28, 71),
+    Kind.W: (130, 172),
+    Kind.FB: (91, 133),
+    Kind.R: (240, 246),
+}
+_INK = 231
+
+
+class _Cell(NamedTuple):
+    """One character of a row, and the act that it shows."""
+
+    char: str
+    act: Act | None
+
+
+_IDLE = _Cell(".", None)
 
 
 def draw(program: Program, costs: Costs | None = None) -> str:
@@ -17,32 +45,12 @@ def draw(program: Program, costs: Costs | None = None) -> str:
     backward two; otherwise the median act takes one cell, and a shorter one may be cut off.
     """
     simulation = simulate(program, costs or Costs.uniform(program.num_stages))
-    times = [timed.end - timed.start for row in simulation.timeline for timed in row]
-    unit = median_low(times) if costs else 1.0 / program.num_slices
-    chunk_of = {
-        stage: chunk
-        for rank in range(program.num_ranks)
-        for chunk, stage in enumerate(program.stages_of(rank))
-    }
-    several = program.num_stages > program.num_ranks
-
-    def label(act: Act) -> str:
-        if act.kids:
-            return "&".join(label(kid) for kid in act.kids)
-        chunk = ascii_lowercase[chunk_of[act.stage] % 26] if several else ""
-        piece = f".{act.slice}" if program.num_slices > 1 else ""
-        return f"{act.kind[0]}{act.mb}{chunk}{piece}"
-
-    labels = [[label(timed.act) for timed in row] for row in simulation.timeline]
-    cells = max(
-        (1 + len(text)) / max(timed.end - timed.start, unit)
-        for row, texts in zip(simulation.timeline, labels, strict=True)
-        for timed, text in zip(row, texts, strict=True)
-    )
-    margin = len(str(program.num_ranks - 1))
+    chart = Chart("", program, simulation)
+    labels = _labels(chart, colours=False)
+    scale = _scale(chart, labels, None if costs else 1.0 / program.num_slices)
     lines = [
-        f"rank {rank:>{margin}} " + _row(row, texts, cells)
-        for rank, (row, texts) in enumerate(zip(simulation.timeline, labels, strict=True))
+        name + "".join(cell.char for cell in _row(row, texts, scale))
+        for name, row, texts in zip(_names(program), simulation.timeline, labels, strict=True)
     ]
     peaks = " ".join(f"{peak:g}" for peak in simulation.peaks)
     lines.append(
@@ -52,10 +60,113 @@ def draw(program: Program, costs: Costs | None = None) -> str:
     return "\n".join(lines)
 
 
-def _row(row: tuple[Timed, ...], labels: list[str], cells: float) -> str:
-    """The acts of one rank; `cells` is characters per unit of time."""
-    text = ""
+def picture(chart: Chart, width: int, *, colours: bool) -> list[str]:
+    """The lines of a picture no wider than `width` characters, with a clock.
+
+    What is too long is broken into panels, one below the other; what would need more than
+    `MAX_PANELS` of them is shown in one, where each character is the kind of the act that runs at
+    that time. With colours the kind is the background, and labels need not name it.
+    """
+    labels = _labels(chart, colours)
+    timeline, makespan = chart.simulation.timeline, chart.simulation.makespan
+    names = _names(chart.program)
+    room = max(width - len(names[0]), 2 * _TICK)
+    scale = _scale(chart, labels, None)
+    if makespan * scale > MAX_PANELS * room:
+        scale = room / makespan
+        rows = [_sampled(row, scale, room) for row in timeline]
+    else:
+        rows = [_row(row, texts, scale) for row, texts in zip(timeline, labels, strict=True)]
+    length = ceil(makespan * scale - 1e-9)
+    rows = [row + [_IDLE] * (length - len(row)) for row in rows]
+    lines: list[str] = []
+    for start in range(0, length, room):
+        if start:
+            lines.append("")
+        clock = _clock(start, min(room, length - start), scale)
+        lines.append(f"{'time':<{len(names[0])}}{clock}{chart.unit}".rstrip())
+        lines += [
+            name + _painted(row[start : start + room], chart, colours)
+            for name, row in zip(names, rows, strict=True)
+        ]
+    return lines
+
+
+def _names(program: Program) -> list[str]:
+    margin = len(str(program.num_ranks - 1))
+    return [f"rank {rank:>{margin}} " for rank in range(program.num_ranks)]
+
+
+def _labels(chart: Chart, colours: bool) -> list[list[str]]:
+    def text(act: Act) -> str:
+        return "&".join(map(chart.place, act.elementary)) if colours else chart.label(act)
+
+    return [[text(timed.act) for timed in row] for row in chart.simulation.timeline]
+
+
+def _scale(chart: Chart, labels: list[list[str]], unit: float | None) -> float:
+    """Characters per unit of time, so that labels fit into all acts at least as long as `unit`."""
+    timeline = chart.simulation.timeline
+    if unit is None:
+        unit = median_low(timed.end - timed.start for row in timeline for timed in row)
+    return max(
+        (1 + len(text)) / max(timed.end - timed.start, unit)
+        for row, texts in zip(timeline, labels, strict=True)
+        for timed, text in zip(row, texts, strict=True)
+    )
+
+
+def _row(row: tuple[Timed, ...], labels: list[str], scale: float) -> list[_Cell]:
+    """The acts of one rank up to its last; `scale` is characters per unit of time."""
+    cells: list[_Cell] = []
     for timed, label in zip(row, labels, strict=True):
-        start, end = round(timed.start * cells), round(timed.end * cells)
-        text = text.ljust(start, ".")[:start] + label.ljust(end - start, "-")[: end - start]
+        start, end = round(timed.start * scale), round(timed.end * scale)
+        cells = (cells + [_IDLE] * (start - len(cells)))[:start]
+        cells += [_Cell(char, timed.act) for char in label.ljust(end - start, "-")[: end - start]]
+    return cells
+
+
+def _sampled(row: tuple[Timed, ...], scale: float, length: int) -> list[_Cell]:
+    """What one rank does at the middle of each character's time."""
+    cells, acts = [], iter(row)
+    timed = next(acts, None)
+    for column in range(length):
+        time = (column + 0.5) / scale
+        while timed and timed.end <= time:
+            timed = next(acts, None)
+        running = timed and timed.start <= time
+        cells.append(_Cell(timed.act.kind[0], timed.act) if timed and running else _IDLE)
+    return cells
+
+
+def _clock(start: int, length: int, scale: float) -> str:
+    """Round times at their columns, from column `start` of the picture."""
+    step = next(
+        base * 10.0**power
+        for power in range(-9, 99)
+        for base in (1, 2, 5)
+        if base * 10.0**power * scale >= _TICK
+    )
+    text = ""
+    mark = ceil(start / scale / step - 1e-9)
+    while (column := round(mark * step * scale) - start) < length:
+        text = text.ljust(column) + f"{mark * step:g}"
+        mark += 1
     return text
+
+
+def _painted(cells: list[_Cell], chart: Chart, colours: bool) -> str:
+    if not colours:
+        return "".join(cell.char for cell in cells)
+    return "".join(_runs(cells, chart))
+
+
+def _runs(cells: list[_Cell], chart: Chart) -> Iterator[str]:
+    """Pieces of a row, each act on its colour."""
+    for act, group in groupby(cells, key=lambda cell: cell.act):
+        text = "".join(cell.char for cell in group)
+        if act is None:
+            yield f"\033[2m{text}\033[0m"
+        else:
+            shade = _BACKGROUNDS[act.kind][min(chart.chunk(act), 1)]
+            yield f"\033[48;5;{shade};38;5;{_INK}m{text.replace('-', ' ')}\033[0m"

@@ -101,6 +101,9 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
     """
     fixed = dict(_fixed(problem))
     found = [(run.makespan, name, run) for name, run in fixed.items()]
+    bounds = lower_bounds(problem)
+    if min(found, default=(inf,))[0] <= bounds.best * (1 + 1e-9):
+        effort = 0  # nothing can be better
     few = _search_size(problem, effort)
     search = _Search(replace(problem, num_microbatches=few), effort, Random(seed))
     kitchen = _Kitchen(problem, fixed)
@@ -112,7 +115,7 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
             found.append((run.makespan, str(recipe), run))
     makespan, name, run = min(found, key=lambda entry: entry[0])
     makespans = {name: run.makespan for name, run in fixed.items()}
-    return Synthesis(run.program(), name, makespan, lower_bounds(problem), makespans)
+    return Synthesis(run.program(), name, makespan, bounds, makespans)
 
 
 def _search_size(problem: Problem, effort: int) -> int:

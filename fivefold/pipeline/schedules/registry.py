@@ -50,12 +50,14 @@ class Schedule:
     Attributes:
         generate: makes the compute acts of every rank; raises ConfigError where the task lies
             outside what the schedule can do.
+        about: what it is, in a line.
         shape: of the placements it takes.
         num_copies: of the model that it keeps; the second lies on the ranks in reverse.
         slices: whether it can cut sequences.
     """
 
     generate: Callable[[Task], Orders]
+    about: str
     shape: Shape
     num_copies: int = 1
     slices: bool = False
@@ -63,21 +65,55 @@ class Schedule:
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
-        "gpipe": Schedule(gpipe, Shape.ANY),
-        "looped_bfs": Schedule(gpipe, Shape.LOOP),
-        "1f1b": Schedule(one_f_one_b, Shape.LINE),
-        "eager_1f1b": Schedule(eager_one_f_one_b, Shape.LINE),
-        "sliced_1f1b": Schedule(sliced_1f1b, Shape.LINE, slices=True),
-        "interleaved_1f1b": Schedule(interleaved_1f1b, Shape.LOOP),
-        "combined_1f1b": Schedule(combined_1f1b, Shape.LOOP),
-        "zb_h1": Schedule(zb_h1, Shape.LINE),
-        "zb_h2": Schedule(zb_h2, Shape.LINE),
-        "interleaved_zb": Schedule(interleaved_zb, Shape.LOOP),
-        "zb_v": Schedule(zb_v, Shape.V),
-        "v_half": Schedule(v_half, Shape.V),
-        "v_min": Schedule(v_min, Shape.V),
-        "dualpipe": Schedule(dualpipe, Shape.LINE, num_copies=2),
-        "dualpipe_v": Schedule(dualpipe_v, Shape.V),
+        "gpipe": Schedule(
+            gpipe, "all forwards, then all backwards: holds every microbatch", Shape.ANY
+        ),
+        "looped_bfs": Schedule(
+            gpipe, "gpipe over several stages a rank, breadth first", Shape.LOOP
+        ),
+        "1f1b": Schedule(
+            one_f_one_b,
+            "one forward, one backward: the usual one, any number of microbatches",
+            Shape.LINE,
+        ),
+        "eager_1f1b": Schedule(
+            eager_one_f_one_b, "1f1b with twice the warm-up, which hides slow messages", Shape.LINE
+        ),
+        "sliced_1f1b": Schedule(
+            sliced_1f1b,
+            "1f1b over slices of each sequence: a shorter fill",
+            Shape.LINE,
+            slices=True,
+        ),
+        "interleaved_1f1b": Schedule(
+            interleaved_1f1b,
+            "1f1b over several stages a rank: a smaller bubble, more memory",
+            Shape.LOOP,
+        ),
+        "combined_1f1b": Schedule(
+            combined_1f1b,
+            "interleaved, a forward and a backward run as one (expert parallelism)",
+            Shape.LOOP,
+        ),
+        "zb_h1": Schedule(zb_h1, "dW fills the bubble, at the memory of 1f1b", Shape.LINE),
+        "zb_h2": Schedule(
+            zb_h2, "no bubble in the span of a rank, at twice the memory", Shape.LINE
+        ),
+        "interleaved_zb": Schedule(interleaved_zb, "zb_h1 over several stages a rank", Shape.LOOP),
+        "zb_v": Schedule(
+            zb_v, "two stages a rank in a V: a smaller bubble at the memory of 1f1b", Shape.V
+        ),
+        "v_half": Schedule(v_half, "a V at half the memory of 1f1b", Shape.V),
+        "v_min": Schedule(v_min, "a V at a third of the memory of 1f1b", Shape.V),
+        "dualpipe": Schedule(
+            dualpipe,
+            "two copies of the model, microbatches from both ends",
+            Shape.LINE,
+            num_copies=2,
+        ),
+        "dualpipe_v": Schedule(
+            dualpipe_v, "dualpipe's order in a V, with one copy of the model", Shape.V
+        ),
     }
 )
 

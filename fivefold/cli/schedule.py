@@ -1,0 +1,199 @@
+"""`fivefold schedule`: draw and time a pipeline."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from textwrap import fill
+
+from fivefold.cli.style import paint, shows_styles
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load_options
+from fivefold.derived import as_table
+from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
+from fivefold.files import write_atomic
+from fivefold.pipeline.draw import picture
+from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv, to_trace
+from fivefold.pipeline.figures import comparison, comparison_json, figures, listing, report
+from fivefold.pipeline.ir import Program
+from fivefold.pipeline.schedules.registry import SCHEDULES
+from fivefold.pipeline.study import AUTO, Result, Study, compare, run_schedule, timed
+
+PLAIN_WIDTH = 120  # of a picture that no terminal shows
+_MORE = (
+    "     fivefold schedule zb_v --stages 8 --microbatches 24 --html zb_v.html",
+    "     fivefold schedule --compare --stages 8 --microbatches 24 --costs 1,1.2,0.8 --latency 0.1",
+)
+_ROW = "a row is a rank, time runs to the right; - goes on, . is idle"
+_COLUMNS = (
+    "V: stages a rank. makespan: first start to last end; * is the best. dX first: makespan where",
+    "each dX leaves before dW is computed, as in training. bubble: idle share. span: the longest",
+    "of one rank. held: microbatches in flight on a rank at most. bound: no schedule is faster.",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Draw and time a pipeline schedule, or compare all of them.
+
+    Times are in any unit: those of a whole rank for one microbatch, so that schedules with one
+    and with several stages a rank do the same work.
+    """
+
+    name: str | None = argument(
+        "a schedule, auto (search for the best), or a .csv file; none: list the schedules", None
+    )
+    stages: int = option(4, "pipeline ranks (P); each holds a stage, or --chunks of them")
+    microbatches: int = option(8, "microbatches of a step (M)")
+    chunks: int | None = option(None, "stages that a rank holds (default: what the schedule needs)")
+    costs: str = option("1,1,1", "times F,B,W of a rank: forward, dX and dW of a microbatch")
+    latency: float = option(0.0, "time of a message from one rank to the next")
+    memory_cap: float | None = option(
+        None, "microbatches a rank may hold for backward; one stage of V counts 1/V"
+    )
+    slices: int = option(1, "causal slices of each sequence (sliced_1f1b)")
+    dx_first: bool = option(
+        False, "send each dX before dW is computed, as training does, where a backward is in one"
+    )
+    compare: bool = option(False, "a table of all schedules on the same pipeline")
+    json: bool = option(False, "print figures as JSON")
+    width: int | None = option(None, "characters of the picture (default: the terminal's)")
+    csv: str | None = option(None, "write every act and its times to this file")
+    torch_csv: str | None = option(
+        None, "write the schedule as torch.distributed.pipelining reads it"
+    )
+    trace: str | None = option(None, "write a trace for chrome://tracing or Perfetto")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; `argv` is what follows it."""
+    options = load_options(argv, Options)
+    study = _study(options)
+    if options.compare:
+        results = list(compare(study))
+        if options.json:
+            print(json.dumps(comparison_json(results), indent=2))
+        else:
+            print("\n".join([*_heading(study), "", *comparison(results), "", *_COLUMNS]))
+        return 0
+    if options.name is None:
+        print("\n".join([*listing(), "", "try: fivefold schedule 1f1b", *_MORE]))
+        return 0
+    result = _result(options, study)
+    _write(options, result)
+    if options.json:
+        print(json.dumps(figures(result), indent=2))
+    else:
+        print("\n".join(_shown(options, study, result)))
+    return 0
+
+
+def _study(options: Options) -> Study:
+    """What is asked for, checked."""
+    mistakes = Mistakes()
+    for flag, value in (
+        ("--stages", options.stages),
+        ("--microbatches", options.microbatches),
+        ("--chunks", options.chunks),
+        ("--slices", options.slices),
+        ("--width", options.width),
+    ):
+        if value is not None and value < 1:
+            mistakes.add(f"{flag} must be at least 1, not {value}")
+    if options.latency < 0:
+        mistakes.add(f"--latency must be 0 or more, not {options.latency:g}")
+    if options.memory_cap is not None and options.memory_cap <= 0:
+        mistakes.add(f"--memory-cap must be positive, not {options.memory_cap:g}")
+    times = (1.0, 1.0, 1.0)
+    try:
+        forward, dx, dw = (float(text) for text in options.costs.split(","))
+        times = (forward, dx, dw)
+        if not (0 < forward < inf and 0 < dx < inf and 0 <= dw < inf):
+            raise ValueError
+    except ValueError:
+        mistakes.add(
+            f"--costs must be three times F,B,W, not {options.costs!r}",
+            "forward and dX are positive, dW may be 0",
+            works=("1,1,1", "18.5,18.1,9.3"),
+        )
+    mistakes.raise_if_any()
+    return Study(
+        options.stages,
+        options.microbatches,
+        times,
+        options.latency,
+        inf if options.memory_cap is None else options.memory_cap,
+        options.chunks,
+        options.slices,
+    )
+
+
+def _result(options: Options, study: Study) -> Result:
+    assert options.name is not None
+    path = Path(options.name)
+    if path.suffix == ".csv" or path.is_file():
+        program = read_csv(path)
+        return timed(_resized(study, program), program, path.name, dx_first=options.dx_first)
+    name = options.name.lower().replace("-", "_")
+    if name not in (*SCHEDULES, AUTO):
+        close = did_you_mean(name, (*SCHEDULES, AUTO))
+        raise ConfigError(
+            Mistake(
+                f"unknown schedule {options.name!r}{close}",
+                works=(*SCHEDULES, AUTO, "the path of a .csv file"),
+            )
+        )
+    return run_schedule(study, name, dx_first=options.dx_first)
+
+
+def _resized(study: Study, program: Program) -> Study:
+    """The study with the ranks, stages and microbatches that a file says."""
+    return replace(
+        study,
+        num_ranks=program.num_ranks,
+        num_microbatches=program.num_microbatches,
+        num_chunks=None,
+    )
+
+
+def _write(options: Options, result: Result) -> None:
+    chart = result.chart
+    for name, text in (
+        (options.csv, lambda: to_csv(chart)),
+        (options.torch_csv, lambda: to_torch_csv(chart.program)),
+        (options.trace, lambda: to_trace([chart])),
+    ):
+        if name is not None:
+            try:
+                write_atomic(name, text())
+            except OSError as error:
+                raise ConfigError(f"cannot write {name}: {error.strerror}") from error
+            print(f"wrote {name}", file=sys.stderr)
+
+
+def _shown(options: Options, study: Study, result: Result) -> Iterator[str]:
+    chart = result.chart
+    terminal = sys.stdout.isatty()
+    columns = shutil.get_terminal_size().columns if terminal else PLAIN_WIDTH
+    width = options.width or columns
+    yield paint(chart.title, "bold", sys.stdout)
+    yield from _heading(_resized(study, chart.program))
+    yield ""
+    yield from picture(chart, width, colours=shows_styles(sys.stdout))
+    yield ""
+    yield from (fill(part, width) for part in (chart.legend, _ROW))
+    yield ""
+    yield as_table(report(result))
+
+
+def _heading(study: Study) -> Iterator[str]:
+    forward, dx, dw = study.times
+    cap = "" if study.cap == inf else f", at most {study.cap:g} held"
+    yield (
+        f"{study.num_ranks} ranks, {study.num_microbatches} microbatches, a rank's F {forward:g} "
+        f"B {dx:g} W {dw:g}, latency {study.hop:g}{cap}"
+    )

@@ -1,0 +1,99 @@
+"""What every picture of a pipeline shows: a program, when its acts ran, and what it held."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from string import ascii_lowercase
+
+from fivefold.pipeline.costs import ONE_EACH, Footprint
+from fivefold.pipeline.ir import Act, Kind, Program
+from fivefold.pipeline.simulate import Simulation, memory_curve, peak_in_flight
+
+MEANINGS = {
+    Kind.F: "forward",
+    Kind.B: "backward to the input (dX)",
+    Kind.W: "backward to the weights (dW)",
+    Kind.BW: "backward, dX and dW in one",
+    Kind.R: "recomputed forward",
+    Kind.FB: "a forward and a backward, overlapped",
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A program against the clock, simulated or measured.
+
+    Attributes:
+        title: what it is, in a line.
+        program: whose acts are shown.
+        simulation: when they run.
+        footprint: what a microbatch of each stage holds.
+        unit: of time: "s" where it was measured, else nothing.
+    """
+
+    title: str
+    program: Program
+    simulation: Simulation
+    footprint: Footprint = ONE_EACH
+    unit: str = ""
+
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """The most that each rank holds for backward, in the units of the footprint."""
+        return peak_in_flight(self.program, self.footprint)
+
+    @cached_property
+    def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """(time, held) of each rank: what it holds for backward from then on."""
+        return memory_curve(self.program, self.simulation, self.footprint)
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of compute act that occur, in the order of `Kind`."""
+        found = {timed.act.kind for row in self.simulation.timeline for timed in row}
+        return tuple(kind for kind in Kind if kind in found)
+
+    @cached_property
+    def has_chunks(self) -> bool:
+        """Whether a rank holds several stages."""
+        return self.program.num_stages > self.program.num_ranks
+
+    @cached_property
+    def _chunks(self) -> dict[int, int]:
+        return {
+            stage: chunk
+            for rank in range(self.program.num_ranks)
+            for chunk, stage in enumerate(self.program.stages_of(rank))
+        }
+
+    def chunk(self, act: Act) -> int:
+        """Which of its rank's stages an act belongs to, from 0; of a pair, the forward's."""
+        return self._chunks[act.elementary[0].stage]
+
+    def place(self, act: Act) -> str:
+        """The microbatch of an act, its chunk as a letter, and its slice: '3', '3b', '3.1'."""
+        letter = ascii_lowercase[self._chunks[act.stage] % 26] if self.has_chunks else ""
+        piece = f".{act.slice}" if self.program.num_slices > 1 else ""
+        return f"{act.mb}{letter}{piece}"
+
+    def label(self, act: Act) -> str:
+        """The kind and place of an act: 'F3', 'B3b', 'F3a&B1b'."""
+        return "&".join(f"{kid.kind[0]}{self.place(kid)}" for kid in act.elementary)
+
+    @property
+    def legend(self) -> str:
+        """What the labels mean, in a line for those that have never seen one."""
+        words = dict(MEANINGS)
+        if {Kind.B, Kind.BW} <= set(self.kinds):
+            words[Kind.B] = "backward: dX, and dW too unless a W follows"
+            del words[Kind.BW]  # its letter is the same
+        parts = [
+            f"{'F&B' if kind is Kind.FB else kind[0]} {word}"
+            for kind, word in words.items()
+            if kind in self.kinds
+        ]
+        number = "number = microbatch"
+        if self.has_chunks:
+            number += ", a b c = first, second, third stage of the rank"
+        if self.program.num_slices > 1:
+            number += ", .0 .1 = slice of the sequence"
+        return "; ".join([*parts, number])

@@ -1,0 +1,200 @@
+"""Programs as files: a table of acts, the CSV of torch.distributed.pipelining, a Chrome trace.
+
+Our table has one act a line, with its times, and says all that a compute-only program says. Torch's
+has a line a rank, of actions such as 0F0 (forward), 0I0 (dX), 0W0 (dW), 0B0 (both) and
+(0F1;0B0)OVERLAP_F_B; empty cells are steps in which a rank waits.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fivefold.errors import ConfigError, Mistake
+from fivefold.pipeline.chart import Chart
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError
+from fivefold.pipeline.validate import validate
+
+_COLUMNS = ("rank", "kind", "stage", "microbatch", "slice", "part")
+_TIMES = ("start", "end")
+
+_TO_TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_FROM_TORCH = {text: kind for kind, text in _TO_TORCH.items()}
+_TORCH_ACTION = re.compile(r"(\d+)([A-Z_]+?)(\d*)$")
+_TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B$")
+_TORCH_ADDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*$")
+
+
+def to_csv(chart: Chart) -> str:
+    """A table of all compute acts with their times; a pair is `F&B` with `stage` as `0&1`, so too
+    its microbatches.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow((*_COLUMNS, *_TIMES))
+    for rank, row in enumerate(chart.simulation.timeline):
+        for timed in row:
+            kids = timed.act.elementary
+            fields = zip(*((k.kind, k.stage, k.mb, k.slice, k.part) for k in kids), strict=True)
+            cells = ("&".join(map(str, values)) for values in fields)
+            writer.writerow((rank, *cells, f"{timed.start:.9g}", f"{timed.end:.9g}"))
+    return text.getvalue()
+
+
+def to_torch_csv(program: Program) -> str:
+    """The compute-only CSV that torch.distributed.pipelining loads.
+
+    Raises:
+        ConfigError: the program has acts that torch has no word for.
+    """
+
+    def word(act: Act) -> str:
+        if act.kids:
+            return f"({';'.join(map(word, act.kids))})OVERLAP_F_B"
+        if act.kind not in _TO_TORCH or program.num_slices > 1 or program.num_weight_parts > 1:
+            raise ConfigError(
+                f"torch.distributed.pipelining has no word for {act}",
+            )
+        return f"{act.stage}{_TO_TORCH[act.kind]}{act.mb}"
+
+    if program.num_copies > 1:
+        raise ConfigError("torch.distributed.pipelining knows no second copy of a model")
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for acts in program.ranks:
+        writer.writerow(word(act) for act in acts if act.kind in COMPUTE)
+    return text.getvalue()
+
+
+def read_csv(path: Path) -> Program:
+    """The program in a file of either kind, proven valid.
+
+    Raises:
+        ConfigError: the file cannot be read, with the line that is wrong.
+        ProgramError: what it says is no valid program.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    lines = list(csv.reader(text.splitlines()))
+    own = bool(lines) and tuple(lines[0][: len(_COLUMNS)]) == _COLUMNS
+    ranks: dict[int, list[Act]] = {}
+    for number, cells in enumerate(lines[own:], 1 + own):
+        try:
+            if own:
+                ranks.setdefault(int(cells[0]), []).append(_own_act(cells))
+            else:
+                ranks[number - 1] = [act for cell in cells for act in _torch_acts(cell)]
+        except (ValueError, IndexError) as error:
+            works = (",".join(_COLUMNS),) if own else ("0F0", "0I0", "0W0", "0B0")
+            what = f"{path}:{number}: {','.join(cells)[:60]!r} is no line of a schedule"
+            raise ConfigError(Mistake(what, (str(error),), works)) from error
+    try:
+        program = program_of(ranks)
+        validate(program)
+    except ProgramError as error:
+        raise ProgramError(f"{path}: {error}") from error
+    return program
+
+
+def program_of(ranks: Mapping[int, Sequence[Act]], *, forward_only: bool | None = None) -> Program:
+    """A program from the compute acts of its ranks; what it runs on follows from them.
+
+    Raises:
+        ProgramError: a rank without acts, or a stage on two ranks.
+    """
+    if not ranks or set(ranks) != set(range(len(ranks))):
+        raise ProgramError(f"ranks must be 0 to the number of ranks, not {sorted(ranks)}")
+    owner: dict[int, int] = {}
+    path: set[int] = set()  # of the first microbatch
+    last, backward = 0, False
+    for rank, acts in ranks.items():
+        for kid in (kid for act in acts for kid in act.elementary):
+            if owner.setdefault(kid.stage, rank) != rank:
+                raise ProgramError(f"{kid} is on rank {rank}, the stage on {owner[kid.stage]}")
+            last, backward = max(last, kid.mb), backward or kid.kind is not Kind.F
+            if kid.mb == 0:
+                path.add(kid.stage)
+    if set(owner) != set(range(len(owner))):
+        raise ProgramError(f"stages must be 0 to the number of stages, not {sorted(owner)}")
+    return Program(
+        tuple(owner[stage] for stage in range(len(owner))),
+        last + 1,
+        tuple(tuple(ranks[rank]) for rank in range(len(ranks))),
+        forward_only=not backward if forward_only is None else forward_only,
+        num_copies=2 if path and 2 * len(path) == len(owner) else 1,
+    )
+
+
+def to_trace(charts: Sequence[Chart]) -> str:
+    """Chrome's trace format, for chrome://tracing and Perfetto: a process a chart, a thread a rank.
+
+    One unit of time is shown as a millisecond, a measured second as a second.
+    """
+    events = [event for pid, chart in enumerate(charts) for event in _events(pid, chart)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
+
+
+def _events(pid: int, chart: Chart) -> Iterator[dict[str, Any]]:
+    micro = 1e6 if chart.unit else 1e3
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": chart.title}}
+    for rank, row in enumerate(chart.simulation.timeline):
+        place = {"pid": pid, "tid": rank}
+        yield {"ph": "M", **place, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+        for timed in row:
+            yield {
+                "ph": "X",
+                **place,
+                "name": chart.label(timed.act),
+                "cat": str(timed.act.kind),
+                "ts": timed.start * micro,
+                "dur": (timed.end - timed.start) * micro,
+                "args": {"what": str(timed.act)},
+            }
+        for time, held in chart.memory[rank]:
+            name = f"rank {rank} holds"
+            yield {"ph": "C", **place, "name": name, "ts": time * micro, "args": {"held": held}}
+    for gap in chart.simulation.gaps:
+        yield {
+            "ph": "X",
+            "pid": pid,
+            "tid": gap.rank,
+            "name": f"idle: {gap.reason}",
+            "cat": "idle",
+            "cname": "grey",
+            "ts": gap.start * micro,
+            "dur": (gap.end - gap.start) * micro,
+        }
+
+
+def _own_act(cells: Sequence[str]) -> Act:
+    fields = [cell.split("&") for cell in cells[1 : len(_COLUMNS)]]
+    kids = [Act(Kind(kind), *map(int, rest)) for kind, *rest in zip(*fields, strict=True)]
+    return _pair(kids)
+
+
+def _torch_acts(cell: str) -> Iterator[Act]:
+    """The act of a cell: none where it is empty, or a communication that torch has added."""
+    cell = cell.strip()
+    if not cell or _TORCH_ADDED.match(cell):
+        return
+    both = _TORCH_PAIR.match(cell)
+    yield _pair([_torch_act(word) for word in (both.groups() if both else [cell])])
+
+
+def _torch_act(word: str) -> Act:
+    found = _TORCH_ACTION.match(word.strip())
+    if not found or found[2] not in _FROM_TORCH or not found[3]:
+        raise ValueError(f"{word!r} is no action")
+    return Act(_FROM_TORCH[found[2]], int(found[1]), int(found[3]))
+
+
+def _pair(kids: Sequence[Act]) -> Act:
+    if len(kids) == 1:
+        return kids[0]
+    forward, backward = kids
+    return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))

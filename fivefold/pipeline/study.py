@@ -1,0 +1,174 @@
+"""A pipeline on which schedules are tried: ranks, microbatches, times, memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.pipeline.bounds import lower_bounds, work_bound
+from fivefold.pipeline.chart import Chart
+from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.ir import Program, loop_placement, v_placement
+from fivefold.pipeline.list_scheduler import Problem
+from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
+from fivefold.pipeline.simulate import simulate
+from fivefold.pipeline.synthesise import synthesise
+
+AUTO = "auto"
+_EFFORT = 300_000  # acts that `auto` may schedule in search: about a second
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to schedule.
+
+    Attributes:
+        num_ranks: of the pipeline.
+        num_microbatches: of one step.
+        times: F, dX and dW of a rank for one microbatch, shared equally by its stages.
+        hop: from the end of an act to the arrival of what it made on the next rank.
+        cap: microbatches that a rank may hold for backward; a stage of V counts 1/V.
+        num_chunks: stages of a rank; None: what the schedule needs, or two.
+        num_slices: of a sequence.
+        placement: stage -> rank, where a layout gives it; else the schedule's.
+        weights: of each stage of such a layout, in `times`; None: equal shares.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    times: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    hop: float = 0.0
+    cap: float = inf
+    num_chunks: int | None = None
+    num_slices: int = 1
+    placement: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
+
+    def placement_for(self, shape: Shape) -> tuple[int, ...]:
+        """Where the stages lie for a schedule of that shape."""
+        if self.placement:
+            return self.placement
+        ranks, chunks = self.num_ranks, self.num_chunks
+        if shape is Shape.V:
+            return v_placement(ranks, ranks * (chunks or 2))
+        default = 2 if shape is Shape.LOOP else 1
+        return loop_placement(ranks, ranks * (chunks or default))
+
+    def costs(self, placement: tuple[int, ...], copies: int = 1) -> Costs:
+        """Of each stage of a placement; of each copy of the model where there are two."""
+        each = self.num_ranks / len(placement)
+        # An empty stage still hands on what it is given; programs are ordered by positive times.
+        weights = tuple(max(weight, 1e-6) for weight in self.weights or (each,) * len(placement))
+        f, b, w = (tuple(time * weight for weight in weights * copies) for time in self.times)
+        return Costs(f, b, w, self.hop)
+
+    def footprint(self, placement: tuple[int, ...], copies: int = 1) -> Footprint:
+        """A microbatch on all stages of a rank counts 1 on average."""
+        share = self.num_ranks / len(placement)
+        weights = self.weights or (share,) * len(placement)
+        mean = sum(weights) / self.num_ranks
+        return Footprint(tuple(weight / mean for weight in weights) * copies)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A schedule on a study.
+
+    Attributes:
+        name: of the schedule.
+        chart: its program against the clock.
+        costs: of each stage.
+        bound: no program on this placement is faster.
+        dx_first: the makespan where each dX leaves before dW is computed; of a schedule whose
+            backwards are in two halves already, its own.
+    """
+
+    name: str
+    chart: Chart
+    costs: Costs
+    bound: float
+    dx_first: float
+
+    @property
+    def chunks(self) -> int:
+        """Stages a rank, of one copy of the model."""
+        program = self.chart.program
+        return program.num_stages // program.num_copies // program.num_ranks
+
+
+def run_schedule(study: Study, name: str, *, dx_first: bool = False) -> Result:
+    """Schedule a study.
+
+    Args:
+        study: what to schedule.
+        name: a key of `SCHEDULES`, or "auto" for the best that a search finds.
+        dx_first: whether each dX leaves before dW is computed, where a schedule leaves it open.
+
+    Raises:
+        ConfigError: the schedule cannot do it, or holds more than the cap.
+    """
+    if name == AUTO:
+        return _searched(study)
+    placement = study.placement_for(SCHEDULES[name].shape if name in SCHEDULES else Shape.ANY)
+    program = build_program(name, placement, study.num_microbatches, num_slices=study.num_slices)
+    result = timed(study, program, name, dx_first=dx_first)
+    most = max(result.chart.peaks)
+    if most > study.cap * (1 + 1e-9):
+        raise ConfigError(f"{name} holds {most:g} microbatches, the cap is {study.cap:g}")
+    return result
+
+
+def timed(
+    study: Study, program: Program, name: str, *, title: str | None = None, dx_first: bool = False
+) -> Result:
+    """Time any program with the costs of a study."""
+    copies = program.num_copies
+    placement = program.placement[: program.num_stages // copies]
+    costs = study.costs(placement, copies)
+    footprint = study.footprint(placement, copies)
+    eager = eager_dx(program)
+    early = simulate(eager, costs)
+    chosen = eager if dx_first else program
+    simulation = early if dx_first else simulate(program, costs)
+    problem = Problem(placement, program.num_microbatches, costs, study.cap, footprint)
+    if copies > 1 or program.num_slices > 1:
+        bound = work_bound(program, costs)
+    else:
+        bound = lower_bounds(problem).best
+    chart = Chart(title or name, chosen, simulation, footprint)
+    return Result(name, chart, costs, bound, early.makespan)
+
+
+def _searched(study: Study) -> Result:
+    """The best of what is found for a V and for a loop, or for the placement that is given."""
+    shapes = [Shape.LOOP] if study.placement else [Shape.V, Shape.LOOP]
+    if study.num_chunks and study.num_chunks != 2:
+        shapes = [Shape.LOOP]
+    if study.num_slices > 1:
+        raise ConfigError(Mistake("auto does not cut sequences", works=("1 slice", "sliced_1f1b")))
+    found, mistakes = [], Mistakes()
+    for shape in shapes:
+        placement = study.placement_for(shape)
+        with mistakes.collecting():
+            problem = Problem(
+                placement,
+                study.num_microbatches,
+                study.costs(placement),
+                study.cap,
+                study.footprint(placement),
+            )
+            found.append(synthesise(problem, effort=_EFFORT))
+    if not found:
+        mistakes.raise_if_any()
+    best = min(found, key=lambda synthesis: synthesis.makespan)
+    return timed(study, best.program, AUTO, title=f"{AUTO}: {best.name}")
+
+
+def compare(study: Study) -> Iterator[tuple[str, Result | ConfigError]]:
+    """Every schedule on the same study, or why it cannot run."""
+    for name in (*SCHEDULES, AUTO):
+        try:
+            yield name, run_schedule(study, name)
+        except ConfigError as error:
+            yield name, error
