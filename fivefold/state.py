@@ -15,6 +15,7 @@ from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.model.shape import StageParts, WholeModel, is_expert, local_shape, parameter_shapes
+from fivefold.pipeline.schedules.registry import SCHEDULES
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
 
@@ -31,6 +32,7 @@ class StatePolicy:
         splits_copy: copies exist only while their block computes (ZeRO-3).
         splits_gradient: gradients are reduced to their shard in every microbatch (ZeRO-2, 3).
         splits_optimizer: master and moments are sharded (ZeRO-1, 2, 3).
+        arriving: of a gradient while it is on its way to the accumulated ones.
         in_flight: layers whose copies are held at once where they are split: one that computes,
             and those that arrive. The ends of a stage are held as long as it runs.
     """
@@ -42,6 +44,7 @@ class StatePolicy:
     splits_copy: bool = False
     splits_gradient: bool = False
     splits_optimizer: bool = False
+    arriving: float = 0.0
     in_flight: int = 2
 
 
@@ -58,6 +61,7 @@ def engine_policy(parallel: ParallelConfig, precision: str) -> StatePolicy:
         splits_copy=strategy == "optim_grads_params",
         splits_gradient=strategy in ("optim_grads", "optim_grads_params"),
         splits_optimizer=shared,
+        arriving=compute + (master if shared or compute != master else 0),
     )
 
 
@@ -129,11 +133,20 @@ def stage_blocks(layout: Layout, stage: StageParts) -> list[Block]:
 @lru_cache(maxsize=1024)
 def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel) -> Block:
     tp, ep, etp = degrees
-    dense, experts = [], []
+    dense: list[tuple[int, ...]] = []
+    experts: list[tuple[int, ...]] = []
     for name, shape in parameter_shapes(model, parts).items():
         place = experts if is_expert(name) else dense
         place.append(local_shape(model, name, shape, tp=tp, ep=ep, etp=etp))
     return Block(tuple(dense), tuple(experts))
+
+
+def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
+    """The stages that a pipeline rank holds, those of a second copy of the model last."""
+    stages = layout.split.stages_of(pp_rank)
+    if SCHEDULES[layout.schedule].num_copies == 2:
+        stages += layout.split.stages_of(layout.grid.pp - 1 - pp_rank)
+    return stages
 
 
 def num_shards(layout: Layout) -> int:
@@ -169,7 +182,7 @@ def model_state(
     policy = policy or engine_policy(config.parallel, config.training.precision)
     shards, expert_shards = num_shards(layout), num_expert_shards(layout)
     whole = gathered = own = 0
-    for index in layout.split.stages_of(pp_rank):
+    for index in stages_held(layout, pp_rank):
         ends, *layers = stage_blocks(layout, layout.split.stages[index])
         for block in (ends, *layers):
             whole += block.count * block.size
