@@ -1,7 +1,9 @@
 """Which layers have experts: Megatron-LM's moe_layer_freq, read without evaluating it."""
 
 import ast
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 
 from fivefold.errors import ConfigError, Mistake
 
@@ -34,6 +36,18 @@ def expert_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
     if set(value) - {0, 1}:
         raise _wrong(freq, f"moe_layer_freq {freq!r} has entries other than 0 and 1")
     return tuple(map(bool, value))
+
+
+def layer_frequency(has_experts: Sequence[bool]) -> str:
+    """The inverse of `expert_layers`: "1" if all layers have experts, else a sum of runs.
+
+    >>> layer_frequency([False, True, True])
+    '[0]*1+[1]*2'
+    """
+    if all(has_experts):
+        return "1"
+    runs = ((int(experts), len(list(run))) for experts, run in groupby(has_experts))
+    return "+".join(f"[{experts}]*{length}" for experts, length in runs)
 
 
 def _value(node: ast.expr) -> int | list[int]:

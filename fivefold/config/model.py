@@ -55,6 +55,9 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
     attention_dropout: float = option(0.0, "dropout of attention probabilities")
+    window_size: int | None = option(
+        None, "tokens before itself that each token attends to (sliding window); none: all"
+    )
     init_method_std: float = option(0.02, "standard deviation of initial weights")
     make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this")
     num_experts: int | None = option(
@@ -81,6 +84,10 @@ class ModelConfig:
     qk_pos_emb_head_dim: int = option(64, "rotary features of an MLA query or key head")
     v_head_dim: int = option(128, "features of an MLA value head")
     mtp_num_layers: int = option(0, "layers that predict further tokens (multi-token prediction)")
+    unmodelled: tuple[str, ...] = option(
+        (),
+        "what the original has and this description leaves out; to be planned with, not trained",
+    )
 
     @property
     def num_kv_heads(self) -> int:
@@ -177,8 +184,22 @@ _POSITIVE = (
     "rope_low_freq_factor",
     "rope_high_freq_factor",
     "rope_original_max_position_embeddings",
+    "window_size",
     "init_method_std",
     "make_vocab_size_divisible_by",
+)
+_OF_EXPERTS = (
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+)
+_OF_LATENTS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
 )
 _CHOICES = {
     name: get_args(kind)
@@ -204,6 +225,8 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
             mistakes.add(f"{name} must be in [0, 1), not {value}")
     if not not_positive:
         _check_heads(model, mistakes)
+        _check_experts(model, mistakes)
+    _check_latents(model, mistakes)
     if model.use_rope_scaling and model.rope_high_freq_factor <= model.rope_low_freq_factor:
         mistakes.add(
             "rope_high_freq_factor must be larger than rope_low_freq_factor",
@@ -215,7 +238,7 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
 
 def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
     heads, groups, hidden = model.num_attention_heads, model.num_kv_heads, model.hidden_size
-    if model.kv_channels is None and hidden % heads:
+    if model.kv_channels is None and hidden % heads and not model.multi_latent_attention:
         mistakes.add(
             f"hidden_size {hidden} cannot be split over {heads} heads",
             f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole, or set kv_channels)",
@@ -227,8 +250,64 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
             f"{heads} / {groups} = {heads / groups:.2f} (must be whole)",
             works=[f"num_query_groups={n}" for n in _near_divisors(heads, groups)],
         )
-    if model.position_embedding_type == "rope" and model.head_dim % 2:
-        mistakes.add(f"RoPE turns pairs of features, and head size {model.head_dim} is odd")
+    turned = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.head_dim
+    if model.position_embedding_type == "rope" and turned % 2:
+        mistakes.add(f"RoPE turns pairs of features, and head size {turned} is odd")
+
+
+def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
+    if model.num_experts is None:
+        _check_unused(model, _OF_EXPERTS, "--num-experts", mistakes)
+        return
+    if model.moe_router_topk > model.num_experts:
+        mistakes.add(
+            f"moe_router_topk {model.moe_router_topk} exceeds num_experts {model.num_experts}",
+            works=[
+                f"--moe-router-topk {model.num_experts}",
+                f"--num-experts {model.moe_router_topk}",
+            ],
+        )
+    with mistakes.collecting():
+        if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
+            mistakes.add(
+                f"moe_layer_freq {model.moe_layer_freq!r} gives none of the layers experts",
+                works=("--moe-layer-freq 1", "--num-experts none"),
+            )
+
+
+def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
+    if not model.multi_latent_attention:
+        _check_unused(model, _OF_LATENTS, "--multi-latent-attention", mistakes)
+        return
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    if groups not in (None, heads):
+        mistakes.add(
+            f"multi_latent_attention makes keys and values for each of {heads} query heads from "
+            f"latents, and num_query_groups {groups} would share them",
+            works=("--num-query-groups none", "--no-multi-latent-attention"),
+        )
+    if model.kv_channels is not None and {model.qk_head_dim, model.v_head_dim} != {
+        model.kv_channels
+    }:
+        mistakes.add(
+            f"kv_channels {model.kv_channels} has no effect on multi_latent_attention, whose heads "
+            f"have qk_head_dim {model.qk_head_dim} and v_head_dim {model.v_head_dim}",
+            works=("--kv-channels none",),
+        )
+    if model.position_embedding_type != "rope":
+        mistakes.add("multi_latent_attention needs position_embedding_type rope")
+
+
+def _check_unused(
+    model: ModelConfig, names: tuple[str, ...], needs: str, mistakes: Mistakes
+) -> None:
+    """Settings that say something about a part that the model does not have."""
+    for name in names:
+        default, value = getattr(ModelConfig, name), getattr(model, name)
+        if value != default:
+            shown = "none" if default is None else default
+            flag = f"--{name.replace('_', '-')}"
+            mistakes.add(f"{name} = {value} needs {needs}", works=[needs, f"{flag} {shown}"])
 
 
 def _near_divisors(n: int, wanted: int) -> list[int]:

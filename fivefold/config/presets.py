@@ -8,6 +8,14 @@ from fivefold.config.huggingface import from_hf_config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake, did_you_mean
 
+_LLAMA2_7B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=32,
+    ffn_hidden_size=11008,
+    vocab_size=32000,
+)
 _LLAMA3_8B = ModelConfig(
     num_layers=32,
     hidden_size=4096,
@@ -18,6 +26,104 @@ _LLAMA3_8B = ModelConfig(
     max_position_embeddings=131072,
     rotary_base=500000.0,
     use_rope_scaling=True,
+)
+_MIXTRAL_8X7B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    vocab_size=32000,
+    max_position_embeddings=32768,
+    rotary_base=1000000.0,
+    num_experts=8,
+    moe_router_topk=2,
+)
+_QWEN3_8B = ModelConfig(
+    num_layers=36,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    kv_channels=128,
+    ffn_hidden_size=12288,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    norm_epsilon=1e-6,
+    rotary_base=1000000.0,
+    qk_layernorm=True,
+)
+_QWEN3_30B_A3B = replace(
+    _QWEN3_8B,
+    num_layers=48,
+    hidden_size=2048,
+    num_query_groups=4,
+    ffn_hidden_size=6144,
+    num_experts=128,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=768,
+)
+_DEEPSEEK_V2 = ModelConfig(
+    num_layers=60,
+    hidden_size=5120,
+    num_attention_heads=128,
+    ffn_hidden_size=12288,
+    vocab_size=102400,
+    max_position_embeddings=163840,
+    norm_epsilon=1e-6,
+    num_experts=160,
+    moe_router_topk=6,
+    moe_ffn_hidden_size=1536,
+    moe_shared_expert_intermediate_size=2 * 1536,
+    moe_layer_freq="[0]*1+[1]*59",
+    multi_latent_attention=True,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    unmodelled=(
+        "yarn RoPE scaling",
+        "routing within 3 of 8 groups of experts",
+        "router weights that are not normalised",
+        "router weights times 16.0",
+    ),
+)
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V2,
+    num_layers=61,
+    hidden_size=7168,
+    ffn_hidden_size=18432,
+    vocab_size=129280,
+    num_experts=256,
+    moe_router_topk=8,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    moe_layer_freq="[0]*3+[1]*58",
+    mtp_num_layers=1,
+    unmodelled=(
+        "yarn RoPE scaling",
+        "routing within 4 of 8 groups of experts",
+        "sigmoid router scores",
+        "balancing by a bias of the router",
+        "router weights times 2.5",
+    ),
+)
+_GPT_OSS_120B = ModelConfig(
+    num_layers=36,
+    hidden_size=2880,
+    num_attention_heads=64,
+    num_query_groups=8,
+    kv_channels=64,
+    ffn_hidden_size=2880,
+    vocab_size=201088,
+    max_position_embeddings=131072,
+    rotary_base=150000.0,
+    add_bias_linear=True,
+    num_experts=128,
+    moe_router_topk=4,
+    unmodelled=(
+        "yarn RoPE scaling",
+        "attention sinks",
+        "a clamped SwiGLU",
+        "a window of 128 tokens in 18 of 36 layers",
+    ),
 )
 _GPT2 = ModelConfig(
     num_layers=12,
@@ -34,6 +140,17 @@ _GPT2 = ModelConfig(
     hidden_dropout=0.1,
     attention_dropout=0.1,
 )
+_GPT3_175B = replace(
+    _GPT2,
+    num_layers=96,
+    hidden_size=12288,
+    num_attention_heads=96,
+    max_position_embeddings=2048,
+)
+# The GPT models of the Megatron-LM papers.
+_GPT_1T = replace(
+    _GPT3_175B, num_layers=128, hidden_size=25600, num_attention_heads=160, vocab_size=51200
+)
 _DEMO_LLAMA = ModelConfig(
     num_layers=4,
     hidden_size=192,
@@ -46,6 +163,27 @@ _DEMO_LLAMA = ModelConfig(
 
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2": _GPT2,
+    "gpt-22b": replace(_GPT_1T, num_layers=48, hidden_size=6144, num_attention_heads=64),
+    "gpt3-175b": _GPT3_175B,
+    "gpt-530b": replace(_GPT_1T, num_layers=105, hidden_size=20480, num_attention_heads=128),
+    "gpt-1t": _GPT_1T,
+    "llama2-7b": _LLAMA2_7B,
+    "llama2-13b": replace(
+        _LLAMA2_7B,
+        num_layers=40,
+        hidden_size=5120,
+        num_attention_heads=40,
+        num_query_groups=40,
+        ffn_hidden_size=13824,
+    ),
+    "llama2-70b": replace(
+        _LLAMA2_7B,
+        num_layers=80,
+        hidden_size=8192,
+        num_attention_heads=64,
+        num_query_groups=8,
+        ffn_hidden_size=28672,
+    ),
     "llama3-8b": _LLAMA3_8B,
     "llama3-70b": replace(
         _LLAMA3_8B, num_layers=80, hidden_size=8192, num_attention_heads=64, ffn_hidden_size=28672
@@ -57,19 +195,72 @@ PRESETS: Mapping[str, ModelConfig] = {
         num_attention_heads=128,
         ffn_hidden_size=53248,
     ),
-    "qwen3-8b": ModelConfig(
-        num_layers=36,
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_query_groups=8,
-        kv_channels=128,
-        ffn_hidden_size=12288,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        norm_epsilon=1e-6,
-        rotary_base=1000000.0,
-        qk_layernorm=True,
+    "qwen3-8b": _QWEN3_8B,
+    "qwen3-14b": replace(
+        _QWEN3_8B, num_layers=40, hidden_size=5120, num_attention_heads=40, ffn_hidden_size=17408
     ),
+    "qwen3-32b": replace(
+        _QWEN3_8B, num_layers=64, hidden_size=5120, num_attention_heads=64, ffn_hidden_size=25600
+    ),
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3-235b-a22b": replace(
+        _QWEN3_30B_A3B,
+        num_layers=94,
+        hidden_size=4096,
+        num_attention_heads=64,
+        ffn_hidden_size=12288,
+        moe_ffn_hidden_size=1536,
+    ),
+    "mixtral-8x7b": _MIXTRAL_8X7B,
+    "mixtral-8x22b": replace(
+        _MIXTRAL_8X7B,
+        num_layers=56,
+        hidden_size=6144,
+        num_attention_heads=48,
+        ffn_hidden_size=16384,
+        max_position_embeddings=65536,
+    ),
+    "deepseek-v2-lite": replace(
+        _DEEPSEEK_V2,
+        num_layers=27,
+        hidden_size=2048,
+        num_attention_heads=16,
+        ffn_hidden_size=10944,
+        num_experts=64,
+        moe_ffn_hidden_size=1408,
+        moe_shared_expert_intermediate_size=2 * 1408,
+        moe_layer_freq="[0]*1+[1]*26",
+        q_lora_rank=None,
+        unmodelled=("yarn RoPE scaling", "router weights that are not normalised"),
+    ),
+    "deepseek-v2": _DEEPSEEK_V2,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "kimi-k2": replace(
+        _DEEPSEEK_V3,
+        num_attention_heads=64,
+        vocab_size=163840,
+        max_position_embeddings=131072,
+        rotary_base=50000.0,
+        num_experts=384,
+        moe_layer_freq="[0]*1+[1]*60",
+        mtp_num_layers=0,
+        unmodelled=(
+            "yarn RoPE scaling",
+            "sigmoid router scores",
+            "balancing by a bias of the router",
+            "router weights times 2.827",
+        ),
+    ),
+    "gpt-oss-20b": replace(
+        _GPT_OSS_120B,
+        num_layers=24,
+        num_experts=32,
+        unmodelled=(
+            *_GPT_OSS_120B.unmodelled[:-1],
+            "a window of 128 tokens in 12 of 24 layers",
+        ),
+    ),
+    "gpt-oss-120b": _GPT_OSS_120B,
     "demo-llama": _DEMO_LLAMA,
     "debug-llama": replace(
         _DEMO_LLAMA,
@@ -95,11 +286,28 @@ PRESETS: Mapping[str, ModelConfig] = {
 HUB_NAMES: Mapping[str, str] = {
     "gpt2": "gpt2",
     "openai-community/gpt2": "gpt2",
+    "meta-llama/Llama-2-7b-hf": "llama2-7b",
+    "meta-llama/Llama-2-13b-hf": "llama2-13b",
+    "meta-llama/Llama-2-70b-hf": "llama2-70b",
     "meta-llama/Llama-3.1-8B": "llama3-8b",
     "meta-llama/Llama-3.1-70B": "llama3-70b",
     "meta-llama/Llama-3.1-405B": "llama3-405b",
     "Qwen/Qwen3-8B": "qwen3-8b",
     "Qwen/Qwen3-8B-Base": "qwen3-8b",
+    "Qwen/Qwen3-14B": "qwen3-14b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "mistralai/Mixtral-8x22B-v0.1": "mixtral-8x22b",
+    "deepseek-ai/DeepSeek-V2-Lite": "deepseek-v2-lite",
+    "deepseek-ai/DeepSeek-V2": "deepseek-v2",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
+    "moonshotai/Kimi-K2-Base": "kimi-k2",
+    "moonshotai/Kimi-K2-Instruct": "kimi-k2",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
 }
 
 

@@ -1,7 +1,10 @@
 from dataclasses import fields, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fivefold.config.layer_pattern import expert_layers, layer_frequency
 from fivefold.config.model import ModelConfig, check_model
 from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model
 from fivefold.errors import ConfigError, Mistakes
@@ -30,11 +33,56 @@ def test_presets_are_valid(name: str) -> None:
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama2-70b", 68_976_648_192),
         ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("mixtral-8x22b", 140_620_634_112),
+        ("deepseek-v2-lite", 15_706_484_224),
+        ("deepseek-v2", 235_741_434_880),
+        # Published without what `unmodelled` names: 256 router biases in each of 58 layers,
+        ("deepseek-v3", 671_026_419_200 - 58 * 256),
+        # and a sink for each of 64 heads in 36 layers.
+        ("gpt-oss-120b", 116_829_156_672 - 36 * 64),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name: str, published: int) -> None:
-    assert count_parameters(PRESETS[name], padded=False).total == published
+    count = count_parameters(PRESETS[name], padded=False)
+    assert count.total - count.mtp == published
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("gpt3-175b", 174.6, 174.6),
+        ("gpt-22b", 22.1, 22.1),
+        ("gpt-530b", 529.6, 529.6),
+        ("gpt-1t", 1008.0, 1008.0),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("mixtral-8x22b", 140.6, 39.2),
+        ("qwen3-30b-a3b", 30.5, 3.35),
+        ("qwen3-235b-a22b", 235.1, 22.2),
+        ("deepseek-v2", 235.7, 21.4),
+        ("deepseek-v3", 671.0, 37.6),  # 36.6 as published without the input embedding
+        ("kimi-k2", 1026.4, 32.9),
+        ("gpt-oss-20b", 20.9, 4.2),  # 3.6 as published without the input embedding
+        ("gpt-oss-120b", 116.8, 5.7),  # 5.1
+    ],
+)
+def test_presets_are_as_large_as_their_names_say(name: str, billions: float, active: float) -> None:
+    for chosen, expected in ((False, billions), (True, active)):
+        count = count_parameters(PRESETS[name], padded=False, active=chosen)
+        assert (count.total - count.mtp) / 1e9 == pytest.approx(expected, abs=0.051)
+
+
+def test_the_module_of_further_prediction_is_as_large_as_published() -> None:
+    count = count_parameters(PRESETS["deepseek-v3"])
+    assert count.mtp / 1e9 == pytest.approx(11.5, abs=0.12)  # without embedding and output layer
 
 
 def test_every_field_has_a_help_text() -> None:
@@ -47,6 +95,61 @@ def test_derived_sizes() -> None:
     assert model.padded_vocab_size == 256
     model = replace(model, num_query_groups=2, kv_channels=32, vocab_size=128)
     assert (model.q_size, model.kv_size, model.padded_vocab_size) == (192, 64, 128)
+
+
+def test_sizes_of_latent_attention_and_experts() -> None:
+    model = PRESETS["deepseek-v3"]
+    assert (model.query_dim, model.value_dim) == (192, 128)
+    assert (model.q_size, model.k_size) == (128 * 192, 128 * 192)
+    assert (model.v_size, model.attention_size) == (128 * 128, 128 * 128)
+    assert (model.expert_ffn_size, model.shared_ffn_size) == (2048, 2048)
+    assert [model.is_moe(layer) for layer in (0, 2, 3, 60, 61)] == [False, False, True, True, True]
+    assert PRESETS["mixtral-8x7b"].expert_ffn_size == 14336
+    assert not PRESETS["llama3-8b"].is_moe(0)
+
+
+@pytest.mark.parametrize(
+    ("freq", "expected"),
+    [
+        ("1", "1111"),
+        ("2", "1010"),
+        ("3", "1001"),
+        ("[0]*1+[1]*3", "0111"),
+        (" ([0] + [1]) * 2 ", "0101"),
+        ("2*[0, 1]", "0101"),
+        ("[1,0,0,1]", "1001"),
+    ],
+)
+def test_layers_with_experts(freq: str, expected: str) -> None:
+    assert "".join(str(int(experts)) for experts in expert_layers(freq, 4)) == expected
+
+
+@pytest.mark.parametrize(
+    "freq",
+    [
+        "",
+        "one",
+        "[0]*3+1",
+        "[0]**2",
+        "[True]*4",
+        "[[1]]*4",
+        "-1",
+        "1.0",
+        "[0]*10**9",
+        "[0]*99999999999",
+        "__import__('os').getcwd()",
+        "(" * 5000,
+        "-" * 100000 + "1",
+    ],
+)
+def test_only_numbers_and_lists_say_which_layers_have_experts(freq: str) -> None:
+    with pytest.raises(ConfigError, match="is neither a number nor a list"):
+        expert_layers(freq, 4)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20))
+def test_layer_frequency_is_read_back(has_experts: list[bool]) -> None:
+    assert expert_layers(layer_frequency(has_experts), len(has_experts)) == tuple(has_experts)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
@@ -74,6 +177,32 @@ def test_all_mistakes_are_told_at_once() -> None:
         (
             {"use_rope_scaling": True, "position_embedding_type": "learned_absolute"},
             "use_rope_scaling needs",
+        ),
+        ({"num_experts": 4, "moe_router_topk": 5}, "works: --moe-router-topk 4 | --num-experts 5"),
+        ({"moe_router_topk": 1}, "moe_router_topk = 1 needs --num-experts"),
+        ({"moe_layer_freq": "2"}, "works: --num-experts | --moe-layer-freq 1"),
+        ({"moe_ffn_hidden_size": 64}, "moe_ffn_hidden_size = 64 needs --num-experts"),
+        ({"num_experts": 4, "moe_layer_freq": "[0]*4"}, "gives none of the layers experts"),
+        ({"num_experts": 4, "moe_layer_freq": "[0]+[1]*4"}, "5 entries, 4 layers"),
+        ({"num_experts": 4, "moe_layer_freq": "[0, 1, 2, 1]"}, "entries other than 0 and 1"),
+        ({"num_experts": 4, "moe_layer_freq": "0"}, "must be at least 1, not 0"),
+        ({"q_lora_rank": 8}, "works: --multi-latent-attention | --q-lora-rank none"),
+        ({"multi_latent_attention": True}, "num_query_groups 2 would share them"),
+        (
+            {"multi_latent_attention": True, "num_query_groups": None, "kv_channels": 64},
+            "kv_channels 64 has no effect",
+        ),
+        (
+            {"multi_latent_attention": True, "position_embedding_type": "learned_absolute"},
+            "needs position_embedding_type rope",
+        ),
+        (
+            {
+                "multi_latent_attention": True,
+                "num_query_groups": None,
+                "qk_pos_emb_head_dim": 7,
+            },
+            "head size 7 is odd",
         ),
     ],
 )
