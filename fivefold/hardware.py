@@ -96,7 +96,7 @@ _B200 = Gpu(
     "B200",
     memory_bytes=180 * GB,
     memory_bandwidth=8000 * GB,
-    peak=_rates(bf16=2250, fp8=4500, fp4=9000, fp32=75, fp64=37),
+    peak=_rates(bf16=2250, fp8=4500, fp4=9000),
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
     multiprocessors=148,
 )
@@ -104,7 +104,7 @@ _GB200 = replace(
     _B200,
     name="GB200",
     memory_bytes=186 * GB,
-    peak=_rates(bf16=2500, fp8=5000, fp4=10000, fp32=80, fp64=40),
+    peak=_rates(bf16=2500, fp8=5000, fp4=10000, fp32=80),
     matmul=_rates(bf16=1822, fp8=3616, fp4=7000, fp32=60),
     multiprocessors=152,
 )
@@ -131,7 +131,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 _B200,
                 name="B300",
                 memory_bytes=270 * GB,
-                peak=_rates(bf16=2250, fp8=4500, fp4=13500, fp32=75, fp64=1.2),
+                peak=_rates(bf16=2250, fp8=4500, fp4=13500, fp32=75),
                 matmul=_rates(bf16=1745, fp8=3433, fp4=9500, fp32=60),
             ),
             _GB200,
@@ -139,7 +139,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 _GB200,
                 name="GB300",
                 memory_bytes=277 * GB,
-                peak=_rates(bf16=2500, fp8=5000, fp4=15000, fp32=80, fp64=1.3),
+                peak=_rates(bf16=2500, fp8=5000, fp4=15000, fp32=80),
                 matmul=_rates(bf16=1822, fp8=3616, fp4=10500, fp32=60),
             ),
             Gpu(
