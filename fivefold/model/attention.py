@@ -6,8 +6,7 @@ values may be of L >= S tokens, of which the queries are the last: a slice of a 
 what came before it.
 """
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -17,55 +16,65 @@ from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Documents
+from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
+from fivefold.model.dropout import HeadDropout
 from fivefold.model.layers import Column, Linear, RMSNorm, Row, plain_column, plain_row
+from fivefold.model.shards import Part
 
-Drop = Callable[[Tensor], Tensor]
-"""Drops some of the attention probabilities [B, N, S, L]."""
+
+@dataclass(frozen=True)
+class Scope:
+    """Which keys a query sees, beside that none comes after it.
+
+    Attributes:
+        documents: of the L keys; None if every row is one.
+        window: how many tokens before itself it sees; None: all.
+        part: what this rank holds of rows that are divided over ranks; None if it has all of them.
+    """
+
+    documents: Documents | None = None
+    window: int | None = None
+    part: Part | None = None
 
 
 class Kernel(Protocol):
     """softmax(q k^T / sqrt(D)) v, causal inside every document; [B, S, N, D] in and out."""
 
     def __call__(
-        self,
-        q_BSND: Tensor,
-        k_BLGD: Tensor,
-        v_BLGD: Tensor,
-        documents: Documents | None,
-        drop: Drop | None,
+        self, q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
     ) -> Tensor:
-        """[B, S, N, D] from q, and k and v whose heads may be shared by groups of q's.
-
-        `documents` are those of the L keys.
-        """
+        """[B, S, N, D] from q, and k and v whose heads may be shared by groups of q's."""
 
 
 def attention(
-    q_BSND: Tensor,
-    k_BLGD: Tensor,
-    v_BLGD: Tensor,
-    documents: Documents | None,
-    drop: Drop | None,
+    q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
 ) -> Tensor:
-    """The kernel by rule: the plain one if probabilities are dropped, else PyTorch's fused one."""
+    """The kernel by rule: PyTorch's fused one unless it cannot drop, or would compute in vain.
+
+    Probabilities are dropped by the plain one; beyond a window nothing is computed.
+    """
     if drop is not None:
-        return plain_attention(q_BSND, k_BLGD, v_BLGD, documents, drop)
-    return sdpa_attention(q_BSND, k_BLGD, v_BLGD, documents)
+        return plain_attention(q_BSND, k_BLGD, v_BLGD, scope, drop)
+    documents, window = scope.documents, scope.window
+    if window is not None and window + 1 < k_BLGD.shape[1] == q_BSND.shape[1]:
+        starts = None if documents is None else documents.starts
+        return local_attention(q_BSND, k_BLGD, v_BLGD, starts, window)
+    return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
 
 
 def plain_attention(
     q_BSND: Tensor,
     k_BLGD: Tensor,
     v_BLGD: Tensor,
-    documents: Documents | None,
-    drop: Drop | None = None,
+    scope: Scope,
+    drop: HeadDropout | None = None,
 ) -> Tensor:
     """The definition, with the S x L matrix in memory and its softmax in at least fp32."""
     S, N, D = q_BSND.shape[1:]
     q_BNSD, k_BNLD, v_BNLD = (_per_query_head(x, N) for x in (q_BSND, k_BLGD, v_BLGD))
     scores = (q_BNSD * D**-0.5) @ k_BNLD.transpose(2, 3)
-    scores = scores.masked_fill(~_seen(S, k_BLGD, documents), float("-inf"))
+    scores = scores.masked_fill(~_seen(S, k_BLGD, scope), float("-inf"))
     softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
     probabilities = scores.softmax(dim=-1, dtype=softmax_dtype).to(v_BNLD.dtype)
     if drop is not None:
@@ -73,16 +82,15 @@ def plain_attention(
     return (probabilities @ v_BNLD).transpose(1, 2)
 
 
-def sdpa_attention(
-    q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, documents: Documents | None
-) -> Tensor:
+def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> Tensor:
     """PyTorch's fused attention, one document at a time so that nothing masked is computed.
 
-    A slice that reaches back is computed as one, with a mask.
+    A slice that reaches back is computed as one, with a mask; otherwise windows reach everything.
     """
     S = q_BSND.shape[1]
     if k_BLGD.shape[1] > S:
-        return _fused(q_BSND, k_BLGD, v_BLGD, _seen(S, k_BLGD, documents))
+        return _fused(q_BSND, k_BLGD, v_BLGD, _seen(S, k_BLGD, scope))
+    documents = scope.documents
     if documents is None:
         return _fused(q_BSND, k_BLGD, v_BLGD)
     lengths = [end - start for start, end in pairwise(documents.starts)]
@@ -92,13 +100,15 @@ def sdpa_attention(
     return torch.cat(outputs).view(q_BSND.shape)
 
 
-def _seen(S: int, k_BLGD: Tensor, documents: Documents | None) -> Tensor:
+def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
     """Which keys each of the last S tokens attends to: [S, L], or [B, 1, S, L] with documents."""
     L = k_BLGD.shape[1]
     seen = torch.ones(S, L, dtype=torch.bool, device=k_BLGD.device).tril(L - S)
-    if documents is None:
+    if scope.window is not None:
+        seen = seen.triu(L - S - scope.window)
+    if scope.documents is None:
         return seen
-    ids_BL = documents.ids_BS
+    ids_BL = scope.documents.ids_BS
     return (seen & (ids_BL[:, L - S :, None] == ids_BL[:, None, :]))[:, None]
 
 
@@ -154,18 +164,12 @@ class Attention(nn.Module):
             q, k = context.rotary.rotate(q), context.rotary.rotate(k)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
-        out_BSND = self.kernel(q, k, v, context.packing, self._drop(context, q.shape[2]))
+        scope = Scope(context.packing, self.model.window_size, context.part)
+        out_BSND = self.kernel(q, k, v, scope, self._drop(context))
         return self.row(out_BSND.reshape(projected[0].shape), self.o_proj)
 
-    def _drop(self, context: Context, num_heads: int) -> Drop | None:
-        p = self.model.attention_dropout
+    def _drop(self, context: Context) -> HeadDropout | None:
+        p, all_heads = self.model.attention_dropout, self.model.num_attention_heads
         if context.dropout is None or p == 0.0:
             return None
-        heads = range(self.head_offset, self.head_offset + num_heads)
-        return partial(
-            context.dropout.heads,
-            p=p,
-            site=self.site,
-            heads=heads,
-            all_heads=self.model.num_attention_heads,
-        )
+        return context.dropout.heads(p, self.site, self.head_offset, all_heads)

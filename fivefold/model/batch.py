@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.model.shards import Part
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -24,10 +26,10 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One microbatch, or a slice of its sequences.
+    """One microbatch, a slice of its sequences, or one rank's part of them.
 
     `documents` and `token_ids` are of all L tokens that may be attended to: in a slice those before
-    it as well, otherwise L = S.
+    it as well, in a part those of all ranks, otherwise L = S.
 
     Attributes:
         tokens: [B, S] int64.
@@ -37,6 +39,8 @@ class Batch:
         token_ids: [B, L] int64, number of the token in the whole run; keys dropout masks.
         loss_weights: [B, S] float, weight of each token's loss; None if all weigh one.
         step: optimizer step; keys dropout masks.
+        part: which tokens of [B, L] these are, if they are divided over ranks. Packed rows then
+            are one row, laid end to end: S is its part, and B is 1.
     """
 
     tokens: Tensor
@@ -46,6 +50,14 @@ class Batch:
     token_ids: Tensor
     loss_weights: Tensor | None = None
     step: int = 0
+    part: Part | None = None
+
+    @property
+    def own_token_ids(self) -> Tensor:
+        """`token_ids` of the tokens themselves, [B, S]."""
+        if self.part is not None:
+            return taken(self.token_ids, self.part)
+        return self.token_ids[:, -self.tokens.shape[1] :]
 
     @cached_property
     def packing(self) -> Documents | None:
@@ -58,6 +70,18 @@ class Batch:
         if len(starts) == len(self.documents):
             return None
         return Documents(self.documents, (*starts, self.documents.numel()))
+
+    def divided(self, part: Part) -> "Batch":
+        """The part of a whole microbatch that lies on one rank."""
+        weights = self.loss_weights
+        return replace(
+            self,
+            tokens=taken(self.tokens, part),
+            labels=taken(self.labels, part),
+            positions=taken(self.positions, part),
+            loss_weights=None if weights is None else taken(weights, part),
+            part=part,
+        )
 
     def cut(self, num_slices: int) -> tuple["Batch", ...]:
         """Consecutive slices of the sequences, all of the same length."""
@@ -95,3 +119,9 @@ class Batch:
             packing = replace(packing, ids_BS=moved.documents)
         moved.__dict__["packing"] = packing
         return moved
+
+
+def taken(values_BL: Tensor, part: Part) -> Tensor:
+    """A rank's part of values of all tokens, such as [B, S]."""
+    rows = values_BL.reshape(part.shards.rows, -1)
+    return torch.cat([rows[:, start:stop] for start, stop in part.spans], dim=1)

@@ -6,6 +6,7 @@ from fivefold.model.batch import Documents
 from fivefold.model.dropout import Dropout
 from fivefold.model.rope import RotaryTables
 from fivefold.model.sequence_slices import SlicedSequence
+from fivefold.model.shards import Part
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Context:
         rotary: RoPE tables, or None if positions are learned.
         packing: where documents begin, or None if every row is one document.
         dropout: None unless the model is training and drops something.
+        part: what this rank holds of rows divided over ranks, or None if it has all of them.
         sequence: what earlier slices of the rows left, or None if rows are whole.
     """
 
@@ -24,4 +26,5 @@ class Context:
     rotary: RotaryTables | None
     packing: Documents | None
     dropout: Dropout | None
+    part: Part | None = None
     sequence: SlicedSequence | None = None

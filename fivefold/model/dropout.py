@@ -4,7 +4,7 @@ An element's mask bit hashes (seed, step, site, row, column), where the row is a
 run and the column a feature or a key token: every layout, and a recomputation, drops the same ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,14 +69,44 @@ class Dropout:
         mask_TH = drop_mask(self.rows_T[:, None], columns_H, p, self._key(site))
         return x_TH.masked_fill(mask_TH, 0.0) * (1.0 / (1.0 - p))
 
-    def heads(self, x_BNSL: Tensor, p: float, site: str, heads: range, all_heads: int) -> Tensor:
-        """Drop attention probabilities [B, N, query, key] of the given ones of all heads."""
-        head_N11 = torch.arange(heads.start, heads.stop, device=x_BNSL.device)[:, None, None]
-        ids_BS = self.token_ids_BL[:, -x_BNSL.shape[2] :]
-        rows_BNS1 = ids_BS[:, None, :, None] * all_heads + head_N11
-        columns_B11L = self.token_ids_BL[:, None, None, :]
-        mask_BNSL = drop_mask(rows_BNS1, columns_B11L, p, self._key(site))
-        return x_BNSL.masked_fill(mask_BNSL, 0.0) * (1.0 / (1.0 - p))
+    def heads(self, p: float, site: str, first_head: int, all_heads: int) -> "HeadDropout":
+        """What drops the attention probabilities of this rank's heads."""
+        return HeadDropout(self.token_ids_BL, p, self._key(site), first_head, all_heads)
 
     def _key(self, site: str) -> int:
         return derive_seed(self.seed, "dropout", self.step, site)
+
+
+@dataclass(frozen=True)
+class HeadDropout:
+    """The dropout of the attention probabilities of one layer and microbatch.
+
+    Attributes:
+        token_ids_BL: as in `Dropout`.
+        p: probability.
+        key: names the layer and the step.
+        first_head: which of all query heads is the first to be dropped from.
+        all_heads: query heads of the model.
+    """
+
+    token_ids_BL: Tensor
+    p: float
+    key: int
+    first_head: int
+    all_heads: int
+
+    def __call__(self, x_BNSL: Tensor) -> Tensor:
+        """Drop probabilities of the last S of L tokens."""
+        return self.between(x_BNSL, self.token_ids_BL[:, -x_BNSL.shape[2] :], self.token_ids_BL)
+
+    def between(self, x_BNqk: Tensor, ids_Bq: Tensor, ids_Bk: Tensor) -> Tensor:
+        """Drop probabilities of queries and keys with these token ids."""
+        last_head = self.first_head + x_BNqk.shape[1]
+        heads_N11 = torch.arange(self.first_head, last_head, device=x_BNqk.device)[:, None, None]
+        rows_BNq1 = ids_Bq[:, None, :, None] * self.all_heads + heads_N11
+        mask_BNqk = drop_mask(rows_BNq1, ids_Bk[:, None, None, :], self.p, self.key)
+        return x_BNqk.masked_fill(mask_BNqk, 0.0) * (1.0 / (1.0 - self.p))
+
+    def after(self, heads: int) -> "HeadDropout":
+        """The same for the heads that follow so many."""
+        return replace(self, first_head=self.first_head + heads)

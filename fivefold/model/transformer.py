@@ -165,7 +165,7 @@ class Stage(nn.Module):
         rotary = None
         if self.model.position_embedding_type == "rope":
             rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
-        context = Context(len(batch.tokens), rotary, batch.packing, dropout, sequence)
+        context = Context(len(batch.tokens), rotary, batch.packing, dropout, batch.part, sequence)
         for layer in self.layers.values():
             x_TH = layer(x_TH, context)
         return x_TH
@@ -202,6 +202,5 @@ class Stage(nn.Module):
         model = self.model
         if not self.training or not (model.hidden_dropout or model.attention_dropout):
             return None
-        own_BS = batch.token_ids[:, -batch.tokens.shape[1] :]
-        rows_T = self.shard_tokens(own_BS.flatten())
+        rows_T = self.shard_tokens(batch.own_token_ids.flatten())
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids)

@@ -66,9 +66,12 @@ def test_hidden_mask_does_not_depend_on_how_tokens_are_sharded() -> None:
 def test_head_mask_does_not_depend_on_how_heads_and_rows_are_sharded() -> None:
     ids = torch.arange(10).view(2, 5)
     x = torch.ones(2, 4, 5, 5)
-    whole = dropout(ids).heads(x, 0.4, "site", range(4), 4)
-    by_head = [dropout(ids).heads(x[:, :2], 0.4, "site", range(n, n + 2), 4) for n in (0, 2)]
-    by_row = [dropout(ids[r : r + 1]).heads(x[:1], 0.4, "site", range(4), 4) for r in range(2)]
+    drop = dropout(ids).heads(0.4, "site", 0, 4)
+    whole = drop(x)
+    by_head = [drop.after(n)(x[:, :2]) for n in (0, 2)]
+    by_row = [dropout(ids[r : r + 1]).heads(0.4, "site", 0, 4)(x[:1]) for r in range(2)]
+    late = drop.between(x[:, :, 3:, :2], ids[:, 3:], ids[:, :2])
+    assert torch.equal(late, whole[:, :, 3:, :2])
     assert torch.equal(torch.cat(by_head, dim=1), whole)
     assert torch.equal(torch.cat(by_row), whole)
     assert len({tuple(m.flatten().tolist()) for m in whole.flatten(0, 1)}) == 8

@@ -1,0 +1,1 @@
+"""Context parallelism: every sequence is split over ranks, which attend to each other's tokens."""

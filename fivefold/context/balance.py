@@ -1,0 +1,67 @@
+"""Which tokens each context-parallel rank holds: as many as any other, with as much work; no torch.
+
+Rows of one document each are cut as zigzag: rank r holds chunks r and 2P-1-r, which balances the
+causal mask exactly. Packed documents are cut into equal chunks that are dealt out by the area of
+their mask, largest first to the rank with least work so far; documents are not padded.
+"""
+
+from collections.abc import Sequence
+
+from fivefold.model.blocks import Sight, Span
+from fivefold.model.shards import Shards
+
+IMBALANCE = 1.05  # of the busiest rank's work to the mean that needs no finer chunks
+MOST_CHUNKS = 16  # per rank
+
+
+def split(rows: int, sight: Sight, parts: int) -> Shards:
+    """Divide `rows` rows of which queries see `sight` over `parts` ranks.
+
+    Raises:
+        ValueError: the row's length is no multiple of 2 x parts.
+    """
+    if sight.starts[-1] % (2 * parts):
+        raise ValueError(f"{sight.starts[-1]} tokens cannot be cut into 2 x {parts} equal chunks")
+    chunks = zigzag(sight.starts[-1], parts) if len(sight.starts) == 2 else balanced(sight, parts)
+    return Shards(rows, sight, chunks)
+
+
+def zigzag(length: int, parts: int) -> tuple[tuple[Span, ...], ...]:
+    """Chunks r and 2P-1-r of 2P equal ones for rank r."""
+    size = length // (2 * parts)
+    return tuple(
+        ((r * size, (r + 1) * size), (length - (r + 1) * size, length - r * size))
+        for r in range(parts)
+    )
+
+
+def balanced(sight: Sight, parts: int) -> tuple[tuple[Span, ...], ...]:
+    """The coarsest cut into equal chunks that balances the area of the mask within IMBALANCE."""
+    length = sight.starts[-1]
+    best, least = zigzag(length, parts), float("inf")
+    per_rank = 2
+    while per_rank <= MOST_CHUNKS and length % (per_rank * parts) == 0:
+        size = length // (per_rank * parts)
+        chunks = [(start, start + size) for start in range(0, length, size)]
+        dealt = _deal([sight.area(chunk) for chunk in chunks], parts, per_rank)
+        areas = [sum(sight.area(chunks[i]) for i in own) for own in dealt]
+        excess = max(areas) * parts / sum(areas)
+        if excess < least:
+            best = tuple(tuple(chunks[i] for i in sorted(own)) for own in dealt)
+            least = excess
+        if excess <= IMBALANCE:
+            break
+        per_rank *= 2
+    return best
+
+
+def _deal(areas: Sequence[int], parts: int, each: int) -> list[list[int]]:
+    """`each` of the areas to every part: the largest left to the part with least so far."""
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    sums = [0] * parts
+    for index in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):
+        open_parts = [part for part in range(parts) if len(dealt[part]) < each]
+        part = min(open_parts, key=lambda p: (sums[p], p))
+        dealt[part].append(index)
+        sums[part] += areas[index]
+    return dealt

@@ -1,0 +1,220 @@
+"""Which keys a query sees, cut into blocks that one call of a kernel computes; no torch.
+
+Positions count the tokens of a row. A rank may hold any spans of a row, in ascending order; what
+lies where in its tensors is the index of a token among those it holds.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+Span = tuple[int, int]
+"""Start and stop."""
+
+TILE = 512
+"""Queries of a block at the edge of a sliding window: what is masked of it is computed in vain."""
+
+
+class Kind(Enum):
+    """What a query sees of a block's keys."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    BAND = "band"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries and keys that a kernel takes together; every query sees at least one of the keys.
+
+    Attributes:
+        q: indices of the queries in the tensor that holds them.
+        k: indices of the keys.
+        kind: FULL: all see all; CAUSAL: as many queries as keys, the i-th sees i + 1; BAND: query
+            i sees key j if 0 <= i + shift - j <= window.
+        shift: position of the first query minus that of the first key.
+        window: of a BAND.
+    """
+
+    q: Span
+    k: Span
+    kind: Kind
+    shift: int = 0
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring queries of one document, and the keys that at least one of them sees."""
+
+    queries: Span
+    keys: Span
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys the queries of a row see: those of their document, none after themselves.
+
+    Attributes:
+        starts: positions at which documents begin, and the length of the row.
+        window: tokens before itself that a query sees; None: all.
+        causal: False: later tokens too (then without a window).
+    """
+
+    starts: tuple[int, ...]
+    window: int | None = None
+    causal: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether a row is one document of which nothing is out of sight."""
+        return len(self.starts) == 2 and self.window is None
+
+    def segments(self, span: Span) -> Iterator[Segment]:
+        """The queries of a span, document by document."""
+        document = bisect_right(self.starts, span[0]) - 1
+        at = span[0]
+        while at < span[1]:
+            begin, end = self.starts[document], self.starts[document + 1]
+            stop = min(end, span[1])
+            first = begin if self.window is None else max(begin, at - self.window)
+            yield Segment((at, stop), (first, stop) if self.causal else (begin, end))
+            at, document = stop, document + 1
+
+    def area(self, span: Span) -> int:
+        """Pairs of a query in the span and a key that it sees: the work of these queries."""
+        return sum(self._pairs(segment) for segment in self.segments(span))
+
+    def seen(self, spans: Iterable[Span]) -> tuple[Span, ...]:
+        """All keys that queries in these spans see."""
+        return joined(segment.keys for span in spans for segment in self.segments(span))
+
+    def _pairs(self, segment: Segment) -> int:
+        (start, stop), (first, last) = segment.queries, segment.keys
+        if not self.causal:
+            return (stop - start) * (last - first)
+        # Query p sees p + 1 - first keys while the window does not end.
+        most = stop - first if self.window is None else self.window + 1
+        growing = range(start - first + 1, min(stop - first, most) + 1)
+        grown = max(len(growing), 0)
+        return (
+            grown * (start - first + 1) + grown * (grown - 1) // 2 + (stop - start - grown) * most
+        )
+
+
+def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """The union of spans, ascending, with no two that touch."""
+    union: list[Span] = []
+    for start, stop in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(stop, union[-1][1])
+        elif start < stop:
+            union.append((start, stop))
+    return tuple(union)
+
+
+def common(some: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
+    """What two ascending sequences of disjoint spans have in common; spans of `some` stay apart."""
+    found = []
+    for start, stop in some:
+        for other_start, other_stop in others:
+            both = max(start, other_start), min(stop, other_stop)
+            if both[0] < both[1]:
+                found.append(both)
+    return tuple(found)
+
+
+def length(spans: Iterable[Span]) -> int:
+    """Tokens in spans."""
+    return sum(stop - start for start, stop in spans)
+
+
+def indices(spans: Sequence[Span], of: Span) -> Span:
+    """Where tokens that lie in one of the spans are in a tensor that holds these."""
+    base = 0
+    for start, stop in spans:
+        if start <= of[0] and of[1] <= stop:
+            return base + of[0] - start, base + of[1] - start
+        base += stop - start
+    raise ValueError(f"{of} is not in one of {spans}")
+
+
+def cut(
+    queries: Sequence[Span], keys: Sequence[Span], sight: Sight, tile: int = TILE
+) -> tuple[Block, ...]:
+    """The blocks in which the queries of some spans meet the keys of some spans.
+
+    A key span lies within, before or after a query span, or is the part of the row that ends with
+    it; blocks that see all of neighbouring keys, or are all seen by neighbours, are one.
+    """
+    found: list[Block] = []
+    for span in queries:
+        for segment in sight.segments(span):
+            q_base = indices(queries, segment.queries)[0] - segment.queries[0]
+            for held in common(keys, (segment.keys,)):
+                k_base = indices(keys, held)[0] - held[0]
+                for block in _meet(segment.queries, held, sight, tile):
+                    q, k = _moved(block.q, q_base), _moved(block.k, k_base)
+                    found.append(replace(block, q=q, k=k))
+    return _together(found)
+
+
+def _meet(queries: Span, keys: Span, sight: Sight, tile: int) -> Iterator[Block]:
+    """Blocks in positions."""
+    if not sight.causal:
+        yield Block(queries, keys, Kind.FULL)
+        return
+    before = keys[0], min(keys[1], queries[0])
+    own = max(keys[0], queries[0]), keys[1]
+    window = sight.window
+    if window is None or queries[1] - 1 - keys[0] <= window:
+        if before[0] < before[1]:
+            yield Block(queries, before, Kind.FULL)
+        if own[0] < own[1]:
+            yield Block(own, own, Kind.CAUSAL)
+        return
+    for start in range(queries[0], queries[1], tile):
+        stop = min(start + tile, queries[1])
+        yield from _tile((start, stop), (keys[0], min(keys[1], stop)), window)
+
+
+def _tile(queries: Span, keys: Span, window: int) -> Iterator[Block]:
+    """Few queries and the keys they see: at the edge of the window, between, their own."""
+    start, stop = queries
+    edge = stop - 1 - window  # from here on every query of the tile sees a key not after it
+    first = max(keys[0], start - window)
+    if edge > start:  # no key is seen by all
+        if first < keys[1]:
+            last_to_see = min(stop, keys[1] + window)
+            yield Block((start, last_to_see), (first, keys[1]), Kind.BAND, start - first, window)
+        return
+    band = first, min(edge, keys[1])
+    middle = max(edge, first), min(start, keys[1])
+    if band[0] < band[1]:
+        yield Block((start, min(stop, band[1] + window)), band, Kind.BAND, start - first, window)
+    if middle[0] < middle[1]:
+        yield Block(queries, middle, Kind.FULL)
+    if start < keys[1]:
+        yield Block(queries, queries, Kind.CAUSAL)
+
+
+def _together(found: list[Block]) -> tuple[Block, ...]:
+    """Join neighbouring FULL blocks, of the same queries first, then of the same keys."""
+    by_keys = _join(found, lambda a, b: a.q == b.q and a.k[1] == b.k[0])
+    return tuple(_join(by_keys, lambda a, b: a.k == b.k and a.q[1] == b.q[0]))
+
+
+def _join(found: list[Block], touch: Callable[[Block, Block], bool]) -> list[Block]:
+    joint: list[Block] = []
+    for block in found:
+        last = joint[-1] if joint else None
+        if last and last.kind == block.kind == Kind.FULL and touch(last, block):
+            joint[-1] = Block((last.q[0], block.q[1]), (last.k[0], block.k[1]), Kind.FULL)
+        else:
+            joint.append(block)
+    return joint
+
+
+def _moved(span: Span, by: int) -> Span:
+    return span[0] + by, span[1] + by

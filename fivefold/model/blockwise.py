@@ -1,0 +1,186 @@
+"""Attention block by block: outputs are merged by their log-sum-exp, nothing S x S is ever held.
+
+The merge is that of FlashAttention (Dao et al. 2022) and of ring attention (Liu et al. 2023), in at
+least fp32. Shapes: B batch, S queries, L keys, N query heads, G key/value heads, D head features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.model.blocks import Block, Sight, Span, cut
+from fivefold.model.dropout import HeadDropout
+from fivefold.model.kernels import Kernel, choose_kernel
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys and values on hand, and the blocks in which queries meet them.
+
+    Attributes:
+        k: [B, L, G, D], perhaps of some heads only.
+        v: the same.
+        blocks: whose `k` indexes these keys.
+        heads: which of all key/value heads these are; None: all.
+        ids: token ids [B, L], known if probabilities are dropped.
+    """
+
+    k: Tensor
+    v: Tensor
+    blocks: tuple[Block, ...]
+    heads: Span | None = None
+    ids: Tensor | None = None
+
+
+@dataclass
+class Queries:
+    """The queries of a rank, and what is known of their outputs and gradients so far.
+
+    Attributes:
+        q: [B, S, N, D].
+        num_kv_heads: G, of all heads.
+        drop: what drops probabilities, or None.
+        ids: token ids [B, S], known if probabilities are dropped.
+        out: [B, S, N, Dv], over the keys met so far; over all keys before a backward.
+        lse: log-sum-exp [B, N, S], likewise.
+        grad: of the output, in a backward.
+        dq: gradient of the queries so far, in at least fp32.
+    """
+
+    q: Tensor
+    num_kv_heads: int
+    drop: HeadDropout | None = None
+    ids: Tensor | None = None
+    out: Tensor = field(init=False)
+    lse: Tensor = field(init=False)
+    grad: Tensor = field(init=False)
+    dq: Tensor = field(init=False)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """In which outputs are merged and gradients summed."""
+        return torch.promote_types(self.q.dtype, torch.float32)
+
+    def begin(self, value_dim: int) -> None:
+        """No key has been met."""
+        B, S, N, _ = self.q.shape
+        self.out = self.q.new_zeros((B, S, N, value_dim), dtype=self.wide)
+        self.lse = self.q.new_full((B, N, S), float("-inf"), dtype=self.wide)
+
+    def meet(self, keys: Keys) -> None:
+        """Merge the outputs over more keys."""
+        heads, kernel = self._heads(keys), self._kernel(keys)
+        for block in keys.blocks:
+            rows = slice(*block.q)
+            q, k, v = self._block(self.q, block, heads), _keys(keys.k, block), _keys(keys.v, block)
+            out, lse = kernel.forward(q, k, v, block)
+            known = self.lse[:, heads, rows]
+            total = torch.logaddexp(known, lse)
+            share = (lse - total).exp_().transpose(1, 2)[..., None]
+            self.out[:, rows, heads].lerp_(out.to(self.wide).transpose(1, 2), share)
+            known.copy_(total)
+
+    def begin_backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> None:
+        """All keys have been met: `out` and `lse` are complete."""
+        self.grad, self.out, self.lse = grad, out, lse
+        self.dq = torch.zeros_like(self.q, dtype=self.wide)
+
+    def meet_backward(self, keys: Keys) -> tuple[Tensor, Tensor]:
+        """Add to the gradient of the queries; the gradients of these keys and values, wide."""
+        heads, kernel = self._heads(keys), self._kernel(keys)
+        dk = torch.zeros_like(keys.k, dtype=self.wide)
+        dv = torch.zeros_like(keys.v, dtype=self.wide)
+        for block in keys.blocks:
+            grads = kernel.backward(
+                self._block(self.grad, block, heads),
+                self._block(self.q, block, heads),
+                _keys(keys.k, block),
+                _keys(keys.v, block),
+                self._block(self.out, block, heads),
+                self.lse[:, heads, slice(*block.q)],
+                block,
+            )
+            sums = self._block(self.dq, block, heads), _keys(dk, block), _keys(dv, block)
+            for total, grad in zip(sums, grads, strict=True):
+                total += grad
+        return dk, dv
+
+    def _heads(self, keys: Keys) -> slice:
+        """The query heads that attend with these keys."""
+        shared = self.q.shape[2] // self.num_kv_heads
+        first, last = keys.heads or (0, self.num_kv_heads)
+        return slice(first * shared, last * shared)
+
+    def _block(self, x_BSND: Tensor, block: Block, heads: slice) -> Tensor:
+        return x_BSND[:, slice(*block.q), heads].transpose(1, 2)
+
+    def _kernel(self, keys: Keys) -> Kernel:
+        return choose_kernel(self.q, keys.v, self._dropper(keys))
+
+    def _dropper(self, keys: Keys) -> Callable[[Tensor, Block, slice], Tensor] | None:
+        if self.drop is None:
+            return None
+        drop, q_ids, k_ids = self.drop.after(self._heads(keys).start), self.ids, keys.ids
+        assert q_ids is not None and k_ids is not None, "dropout needs token ids"
+
+        def dropped(p_BNqk: Tensor, block: Block, rows: slice) -> Tensor:
+            of_rows = q_ids[:, slice(*block.q)][:, rows]
+            return drop.between(p_BNqk, of_rows, k_ids[:, slice(*block.k)])
+
+        return dropped
+
+
+def _keys(x_BLGD: Tensor, block: Block) -> Tensor:
+    return x_BLGD[:, slice(*block.k)].transpose(1, 2)
+
+
+def local_attention(
+    q_BSND: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    starts: tuple[int, ...] | None,
+    window: int | None,
+) -> Tensor:
+    """Attention of whole rows on one rank, of which only what is seen is computed.
+
+    Args:
+        q_BSND: queries.
+        k_BSGD: keys.
+        v_BSGD: values.
+        starts: where documents begin in the B * S tokens, and their number; None: rows are whole.
+        window: tokens before itself that a query sees; None: all.
+
+    Returns:
+        [B, S, N, D].
+    """
+    length = q_BSND.shape[1] if starts is None else starts[-1]
+    sight = Sight((0, length) if starts is None else starts, window)
+    blocks = cut(((0, length),), ((0, length),), sight)
+    shape = q_BSND.shape
+    if starts is not None:
+        q_BSND, k_BSGD, v_BSGD = (x.flatten(0, 1)[None] for x in (q_BSND, k_BSGD, v_BSGD))
+    out: Tensor = _Local.apply(q_BSND, k_BSGD, v_BSGD, blocks)
+    return out.reshape(*shape[:3], -1)
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...]) -> Tensor:
+        queries = Queries(q, k.shape[2])
+        queries.begin(v.shape[-1])
+        queries.meet(Keys(k, v, blocks))
+        out = queries.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, queries.lse)
+        ctx.blocks = blocks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        queries = Queries(q, k.shape[2])
+        queries.begin_backward(grad, out, lse)
+        dk, dv = queries.meet_backward(Keys(k, v, ctx.blocks))
+        return queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

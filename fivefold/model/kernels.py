@@ -1,0 +1,241 @@
+"""Attention of one block of queries to one block of keys, forward and backward, in several ways.
+
+A kernel gives the output and its log-sum-exp, with which blocks are merged; its backward takes the
+output and the log-sum-exp over *all* keys, so that blocks need not know of each other. Shapes:
+B batch, N query heads, G key/value heads, q queries, k keys, D features; tensors may be strided.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fivefold.model.blocks import Block, Kind
+
+Drop = Callable[[Tensor, Block, slice], Tensor]
+"""Drops probabilities [B, N, rows, k] of some rows of a block's queries, and scales the rest."""
+
+Grads = tuple[Tensor, Tensor, Tensor]
+ROWS = 256  # queries that the plain kernel takes at a time: it holds their probabilities
+ATEN = torch.ops.aten
+
+
+class Kernel(Protocol):
+    """One way to compute a block."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Output [B, N, q, D], and log-sum-exp [B, N, q] in at least fp32."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """Of queries, keys and values; `out` and `lse` are those over all keys."""
+
+
+def choose_kernel(
+    q: Tensor, v: Tensor, drop: Drop | None = None, name: str | None = None
+) -> Kernel:
+    """The fastest kernel for queries and values like these, or the one of that name.
+
+    Raises:
+        ValueError: the one of that name cannot, and why.
+    """
+    for known, (kernel, lacking) in KERNELS.items():
+        if name in (None, known):
+            lacks = "it drops nothing" if drop is not None else lacking(q, v)
+            if not lacks:
+                return kernel
+            if name is not None:
+                raise ValueError(f"attention kernel {name}: {lacks}")
+    return Plain(drop)
+
+
+def visible(block: Block, device: torch.device) -> Tensor | None:
+    """Which of its keys each query of a block sees: bool [q, k], or None if all."""
+    if block.kind == Kind.FULL:
+        return None
+    q = torch.arange(block.q[1] - block.q[0], device=device)[:, None] + block.shift
+    k = torch.arange(block.k[1] - block.k[0], device=device)
+    seen = k <= q
+    return seen if block.kind == Kind.CAUSAL else seen & (q - k <= block.window)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The definition, some queries at a time, with softmax and sums in at least fp32.
+
+    Attributes:
+        drop: what drops probabilities; it must drop the same ones in the backward.
+    """
+
+    drop: Drop | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
+        seen = visible(block, q.device)
+        outs, lses = [], []
+        for rows in _rows(q):
+            scores = _scores(q[:, :, rows], k, seen, rows)
+            lse = scores.logsumexp(-1)
+            p = self._drop((scores - lse[..., None]).exp(), block, rows)
+            outs.append((_grouped(p, v) @ v[:, :, None]).flatten(1, 2))
+            lses.append(lse)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """See `Kernel`."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad, q, k, v = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
+        delta = (grad * out.to(wide)).sum(-1)
+        seen = visible(block, q.device)
+        scale = q.shape[-1] ** -0.5
+        dqs, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
+        for rows in _rows(q):
+            p = (_scores(q[:, :, rows], k, seen, rows) - lse[:, :, rows, None]).exp()
+            kept = self._drop(p, block, rows)
+            of = _grouped(grad[:, :, rows], v)
+            dv += (_grouped(kept, v).transpose(3, 4) @ of).sum(2)
+            dp = self._drop((of @ v[:, :, None].transpose(3, 4)).flatten(1, 2), block, rows)
+            ds = _grouped(p * (dp - delta[:, :, rows, None]), k) * scale
+            dqs.append((ds @ k[:, :, None]).flatten(1, 2))
+            dk += (ds.transpose(3, 4) @ _grouped(q[:, :, rows], k)).sum(2)
+        return torch.cat(dqs, 2), dk, dv
+
+    def _drop(self, p: Tensor, block: Block, rows: slice) -> Tensor:
+        return p if self.drop is None else self.drop(p, block, rows)
+
+
+def _rows(q: Tensor) -> Iterator[slice]:
+    return (slice(start, start + ROWS) for start in range(0, q.shape[2], ROWS))
+
+
+def _grouped(x: Tensor, keys: Tensor) -> Tensor:
+    """[B, N, ...] as [B, G, N / G, ...]: the query heads of each key/value head."""
+    return x.unflatten(1, (keys.shape[1], -1))
+
+
+def _scores(q: Tensor, k: Tensor, seen: Tensor | None, rows: slice) -> Tensor:
+    grouped = _grouped(q * q.shape[-1] ** -0.5, k)
+    scores = (grouped @ k[:, :, None].transpose(3, 4)).flatten(1, 2)
+    return scores if seen is None else scores.masked_fill(~seen[rows], float("-inf"))
+
+
+class FlashOnCpu:
+    """PyTorch's tiled kernel for CPUs: any type, fp64 too; heads shared without copies."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        out, lse = ATEN._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, block.kind == Kind.CAUSAL, attn_mask=_bias(q, block)
+        )
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """See `Kernel`."""
+        grads: Grads = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, block.kind == Kind.CAUSAL, attn_mask=_bias(q, block)
+        )
+        return grads
+
+
+def _bias(q: Tensor, block: Block) -> Tensor | None:
+    """What is added to the scores of a BAND: 0 or minus infinity."""
+    if block.kind != Kind.BAND:
+        return None
+    seen = visible(block, q.device)
+    assert seen is not None
+    return torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(
+        ~seen, float("-inf")
+    )
+
+
+class FlashOnCuda:
+    """PyTorch's FlashAttention for CUDA; a BAND is computed by the plain kernel."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        if block.kind == Kind.BAND:
+            return Plain().forward(q, k, v, block)
+        k, v = _per_query_head(q, k), _per_query_head(q, v)
+        causal = block.kind == Kind.CAUSAL
+        out, lse, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """See `Kernel`."""
+        if block.kind == Kind.BAND:
+            return Plain().backward(grad, q, k, v, out, lse, block)
+        shared = k.shape[1]
+        k, v = _per_query_head(q, k), _per_query_head(q, v)
+        # No dropout, no ragged lengths: neither a random state nor cumulated lengths.
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = ATEN._scaled_dot_product_flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            block.kind == Kind.CAUSAL,
+            unused,
+            unused,
+        )
+        return dq, _summed_heads(dk, shared), _summed_heads(dv, shared)
+
+
+def _per_query_head(q: Tensor, x: Tensor) -> Tensor:
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _summed_heads(grad: Tensor, heads: int) -> Tensor:
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def _lacking_on_cpu(q: Tensor, v: Tensor) -> str:
+    if q.device.type != "cpu":
+        return "it runs on CPUs"
+    return _lacking_heads(q, v)
+
+
+def _lacking_on_cuda(q: Tensor, v: Tensor) -> str:
+    if not q.is_cuda:
+        return "it runs on CUDA devices"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bf16 and fp16, not in {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"heads must have a multiple of 8 features and at most 256, not {q.shape[-1]}"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "it needs compute capability 8.0"
+    return _lacking_heads(q, v)
+
+
+def _lacking_heads(q: Tensor, v: Tensor) -> str:
+    if q.shape[-1] != v.shape[-1]:
+        return f"values must have as many features as queries, not {v.shape[-1]}"
+    return ""
+
+
+KERNELS: Mapping[str, tuple[Kernel, Callable[[Tensor, Tensor], str]]] = MappingProxyType(
+    {
+        "flash_cpu": (FlashOnCpu(), _lacking_on_cpu),
+        "flash_cuda": (FlashOnCuda(), _lacking_on_cuda),
+        "plain": (Plain(), lambda q, v: ""),
+    }
+)
+"""By name, the fastest first: the kernel, and what it lacks for such tensors ('' if nothing)."""

@@ -1,0 +1,143 @@
+"""Blocks cover exactly what is seen, and every kernel computes them as the definition says."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from fivefold.model.attention import Scope, plain_attention
+from fivefold.model.batch import Documents
+from fivefold.model.blocks import Kind, Sight, Span, common, cut, joined
+from fivefold.model.blockwise import local_attention
+from fivefold.model.kernels import KERNELS, Plain, choose_kernel, visible
+
+
+def seen_by_definition(sight: Sight, query: int, key: int) -> bool:
+    document = [sum(start <= x for start in sight.starts) for x in (query, key)]
+    near = sight.window is None or query - key <= sight.window
+    return document[0] == document[1] and (not sight.causal or (key <= query and near))
+
+
+def random_sight(rng: random.Random, length: int) -> Sight:
+    inner = rng.sample(range(1, length), rng.randint(0, min(4, length - 1)))
+    causal = rng.random() < 0.8
+    window = rng.choice([None, rng.randint(1, length)]) if causal else None
+    return Sight((0, *sorted(inner), length), window, causal)
+
+
+def random_spans(rng: random.Random, length: int) -> tuple[list[Span], list[Span]]:
+    """A row cut into chunks: some are the queries', some the keys'."""
+    edges = sorted({0, length, *rng.sample(range(1, length), rng.randint(0, min(5, length - 1)))})
+    chunks = list(pairwise(edges))
+    return [c for c in chunks if rng.random() < 0.6], [c for c in chunks if rng.random() < 0.6]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_blocks_hold_each_visible_pair_once_and_no_other(seed: int) -> None:
+    rng = random.Random(seed)
+    length = rng.randint(2, 24)
+    sight = random_sight(rng, length)
+    queries, keys = random_spans(rng, length)
+    q_at = [p for start, stop in queries for p in range(start, stop)]
+    k_at = [p for start, stop in keys for p in range(start, stop)]
+    found = []
+    for block in cut(queries, keys, sight, tile=rng.choice([1, 2, 3, 8, 64])):
+        shape = block.q[1] - block.q[0], block.k[1] - block.k[0]
+        seen = visible(block, torch.device("cpu"))
+        seen = torch.ones(shape, dtype=torch.bool) if seen is None else seen
+        assert seen.shape == shape and seen.any(1).all(), "a query that sees no key has no output"
+        assert block.kind != Kind.CAUSAL or shape[0] == shape[1]
+        found += [(block.q[0] + i, block.k[0] + j) for i, j in seen.nonzero().tolist()]
+    expected = [
+        (i, j)
+        for i, query in enumerate(q_at)
+        for j, key in enumerate(k_at)
+        if seen_by_definition(sight, query, key)
+    ]
+    assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_area_counts_visible_pairs_and_seen_are_their_keys(seed: int) -> None:
+    rng = random.Random(seed)
+    length = rng.randint(2, 24)
+    sight = random_sight(rng, length)
+    queries, keys = random_spans(rng, length)
+    pairs = [
+        (query, key)
+        for start, stop in queries
+        for query in range(start, stop)
+        for key in range(length)
+        if seen_by_definition(sight, query, key)
+    ]
+    assert sum(sight.area(span) for span in queries) == len(pairs)
+    seen = sight.seen(queries)
+    assert seen == joined((key, key + 1) for _, key in pairs)
+    held = {key for start, stop in common(keys, seen) for key in range(start, stop)}
+    assert held == {k for start, stop in keys for k in range(start, stop)} & {k for _, k in pairs}
+
+
+def test_full_blocks_side_by_side_are_one() -> None:
+    """What a zigzag rank computes per ring step is one call: 2 chunks with 1, or 1 with 2."""
+    sight = Sight((0, 16))
+    mine = ((4, 8), (8, 12))
+    early = cut(mine, ((0, 4), (12, 16)), sight)
+    assert [(b.q, b.k, b.kind) for b in early] == [((0, 8), (0, 4), Kind.FULL)]
+    late = cut(((0, 4), (12, 16)), mine, sight)
+    assert [(b.q, b.k, b.kind) for b in late] == [((4, 8), (0, 8), Kind.FULL)]
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(shapes))
+    return [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "plain"])
+@pytest.mark.parametrize("shared", [1, 2, 8])
+def test_kernels_equal_the_plain_one(name: str, shared: int) -> None:
+    (probe,) = tensors((1, 1, 1, 6))
+    if KERNELS[name][1](probe, probe):
+        pytest.skip(KERNELS[name][1](probe, probe))
+    kernel, plain = KERNELS[name][0], Plain()
+    q, k, v, grad = tensors((2, 8, 300, 6), *[(2, 8 // shared, 300, 6)] * 2, (2, 8, 300, 6))
+    for block in cut(((0, 300),), ((0, 300),), Sight((0, 100, 300), 90), tile=150):
+        rows, keys = slice(*block.q), slice(*block.k)
+        own = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+        out, lse = kernel.forward(*own, block)
+        expected = plain.forward(*own, block)
+        torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
+        outside = out + 0.1, lse + 0.7  # over more keys than these
+        grads = kernel.backward(grad[:, :, rows], *own, *outside, block)
+        of_plain = plain.backward(grad[:, :, rows], *own, *outside, block)
+        torch.testing.assert_close(grads, of_plain, rtol=1e-12, atol=1e-12)
+
+
+def test_a_kernel_that_cannot_says_why() -> None:
+    q, v = tensors((1, 2, 3, 6), (1, 2, 3, 4))
+    assert isinstance(choose_kernel(q, v), Plain)
+    with pytest.raises(ValueError, match="flash_cpu: values must have as many features"):
+        choose_kernel(q, v, name="flash_cpu")
+    with pytest.raises(ValueError, match="flash_cuda: it runs on CUDA"):
+        choose_kernel(q, q, name="flash_cuda")
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("packed", [False, True])
+def test_local_attention_is_the_definition(window: int | None, packed: bool) -> None:
+    inputs = tensors((2, 20, 4, 6), (2, 20, 2, 6), (2, 20, 2, 6))
+    q, k, v = (x.requires_grad_() for x in inputs)
+    documents = None
+    if packed:
+        ids = torch.tensor([[0] * 7 + [1] + [2] * 12, [0] * 19 + [1]])
+        documents = Documents(ids, (0, 7, 8, 20, 39, 40))
+    (grad,) = tensors((2, 20, 4, 6))
+    outs, grads = [], []
+    for out in (
+        plain_attention(q, k, v, Scope(documents, window)),
+        local_attention(q, k, v, documents and documents.starts, window),
+    ):
+        outs.append(out)
+        grads.append(torch.autograd.grad(out, (q, k, v), grad))
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-12, atol=1e-12)
