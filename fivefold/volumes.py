@@ -8,11 +8,12 @@ N. These are what bandwidth-optimal algorithms send, and NCCL's rings do.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from math import comb, prod
 
 from fivefold.check import Layout
-from fivefold.model.shape import StageParts, local_shape, parameter_shapes
-from fivefold.state import ELEMENT_BYTES, held, num_shards
+from fivefold.config.parallel import CpCommType, TokenDispatcher
+from fivefold.model.shape import StageParts, is_expert, local_shape, parameter_shapes
+from fivefold.state import ELEMENT_BYTES, held, num_expert_shards, num_shards
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
@@ -35,8 +36,9 @@ class Flow:
     """What one rank sends in one step for one purpose.
 
     Attributes:
-        axis: over which ranks: "tp", "pp", "data" (all that see other tokens), "dp_shard_cp" and
-            "dp_replicate" (its two factors, where both are more than one), "tied", "world".
+        axis: over which ranks: "tp", "pp", "cp", "ep", "etp", "edp", "data" (all that see other
+            tokens), "dp_shard_cp" and "dp_replicate" (its two factors, where both are more than
+            one), "tied", "world".
         purpose: what for, in words.
         size: bytes.
     """
@@ -52,10 +54,78 @@ def step_volumes(layout: Layout, rank: int) -> tuple[Flow, ...]:
     flows = (
         *volumes.data_parallel(),
         *volumes.tensor_parallel(),
+        *volumes.context_parallel(),
+        *volumes.expert_parallel(),
         *volumes.pipeline(),
         *volumes.scalars(),
     )
     return tuple(flow for flow in flows if flow.size)
+
+
+@dataclass(frozen=True)
+class PassVolumes:
+    """Bytes that a rank sends in one layer and microbatch, forward and backward."""
+
+    forward: float
+    backward: float
+
+
+def context_volumes(
+    kind: CpCommType,
+    ranks: int,
+    *,
+    query: float,
+    key_value: float,
+    element: int,
+    grad_element: int,
+    key_value_heads: int = 1,
+    inner: int = 1,
+) -> PassVolumes:
+    """What context parallelism sends for one attention layer, in closed form.
+
+    With P ranks and KV, the bytes of a rank's own keys and values:
+    - p2p (ring): P-1 hops of KV forward; in the backward as many again, and P-1 of dKV, since the
+      circulation of dKV starts with the first block that is not the rank's own.
+    - all_gather: (P-1) KV forward; gathered again in the backward, and dKV exchanged and summed.
+    - a2a (Ulysses): heads for tokens, (P-1)/P of Q, K, V and O; as much of their gradients. With
+      fewer key/value heads than ranks each is sent P / heads times.
+    - a2a+p2p: a2a inside groups of `inner` ranks, and a ring of P / inner such groups, in which a
+      rank has all tokens of its group for a part of the heads: as many bytes as before.
+
+    Args:
+        kind: of communication.
+        ranks: P.
+        query: elements of this rank's queries and attention output together.
+        key_value: elements of its keys and values together; of the latent where that is sent.
+        element: bytes of them.
+        grad_element: bytes of an element of dKV on the wire.
+        key_value_heads: on this rank's tensor-parallel part.
+        inner: ranks of the inner group of a2a+p2p.
+    """
+    keys, grads = key_value * element, key_value * grad_element
+    if kind in ("p2p", "all_gather"):
+        return PassVolumes((ranks - 1) * keys, (ranks - 1) * (keys + grads))
+    exchanging = ranks if kind == "a2a" else inner
+    copies = max(1.0, exchanging / key_value_heads)
+    moved = (exchanging - 1) / exchanging * (query * element + copies * keys)
+    hops = 0 if kind == "a2a" else ranks // inner - 1
+    ring = PassVolumes(hops * copies * keys, hops * copies * (keys + grads))
+    return PassVolumes(moved + ring.forward, moved + ring.backward)
+
+
+def rows_sent(dispatcher: TokenDispatcher, experts: int, topk: int, ranks: int) -> float:
+    """Rows that a token sends in one direction to the experts of other ranks, in expectation.
+
+    Of evenly used experts: a row per chosen expert (alltoall), one per rank that holds a chosen one
+    (flex, which sends no token twice to a rank), or one to every rank (allgather).
+    """
+    elsewhere = 1 - 1 / ranks
+    if dispatcher == "allgather":
+        return ranks - 1
+    if dispatcher == "alltoall":
+        return topk * elsewhere
+    missed = comb(experts - experts // ranks, topk) / comb(experts, topk)
+    return ranks * (1 - missed) * elsewhere
 
 
 def by_axis(flows: tuple[Flow, ...]) -> dict[str, float]:
@@ -80,7 +150,7 @@ class _Volumes:
         self.element = ELEMENT_BYTES[config.training.precision]
         self.master = max(self.element, 4)
         self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
-        self.tokens = config.training.micro_batch_size * config.training.seq_length
+        self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
         self.stages = {i: layout.split.stages[i] for i in layout.split.stages_of(self.at["pp"])}
 
     def data_parallel(self) -> Iterator[Flow]:
@@ -93,9 +163,10 @@ class _Volumes:
         strategy = self.parallel.data_parallel_sharding_strategy
         shards, replicas = self.shards, self.data // self.shards
         padded = sum(
-            -(-rows // shards) * prod(rest)
+            -(-shape[0] // shards) * prod(shape[1:])
             for spec in self.stages.values()
-            for rows, *rest in self._shapes(spec).values()
+            for name, shape in self._shapes(spec).items()
+            if not is_expert(name)
         )
         gathers = 2 * self.microbatches if strategy == "optim_grads_params" else 1
         often = strategy in ("optim_grads", "optim_grads_params")
@@ -117,8 +188,9 @@ class _Volumes:
     def tensor_parallel(self) -> Iterator[Flow]:
         """Per microbatch and hidden state of N bytes, in units of (t-1)/t N.
 
-        A layer: 4 all-reduces = 8; with sequence parallelism 2 all-gathers and 2 reduce-scatters
-        forward, as many backward and 2 more gathers of saved inputs = 10. The embedding: 2. The
+        Attention, an MLP and shared experts each: 2 all-reduces = 4; with sequence parallelism an
+        all-gather and a reduce-scatter forward, as many backward and one more gather of the saved
+        input = 5. The embedding: 2. The
         output layer: an all-reduce = 2, or 2 gathers and a reduce-scatter = 3. The loss gathers 2
         numbers a token (3 with label smoothing) in at least fp32.
         """
@@ -128,7 +200,8 @@ class _Volumes:
         loss = self.tp * numbers * self.tokens * self.master
         partial = 0
         for spec in self.stages.values():
-            layers = (10 if sequence else 8) * len(spec.layers) * unit
+            blocks = sum(map(self._split_blocks, spec.layers))
+            layers = (5 if sequence else 4) * blocks * unit
             yield Flow("tp", "activations of layers", self.microbatches * layers)
             if spec.embedding:
                 yield Flow("tp", "embedding", self.microbatches * 2 * unit)
@@ -141,6 +214,70 @@ class _Volumes:
                 partial += self._held(shape) if self._is_partial(name) else 0
         size = wire_bytes("all_reduce", partial * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
+
+    def context_parallel(self) -> Iterator[Flow]:
+        """Keys and values, or heads for tokens, of every layer of this rank."""
+        grid, model, kinds = self.layout.grid, self.model, self.parallel.cp_comm_type
+        if grid.cp == 1:
+            return
+        sizes = self.parallel.hierarchical_context_parallel_sizes
+        heads = max(model.num_kv_heads // self.tp, 1)
+        latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
+        keys = heads * (model.query_dim + model.value_dim)
+        for spec in self.stages.values():
+            for layer in spec.layers:
+                volumes = context_volumes(
+                    kinds[layer % len(kinds)],
+                    grid.cp,
+                    query=self.tokens * (model.q_size + model.attention_size) / self.tp,
+                    key_value=self.tokens * (latent if model.multi_latent_attention else keys),
+                    element=self.element,
+                    grad_element=self.master,
+                    key_value_heads=heads,
+                    inner=sizes[0] if sizes else 1,
+                )
+                both = volumes.forward + volumes.backward
+                yield Flow("cp", "keys, values and heads", self.microbatches * both)
+
+    def expert_parallel(self) -> Iterator[Flow]:
+        """Tokens on their way to experts and back, in expectation; the experts' own sharding.
+
+        A row goes out and comes back, forward and backward: 4 times h elements. The ranks of an
+        expert's tensor group gather each other's rows and reduce their results.
+        """
+        grid, model = self.layout.grid, self.model
+        layers = sum(model.is_moe(i) for spec in self.stages.values() for i in spec.layers)
+        if not layers:
+            return
+        assert model.num_experts is not None
+        tokens = self.tokens / (self.tp if self.parallel.sequence_parallel else 1)
+        row = 4 * self.microbatches * layers * tokens * model.hidden_size * self.element
+        dispatcher = self.parallel.moe_token_dispatcher_type
+        rows = rows_sent(dispatcher, model.num_experts, model.moe_router_topk, grid.ep)
+        yield Flow("ep", "tokens to experts and back", rows * row)
+        yield Flow("etp", "rows of a split expert", (grid.etp - 1) * model.moe_router_topk * row)
+        owned = sum(
+            prod(shape)
+            for spec in self.stages.values()
+            for name, shape in self._shapes(spec).items()
+            if is_expert(name)
+        )
+        yield from self._expert_data(owned)
+
+    def _expert_data(self, owned: int) -> Iterator[Flow]:
+        """As `data_parallel`, over the ranks that hold the same experts."""
+        shards = num_expert_shards(self.layout)
+        strategy = self.parallel.data_parallel_sharding_strategy
+        if strategy == "no_shard":
+            summed = wire_bytes("all_reduce", owned * self.wire, self.layout.grid.edp)
+            yield Flow("edp", "gradients of experts", summed)
+            return
+        gathers = 2 * self.microbatches if strategy == "optim_grads_params" else 1
+        reductions = 1 if strategy == "optim" else self.microbatches
+        gathered = wire_bytes("all_gather", owned * self.element, shards)
+        yield Flow("edp", "gathered experts", gathers * gathered)
+        reduced = wire_bytes("reduce_scatter", owned * self.wire, shards)
+        yield Flow("edp", "gradients of experts", reductions * reduced)
 
     def pipeline(self) -> Iterator[Flow]:
         """Hidden states and their gradients, [T, H] or its part, and tied embeddings."""
@@ -165,8 +302,16 @@ class _Volumes:
     def _shapes(self, spec: StageParts) -> dict[str, tuple[int, ...]]:
         """Name -> shape on a tensor-parallel rank, for the parameters of a stage."""
         shapes = parameter_shapes(self.model, spec)
-        tp = self.tp
-        return {name: local_shape(self.model, name, s, tp=tp) for name, s in shapes.items()}
+        grid = self.layout.grid
+        return {
+            name: local_shape(self.model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp)
+            for name, shape in shapes.items()
+        }
+
+    def _split_blocks(self, layer: int) -> int:
+        """Blocks of a layer that tensor-parallel ranks compute together."""
+        whole_mlp = not self.model.is_moe(layer) or self.model.shared_ffn_size > 0
+        return 1 + whole_mlp
 
     def _held(self, shape: tuple[int, ...]) -> int:
         """Elements of a parameter in this rank's shard."""

@@ -1,0 +1,76 @@
+"""The closed forms against figures that were worked out, or published, elsewhere."""
+
+import pytest
+
+from fivefold.check import check
+from fivefold.config.sources import read_config
+from fivefold.volumes import context_volumes, rows_sent, step_volumes
+
+
+def test_a_ring_sends_three_blocks_forward_and_six_backward_on_four_ranks() -> None:
+    sent = context_volumes("p2p", 4, query=64, key_value=16, element=4, grad_element=4)
+    assert (sent.forward, sent.backward) == (3 * 64, 6 * 64)
+
+
+def test_ulysses_beats_gathering_beyond_two_thirds_of_the_group_size() -> None:
+    for groups in (2, 4, 8):  # query heads per key/value head, of 8
+        for ranks in (2, 4, 8):
+            volumes = {
+                kind: sum(
+                    vars(
+                        context_volumes(
+                            kind,
+                            ranks,
+                            query=16 * groups,
+                            key_value=16,
+                            element=2,
+                            grad_element=2,
+                            key_value_heads=8,
+                        )
+                    ).values()
+                )
+                for kind in ("a2a", "all_gather")
+            }
+            assert (volumes["a2a"] < volumes["all_gather"]) == (ranks > 2 * (groups + 1) / 3)
+
+
+def test_hierarchical_attention_has_ulysses_and_the_ring_as_its_ends() -> None:
+    sizes = {
+        "query": 512.0,
+        "key_value": 128.0,
+        "element": 2,
+        "grad_element": 4,
+        "key_value_heads": 8,
+    }
+    whole = context_volumes("a2a", 8, **sizes)
+    assert context_volumes("a2a+p2p", 8, inner=8, **sizes) == whole
+    assert context_volumes("a2a+p2p", 8, inner=1, **sizes) == context_volumes("p2p", 8, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "naive", "once", "gathered"),
+    [(4, 6.00, 2.71, 3), (8, 7.00, 4.63, 7), (16, 7.50, 6.12, 15), (64, 7.88, 7.56, 63)],
+)
+def test_rows_sent_for_256_experts_of_which_8_are_chosen(
+    ranks: int, naive: float, once: float, gathered: int
+) -> None:
+    assert rows_sent("alltoall", 256, 8, ranks) == pytest.approx(naive, abs=0.005)
+    assert rows_sent("flex", 256, 8, ranks) == pytest.approx(once, abs=0.005)
+    assert rows_sent("allgather", 256, 8, ranks) == gathered
+
+
+def test_experts_are_sent_to_and_sharded_on_their_own_mesh() -> None:
+    config = read_config(
+        model="mixtral-8x7b",
+        expert_model_parallel_size=8,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        global_batch_size=16,
+        data_parallel_sharding_strategy="optim",
+    )
+    flows = {f.purpose: f for f in step_volumes(check(config, 32, planned=True), 0)}
+    tokens, h, layers = config.training.seq_length / 2, 4096, 32
+    assert flows["tokens to experts and back"].size == 4 * 2 * 7 / 8 * tokens * h * 2 * layers
+    experts = 32 * 3 * 4096 * 14336
+    assert flows["gradients of experts"].size == 3 / 4 * experts * 4
+    assert flows["gathered experts"].size == 3 / 4 * experts * 2
