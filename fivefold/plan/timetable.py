@@ -104,4 +104,15 @@ def makespan(
         return timetable(schedule, placement, microbatches, group, eager).makespan(costs)
     base = timetable(schedule, placement, short, group, eager).makespan(costs)
     more = timetable(schedule, placement, short + a_round, group, eager).makespan(costs)
-    return base + (more - base) * (microbatches - short) / a_round
+    steady = base + (more - base) * (microbatches - short) / a_round
+    return max(steady, _least(placement, microbatches, costs))
+
+
+def _least(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float:
+    """What a rank's work takes after its first input: the slowest may take over after the warm-up."""
+    least = 0.0
+    for rank in range(max(placement) + 1):
+        own = [stage for stage, owner in enumerate(placement) if owner == rank]
+        work = sum(costs.f[s] + costs.b[s] + costs.w[s] for s in own)
+        least = max(least, sum(costs.f[: own[0]]) + microbatches * work)
+    return least
