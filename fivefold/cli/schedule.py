@@ -17,6 +17,8 @@ from fivefold.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.files import write_atomic
 from fivefold.pipeline.draw import picture
+from fivefold.pipeline.draw_html import to_html
+from fivefold.pipeline.draw_svg import to_svg
 from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv, to_trace
 from fivefold.pipeline.figures import comparison, comparison_json, figures, listing, report
 from fivefold.pipeline.ir import Program
@@ -62,6 +64,8 @@ class Options:
     compare: bool = option(False, "a table of all schedules on the same pipeline")
     json: bool = option(False, "print figures as JSON")
     width: int | None = option(None, "characters of the picture (default: the terminal's)")
+    svg: str | None = option(None, "write a picture to this file")
+    html: str | None = option(None, "write an interactive page to this file")
     csv: str | None = option(None, "write every act and its times to this file")
     torch_csv: str | None = option(
         None, "write the schedule as torch.distributed.pipelining reads it"
@@ -163,6 +167,8 @@ def _resized(study: Study, program: Program) -> Study:
 def _write(options: Options, result: Result) -> None:
     chart = result.chart
     for name, text in (
+        (options.svg, lambda: to_svg([chart])),
+        (options.html, lambda: to_html([chart])),
         (options.csv, lambda: to_csv(chart)),
         (options.torch_csv, lambda: to_torch_csv(chart.program)),
         (options.trace, lambda: to_trace([chart])),

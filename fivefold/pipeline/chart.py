@@ -17,6 +17,15 @@ MEANINGS = {
     Kind.FB: "a forward and a backward, overlapped",
 }
 
+# Of each kind, on a rank's first stage and on its others; apart for colour-blind eyes, too.
+COLOURS = {
+    Kind.F: ("#3b75af", "#8fb8de"),
+    Kind.B: ("#3a8f5c", "#93cca8"),
+    Kind.BW: ("#2b7f7a", "#8ac4c0"),
+    Kind.W: ("#d9822b", "#f2c188"),
+    Kind.R: ("#8a8a8a", "#c4c4c4"),
+}
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -53,6 +62,13 @@ class Chart:
         return tuple(kind for kind in Kind if kind in found)
 
     @cached_property
+    def parts(self) -> tuple[Kind, ...]:
+        """The same, with an overlapped pair as what it consists of."""
+        acts = (timed.act for row in self.simulation.timeline for timed in row)
+        found = {kid.kind for act in acts for kid in act.elementary}
+        return tuple(kind for kind in Kind if kind in found)
+
+    @cached_property
     def has_chunks(self) -> bool:
         """Whether a rank holds several stages."""
         return self.program.num_stages > self.program.num_ranks
@@ -64,6 +80,16 @@ class Chart:
             for rank in range(self.program.num_ranks)
             for chunk, stage in enumerate(self.program.stages_of(rank))
         }
+
+    def ticks(self, most: float) -> list[float]:
+        """Round times from 0 to the makespan, no more than about `most` of them."""
+        step = next(
+            base * 10.0**power
+            for power in range(-9, 99)
+            for base in (1, 2, 5)
+            if base * 10.0**power * most >= self.simulation.makespan
+        )
+        return [step * i for i in range(int(self.simulation.makespan / step + 1e-9) + 1)]
 
     def chunk(self, act: Act) -> int:
         """Which of its rank's stages an act belongs to, from 0; of a pair, the forward's."""
@@ -78,6 +104,22 @@ class Chart:
     def label(self, act: Act) -> str:
         """The kind and place of an act: 'F3', 'B3b', 'F3a&B1b'."""
         return "&".join(f"{kid.kind[0]}{self.place(kid)}" for kid in act.elementary)
+
+    @property
+    def figures(self) -> str:
+        """The most important ones, in a line."""
+        simulation = self.simulation
+        return (
+            f"makespan {simulation.makespan:.6g}{self.unit}, bubble {simulation.bubble:.2%}; "
+            f"span {simulation.span:.6g}{self.unit}, bubble {simulation.span_bubble:.2%}; "
+            f"at most {max(self.peaks):.3g} microbatches held"
+        )
+
+    @property
+    def note(self) -> str:
+        """What else a coloured picture shows."""
+        more = "lighter: a rank's later stages; " if self.has_chunks else ""
+        return f"{more}violet: what the rank holds for backward"
 
     @property
     def legend(self) -> str:

@@ -83,7 +83,7 @@ def picture(chart: Chart, width: int, *, colours: bool) -> list[str]:
     for start in range(0, length, room):
         if start:
             lines.append("")
-        clock = _clock(start, min(room, length - start), scale)
+        clock = _clock(chart, start, min(room, length - start), scale)
         lines.append(f"{'time':<{len(names[0])}}{clock}{chart.unit}".rstrip())
         lines += [
             name + _painted(row[start : start + room], chart, colours)
@@ -139,19 +139,13 @@ def _sampled(row: tuple[Timed, ...], scale: float, length: int) -> list[_Cell]:
     return cells
 
 
-def _clock(start: int, length: int, scale: float) -> str:
+def _clock(chart: Chart, start: int, length: int, scale: float) -> str:
     """Round times at their columns, from column `start` of the picture."""
-    step = next(
-        base * 10.0**power
-        for power in range(-9, 99)
-        for base in (1, 2, 5)
-        if base * 10.0**power * scale >= _TICK
-    )
     text = ""
-    mark = ceil(start / scale / step - 1e-9)
-    while (column := round(mark * step * scale) - start) < length:
-        text = text.ljust(column) + f"{mark * step:g}"
-        mark += 1
+    for time in chart.ticks(chart.simulation.makespan * scale / _TICK):
+        column = round(time * scale) - start
+        if 0 <= column < length:
+            text = text.ljust(column) + f"{time:g}"
     return text
 
 

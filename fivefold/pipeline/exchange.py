@@ -173,7 +173,10 @@ def _events(pid: int, chart: Chart) -> Iterator[dict[str, Any]]:
 
 def _own_act(cells: Sequence[str]) -> Act:
     fields = [cell.split("&") for cell in cells[1 : len(_COLUMNS)]]
-    kids = [Act(Kind(kind), *map(int, rest)) for kind, *rest in zip(*fields, strict=True)]
+    kids = [
+        Act(Kind(kind), int(stage), int(mb), int(piece), int(part))
+        for kind, stage, mb, piece, part in zip(*fields, strict=True)
+    ]
     return _pair(kids)
 
 

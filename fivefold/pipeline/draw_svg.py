@@ -1,0 +1,129 @@
+"""Programs as an SVG picture: a row a rank, and under each what it holds for backward."""
+
+from collections.abc import Iterator, Sequence
+from statistics import median_low
+from xml.sax.saxutils import escape
+
+from fivefold.pipeline.chart import COLOURS, MEANINGS, Chart
+from fivefold.pipeline.ir import Act
+from fivefold.pipeline.simulate import Timed
+
+# Pixels.
+_LEFT, _RIGHT, _ROW, _MEMORY, _SPACE = 64, 24, 24, 14, 6
+_CHARACTER = 6.2  # of the font
+_MOST = 6000  # wide; labels that no longer fit are left out
+
+_STYLE = (
+    "text{font:10px ui-monospace,Menlo,Consolas,monospace;fill:#222}"
+    ".t{font:bold 13px system-ui,sans-serif}.n{font:11px system-ui,sans-serif;fill:#555}"
+    ".d{fill:#fff}.h{fill:#f3f3f3}.m{fill:#b9a7d0}.g{stroke:#ddd}"
+)
+
+
+def to_svg(charts: Sequence[Chart]) -> str:
+    """A picture of one or several programs below each other, all at the same scale of time."""
+    longest = max(chart.simulation.makespan for chart in charts)
+    scale = min(max(map(_scale, charts)), _MOST / longest)
+    width = _LEFT + longest * scale + _RIGHT
+    body: list[str] = []
+    top = 8.0
+    for chart in charts:
+        body += _chart(chart, scale, top)
+        top += _height(chart)
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{top:.0f}" '
+            f'viewBox="0 0 {width:.0f} {top:.0f}">',
+            f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def _scale(chart: Chart) -> float:
+    """Pixels per unit of time, so that the label of the median act fits."""
+    acts = [timed for row in chart.simulation.timeline for timed in row]
+    label = max(len(chart.label(kid)) for timed in acts for kid in timed.act.elementary)
+    return (label * _CHARACTER + 4) / median_low(timed.end - timed.start for timed in acts)
+
+
+def _height(chart: Chart) -> float:
+    return 84 + chart.program.num_ranks * (_ROW + _MEMORY + _SPACE)
+
+
+def _chart(chart: Chart, scale: float, top: float) -> Iterator[str]:
+    simulation = chart.simulation
+    width, rows = simulation.makespan * scale, chart.program.num_ranks
+    yield _text(_LEFT, top + 14, chart.title, "t")
+    yield _text(_LEFT, top + 30, chart.figures, "n")
+    first = top + 40
+    bottom = first + rows * (_ROW + _MEMORY + _SPACE)
+    yield from _clock(chart, scale, first, bottom)
+    highest = max(chart.peaks) or 1.0
+    for rank, row in enumerate(simulation.timeline):
+        y = first + rank * (_ROW + _MEMORY + _SPACE)
+        yield _text(8, y + 15, f"rank {rank}", "n")
+        yield f'<rect class="h" x="{_LEFT}" y="{y:.1f}" width="{width:.1f}" height="{_ROW}"/>'
+        for timed in row:
+            yield from _act(chart, timed, scale, y)
+        yield _held(chart.memory[rank], simulation.makespan, scale, y + _ROW, highest)
+    yield from _legend(chart, bottom + 26)
+
+
+def _act(chart: Chart, timed: Timed, scale: float, y: float) -> Iterator[str]:
+    """A box; two halves, one above the other, where a forward and a backward overlap."""
+    x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
+    kids = timed.act.elementary
+    height = _ROW / len(kids)
+    for place, kid in enumerate(kids):
+        top = y + place * height
+        shade = min(chart.chunk(kid), 1)
+        yield (
+            f'<rect x="{x:.2f}" y="{top:.1f}" width="{max(width - 0.6, 0.2):.2f}" '
+            f'height="{height - 0.6:.1f}" fill="{COLOURS[kid.kind][shade]}">'
+            f"<title>{escape(_told(chart, timed, kid))}</title></rect>"
+        )
+        label = chart.label(kid)
+        if len(label) * _CHARACTER + 2 <= width:
+            kind = "" if shade else "d"
+            middle = top + height / 2 + 3.5
+            yield _text(x + (width - len(label) * _CHARACTER) / 2, middle, label, kind)
+
+
+def _told(chart: Chart, timed: Timed, act: Act) -> str:
+    unit = chart.unit
+    return f"{act}: {timed.start:.6g}{unit} to {timed.end:.6g}{unit}"
+
+
+def _held(
+    curve: Sequence[tuple[float, float]], makespan: float, scale: float, y: float, highest: float
+) -> str:
+    """The steps of what a rank holds, filled; `highest` is as high as a strip."""
+    base = y + _MEMORY
+    path = [f"M{_LEFT} {base:.1f}"]
+    for time, held in curve:
+        path.append(f"H{_LEFT + time * scale:.2f}V{base - held / highest * (_MEMORY - 1):.2f}")
+    path.append(f"H{_LEFT + makespan * scale:.2f}V{base:.1f}Z")
+    return f'<path class="m" d="{"".join(path)}"/>'
+
+
+def _clock(chart: Chart, scale: float, first: float, bottom: float) -> Iterator[str]:
+    for time in chart.ticks(chart.simulation.makespan * scale / 90):
+        x = _LEFT + time * scale
+        yield f'<line class="g" x1="{x:.1f}" y1="{first}" x2="{x:.1f}" y2="{bottom:.1f}"/>'
+        yield _text(x, bottom + 10, f"{time:g}{chart.unit}", "n")
+
+
+def _legend(chart: Chart, y: float) -> Iterator[str]:
+    x = float(_LEFT)
+    for kind in chart.parts:
+        text = f"{kind[0]} {MEANINGS[kind]}"
+        yield f'<rect x="{x:.0f}" y="{y - 9}" width="11" height="11" fill="{COLOURS[kind][0]}"/>'
+        yield _text(x + 15, y, text, "n")
+        x += 30 + len(text) * 6
+    yield _text(x, y, chart.note, "n")
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>'
