@@ -4,17 +4,25 @@
 that will run. It raises one ConfigError with everything that is wrong.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import isqrt, prod
+from math import prod
 from typing import Any
 
 from fivefold.config.config import Config
+from fivefold.config.memory import check_memory
 from fivefold.config.model import ModelConfig, check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
+from fivefold.mesh.rules import (
+    check_context,
+    check_experts,
+    check_tensor_parallel,
+    divisors,
+    tensor_parallel_sizes,
+)
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.layout import Split, split_layers
 from fivefold.pipeline.lowering import eager_dx, lower
@@ -99,10 +107,13 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
         mistakes.add(f"there must be at least 1 rank, not {world_size}")
     check_model(config.model, mistakes)
     mistakes.raise_if_any()
-    parallel = _infer(config, world_size, mistakes)
+    check_memory(config.memory, config.model, mistakes)
+    parallel = _infer(config, world_size, mistakes, planned)
     if not planned:
         _check_built(config, mistakes)
-    _check_tensor_parallel(config, parallel, mistakes)
+    check_tensor_parallel(config, parallel, mistakes)
+    check_experts(config, parallel, mistakes)
+    check_context(config, parallel, mistakes)
     _check_data_parallel(parallel, config.training.precision, mistakes)
     _check_sequence(config, mistakes)
     split = None
@@ -132,6 +143,7 @@ def _split(model: ModelConfig, parallel: ParallelConfig) -> Split:
         account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
         account_for_loss=parallel.account_for_loss_in_pipeline_split,
         layout=parallel.pipeline_model_parallel_layout,
+        mtp_num_layers=model.mtp_num_layers,
     )
 
 
@@ -156,7 +168,7 @@ _DEGREES = {
 }
 
 
-def _infer(config: Config, world_size: int, mistakes: Mistakes) -> ParallelConfig:
+def _infer(config: Config, world_size: int, mistakes: Mistakes, planned: bool) -> ParallelConfig:
     """Fill in the degree that is -1, and see that the product is the world."""
     parallel = config.parallel
     sizes = {axis: getattr(parallel, name) for axis, name in _DEGREES.items()}
@@ -177,13 +189,13 @@ def _infer(config: Config, world_size: int, mistakes: Mistakes) -> ParallelConfi
     if unknown and world_size % known == 0:
         sizes[unknown[0]] = world_size // known
     elif unknown or known != world_size:
-        _explain_world(config, sizes, world_size, mistakes)
+        _explain_world(config, sizes, world_size, mistakes, planned)
         sizes.update(dict.fromkeys(unknown, 1))
     return replace(parallel, **{_DEGREES[axis]: size for axis, size in sizes.items()})
 
 
 def _explain_world(
-    config: Config, sizes: dict[str, int], world_size: int, mistakes: Mistakes
+    config: Config, sizes: dict[str, int], world_size: int, mistakes: Mistakes, planned: bool
 ) -> None:
     unknown = [axis for axis, size in sizes.items() if size == -1]
     given = {axis: size for axis, size in sizes.items() if size != -1}
@@ -199,18 +211,20 @@ def _explain_world(
     mistakes.add(
         f"{ranks} cannot be split as {named}",
         f"{product} = {known}, and {result}",
-        works=_splits_near(config, sizes, world_size),
+        works=_splits_near(config, sizes, world_size, planned),
         attempt=f"--nproc {nproc}",
     )
 
 
-def _splits_near(config: Config, sizes: dict[str, int], world_size: int) -> list[str]:
+def _splits_near(
+    config: Config, sizes: dict[str, int], world_size: int, planned: bool
+) -> list[str]:
     """Up to three splits of the world that pass every check and change tp and pp least."""
     tp, pp = max(sizes["tp"], 1), max(sizes["pp"], 1)
     rest = max(sizes["cp"], 1) * max(sizes["dp_replicate"], 1)
     near = sorted(
         (abs(t - tp) / tp + abs(p - pp) / pp, t, p)
-        for t in _tp_for(config.model)
+        for t in tensor_parallel_sizes(config.model)
         if world_size % t == 0
         for p in divisors(world_size // t)
         if (world_size // (t * p)) % rest == 0
@@ -223,20 +237,20 @@ def _splits_near(config: Config, sizes: dict[str, int], world_size: int) -> list
             "data_parallel_shard_size": world_size // (t * p * rest),
             "num_distributed_optimizer_instances": max(sizes["dp_replicate"], 1),
         }
-        found += _passing(config.with_values(**changes), world_size)
+        found += _passing(config.with_values(**changes), world_size, planned)
         if len(found) == 3:
             break
     return found
 
 
-def _passing(config: Config, world_size: int) -> Iterator[str]:
+def _passing(config: Config, world_size: int, planned: bool) -> Iterator[str]:
     """The split in words if it passes, with another global batch if it needs one."""
     parallel, training = config.parallel, config.training
     dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
     unit = training.micro_batch_size * dp
     batch = max(training.global_batch_size // unit, 1) * unit
     try:
-        check(config.with_values(global_batch_size=batch), world_size)
+        check(config.with_values(global_batch_size=batch), world_size, planned=planned)
     except ConfigError:
         return
     split = (
@@ -246,19 +260,13 @@ def _passing(config: Config, world_size: int) -> Iterator[str]:
     yield split if batch == training.global_batch_size else f"{split} gbs={batch}"
 
 
-def divisors(n: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
-def nearest(wanted: int, choices: Iterable[int]) -> list[int]:
-    """The two choices closest to `wanted`, ascending."""
-    return sorted(sorted(set(choices), key=lambda c: (abs(c - wanted), c))[:2])
-
-
 def _check_built(config: Config, mistakes: Mistakes) -> None:
     """Settings that the planner reckons with and no room of the engine fills yet."""
+    if config.model.unmodelled:
+        mistakes.add(
+            f"this description of the model leaves out {', '.join(config.model.unmodelled)}: "
+            "Fivefold plans with it, and does not train it"
+        )
     for name, what, default in _NOT_BUILT:
         value = next(getattr(s, name) for _, s in config.sections() if hasattr(s, name))
         if value != default:
@@ -286,52 +294,6 @@ _NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("fp8_format", "8-bit multiplications", None),
     ("fp4_format", "4-bit multiplications", None),
 )
-
-
-def _check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    model, tp = config.model, parallel.tensor_model_parallel_size
-    tokens = config.training.micro_batch_size * config.training.seq_length
-    for name, size in (
-        ("num_attention_heads", model.num_attention_heads),
-        ("ffn_hidden_size", model.ffn_size),
-        ("padded vocabulary", model.padded_vocab_size),
-    ):
-        if size % tp:
-            mistakes.add(
-                f"tensor_model_parallel_size {tp} does not divide {name} {size}",
-                f"{size} / {tp} = {size / tp:.4g}",
-                works=[f"tp={d}" for d in nearest(tp, _tp_for(model))],
-            )
-    kv_heads = model.num_kv_heads
-    if kv_heads % tp and tp % kv_heads:
-        mistakes.add(
-            f"{kv_heads} key/value heads are neither a multiple nor a divisor of tp {tp}",
-            f"{kv_heads} / {tp} = {kv_heads / tp:.4g}, {tp} / {kv_heads} = {tp / kv_heads:.4g}",
-            works=[f"tp={d}" for d in nearest(tp, _tp_for(model))],
-        )
-    if parallel.sequence_parallel and tp == 1:
-        mistakes.add(
-            "sequence_parallel splits tokens over tensor-parallel ranks, and tp is 1",
-            works=["--tensor-model-parallel-size 2", "--no-sequence-parallel"],
-        )
-    elif parallel.sequence_parallel and tokens % tp:
-        mistakes.add(
-            f"sequence_parallel cannot split a microbatch's tokens over tp {tp}",
-            f"micro_batch_size x seq_length = {tokens}, and {tokens} % {tp} = {tokens % tp}",
-            works=[f"--seq-length {-(-config.training.seq_length // tp) * tp}"],
-        )
-
-
-def _tp_for(model: ModelConfig) -> list[int]:
-    """The tensor-parallel sizes that the model allows."""
-    kv = model.num_kv_heads
-    return [
-        d
-        for d in divisors(model.num_attention_heads)
-        if (kv % d == 0 or d % kv == 0)
-        and model.ffn_size % d == 0
-        and model.padded_vocab_size % d == 0
-    ]
 
 
 def _check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fivefold.check import check, divisors
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
+from fivefold.mesh.rules import divisors
 from fivefold.pipeline.validate import validate
 
 SPLIT = re.compile(r"tp=(\d+) pp=(\d+) dp=(\d+)(?: gbs=(\d+))?")
@@ -117,3 +119,219 @@ def test_bf16_on_the_wire_is_refused_where_nothing_would_honour_it() -> None:
         check(config, 2)
     check(config.with_values(precision="fp32"), 2)
     check(config.with_values(data_parallel_sharding_strategy="optim"), 2)
+
+
+SPARSE = {
+    "sequence_parallel": True,
+    "tensor_model_parallel_size": 2,
+    "global_batch_size": 64,
+    "seq_length": 512,
+}
+
+
+def _refusal(preset: str, world: int = 16, **values: object) -> str:
+    config = Config(PRESETS[preset]).with_values(**{**SPARSE, **values})
+    with pytest.raises(ConfigError) as caught:
+        check(config, world, planned=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("preset", ["mixtral-8x7b", "deepseek-v3", "gpt-oss-120b"])
+def test_sparse_models_are_planned_with_and_not_trained(preset: str) -> None:
+    config = Config(PRESETS[preset]).with_values(**SPARSE, expert_model_parallel_size=8)
+    grid = check(config, 16, planned=True).grid
+    assert (grid.dp, grid.ep, grid.edp) == (8, 8, 2)
+    with pytest.raises(ConfigError) as caught:
+        check(config, 16)
+    assert "plans with mixtures of experts, and does not train with it yet" in str(caught.value)
+    left_out = "yarn RoPE scaling" if preset != "mixtral-8x7b" else "expert parallelism"
+    assert left_out in str(caught.value)
+
+
+def test_layers_of_further_prediction_are_in_the_stages() -> None:
+    config = Config(PRESETS["deepseek-v3"]).with_values(
+        **SPARSE,
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="Et*31|t*30mL",
+    )
+    assert [s.mtp for s in check(config, 16, planned=True).split.stages] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("preset", "values", "parts"),
+    [
+        (
+            "mixtral-8x7b",
+            {"expert_model_parallel_size": 3},
+            [
+                "ep 3 x etp 1 does not divide",
+                "3 does not divide num_experts 8",
+                "works: ep=2 | ep=4",
+            ],
+        ),
+        (
+            "qwen3-30b-a3b",
+            {"expert_model_parallel_size": 32},
+            ["dp 8 x cp 1 x tp 2 = 16, and 16 / (32 x 1) = 0.5", "works: ep=16 etp=1 | ep=8 etp=1"],
+        ),
+        (
+            "mixtral-8x7b",
+            {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 4},
+            ["16 / (8 x 4) = 0.5", "works: ep=4 etp=4"],
+        ),
+        (
+            "qwen3-30b-a3b",
+            {"expert_tensor_parallel_size": 512, "moe_ffn_hidden_size": 768},
+            ["512 does not divide an expert's 768 features", "works: etp=256 | etp=384"],
+        ),
+        (
+            "mixtral-8x7b",
+            {"sequence_parallel": False},
+            ["experts with tp 2 need sequence_parallel", "works: --sequence-parallel"],
+        ),
+        ("llama3-8b", {"expert_model_parallel_size": 2}, ["= 2 needs a model with num_experts"]),
+        ("llama3-8b", {"moe_token_dispatcher_type": "flex"}, ["= flex needs a model"]),
+        (
+            "mixtral-8x7b",
+            {"overlap_moe_expert_parallel_comm": True, "recompute_granularity": "full"},
+            ["and ep is 1", "a forward of its own"],
+        ),
+        (
+            "mixtral-8x7b",
+            {
+                "overlap_moe_expert_parallel_comm": True,
+                "expert_model_parallel_size": 8,
+                "moe_token_dispatcher_type": "allgather",
+            },
+            ["works: --moe-token-dispatcher-type alltoall"],
+        ),
+        (
+            "deepseek-v3",
+            {"moe_shared_expert_intermediate_size": 2047},
+            ["2 does not divide moe_shared_expert_intermediate_size 2047"],
+        ),
+    ],
+)
+def test_experts_divide_over_ranks(preset: str, values: dict, parts: list[str]) -> None:
+    message = _refusal(preset, **values)
+    assert all(part in message for part in parts), message
+
+
+def test_inner_features_of_dense_layers_matter_only_where_there_are_some() -> None:
+    config = Config(PRESETS["qwen3-30b-a3b"]).with_values(**SPARSE, ffn_hidden_size=6145)
+    check(config, 16, planned=True)
+    assert "ffn_hidden_size 6145" in _refusal("deepseek-v3", ffn_hidden_size=6145)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"seq_length": 510}, ["510 / (2 x 4) = 63.75", "--seq-length 504 | --seq-length 512"]),
+        ({"cp_comm_type": ("p2p", "a2a")}, ["2 given, 32 layers"]),
+        (
+            {"cp_comm_type": ("a2a+p2p",)},
+            ["with the product cp 4\n  none", "--hierarchical-context-parallel-sizes 2 2"],
+        ),
+        (
+            {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 4)},
+            ["2 x 4 = 8"],
+        ),
+        ({"hierarchical_context_parallel_sizes": (2, 2)}, ["are for cp_comm_type a2a+p2p"]),
+        (
+            {"cp_comm_type": ("a2a",), "num_attention_heads": 12, "num_query_groups": 12},
+            ["4 ranks cannot exchange tokens for 6 query heads", "12 heads / tp 2 = 6"],
+        ),
+        (
+            {"cp_comm_type": ("a2a",), "num_attention_heads": 24, "num_query_groups": 6},
+            ["4 ranks cannot exchange tokens for 3 key/value heads"],
+        ),
+        (
+            {
+                "cp_comm_type": ("a2a+p2p",),
+                "hierarchical_context_parallel_sizes": (4, 1),
+                "num_attention_heads": 12,
+                "num_query_groups": 12,
+            },
+            ["4 ranks cannot exchange tokens for 6 query heads"],
+        ),
+    ],
+)
+def test_sequences_and_heads_divide_over_context_ranks(values: dict, parts: list[str]) -> None:
+    sizes = {"kv_channels": 128, "context_parallel_size": 4}
+    message = _refusal("llama3-8b", **sizes, **values)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"cp_comm_type": ("a2a",)},
+        {"cp_comm_type": ("a2a",), "tensor_model_parallel_size": 8, "context_parallel_size": 2},
+        {"cp_comm_type": ("p2p", "a2a") * 16},
+        {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)},
+    ],
+)
+def test_context_parallelism_that_divides_is_planned_with(values: dict) -> None:
+    values = {**SPARSE, "context_parallel_size": 4, **values}
+    config = Config(PRESETS["llama3-8b"]).with_values(**values)
+    assert check(config, 16, planned=True).grid.cp == values["context_parallel_size"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "values", "part"),
+    [
+        (
+            "llama3-8b",
+            {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
+            "recompute_modules: moe needs a model with num_experts",
+        ),
+        (
+            "mixtral-8x7b",
+            {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)},
+            "mla_up_proj needs a model with multi_latent_attention",
+        ),
+        (
+            "mixtral-8x7b",
+            {"recompute_granularity": "selective", "recompute_modules": ("shared_experts",)},
+            "shared_experts needs moe_shared_expert_intermediate_size",
+        ),
+        (
+            "llama3-8b",
+            {"fine_grained_activation_offloading": True, "offload_modules": ("attn_proj",)},
+            "attn_proj needs core_attn",
+        ),
+        (
+            "llama3-8b",
+            {"fine_grained_activation_offloading": True, "offload_modules": ("expert_fc1",)},
+            "offload_modules: expert_fc1 needs a model with num_experts",
+        ),
+        ("llama3-8b", {"fine_grained_activation_offloading": True}, "needs offload_modules"),
+        ("llama3-8b", {"offload_modules": ("attn_norm",)}, "are moved by"),
+        (
+            "llama3-8b",
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ("attn_norm",),
+                "recompute_granularity": "full",
+            },
+            "full recomputation keeps only the inputs of layers",
+        ),
+        (
+            "mixtral-8x7b",
+            {
+                "fine_grained_activation_offloading": True,
+                "offload_modules": ("moe_act",),
+                "recompute_granularity": "selective",
+                "recompute_modules": ("moe_act",),
+            },
+            "moe_act cannot be both recomputed and moved away",
+        ),
+    ],
+)
+def test_memory_settings_fit_the_model_and_each_other(preset: str, values: dict, part: str) -> None:
+    assert part in _refusal(preset, **values)
+    if "recompute_modules" in values:  # named, but not asked for
+        unused = Config(PRESETS[preset]).with_values(
+            **SPARSE, recompute_modules=values["recompute_modules"]
+        )
+        check(unused, 16, planned=True)

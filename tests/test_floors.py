@@ -56,6 +56,7 @@ TORCH_FREE = (
     "config",
     "recipes",
     "mesh.grid",
+    "mesh.rules",
     "model.activations",
     "model.shape",
     "context.balance",

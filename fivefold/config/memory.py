@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import option
+from fivefold.errors import Mistakes
 
 RecomputeModule = Literal[
     "core_attn",
@@ -45,3 +47,48 @@ class MemoryConfig:
     )
     optimizer_cpu_offload: bool = option(False, "keep and step optimizer state in host memory")
     optimizer_offload_fraction: float = option(1.0, "share of the optimizer state that is moved")
+
+
+_EXPERT_MODULES = ("moe", "moe_act", "shared_experts", "routed_experts", "expert_fc1")
+
+
+def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -> None:
+    """Add modules that the model does not have, and settings that contradict each other."""
+    full = memory.recompute_granularity == "full"
+    named: dict[str, tuple[str, ...]] = {}
+    if memory.recompute_granularity == "selective":
+        named["recompute_modules"] = memory.recompute_modules
+    if memory.fine_grained_activation_offloading:
+        named["offload_modules"] = memory.offload_modules
+        if not memory.offload_modules:
+            mistakes.add("fine_grained_activation_offloading needs offload_modules, what to move")
+    elif memory.offload_modules:
+        mistakes.add(
+            f"offload_modules {' '.join(memory.offload_modules)} are moved by "
+            "fine_grained_activation_offloading only",
+            works=["--fine-grained-activation-offloading"],
+        )
+    for name, modules in named.items():
+        for module in modules:
+            if module in _EXPERT_MODULES and model.num_experts is None:
+                mistakes.add(f"{name}: {module} needs a model with num_experts")
+            if module == "shared_experts" and model.num_experts and not model.shared_ffn_size:
+                mistakes.add(f"{name}: {module} needs moe_shared_expert_intermediate_size")
+            if module == "mla_up_proj" and not model.multi_latent_attention:
+                mistakes.add(f"{name}: {module} needs a model with multi_latent_attention")
+    moved = named.get("offload_modules", ())
+    if full and moved:
+        mistakes.add(
+            "full recomputation keeps only the inputs of layers, of which offload_modules "
+            f"{' '.join(moved)} could move nothing",
+            works=["--recompute-granularity selective", "--no-fine-grained-activation-offloading"],
+        )
+    if "attn_proj" in moved and "core_attn" not in moved:
+        mistakes.add(
+            "offload_modules: attn_proj needs core_attn, whose output is its input and is used in "
+            "the backward of both",
+            works=["--offload-modules core_attn attn_proj"],
+        )
+    twice = sorted({*moved} & {*named.get("recompute_modules", ())} - {"core_attn"})
+    if twice:
+        mistakes.add(f"{' '.join(twice)} cannot be both recomputed and moved away")

@@ -1,0 +1,249 @@
+"""Which sizes the axes of a mesh may have for a model: tensor, expert and context parallelism."""
+
+from collections.abc import Iterable
+from math import isqrt, prod
+
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.config.parallel import ParallelConfig
+from fivefold.errors import Mistakes
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def nearest(wanted: int, choices: Iterable[int]) -> list[int]:
+    """The two choices closest to `wanted`, ascending."""
+    return sorted(sorted(set(choices), key=lambda c: (abs(c - wanted), c))[:2])
+
+
+def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
+    """The tensor-parallel sizes that the model allows."""
+    kv = model.num_kv_heads
+    sizes = [size for _, size in _split_over_tp(model)]
+    return [
+        d
+        for d in divisors(model.num_attention_heads)
+        if (kv % d == 0 or d % kv == 0) and not any(size % d for size in sizes)
+    ]
+
+
+def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
+    """(name, size) of what tensor parallelism splits."""
+    dense = not all(model.is_moe(layer) for layer in range(model.num_layers))
+    sizes = {
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_size if dense else 0,
+        "moe_shared_expert_intermediate_size": model.shared_ffn_size,
+        "padded vocabulary": model.padded_vocab_size,
+    }
+    return [(name, size) for name, size in sizes.items() if size]
+
+
+def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Heads, inner features, vocabulary and tokens divide over the tensor-parallel ranks.
+
+    Args:
+        config: what is asked for.
+        parallel: its degrees, with every inferred one filled in.
+        mistakes: what is wrong is added here.
+    """
+    model, training, tp = config.model, config.training, parallel.tensor_model_parallel_size
+    for name, size in _split_over_tp(model):
+        if size % tp:
+            mistakes.add(
+                f"tensor_model_parallel_size {tp} does not divide {name} {size}",
+                f"{size} / {tp} = {size / tp:.4g}",
+                works=[f"tp={d}" for d in nearest(tp, tensor_parallel_sizes(model))],
+            )
+    kv_heads = model.num_kv_heads
+    if kv_heads % tp and tp % kv_heads:
+        mistakes.add(
+            f"{kv_heads} key/value heads are neither a multiple nor a divisor of tp {tp}",
+            f"{kv_heads} / {tp} = {kv_heads / tp:.4g}, {tp} / {kv_heads} = {tp / kv_heads:.4g}",
+            works=[f"tp={d}" for d in nearest(tp, tensor_parallel_sizes(model))],
+        )
+    cp = parallel.context_parallel_size
+    tokens = training.micro_batch_size * training.seq_length // cp
+    if parallel.sequence_parallel and tp == 1:
+        mistakes.add(
+            "sequence_parallel splits tokens over tensor-parallel ranks, and tp is 1",
+            works=["--tensor-model-parallel-size 2", "--no-sequence-parallel"],
+        )
+    elif parallel.sequence_parallel and tokens % tp:
+        shared = "" if cp == 1 else f" / cp {cp}"
+        unit = 2 * tp * cp if cp > 1 else tp
+        mistakes.add(
+            f"sequence_parallel cannot split a microbatch's tokens over tp {tp}",
+            f"micro_batch_size x seq_length{shared} = {tokens}, and {tokens} % {tp} = "
+            f"{tokens % tp}",
+            works=[f"--seq-length {-(-training.seq_length // unit) * unit}"],
+        )
+
+
+def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Experts divide over their mesh, and their mesh over the ranks of a pipeline stage.
+
+    Args:
+        config: what is asked for.
+        parallel: its degrees, with every inferred one filled in.
+        mistakes: what is wrong is added here.
+    """
+    model = config.model
+    if model.num_experts is None:
+        _check_no_experts(parallel, mistakes)
+        return
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    tp, inner = parallel.tensor_model_parallel_size, model.expert_ffn_size
+    if ep < 1 or etp < 1:
+        mistakes.add("expert_model_parallel_size and expert_tensor_parallel_size must be positive")
+        return
+    if model.num_experts % ep:
+        mistakes.add(
+            f"expert_model_parallel_size {ep} does not divide num_experts {model.num_experts}",
+            f"{model.num_experts} / {ep} = {model.num_experts / ep:.4g}",
+            works=[f"ep={d}" for d in nearest(ep, divisors(model.num_experts))],
+        )
+    if inner % etp:
+        mistakes.add(
+            f"expert_tensor_parallel_size {etp} does not divide an expert's {inner} features",
+            f"{inner} / {etp} = {inner / etp:.4g}",
+            works=[f"etp={d}" for d in nearest(etp, divisors(inner))],
+        )
+    _check_folding(model.num_experts, parallel, mistakes)
+    if tp > 1 and not parallel.sequence_parallel:
+        mistakes.add(
+            f"experts with tp {tp} need sequence_parallel, or each of {tp} ranks would send the "
+            "same tokens to the experts",
+            works=["--sequence-parallel", "--tensor-model-parallel-size 1"],
+        )
+    if parallel.overlap_moe_expert_parallel_comm:
+        _check_overlap(config, parallel, mistakes)
+
+
+def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    for name in (
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "moe_token_dispatcher_type",
+        "overlap_moe_expert_parallel_comm",
+    ):
+        value, default = getattr(parallel, name), getattr(ParallelConfig, name)
+        if value != default:
+            mistakes.add(f"{name} = {value} needs a model with num_experts")
+
+
+def _check_folding(num_experts: int, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Expert ranks are taken from the data, context and tensor ranks: they multiply nothing."""
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    axes = {
+        "dp": parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances,
+        "cp": parallel.context_parallel_size,
+        "tp": parallel.tensor_model_parallel_size,
+    }
+    ranks = prod(axes.values())
+    if ranks % (ep * etp) == 0:
+        return
+    product = " x ".join(f"{axis} {size}" for axis, size in axes.items())
+    fitting = [
+        (e, x) for e in divisors(num_experts) for x in divisors(ranks) if ranks % (e * x) == 0
+    ]
+    closest = sorted(fitting, key=lambda c: (abs(c[1] - etp) / etp + abs(c[0] - ep) / ep, c))
+    mistakes.add(
+        f"ep {ep} x etp {etp} does not divide the ranks of a pipeline stage",
+        f"{product} = {ranks}, and {ranks} / ({ep} x {etp}) = {ranks / (ep * etp):.4g}",
+        works=[f"ep={e} etp={x}" for e, x in closest[:2]],
+    )
+
+
+def _check_overlap(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    name = "overlap_moe_expert_parallel_comm"
+    if parallel.expert_model_parallel_size == 1:
+        mistakes.add(
+            f"{name} hides messages between expert-parallel ranks, and ep is 1",
+            works=["--expert-model-parallel-size 2", "--no-overlap-moe-expert-parallel-comm"],
+        )
+    if parallel.moe_token_dispatcher_type == "allgather":
+        mistakes.add(
+            f"{name} hides all-to-alls, and moe_token_dispatcher_type is allgather",
+            works=[f"--moe-token-dispatcher-type {kind}" for kind in ("alltoall", "flex")],
+        )
+    if config.memory.recompute_granularity == "full":
+        mistakes.add(
+            f"{name} interleaves a layer's forward with another's backward, which full "
+            "recomputation starts with a forward of its own",
+            works=["--recompute-granularity selective", "--recompute-granularity none"],
+        )
+
+
+def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Tokens and heads divide over the context-parallel ranks.
+
+    Args:
+        config: what is asked for.
+        parallel: its degrees, with every inferred one filled in.
+        mistakes: what is wrong is added here.
+    """
+    model, cp = config.model, parallel.context_parallel_size
+    kinds, sizes = parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes
+    if len(kinds) not in (1, model.num_layers):
+        mistakes.add(
+            "cp_comm_type needs one way for all layers, or one for each",
+            f"{len(kinds)} given, {model.num_layers} layers",
+        )
+    if "a2a+p2p" in kinds and (len(sizes) != 2 or prod(sizes) != cp):
+        product = " x ".join(map(str, sizes)) or "none"
+        mistakes.add(
+            "cp_comm_type a2a+p2p needs two hierarchical_context_parallel_sizes with the product "
+            f"cp {cp}",
+            product if len(sizes) < 2 else f"{product} = {prod(sizes)}",
+            works=[
+                f"--hierarchical-context-parallel-sizes {d} {cp // d}"
+                for d in nearest(isqrt(cp), divisors(cp))
+            ],
+        )
+    elif sizes and "a2a+p2p" not in kinds:
+        mistakes.add(
+            "hierarchical_context_parallel_sizes are for cp_comm_type a2a+p2p",
+            works=["--cp-comm-type a2a+p2p"],
+        )
+    if cp < 2:
+        return
+    length, unit = config.training.seq_length, 2 * cp
+    if length % unit:
+        near = (length // unit, length // unit + 1)
+        mistakes.add(
+            f"seq_length {length} does not split into 2 pieces for each of cp {cp} ranks",
+            f"a rank has an early and a late piece, so that causal attention costs all the same: "
+            f"{length} / (2 x {cp}) = {length / unit:.4g}",
+            works=[f"--seq-length {n * unit}" for n in near if n],
+        )
+    if "a2a" in kinds:
+        _check_heads(model, parallel, cp, mistakes)
+    if "a2a+p2p" in kinds and len(sizes) == 2:
+        _check_heads(model, parallel, sizes[0], mistakes)
+
+
+def _check_heads(
+    model: ModelConfig, parallel: ParallelConfig, ranks: int, mistakes: Mistakes
+) -> None:
+    """Heads are exchanged for tokens: each rank must get whole ones; few keys are repeated."""
+    tp = parallel.tensor_model_parallel_size
+    heads, kv_heads = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
+    fitting = [d for d in divisors(max(heads, 1)) if kv_heads % d == 0 or d % kv_heads == 0]
+    if heads % ranks:
+        mistakes.add(
+            f"{ranks} ranks cannot exchange tokens for {heads} query heads",
+            f"{model.num_attention_heads} heads / tp {tp} = {heads}, and {heads} / {ranks} = "
+            f"{heads / ranks:.4g}",
+            works=[f"{d} ranks" for d in nearest(ranks, fitting)] + ["--cp-comm-type p2p"],
+        )
+    elif kv_heads % ranks and ranks % kv_heads:
+        mistakes.add(
+            f"{ranks} ranks cannot exchange tokens for {kv_heads} key/value heads",
+            f"neither is a multiple of the other: {kv_heads} / {ranks} = {kv_heads / ranks:.4g}",
+            works=[f"{d} ranks" for d in nearest(ranks, fitting)] + ["--cp-comm-type p2p"],
+        )
