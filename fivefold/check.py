@@ -6,6 +6,7 @@ that will run. It raises one ConfigError with everything that is wrong.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -23,13 +24,17 @@ from fivefold.mesh.rules import (
     divisors,
     tensor_parallel_sizes,
 )
-from fivefold.pipeline.ir import Program
-from fivefold.pipeline.layout import Split, split_layers
+from fivefold.pipeline.ir import Kind, Program, stages_on
+from fivefold.pipeline.layout import Split, StageSpec, split_layers
 from fivefold.pipeline.lowering import eager_dx, lower
-from fivefold.pipeline.schedules.registry import build_program
+from fivefold.pipeline.modelled import modelled_problem
+from fivefold.pipeline.rules import SYNTHESISED, check_schedule
+from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program, with_copies
 from fivefold.pipeline.sharding import with_sharding_actions
+from fivefold.pipeline.synthesise import synthesise
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
+_EFFORT = 300_000  # acts scheduled in search, about a second; every rank searches for itself
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,21 @@ class Layout:
     num_microbatches: int
 
     @property
-    def defers_weights(self) -> bool:
-        """Whether dX is sent before dW is computed.
+    def num_copies(self) -> int:
+        """Copies of the model in the pipeline: 2 for schedules that enter it from both ends."""
+        return 1 if self.schedule == SYNTHESISED else SCHEDULES[self.schedule].num_copies
 
-        ZeRO-2 and ZeRO-3 reduce each block's gradients as its backward ends, so that nothing
-        unsharded stays; leaving dW for later would keep a whole stage.
-        """
-        strategy = self.config.parallel.data_parallel_sharding_strategy
-        return self.grid.pp > 1 and strategy in ("no_shard", "optim")
+    def stages_of(self, pp_rank: int) -> dict[int, StageSpec]:
+        """A rank's stages by their index in the program, those of a second copy last."""
+        stages = self.split.stages
+        placement = with_copies(self.split.placement, self.num_copies)
+        return {s: stages[s % len(stages)] for s in stages_on(placement, pp_rank)}
+
+    @property
+    def defers_weights(self) -> bool:
+        """Whether some dX is computed, and may leave, before its dW."""
+        alone = self.compute_program().ranks[0] if self.grid.pp == 1 else ()
+        return self.grid.pp > 1 or any(act.kind is Kind.B for act in alone)
 
     def program(
         self, num_microbatches: int | None = None, *, forward_only: bool = False
@@ -71,7 +83,10 @@ class Layout:
         program = self.compute_program(num_microbatches, forward_only=forward_only)
         if self.defers_weights:
             program = eager_dx(program)
-        return with_sharding_actions(lower(program))
+        gathered = self.config.parallel.pipeline_max_unsharded_stages
+        return with_sharding_actions(
+            lower(program), unshard=gathered is not None, max_unsharded=gathered
+        )
 
     def compute_program(
         self, num_microbatches: int | None = None, *, forward_only: bool = False
@@ -81,13 +96,31 @@ class Layout:
         Raises:
             ConfigError: the schedule cannot take that many microbatches.
         """
+        parallel = self.config.parallel
+        if self.schedule == SYNTHESISED and not forward_only:
+            return self._synthesised
         return build_program(
-            self.schedule,
+            # Forwards alone have nothing to be searched for.
+            "gpipe" if self.schedule == SYNTHESISED else self.schedule,
             self.split.placement,
             num_microbatches or self.num_microbatches,
-            group_size=self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage,
+            group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+            num_slices=parallel.num_sequence_slices,
             forward_only=forward_only,
         )
+
+    @cached_property
+    def _synthesised(self) -> Program:
+        """The same on every rank: the search is deterministic."""
+        problem = modelled_problem(
+            self.config.model,
+            self.config.training.seq_length,
+            self.split.stages,
+            self.split.placement,
+            self.num_microbatches,
+            self.config.parallel.pipeline_in_flight_limit,
+        )
+        return synthesise(problem, effort=_EFFORT).program
 
 
 def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
@@ -116,6 +149,7 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     check_context(config, parallel, mistakes)
     _check_data_parallel(parallel, config.training.precision, mistakes)
     _check_sequence(config, mistakes)
+    check_schedule(config, parallel, mistakes)
     split = None
     with mistakes.collecting():
         split = _split(config.model, parallel)
@@ -133,17 +167,26 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
 
 
 def _split(model: ModelConfig, parallel: ParallelConfig) -> Split:
+    """The stages; a schedule that wants a V gets one, of two stages a rank if not told how many."""
+    schedule = SCHEDULES.get(parallel.pipeline_schedule)
+    in_a_v = schedule is not None and schedule.shape is Shape.V
+    virtual = parallel.num_virtual_stages_per_pipeline_rank
+    each = parallel.num_layers_per_virtual_pipeline_stage
+    layout = parallel.pipeline_model_parallel_layout
+    if in_a_v and virtual is None and each is None and layout is None:
+        virtual = 2
     return split_layers(
         model.num_layers,
         parallel.pipeline_model_parallel_size,
-        virtual=parallel.num_virtual_stages_per_pipeline_rank,
-        layers_per_virtual_stage=parallel.num_layers_per_virtual_pipeline_stage,
+        virtual=virtual,
+        layers_per_virtual_stage=each,
         first=parallel.decoder_first_pipeline_num_layers,
         last=parallel.decoder_last_pipeline_num_layers,
         account_for_embedding=parallel.account_for_embedding_in_pipeline_split,
         account_for_loss=parallel.account_for_loss_in_pipeline_split,
-        layout=parallel.pipeline_model_parallel_layout,
+        layout=layout,
         mtp_num_layers=model.mtp_num_layers,
+        in_a_v=in_a_v,
     )
 
 

@@ -35,6 +35,7 @@ class ParallelModel:
         stages: this rank's stages by index.
         gradients: data parallelism of each stage.
         partial_over_tp: names of replicated parameters whose gradients are summed over tp.
+        mirrored: names of the parameters that belong to a second copy of the model.
         executor: runs programs on the stages.
     """
 
@@ -44,6 +45,7 @@ class ParallelModel:
     stages: dict[int, Stage]
     gradients: dict[int, ShardedStage | ReplicatedStage]
     partial_over_tp: set[str]
+    mirrored: frozenset[str]
     executor: Executor
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -69,12 +71,16 @@ class ParallelModel:
         return self.stored_name(name) != name
 
     def finish_gradients(self) -> None:
-        """Complete every sum: over data, over tp for replicated parameters, over tied copies."""
+        """Complete every sum: over data, over tp for replicated parameters, over the copies of the
+        model, and over tied copies."""
         for stage in self.gradients.values():
             stage.finish()
         parameters = self.parameters()
         partial = [local_grad(parameters[name]) for name in sorted(self.partial_over_tp)]
         sum_in_buckets(partial, self.groups.tp)
+        if self.groups.mirror is not None:  # by name: the pair holds its stages in other orders
+            every = [local_grad(parameter) for _, parameter in sorted(parameters.items())]
+            sum_in_buckets(every, self.groups.mirror)
         if not self.layout.config.model.untie_embeddings_and_output_weights:
             self._sum_tied([local_grad(p) for n, p in parameters.items() if n in TIED_NAMES])
 
@@ -122,8 +128,9 @@ TIED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 def tied_ranks(layout: Layout) -> tuple[int, int] | None:
     """The pipeline ranks of the two ends if they share a tied embedding and differ."""
     placement = layout.split.placement
-    if layout.config.model.untie_embeddings_and_output_weights or placement[0] == placement[-1]:
-        return None
+    untied = layout.config.model.untie_embeddings_and_output_weights
+    if untied or placement[0] == placement[-1] or layout.num_copies > 1:
+        return None  # with two copies of the model, both ends are on the first and the last rank
     return placement[0], placement[-1]
 
 
@@ -141,11 +148,11 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         stages = {
             index: Stage(
                 config.model,
-                layout.split.stages[index],
+                parts,
                 seed=config.training.seed,
                 label_smoothing=config.training.label_smoothing,
             ).to(policy.master_dtype)
-            for index in layout.split.stages_of(pp_rank)
+            for index, parts in layout.stages_of(pp_rank).items()
         }
     partial = _install_tensor(layout, groups, stages, deferred)
     gradients = {
@@ -161,7 +168,13 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         policy.compute_dtype,
         device,
     )
-    return ParallelModel(layout, policy, groups, stages, gradients, partial, executor)
+    mirrored = frozenset(
+        name
+        for index, stage in stages.items()
+        if index >= len(layout.split.stages)
+        for name, _ in stage.named_parameters()
+    )
+    return ParallelModel(layout, policy, groups, stages, gradients, partial, mirrored, executor)
 
 
 def _install_tensor(
@@ -185,7 +198,7 @@ def _install_data_parallel(
     layout: Layout, groups: Groups, stage: Stage, policy: Policy, device: torch.device
 ) -> ShardedStage | ReplicatedStage:
     """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole."""
-    in_hooks = policy.overlap_grad_reduce and not layout.defers_weights
+    in_hooks = policy.overlap_grad_reduce
     if policy.needs_fsdp:
         sharded = ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks)
         _materialise(stage, device)
@@ -205,5 +218,6 @@ def _materialise(stage: Stage, device: torch.device) -> None:
 def _hidden_shape(layout: Layout) -> tuple[int, int]:
     config = layout.config
     tokens = config.training.micro_batch_size * config.training.seq_length
+    tokens //= config.parallel.num_sequence_slices
     parts = layout.grid.tp if config.parallel.sequence_parallel else 1
     return tokens // parts, config.model.hidden_size

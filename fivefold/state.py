@@ -15,7 +15,6 @@ from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.model.shape import StageParts, WholeModel, is_expert, local_shape, parameter_shapes
-from fivefold.pipeline.schedules.registry import SCHEDULES
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
 
@@ -144,7 +143,7 @@ def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel)
 def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
     """The stages that a pipeline rank holds, those of a second copy of the model last."""
     stages = layout.split.stages_of(pp_rank)
-    if SCHEDULES[layout.schedule].num_copies == 2:
+    if layout.num_copies == 2:
         stages += layout.split.stages_of(layout.grid.pp - 1 - pp_rank)
     return stages
 

@@ -92,6 +92,7 @@ def axes_of(groups: Groups) -> dict[str, str]:
         ("tp", groups.tp),
         ("data", groups.data),
         ("tied", groups.tied),
+        ("mirror", groups.mirror),
         *((axis, groups.mesh.get_group(axis)) for axis in PARAMETER_AXES),
     ]
     axes: dict[str, str] = {}

@@ -27,6 +27,7 @@ PipelineSchedule = Literal[
     "v_min",
     "dualpipe",
     "dualpipe_v",
+    "synthesised",
 ]
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 TokenDispatcher = Literal["allgather", "alltoall", "flex"]
@@ -61,7 +62,22 @@ class ParallelConfig:
         False, "count the head and loss as one layer when splitting evenly"
     )
     pipeline_schedule: PipelineSchedule = option(
-        "auto", "order of forwards and backwards; auto: 1f1b, or interleaved_1f1b when V > 1"
+        "auto",
+        "order of forwards and backwards; auto: 1f1b, or interleaved_1f1b when V > 1; synthesised: "
+        "searched for this model's stages",
+    )
+    pipeline_in_flight_limit: float | None = option(
+        None,
+        "activations that a synthesised schedule may hold on a rank, in microbatches' shares of "
+        "1/PP of the layers (default: PP, as 1f1b)",
+    )
+    num_sequence_slices: int = option(
+        1, "causal slices of each sequence, which pass the pipeline one by one (sliced_1f1b)"
+    )
+    pipeline_max_unsharded_stages: int | None = option(
+        None,
+        "under optim_grads_params: gather a stage's parameters once for as many acts as can be, "
+        "with so many stages of a rank gathered at most (default: layer by layer, each time)",
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None, "microbatches a rank runs on one stage before the next (default: PP)"

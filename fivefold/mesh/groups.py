@@ -24,6 +24,8 @@ class Groups:
         tp: the ranks that hold the other parts of this rank's matrices.
         data: the ranks that see other tokens of the same batch (DP x CP).
         tied: the two pipeline ranks that hold a copy of a tied embedding each.
+        mirror: this pipeline rank and the one that holds the same stages of the other copy of the
+            model, where there are two.
         mesh: [dp_replicate, dp_shard_cp, tp] of this pipeline rank, on which parameters are laid
             out; without sharding all of DP x CP counts as replicas.
     """
@@ -35,6 +37,7 @@ class Groups:
     tp: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
     tied: dist.ProcessGroup | None
+    mirror: dist.ProcessGroup | None
     mesh: DeviceMesh
 
     @property
@@ -55,6 +58,7 @@ def build_groups(
     *,
     sharded: bool,
     tied_ranks: tuple[int, int] | None = None,
+    mirrored: bool = False,
 ) -> Groups:
     """Create the groups of this rank; only their members take part, so thousands of ranks can.
 
@@ -65,6 +69,7 @@ def build_groups(
         sharded: whether dp_shard x cp splits anything; if not, those ranks are replicas.
         tied_ranks: pipeline ranks of the first and the last stage if they share a tied embedding
             and differ.
+        mirrored: whether the pipeline holds a second copy of the model, in reverse.
     """
     cached: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -87,6 +92,8 @@ def build_groups(
         # torch names a group after its ranks and the number of groups that each has made before:
         # ranks without a tied embedding make one as well, or the next common group would hang.
         dist.new_group([rank], use_local_synchronization=True)
+    here = grid.coordinates(rank)["pp"]
+    pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
     return Groups(
         grid=grid,
         rank=rank,
@@ -95,6 +102,7 @@ def build_groups(
         tp=unless_alone(tp_ranks),
         data=unless_alone(data_ranks),
         tied=tied,
+        mirror=group(tuple(pair)) if mirrored else None,
         mesh=_parameter_mesh(grid, rank, device_type, sharded, group),
     )
 

@@ -1,7 +1,8 @@
 """Runs a lowered program on one rank: the only training (and evaluation) step there is."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import torch
@@ -9,74 +10,90 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fivefold.mesh.slices import local_tensor
 from fivefold.model.batch import Batch
+from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.ir import Act, Direction, Kind, Program
+from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Program
+from fivefold.pipeline.messages import Mail
+from fivefold.pipeline.offload import HostStore, Piece
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
-SENDS_IN_FLIGHT = 4
-"""Sends of a rank that may be under way: gloo's say that they have ended only when waited for, and
-until then what they send is held. No wait is circular: it is for a message that the program issues
-earlier, and what the receiver does before it takes that one needs earlier messages only."""
+Observer = Callable[[Act], AbstractContextManager[object]]
+"""Entered once what a compute act needs is there, left when the act has ended."""
 
 
 class StageGradients(Protocol):
     """What the executor needs of data parallelism, per stage."""
 
-    def before_backward(self, last: bool) -> None:
-        """The next backward is the last of the step on this stage, or not."""
+    def before_backward(self, *, whole: bool, last: bool) -> None:
+        """What the next backward computes: `whole` with weight gradients, or dX only; `last`: no
+        later act of the step adds to this stage's gradients."""
+
+    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
+        """Compute weight gradients that a backward has put aside; `last` as above."""
 
     def reduce(self) -> None:
         """All weight gradients of the step are there: start summing what is not yet."""
 
+    def unshard(self) -> None:
+        """Start gathering the stage's parameters, which stay until `reshard`."""
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+
 
 @dataclass
 class _Forward:
-    """What a forward leaves for its backward: its input and the edge to start from."""
+    """What a forward leaves for its backward: its input, and the edge to start from.
+
+    Attributes:
+        x: None for the first stage.
+        edge: None where the forward is to be recomputed.
+    """
 
     x: Tensor | None
-    edge: GradientEdge
-    is_loss: bool
+    edge: GradientEdge | None
 
 
+@dataclass
 class Executor:
     """One rank's interpreter of pipeline programs.
 
-    Args:
+    Attributes:
         stages: this rank's stages by index.
         gradients: data parallelism of each of them.
         deferred: where their linears leave weight gradients during a B.
         group: the pipeline group; None for one rank.
-        hidden_shape: of a hidden state between stages, [T or T/tp, H].
+        hidden_shape: of a hidden state between stages, [T or T/tp, H], of a slice where sequences
+            are cut.
         dtype: of hidden states.
         device: where stages live.
+        observe: told of every compute act, of an FB's halves one by one; what measures a step sets
+            it.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        gradients: Mapping[int, StageGradients],
-        deferred: DeferredWeights,
-        group: dist.ProcessGroup | None,
-        hidden_shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._stages, self._gradients, self._deferred = stages, gradients, deferred
-        self._group = group
-        self._hidden_shape, self._dtype, self._device = hidden_shape, dtype, device
+    stages: Mapping[int, Stage]
+    gradients: Mapping[int, StageGradients]
+    deferred: DeferredWeights
+    group: dist.ProcessGroup | None
+    hidden_shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    observe: Observer = field(default=nullcontext)
 
     @property
     def pp_rank(self) -> int:
         """Which of a program's ranks this is."""
-        return 0 if self._group is None else self._group.rank()
+        return 0 if self.group is None else self.group.rank()
 
     def run(self, program: Program, batches: Sequence[Batch], scale: float) -> Tensor:
         """Run one step's forwards and backwards.
 
         Args:
-            program: lowered, with one microbatch per batch.
-            batches: the microbatches, the same on every pipeline rank.
+            program: lowered.
+            batches: the microbatches, the same on every pipeline rank; of each, one after the
+                other, as many slices as the program has.
             scale: by which each microbatch's summed loss is multiplied: one over the number of
                 valid tokens of the global batch.
 
@@ -96,108 +113,182 @@ class _Step:
         self._on = executor
         self._program, self._batches, self._scale = program, batches, scale
         self._acts = program.ranks[executor.pp_rank]
-        self._incoming: dict[tuple[Direction, int, int], tuple[dist.Work | None, Tensor]] = {}
-        self._outgoing: dict[tuple[Direction, int, int], Tensor] = {}
-        self._sending: list[tuple[dist.Work, Tensor]] = []
-        self._forwards: dict[tuple[int, int], _Forward] = {}
-        self._weights: dict[tuple[int, int], list[Work]] = {}
+        self._mail = Mail(executor.group, executor.hidden_shape, executor.dtype, executor.device)
+        self._host = HostStore(set(_pieces(self._acts, Kind.OFFLOAD)), executor.device)
+        self._recomputed = set(_pieces(self._acts, Kind.R))
+        self._forwards: dict[Piece, _Forward] = {}
+        self._weights: dict[Piece, list[Work]] = {}
+        self._sequences: dict[tuple[int, int], SlicedSequence] = {}
         self._losses: list[Tensor] = []
-        self._last_backward = {
-            act.stage: index
-            for index, act in enumerate(self._acts)
-            if act.kind in (Kind.B, Kind.BW)
-        }
+        weights = (
+            kid for act in self._acts for kid in act.elementary if kid.kind in (Kind.W, Kind.BW)
+        )
+        self._last_weights = {kid.stage: kid for kid in weights}
 
     def run(self) -> Tensor:
         with torch.set_grad_enabled(not self._program.forward_only):
-            for index, act in enumerate(self._acts):
-                self._do(act, last=self._last_backward.get(act.stage) == index)
-        for work, _ in self._sending:
-            work.wait()
+            for act in self._acts:
+                if act.kind in COMPUTE:
+                    self._compute(act)
+                else:
+                    self._manage(act)
+        self._mail.finish()
         if self._losses:
             return torch.stack(self._losses).sum()
-        wide = torch.promote_types(self._on._dtype, torch.float32)
-        return torch.zeros((), dtype=wide, device=self._on._device)
+        wide = torch.promote_types(self._on.dtype, torch.float32)
+        return torch.zeros((), dtype=wide, device=self._on.device)
 
-    def _do(self, act: Act, last: bool) -> None:
+    def _manage(self, act: Act) -> None:
+        """What only starts something; a STEP belongs to the training loop."""
+        match act.kind:
+            case Kind.SEND | Kind.RECV:
+                assert act.message is not None
+                (self._mail.send if act.kind is Kind.SEND else self._mail.receive)(act.message)
+            case Kind.OFFLOAD:
+                self._host.offload(_piece(act), self._forwards[_piece(act)].x, self._lasting(act))
+            case Kind.RELOAD:
+                self._host.reload(_piece(act))
+            case Kind.UNSHARD:
+                self._on.gradients[act.stage].unshard()
+            case Kind.RESHARD:
+                self._on.gradients[act.stage].reshard()
+            case Kind.REDUCE:
+                self._on.gradients[act.stage].reduce()
+
+    def _compute(self, act: Act) -> None:
+        """Wait for what the act needs, then do it; the halves of an FB one after the other.
+
+        Both halves' messages are received before it begins.
+        """
+        for kid in act.elementary:
+            self._await(kid)
+        for kid in act.elementary:
+            with self._on.observe(kid):
+                self._run(kid)
+                if kid is act.elementary[-1]:
+                    self._host.settle()
+
+    def _run(self, act: Act) -> None:
         match act.kind:
             case Kind.F:
-                self._forward(act.stage, act.mb)
+                self._forward(act)
+            case Kind.R:
+                self._recompute(act)
             case Kind.BW:
-                self._backward(act.stage, act.mb, last)
+                self._backward(act)
             case Kind.B:
-                with self._on._deferred.collect() as works:
-                    self._backward(act.stage, act.mb, last)
-                self._weights[act.stage, act.mb] = works
+                self._backward_input(act)
             case Kind.W:
-                with torch.no_grad():
-                    for work in self._weights.pop((act.stage, act.mb)):
-                        work()
-            case Kind.SEND:
-                self._send(act)
-            case Kind.RECV:
-                self._receive(act)
-            case Kind.REDUCE:
-                self._on._gradients[act.stage].reduce()
-            case Kind.STEP:
-                pass  # the optimizer belongs to the training loop
-            case _:
-                raise ValueError(f"the executor has no way to run {act}")
+                self._backward_weights(act)
 
-    def _forward(self, stage: int, mb: int) -> None:
+    def _await(self, act: Act) -> None:
+        parts = self._on.stages[act.stage].parts
+        if act.kind is Kind.F and not parts.embedding:
+            self._mail.wait((Direction.FORWARD, *_piece(act)))
+        if act.kind in (Kind.R, Kind.B, Kind.BW):
+            self._host.wait(_piece(act))
+        if act.kind in (Kind.B, Kind.BW) and not parts.head:
+            self._mail.wait((Direction.BACKWARD, *_piece(act)))
+
+    def _forward(self, act: Act) -> None:
+        piece, module = _piece(act), self._on.stages[act.stage]
         x = None
-        if stage > 0:
-            x = self._take(Direction.FORWARD, stage, mb)
-            x.requires_grad_(not self._program.forward_only)
-        module, batch = self._on._stages[stage], self._batches[mb]
-        out = module(x, batch)
+        if not module.parts.embedding:
+            x = self._mail.take((Direction.FORWARD, *piece))
+        keeps = not self._program.forward_only and piece not in self._recomputed
+        with torch.set_grad_enabled(keeps), self._host.noting(piece):
+            out = self._run_stage(act, x)
         if module.parts.head:
-            loss = out * self._scale
-            self._losses.append(loss.detach())
+            self._losses.append(out.detach())
         else:
-            loss = out
             # Detached: once sent, nothing but the graph holds what the stage made.
-            self._give(Direction.FORWARD, stage + 1, mb, out.detach())
+            self._give(act, Direction.FORWARD, act.stage + 1, out.detach())
         if not self._program.forward_only:
-            edge = get_gradient_edge(loss)
-            self._forwards[stage, mb] = _Forward(x, edge, module.parts.head)
+            self._forwards[piece] = _Forward(x, get_gradient_edge(out) if keeps else None)
+        elif act.slice == self._program.num_slices - 1:
+            self._sequences.pop((act.stage, act.mb), None)
 
-    def _backward(self, stage: int, mb: int, last: bool) -> None:
-        forward = self._forwards.pop((stage, mb))
-        grad = None if forward.is_loss else self._take(Direction.BACKWARD, stage, mb)
-        self._on._gradients[stage].before_backward(last)
-        torch.autograd.backward((forward.edge,), (grad,))
+    def _recompute(self, act: Act) -> None:
+        """Run a forward of which only the input was kept once more, with its graph."""
+        forward = self._forwards[_piece(act)]
+        forward.edge = get_gradient_edge(self._run_stage(act, forward.x))
+
+    def _run_stage(self, act: Act, x: Tensor | None) -> Tensor:
+        """Hidden states, or the scaled loss."""
+        program, module = self._program, self._on.stages[act.stage]
+        sequence = None
+        if program.num_slices > 1:
+            sequence = self._sequences.setdefault((act.stage, act.mb), SlicedSequence())
+            sequence.begin(act.slice)
+        if x is not None:
+            x.requires_grad_(torch.is_grad_enabled())
+        batch = self._batches[act.mb * program.num_slices + act.slice]
+        out: Tensor = module(x, batch, sequence)
+        return out * self._scale if module.parts.head else out
+
+    def _backward(self, act: Act) -> None:
+        last = self._last_weights[act.stage] == act
+        self._on.gradients[act.stage].before_backward(whole=True, last=last)
+        self._differentiate(act)
+
+    def _backward_input(self, act: Act) -> None:
+        """Only dX; what makes dW is put aside."""
+        self._on.gradients[act.stage].before_backward(whole=False, last=False)
+        with self._on.deferred.collect() as works:
+            self._differentiate(act)
+        self._weights[_piece(act)] = works
+
+    def _differentiate(self, act: Act) -> None:
+        """Run autograd from the gradient of the output, and of what later slices attended to."""
+        piece, module = _piece(act), self._on.stages[act.stage]
+        forward = self._forwards.pop(piece)
+        assert forward.edge is not None
+        edges: list[GradientEdge] = [forward.edge]
+        grads: list[Tensor | None] = [None]
+        if not module.parts.head:
+            grads = [self._mail.take((Direction.BACKWARD, *piece))]
+        if self._program.num_slices > 1:
+            for edge, grad in self._sequences[act.stage, act.mb].release(act.slice):
+                edges.append(edge)
+                grads.append(grad)
+        torch.autograd.backward(edges, grads)
         if forward.x is not None:
             assert forward.x.grad is not None
-            self._give(Direction.BACKWARD, stage - 1, mb, forward.x.grad)
+            self._give(act, Direction.BACKWARD, act.stage - 1, forward.x.grad)
 
-    def _give(self, direction: Direction, stage: int, mb: int, tensor: Tensor) -> None:
+    def _backward_weights(self, act: Act) -> None:
+        """The dW that a B has put aside, or one part of it."""
+        works, parts = self._weights[_piece(act)], self._program.num_weight_parts
+        share = -(-len(works) // (parts - act.part))
+        now, self._weights[_piece(act)] = works[:share], works[share:]
+        del works
+        last = self._last_weights[act.stage] == act
+        self._on.gradients[act.stage].run_weights(now, last=last)
+        if act.part == parts - 1:
+            del self._weights[_piece(act)]
+
+    def _give(self, act: Act, direction: Direction, stage: int, tensor: Tensor) -> None:
         """Hand a tensor to `stage`, here or by the SEND that follows."""
+        address = (direction, stage, act.mb, act.slice)
         if self._program.placement[stage] == self._on.pp_rank:
-            self._incoming[direction, stage, mb] = (None, tensor)
+            self._mail.hand_over(address, tensor)
         else:
-            self._outgoing[direction, stage, mb] = tensor
+            self._mail.post(address, tensor)
 
-    def _take(self, direction: Direction, stage: int, mb: int) -> Tensor:
-        work, tensor = self._incoming.pop((direction, stage, mb))
-        if work is not None:
-            work.wait()
-        return tensor
+    def _lasting(self, act: Act) -> Iterator[Tensor]:
+        """Tensors that others use, too, and that therefore must stay where they are."""
+        yield from map(local_tensor, self._on.stages[act.stage].parameters())
+        batch = self._batches[act.mb * self._program.num_slices + act.slice]
+        values = (getattr(batch, entry.name) for entry in fields(batch))
+        yield from (value for value in values if isinstance(value, Tensor))
+        yield from self._mail.held()
+        for sequence in self._sequences.values():
+            yield from sequence.held()
 
-    def _send(self, act: Act) -> None:
-        message = act.message
-        assert message is not None
-        tensor = self._outgoing.pop((message.direction, message.dst_stage, message.mb)).contiguous()
-        self._sending = [(w, kept) for w, kept in self._sending if not w.is_completed()]
-        if len(self._sending) >= SENDS_IN_FLIGHT:
-            self._sending.pop(0)[0].wait()
-        work = dist.isend(tensor, group=self._on._group, group_dst=message.dst_rank, tag=message.id)
-        assert work is not None
-        self._sending.append((work, tensor))
 
-    def _receive(self, act: Act) -> None:
-        message = act.message
-        assert message is not None
-        buffer = torch.empty(self._on._hidden_shape, dtype=self._on._dtype, device=self._on._device)
-        work = dist.irecv(buffer, group=self._on._group, group_src=message.src_rank, tag=message.id)
-        self._incoming[message.direction, message.dst_stage, message.mb] = (work, buffer)
+def _piece(act: Act) -> Piece:
+    return act.stage, act.mb, act.slice
+
+
+def _pieces(acts: Sequence[Act], kind: Kind) -> Iterator[Piece]:
+    return (_piece(kid) for act in acts for kid in act.elementary if kid.kind is kind)

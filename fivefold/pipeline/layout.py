@@ -66,6 +66,7 @@ class _Request:
     account_for_embedding: bool
     account_for_loss: bool
     layout: str | None
+    in_a_v: bool
 
     @property
     def unit(self) -> int:
@@ -107,6 +108,7 @@ def split_layers(
     account_for_loss: bool = False,
     layout: str | None = None,
     mtp_num_layers: int = 0,
+    in_a_v: bool = False,
 ) -> Split:
     """Cut the model into pipeline stages, by Megatron-LM's settings.
 
@@ -121,6 +123,7 @@ def split_layers(
         account_for_loss: count the head and loss as one layer when splitting evenly.
         layout: the stages written out, in the language of `layout_language`.
         mtp_num_layers: multi-token-prediction layers; without a layout they join the last stage.
+        in_a_v: lay the stages there and back again, unless a layout says otherwise.
 
     Raises:
         ConfigError: settings that exclude each other, or that do not add up.
@@ -135,15 +138,17 @@ def split_layers(
         account_for_embedding,
         account_for_loss,
         layout,
+        in_a_v,
     )
     _check_settings(request)
     if layout is not None:
-        return _from_layout(layout, num_layers, pp, mtp_num_layers)
+        return _from_layout(request, layout, mtp_num_layers)
     if first is not None or last is not None:
         counts = _uneven_counts(request)
     else:
         counts = _even_counts(request)
-    return Split(_consecutive(counts, mtp_num_layers), loop_placement(pp, len(counts)))
+    place = v_placement if in_a_v else loop_placement
+    return Split(_consecutive(counts, mtp_num_layers), place(pp, len(counts)))
 
 
 def stage_table(split: Split) -> str:
@@ -232,7 +237,8 @@ def _and(words: Sequence[str]) -> str:
     return " and ".join(words)
 
 
-def _from_layout(text: str, num_layers: int, pp: int, mtp_num_layers: int) -> Split:
+def _from_layout(request: _Request, text: str, mtp_num_layers: int) -> Split:
+    num_layers, pp = request.num_layers, request.pp
     parsed = layout_language.parse(text)
     groups = parsed.stages()
     mistakes = Mistakes()
@@ -251,7 +257,8 @@ def _from_layout(text: str, num_layers: int, pp: int, mtp_num_layers: int) -> Sp
         )
     mistakes.raise_if_any()
     words = ["".join(symbol.char for symbol in group) for group in groups]
-    place = v_placement if parsed.shape == "v" else loop_placement
+    shape = parsed.shape or ("v" if request.in_a_v else "loop")
+    place = v_placement if shape == "v" else loop_placement
     layers = _ranges([word.count("t") for word in words])
     stages = tuple(
         StageSpec("E" in word, held, "L" in word, word.count("m"))
@@ -337,7 +344,9 @@ def _uneven_counts(request: _Request) -> list[int]:
         per_rank[0] = request.first
     if request.last is not None:
         per_rank[-1] = request.last
-    return [layers // virtual for layers in per_rank] * virtual
+    there = [layers // virtual for layers in per_rank]
+    back = there[::-1] if request.in_a_v else there
+    return [count for turn in range(virtual) for count in (back if turn % 2 else there)]
 
 
 def _consecutive(counts: Sequence[int], mtp_num_layers: int) -> tuple[StageSpec, ...]:

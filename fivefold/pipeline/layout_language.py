@@ -2,8 +2,9 @@
 
 `E` embedding, `t` decoder layer, `m` multi-token-prediction layer, `L` head and loss; `|` ends a
 stage; `x*n` and `(..)*n` repeat, also nested and chained; commas and white space mean nothing. The
-prefix `loop:` (the default) or `v:` chooses how the stages are laid over the ranks. The language is
-Megatron-LM's, with nesting, white space, chained repeats and the prefix added.
+prefix `loop:` or `v:` chooses how the stages are laid over the ranks (by default as the schedule
+wants it). The language is Megatron-LM's, with nesting, white space, chained repeats and the prefix
+added.
 """
 
 import re
@@ -30,7 +31,7 @@ class LayoutText:
     """A parsed layout: its symbols with all repeats written out."""
 
     text: str
-    shape: str  # "loop" or "v"
+    shape: str | None  # "loop", "v", or None where the text does not say
     symbols: tuple[Symbol, ...]
 
     def stages(self) -> list[list[Symbol]]:
@@ -73,10 +74,10 @@ class _Parser:
             self._fail("this parenthesis is never closed", self.opened[-1])
         return LayoutText(self.text, shape, tuple(self.levels[0]))
 
-    def _prefix(self) -> str:
+    def _prefix(self) -> str | None:
         name, colon, _ = self.text.partition(":")
         if not colon:
-            return "loop"
+            return None
         if name.strip() not in ("loop", "v"):
             self._fail(f"unknown placement {name.strip()!r}, it is loop: or v:", 0)
         self.at = len(name) + 1

@@ -59,7 +59,12 @@ class Engine:
         self.layout, self.device = layout, device
         sharded = layout.config.parallel.data_parallel_sharding_strategy != "no_shard"
         self.groups: Groups = build_groups(
-            layout.grid, rank, device.type, sharded=sharded, tied_ranks=tied_ranks(layout)
+            layout.grid,
+            rank,
+            device.type,
+            sharded=sharded,
+            tied_ranks=tied_ranks(layout),
+            mirrored=layout.num_copies > 1,
         )
         self.model: ParallelModel = parallelize(layout, self.groups, device)
         self.model.initialise()
@@ -87,9 +92,9 @@ class Engine:
 
     def gradients(self, microbatches: Sequence[Microbatch], *, vote: bool = False) -> StepResult:
         """Leave the global batch's complete gradient on the parameters."""
-        batches = [self._to_batch(m) for m in microbatches]
+        batches = self._batches(microbatches)
         tokens = self._count(batches)
-        program = self._program(len(batches))
+        program = self._program(len(microbatches))
         local_loss = self.model.executor.run(program, batches, 1.0 / max(tokens, 1))
         self.model.finish_gradients()
         norm = global_grad_norm(self._counted_grads(), self.groups.world, self.device)
@@ -113,8 +118,8 @@ class Engine:
         self.model.train(False)
         total, tokens = 0.0, 0
         for microbatches in batches:
-            moved = [self._to_batch(m) for m in microbatches]
-            program = self._program(len(moved), forward_only=True)
+            moved = self._batches(microbatches)
+            program = self._program(len(microbatches), forward_only=True)
             total += self._sums(self.model.executor.run(program, moved, 1.0))[0]
             tokens += self._count(moved)
         self.model.train(True)
@@ -143,8 +148,9 @@ class Engine:
     def written_tensors(self) -> dict[str, object]:
         """`stored_tensors` without second copies, which another rank writes."""
         copies = {n for n in self.parameters if self.model.is_copy(n)}
-        originals = {self.model.stored_name(n) for n in copies} - set(self.parameters)
-        return {n: t for n, t in self.stored_tensors().items() if _parameter(n) not in originals}
+        others = {self.model.stored_name(n) for n in copies} - set(self.parameters)
+        others |= self.model.mirrored
+        return {n: t for n, t in self.stored_tensors().items() if _parameter(n) not in others}
 
     def after_load(self, steps: int) -> None:
         """Finish loading into `stored_tensors`: step count, and copies of tied weights."""
@@ -167,8 +173,14 @@ class Engine:
             self._programs[key] = program
         return self._programs[key]
 
-    def _to_batch(self, microbatch: Microbatch) -> Batch:
-        return as_batch(microbatch, self.steps).to(self.device)
+    def _batches(self, microbatches: Sequence[Microbatch]) -> list[Batch]:
+        """On the device, each cut into the slices that the program has."""
+        count = self.layout.config.parallel.num_sequence_slices
+        return [
+            piece.to(self.device)
+            for microbatch in microbatches
+            for piece in as_batch(microbatch, self.steps).cut(count)
+        ]
 
     def _count(self, batches: Sequence[Batch]) -> int:
         """Valid tokens over all ranks that see other tokens."""
@@ -190,7 +202,8 @@ class Engine:
         counted = []
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None, f"{name} got no gradient"
-            counts = owns(parameter, replicas) and not self.model.is_copy(name)
+            is_copy = self.model.is_copy(name) or name in self.model.mirrored
+            counts = owns(parameter, replicas) and not is_copy
             counted.append((local_tensor(parameter.grad), counts))
         return counted
 

@@ -166,7 +166,7 @@ def build_program(
             works=("1 slice", *(cutting if num_slices > 1 else ())),
         )
     mistakes.raise_if_any()
-    copies = tuple(placement) + tuple(reversed(placement)) * (schedule.num_copies - 1)
+    copies = with_copies(tuple(placement), schedule.num_copies)
     num_ranks = max(placement) + 1
     task = Task(copies, num_microbatches, group_size or num_ranks, num_slices, forward_only)
     orders = schedule.generate(task)
@@ -182,6 +182,11 @@ def build_program(
         forward_only=forward_only,
         num_copies=schedule.num_copies,
     )
+
+
+def with_copies(placement: tuple[int, ...], num_copies: int) -> tuple[int, ...]:
+    """The placement of so many copies of a model: the second lies on the ranks in reverse."""
+    return placement + placement[::-1] * (num_copies - 1)
 
 
 def _check_shape(name: str, shape: Shape, placement: tuple[int, ...], mistakes: Mistakes) -> None:

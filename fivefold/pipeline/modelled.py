@@ -1,0 +1,55 @@
+"""What a model's stages cost by its arithmetic, for a schedule made before anything is measured."""
+
+from collections.abc import Sequence
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.shape import StageParts, forward_flops
+from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.list_scheduler import Problem
+
+_HOP = 0.02  # of a rank's mean forward; a schedule for no latency at all waits for everything
+_LEAST = 1e-3  # of a mean stage: an empty one takes time and memory, too
+
+
+def modelled_problem(
+    model: ModelConfig,
+    seq_length: int,
+    stages: Sequence[StageParts],
+    placement: tuple[int, ...],
+    num_microbatches: int,
+    limit: float | None = None,
+) -> Problem:
+    """The scheduling problem of a model's stages.
+
+    F takes its FLOPs, B those of the linears once and of attention twice, W those of the linears
+    once; all in units of a rank's mean forward.
+
+    Args:
+        model: the architecture.
+        seq_length: tokens per sequence.
+        stages: what each holds.
+        placement: stage -> rank.
+        num_microbatches: of one step.
+        limit: activations that a rank may hold, in microbatches' shares of 1/P of the layers;
+            None: P, which is what 1F1B's first rank holds.
+
+    Raises:
+        ConfigError: not even one microbatch fits.
+    """
+    ranks = max(placement) + 1
+    flops = [forward_flops(model, seq_length, parts) for parts in stages]
+    mean = sum(each.total for each in flops) / ranks
+    least = _LEAST * mean
+
+    def times(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(max(value, least) / mean for value in values)
+
+    costs = Costs(
+        times([each.total for each in flops]),
+        times([each.matmul + 2 * each.attention for each in flops]),
+        times([each.matmul for each in flops]),
+        _HOP,
+    )
+    share = ranks / sum(len(parts.layers) for parts in stages)
+    held = tuple(max(share * len(parts.layers), _LEAST) for parts in stages)
+    return Problem(placement, num_microbatches, costs, limit or float(ranks), Footprint(held))

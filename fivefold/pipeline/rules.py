@@ -1,0 +1,56 @@
+"""What the settings of a pipeline must satisfy beyond what its schedule itself demands."""
+
+from fivefold.config.config import Config
+from fivefold.config.parallel import ParallelConfig
+from fivefold.errors import Mistakes
+from fivefold.mesh.rules import divisors, nearest
+
+SYNTHESISED = "synthesised"
+"""The schedule that is searched for, which `schedules.registry` does not list."""
+
+
+def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """What only some schedules have: slices, a limit to search under, stages kept gathered."""
+    slices, schedule = parallel.num_sequence_slices, parallel.pipeline_schedule
+    length, tp = config.training.seq_length, parallel.tensor_model_parallel_size
+    if slices < 1:
+        mistakes.add(f"num_sequence_slices must be at least 1, not {slices}")
+        return
+    if slices == 1 and schedule == "sliced_1f1b":
+        mistakes.add(
+            "sliced_1f1b cuts sequences, and num_sequence_slices is 1",
+            works=["--num-sequence-slices 2", "--pipeline-schedule 1f1b"],
+        )
+    if length % slices:
+        mistakes.add(
+            f"seq_length {length} cannot be cut into {slices} equal slices",
+            f"{length} / {slices} = {length / slices:.4g}",
+            works=[f"--num-sequence-slices {n}" for n in nearest(slices, divisors(length))],
+        )
+    tokens = config.training.micro_batch_size * (length // slices)
+    if slices > 1 and parallel.sequence_parallel and tokens % tp:
+        mistakes.add(
+            f"sequence_parallel cannot split a slice's tokens over tp {tp}",
+            f"micro_batch_size x seq_length / slices = {tokens}, and {tokens} % {tp} = "
+            f"{tokens % tp}",
+        )
+    if slices > 1 and parallel.context_parallel_size > 1:
+        mistakes.add(
+            "num_sequence_slices and context_parallel_size both cut every sequence",
+            works=["--num-sequence-slices 1", "--context-parallel-size 1"],
+        )
+    limit = parallel.pipeline_in_flight_limit
+    if limit is not None and schedule != SYNTHESISED:
+        mistakes.add(
+            f"pipeline_in_flight_limit has no effect on the {schedule} schedule",
+            works=[f"--pipeline-schedule {SYNTHESISED}"],
+        )
+    gathered = parallel.pipeline_max_unsharded_stages
+    strategy = parallel.data_parallel_sharding_strategy
+    if gathered is not None and gathered < 1:
+        mistakes.add(f"pipeline_max_unsharded_stages must be at least 1, not {gathered}")
+    if gathered is not None and strategy != "optim_grads_params":
+        mistakes.add(
+            f"pipeline_max_unsharded_stages has no effect on {strategy}: parameters stay gathered",
+            works=["--data-parallel-sharding-strategy optim_grads_params"],
+        )
