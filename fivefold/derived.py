@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from fivefold.check import Layout
-from fivefold.model.shape import count_parameters, forward_flops, training_flops
+from fivefold.config.model import ModelConfig
+from fivefold.model.shape import WholeModel, count_parameters, forward_flops, training_flops
 from fivefold.state import model_state
 from fivefold.units import human_bytes, human_count, human_flops
 
@@ -38,6 +39,10 @@ def _ranks(layout: Layout) -> list[Row]:
         ),
         ("data parallel", f"{grid.dp}", f"replicas {grid.dp_replicate} x shards {grid.dp_shard}"),
     ]
+    if layout.config.model.num_experts:
+        stage = f"{grid.ranks_per_stage} ranks of a stage"
+        why = f"ep {grid.ep} x etp {grid.etp} x {grid.edp} copies = {stage}"
+        rows.append(("expert parallel", f"{grid.ep}", why))
     if grid.pp > 1:
         stages = len(split.stages)
         why = f"pp {grid.pp} x {split.num_virtual} a rank, {layout.schedule}"
@@ -68,7 +73,6 @@ def _parameters(layout: Layout) -> list[Row]:
     model = layout.config.model
     count, multiple = count_parameters(model), model.make_vocab_size_divisible_by
     tied = "" if model.untie_embeddings_and_output_weights else ", output tied to embedding"
-    layer = count.layers // model.num_layers
     rows = [
         (
             "padded vocabulary",
@@ -78,10 +82,17 @@ def _parameters(layout: Layout) -> list[Row]:
         (
             "parameters",
             human_count(count.total),
-            f"embedding {human_count(count.embedding)} + {model.num_layers} layers x "
-            f"{human_count(layer)} + head {human_count(count.head)}{tied}",
+            f"embedding {human_count(count.embedding)} + {_layers(model)} + head "
+            f"{human_count(count.head)}{tied}"
+            + (f" + further prediction {human_count(count.mtp)}" if count.mtp else ""),
         ),
     ]
+    if model.num_experts:
+        active = count_parameters(model, active=True)
+        why = f"{model.moe_router_topk} of {model.num_experts} experts for each token"
+        rows.append(("active parameters", human_count(active.total), why))
+    if model.unmodelled:
+        rows.append(("left out", "", ", ".join(model.unmodelled)))
     if len(layout.split.stages) > 1:
         each = [count_parameters(model, stage).total for stage in layout.split.stages]
         why = (
@@ -91,6 +102,19 @@ def _parameters(layout: Layout) -> list[Row]:
         )
         rows.append(("largest stage", human_count(max(each)), f"of {why}"))
     return rows
+
+
+def _layers(model: ModelConfig) -> str:
+    """'32 layers x 218 M', or those without and with experts apart."""
+    kinds: dict[bool, list[int]] = {}
+    for layer in range(model.num_layers):
+        kinds.setdefault(model.is_moe(layer), []).append(layer)
+    parts = []
+    for is_moe, layers in kinds.items():
+        size = count_parameters(model, WholeModel((layers[0],), embedding=False, head=False)).layers
+        kind = "layers with experts" if is_moe else "dense layers" if len(kinds) > 1 else "layers"
+        parts.append(f"{len(layers)} {kind} x {human_count(size)}")
+    return " + ".join(parts)
 
 
 def _flops(layout: Layout) -> list[Row]:

@@ -25,5 +25,20 @@ def test_every_number_comes_with_its_product() -> None:
     assert told["largest stage"] == ("131 K", "of 131 K + 131 K")
 
 
+def test_experts_and_what_a_token_sees_of_them_are_told() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    settings = config("deepseek-v3", expert_model_parallel_size=8, global_batch_size=8, **sizes)
+    layout = check(settings, 16, planned=True)
+    told = {name: (value, why) for name, value, why in describe(layout)}
+    assert told["expert parallel"] == ("8", "ep 8 x etp 1 x 2 copies = 16 ranks of a stage")
+    assert told["parameters"] == (
+        "683 B",
+        "embedding 927 M + 3 dense layers x 583 M + 58 layers with experts x 11.5 B + head 927 M "
+        "+ further prediction 11.6 B",
+    )
+    assert told["active parameters"] == ("38.2 B", "8 of 256 experts for each token")
+    assert told["left out"][1].startswith("yarn RoPE scaling, routing within 4 of 8 groups")
+
+
 def test_the_table_is_aligned() -> None:
     assert as_table([("a", "1", "x"), ("long", "22", "")]) == "a      1  x\nlong  22"
