@@ -16,16 +16,27 @@ from fivefold.config.sources import load_options
 from fivefold.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.files import write_atomic
+from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.draw import picture
 from fivefold.pipeline.draw_html import to_html
 from fivefold.pipeline.draw_svg import to_svg
 from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv, to_trace
 from fivefold.pipeline.figures import comparison, comparison_json, figures, listing, report
 from fivefold.pipeline.ir import Program
+from fivefold.pipeline.measured import read_measured
 from fivefold.pipeline.schedules.registry import SCHEDULES
-from fivefold.pipeline.study import AUTO, Result, Study, compare, run_schedule, timed
+from fivefold.pipeline.study import (
+    AUTO,
+    Result,
+    Study,
+    compare,
+    measured_results,
+    run_schedule,
+    timed,
+)
 
 PLAIN_WIDTH = 120  # of a picture that no terminal shows
+MOST = 1 << 18  # stages x microbatches
 _MORE = (
     "     fivefold schedule zb_v --stages 8 --microbatches 24 --html zb_v.html",
     "     fivefold schedule --compare --stages 8 --microbatches 24 --costs 1,1.2,0.8 --latency 0.1",
@@ -47,7 +58,9 @@ class Options:
     """
 
     name: str | None = argument(
-        "a schedule, auto (search for the best), or a .csv file; none: list the schedules", None
+        "a schedule, auto (search for the best), a .csv file, or the folder of a profiled run; "
+        "none: list the schedules",
+        None,
     )
     stages: int = option(4, "pipeline ranks (P); each holds a stage, or --chunks of them")
     microbatches: int = option(8, "microbatches of a step (M)")
@@ -78,21 +91,23 @@ def run(argv: Sequence[str]) -> int:
     options = load_options(argv, Options)
     study = _study(options)
     if options.compare:
-        results = list(compare(study))
+        found = list(compare(study))
+        _write(options, [result.chart for _, result in found if isinstance(result, Result)])
         if options.json:
-            print(json.dumps(comparison_json(results), indent=2))
+            print(json.dumps(comparison_json(found), indent=2))
         else:
-            print("\n".join([*_heading(study), "", *comparison(results), "", *_COLUMNS]))
+            print("\n".join([_heading(study), "", *comparison(found), "", *_COLUMNS]))
         return 0
     if options.name is None:
         print("\n".join([*listing(), "", "try: fivefold schedule 1f1b", *_MORE]))
         return 0
-    result = _result(options, study)
-    _write(options, result)
+    results = _results(options, study)
+    _write(options, [result.chart for result in results])
     if options.json:
-        print(json.dumps(figures(result), indent=2))
+        every = [figures(result) for result in results]
+        print(json.dumps(every[0] if len(every) == 1 else every, indent=2))
     else:
-        print("\n".join(_shown(options, study, result)))
+        print("\n".join(line for result in results for line in _shown(options, study, result)))
     return 0
 
 
@@ -108,6 +123,13 @@ def _study(options: Options) -> Study:
     ):
         if value is not None and value < 1:
             mistakes.add(f"{flag} must be at least 1, not {value}")
+    work = options.stages * (options.chunks or 2) * options.microbatches
+    if work > MOST:
+        mistakes.add(
+            f"{work:,} forwards in a step are too many to draw",
+            f"--stages {options.stages} x --chunks {options.chunks or 2} x --microbatches "
+            f"{options.microbatches}, at most {MOST:,}",
+        )
     if options.latency < 0:
         mistakes.add(f"--latency must be 0 or more, not {options.latency:g}")
     if options.memory_cap is not None and options.memory_cap <= 0:
@@ -136,22 +158,25 @@ def _study(options: Options) -> Study:
     )
 
 
-def _result(options: Options, study: Study) -> Result:
+def _results(options: Options, study: Study) -> list[Result]:
+    """Of a name or a file one; of a run what was measured, and the same simulated."""
     assert options.name is not None
     path = Path(options.name)
+    if path.is_dir() or path.suffix == ".jsonl":
+        return measured_results(read_measured(path), path.name)
     if path.suffix == ".csv" or path.is_file():
         program = read_csv(path)
-        return timed(_resized(study, program), program, path.name, dx_first=options.dx_first)
+        return [timed(_resized(study, program), program, path.name, dx_first=options.dx_first)]
     name = options.name.lower().replace("-", "_")
     if name not in (*SCHEDULES, AUTO):
         close = did_you_mean(name, (*SCHEDULES, AUTO))
         raise ConfigError(
             Mistake(
                 f"unknown schedule {options.name!r}{close}",
-                works=(*SCHEDULES, AUTO, "the path of a .csv file"),
+                works=(*SCHEDULES, AUTO, "the path of a .csv file", "the folder of a profiled run"),
             )
         )
-    return run_schedule(study, name, dx_first=options.dx_first)
+    return [run_schedule(study, name, dx_first=options.dx_first)]
 
 
 def _resized(study: Study, program: Program) -> Study:
@@ -164,14 +189,15 @@ def _resized(study: Study, program: Program) -> Study:
     )
 
 
-def _write(options: Options, result: Result) -> None:
-    chart = result.chart
+def _write(options: Options, charts: Sequence[Chart]) -> None:
+    if (options.csv or options.torch_csv) and len(charts) != 1:
+        raise ConfigError("--csv and --torch-csv write one schedule, here are several")
     for name, text in (
-        (options.svg, lambda: to_svg([chart])),
-        (options.html, lambda: to_html([chart])),
-        (options.csv, lambda: to_csv(chart)),
-        (options.torch_csv, lambda: to_torch_csv(chart.program)),
-        (options.trace, lambda: to_trace([chart])),
+        (options.svg, lambda: to_svg(charts)),
+        (options.html, lambda: to_html(charts)),
+        (options.csv, lambda: to_csv(charts[0])),
+        (options.torch_csv, lambda: to_torch_csv(charts[0].program)),
+        (options.trace, lambda: to_trace(charts)),
     ):
         if name is not None:
             try:
@@ -183,23 +209,24 @@ def _write(options: Options, result: Result) -> None:
 
 def _shown(options: Options, study: Study, result: Result) -> Iterator[str]:
     chart = result.chart
-    terminal = sys.stdout.isatty()
-    columns = shutil.get_terminal_size().columns if terminal else PLAIN_WIDTH
-    width = options.width or columns
+    terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
+    width = options.width or terminal
     yield paint(chart.title, "bold", sys.stdout)
-    yield from _heading(_resized(study, chart.program))
+    if not chart.unit:
+        yield _heading(_resized(study, chart.program))
     yield ""
     yield from picture(chart, width, colours=shows_styles(sys.stdout))
     yield ""
     yield from (fill(part, width) for part in (chart.legend, _ROW))
     yield ""
     yield as_table(report(result))
+    yield ""
 
 
-def _heading(study: Study) -> Iterator[str]:
+def _heading(study: Study) -> str:
     forward, dx, dw = study.times
     cap = "" if study.cap == inf else f", at most {study.cap:g} held"
-    yield (
+    return (
         f"{study.num_ranks} ranks, {study.num_microbatches} microbatches, a rank's F {forward:g} "
         f"B {dx:g} W {dw:g}, latency {study.hop:g}{cap}"
     )

@@ -16,6 +16,7 @@ _GAPS = {
     Reason.STREAM: ("#e3d3ee", "what it needs is ready, another message is in its way"),
     Reason.IN_FLIGHT: ("#fbe9c8", "what it needs is on its way"),
     Reason.MEMORY: ("#d3e9ec", "activations are on their way to or from host memory"),
+    Reason.READY: ("#d9d9d9", "what it needs is there, and it has not begun"),
 }
 _DIGITS = 7  # significant ones of a time
 

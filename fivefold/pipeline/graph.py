@@ -76,6 +76,10 @@ class Graph:
         """Whether a node is a message."""
         return 0 <= node - len(self.computes) < len(self.messages)
 
+    def is_copy(self, node: int) -> bool:
+        """Whether a node is a copy to or from host memory."""
+        return node >= len(self.computes) + len(self.messages)
+
     def order(self) -> list[int]:
         """The nodes, each after all that it waits for.
 

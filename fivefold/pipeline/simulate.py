@@ -1,9 +1,10 @@
 """How long a program takes, where the time goes, and how much it holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from statistics import median
 
 from fivefold.pipeline.costs import ONE_EACH, Costs, Footprint
 from fivefold.pipeline.graph import Graph, Stream, dependency_graph
@@ -28,6 +29,7 @@ class Reason(StrEnum):
     STREAM = "stream head-of-line"  # the message is ready, another one is in its way
     IN_FLIGHT = "message in flight"
     MEMORY = "memory stall"  # activations are on their way to or from host memory
+    READY = "ready, not started"  # in measured times only: nothing that is known is in the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,14 @@ class Simulation:
             total[gap.reason] += gap.end - gap.start
         return total
 
+    @property
+    def median_flight(self) -> float:
+        """How long a message is on its way, of those that take any time."""
+        first = len(self._graph.computes)
+        nodes = range(first, first + len(self._graph.messages))
+        flights = [self._ends[node] - self._starts[node] for node in nodes]
+        return median([time for time in flights if time > 0] or [0.0])
+
     @cached_property
     def critical_path(self) -> tuple[Step, ...]:
         """A chain of acts and messages without slack, which is as long as the makespan."""
@@ -140,7 +150,7 @@ class Simulation:
 
     def _explained(self, rank: int, start: float, end: float, cause: int) -> Iterator[Gap]:
         """The wait for node `cause`, cut into its reasons."""
-        marks = [(Reason.MEMORY, end)]
+        marks = [(Reason.MEMORY if self._graph.is_copy(cause) else Reason.READY, end)]
         if self._graph.is_message(cause):
             producer = self._graph.producers[cause - len(self._graph.computes)]
             marks = [
@@ -180,7 +190,34 @@ def simulate(program: Program, costs: Costs, stream: Stream | None = None) -> Si
         ProgramError: a circular wait.
     """
     graph = dependency_graph(program, stream)
-    starts, ends = graph.longest_paths(graph.weights(program, costs))
+    return _simulation(program, graph, *graph.longest_paths(graph.weights(program, costs)))
+
+
+def replay(program: Program, times: Sequence[Sequence[tuple[float, float]]]) -> Simulation:
+    """A program as it was measured.
+
+    A message is taken to leave as its producer ends, and to be on its way for as long as the rank
+    that needs it has nothing else to do.
+
+    Args:
+        program: compute-only.
+        times: start and end of each rank's compute acts, in their order; the first start is 0.
+    """
+    graph = dependency_graph(program)
+    of_acts = [pair for row in times for pair in row]
+    starts, ends = ([pair[i] for pair in of_acts] for i in (0, 1))
+    free = [before[1] for row in times for before in ((0.0, 0.0), *row[:-1])]
+    for node, producer in enumerate(graph.producers, len(of_acts)):
+        made = ends[producer]
+        consumer = graph.successors[node][0]
+        starts.append(made)
+        ends.append(max(made, starts[consumer]) if made > free[consumer] else made)
+    return _simulation(program, graph, starts, ends)
+
+
+def _simulation(
+    program: Program, graph: Graph, starts: Sequence[float], ends: Sequence[float]
+) -> Simulation:
     rows: list[list[Timed]] = [[] for _ in program.ranks]
     for node, (rank, act) in enumerate(graph.computes):
         rows[rank].append(Timed(act, starts[node], ends[node]))

@@ -1,19 +1,21 @@
 """A pipeline on which schedules are tried: ranks, microbatches, times, memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.bounds import lower_bounds, work_bound
 from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.ir import Program, loop_placement, v_placement
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.measured import MeasuredAct, measured_program, median_costs
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.synthesise import synthesise
+from fivefold.units import human_seconds
 
 AUTO = "auto"
 _EFFORT = 300_000  # acts that `auto` may schedule in search: about a second
@@ -140,6 +142,25 @@ def timed(
     return Result(name, chart, costs, bound, early.makespan)
 
 
+def measured_results(acts: Sequence[MeasuredAct], title: str) -> list[Result]:
+    """A step of a run as it was measured, and as its median times would have it.
+
+    Raises:
+        ProgramError: the acts are not those of a whole step.
+    """
+    program, simulation = measured_program(acts)
+    costs = median_costs(program, simulation)
+    told = f"the same simulated with its median times, latency {human_seconds(costs.hop)}"
+    shown = (f"{title}, measured", simulation), (told, simulate(program, costs))
+    bound = work_bound(program, costs)
+    share = program.num_copies * program.num_ranks / program.num_stages
+    footprint = Footprint((share,) * program.num_stages)
+    return [
+        Result(name, Chart(name, program, run, footprint, "s"), costs, bound, run.makespan)
+        for name, run in shown
+    ]
+
+
 def _searched(study: Study) -> Result:
     """The best of what is found for a V and for a loop, or for the placement that is given."""
     shapes = [Shape.LOOP] if study.placement else [Shape.V, Shape.LOOP]
@@ -147,20 +168,18 @@ def _searched(study: Study) -> Result:
         shapes = [Shape.LOOP]
     if study.num_slices > 1:
         raise ConfigError(Mistake("auto does not cut sequences", works=("1 slice", "sliced_1f1b")))
-    found, mistakes = [], Mistakes()
-    for shape in shapes:
-        placement = study.placement_for(shape)
-        with mistakes.collecting():
-            problem = Problem(
-                placement,
-                study.num_microbatches,
-                study.costs(placement),
-                study.cap,
-                study.footprint(placement),
-            )
-            found.append(synthesise(problem, effort=_EFFORT))
-    if not found:
-        mistakes.raise_if_any()
+    placements = [study.placement_for(shape) for shape in shapes]
+    problems = [
+        Problem(
+            placement,
+            study.num_microbatches,
+            study.costs(placement),
+            study.cap,
+            study.footprint(placement),
+        )
+        for placement in placements
+    ]
+    found = [synthesise(problem, effort=_EFFORT) for problem in problems]
     best = min(found, key=lambda synthesis: synthesis.makespan)
     return timed(study, best.program, AUTO, title=f"{AUTO}: {best.name}")
 
