@@ -1,12 +1,21 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fivefold.config.config import Config
+from fivefold.config.memory import MemoryConfig, RecomputeModule
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.model.activations import Running, saved_activations, total
+from fivefold.model.activations import (
+    Running,
+    Saved,
+    loss_bytes,
+    saved_activations,
+    total,
+)
 from fivefold.model.shape import WholeModel
 from fivefold.model.transformer import Stage, TransformerLayer
 from tests.model.models import FAMILIES, LLAMA, batch_of
@@ -57,3 +66,179 @@ def test_activation_bytes_follow_the_published_formula() -> None:
     assert kept(model, Running(8192, tensor_parallel=t)) == 8 * h + inside / t
     with_sp = Running(8192, tensor_parallel=t, sequence_parallel=True)
     assert kept(model, with_sp) == (8 * h + inside) / t
+
+
+H, A, S = 1024, 16, 2048
+GPT3 = replace(
+    PRESETS["gpt3-175b"], num_layers=4, hidden_size=H, num_attention_heads=A, vocab_size=51200
+)
+SELECTIVE = MemoryConfig(recompute_granularity="selective")
+FULL = MemoryConfig(recompute_granularity="full")
+
+
+def test_korthikanti_s_table_comes_out() -> None:
+    """Table 2 of the paper, bytes per token: s b h x (...) over s b."""
+    t, scores = 8, 5 * A * S / H
+    split = {"tensor_parallel": t, "sequence_parallel": True}
+    assert kept(GPT3, Running(S)) == H * (34 + scores)
+    assert kept(GPT3, Running(S, tensor_parallel=t)) == H * (10 + 24 / t + scores / t)
+    assert kept(GPT3, Running(S, **split)) == H / t * (34 + scores)
+    assert kept(GPT3, Running(S, **split, memory=SELECTIVE)) == H * 34 / t
+    assert kept(GPT3, Running(S, memory=FULL)) == 2 * H
+    assert kept(GPT3, Running(S, tensor_parallel=t, memory=FULL)) == 2 * H
+    assert kept(GPT3, Running(S, **split, memory=FULL)) == 2 * H / t
+
+
+def test_sequence_parallelism_saves_47_percent_where_tensor_parallelism_is_4() -> None:
+    memory = {"tensor_parallel": 4, "memory": SELECTIVE}
+    without, with_it = (
+        kept(GPT3, Running(S, **memory, sequence_parallel=x)) for x in (False, True)
+    )
+    assert 1 - kept(GPT3, with_it) / kept(GPT3, without) == pytest.approx(0.47, abs=0.005)
+
+
+def test_dropping_probabilities_needs_them_and_a_fused_kernel_keeps_one_number_a_head() -> None:
+    dry = replace(GPT3, attention_dropout=0.0)
+    fused = saved_activations(dry, 0, Running(S))["attn_scores"]
+    plain = saved_activations(dry, 0, Running(S, fused_attention=False))["attn_scores"]
+    dropping = saved_activations(GPT3, 0, Running(S))["attn_scores"]
+    assert (fused.kept, plain.kept, dropping.kept) == (4 * A, 2 * A * S, 5 * A * S)
+
+
+def test_a_layer_of_experts_keeps_a_row_for_each_copy_of_a_token() -> None:
+    model = PRESETS["mixtral-8x7b"]
+    h, f, k, t = 4096, 14336, 2, 4
+    attention = 8 * h + 4 * (4096 + 1024) + 4 * 32
+    routing = 9 * 8
+    assert kept(model, Running(4096)) == attention + routing + k * (2 * h + 6 * f + 2 * h)
+    split = Running(4096, tensor_parallel=t, sequence_parallel=True)
+    assert kept(model, split) == (attention + routing + k * (2 * h + 6 * f + 2 * h)) / t
+    # Ranks that split experts share their rows; a rank whose experts are liked has more of them.
+    folded = replace(split, expert_tensor_parallel=t, imbalance=1.5)
+    rows = k * 1.5
+    expected = (attention + routing + k * 2 * h) / t + rows * (2 * h + 6 * f / t)
+    assert kept(model, folded) == pytest.approx(expected, rel=1e-12)
+
+
+def test_latents_and_shared_experts_are_kept() -> None:
+    model = PRESETS["deepseek-v3"]
+    h, q, r, a, f = 7168, 1536, 512, 128, 2048
+    attention = 2 * (2 * h + 2 * q + 2 * r + 2 * a * 192 + 2 * a * 128) + 4 * a
+    dense = attention + 4 * h + 6 * 18432
+    experts = attention + 4 * h + 9 * 256 + 8 * (4 * h + 6 * f) + 6 * f
+    assert kept(model, Running(4096), layer=0) == dense
+    assert kept(model, Running(4096), layer=3) == experts
+    prediction = experts + 3 * 2 * h + 2 * 2 * h
+    assert kept(model, Running(4096), layer=61) == prediction
+
+
+@pytest.mark.parametrize(
+    ("module", "gone"),
+    [
+        ("core_attn", {"attn_scores"}),
+        ("mlp", set()),
+        ("moe", {"router", "expert_fc1", "moe_act", "expert_fc2", "combine", "shared_experts"}),
+        ("moe_act", {"expert_fc2"}),
+        ("shared_experts", {"shared_experts"}),
+        ("routed_experts", {"moe_act", "expert_fc2"}),
+        ("layernorm", {"qkv", "moe_input"}),
+        ("mla_up_proj", {"core_attn"}),
+    ],
+)
+def test_what_is_made_again_is_not_kept(module: RecomputeModule, gone: set[str]) -> None:
+    model, layer = PRESETS["deepseek-v3"], 3
+    memory = MemoryConfig(recompute_granularity="selective", recompute_modules=(module,))
+    plain = saved_activations(model, layer, Running(4096))
+    saved = saved_activations(model, layer, Running(4096, memory=memory))
+    assert {name for name, item in saved.items() if item.remade} == gone
+    assert all(saved[name].remade == plain[name].kept for name in gone)
+    assert all(saved[name] == plain[name] for name in plain if name not in gone)
+
+
+def test_dense_layers_make_their_mlp_again() -> None:
+    memory = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp",))
+    saved = saved_activations(PRESETS["llama3-8b"], 0, Running(8192, memory=memory))
+    assert {name for name, item in saved.items() if item.remade} == {"mlp_act", "fc2"}
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "inputs"),
+    [("uniform", 1, "1111"), ("uniform", 3, "1001"), ("block", 2, "1100"), ("block", 9, "1111")],
+)
+def test_full_recomputation_keeps_inputs(method: Any, number: int, inputs: str) -> None:
+    memory = MemoryConfig(
+        recompute_granularity="full", recompute_method=method, recompute_num_layers=number
+    )
+    running = Running(S, memory=memory)
+    plain = total(saved_activations(GPT3, 0, Running(S))).kept
+    for position, has_input in enumerate(inputs):
+        saved = total(saved_activations(GPT3, position, running, position=position))
+        if method == "block" and has_input == "0":
+            assert saved == Saved(kept=plain)
+        else:
+            assert saved == Saved(kept=2 * H * int(has_input), remade=plain)
+
+
+def test_offloaded_inputs_leave_the_device() -> None:
+    model, names = PRESETS["mixtral-8x7b"], ("attn_norm", "core_attn", "attn_proj", "moe_act")
+    memory = MemoryConfig(fine_grained_activation_offloading=True, offload_modules=names)
+    plain = saved_activations(model, 0, Running(4096))
+    moved = saved_activations(model, 0, Running(4096, memory=memory))
+    away = {name for name, item in moved.items() if item.offloaded}
+    assert away == {*names, "attn_scores"}
+    assert all(moved[name].kept == 0 for name in away)
+    assert all(moved[name].offloaded == plain[name].kept for name in away)
+    assert total(moved).kept + total(moved).offloaded == total(plain).kept
+
+
+def test_narrow_inputs_are_half_and_leave_a_wide_output_of_attention_beside_them() -> None:
+    model = PRESETS["llama3-8b"]
+    h, f, a = 4096, 14336, 32
+    narrow = 2 * 1 * h + 1 * h + 1 * f  # inputs of qkv and fc1, of the output projection, of fc2
+    wide = 2 * 2 * h + 2 * (4096 + 2 * 1024) + 2 * h + 4 * a + 2 * 2 * f
+    assert kept(model, Running(8192, input_bytes=1)) == narrow + wide
+
+
+def test_settings_become_numbers() -> None:
+    config = Config(PRESETS["llama3-8b"]).with_values(
+        tensor_model_parallel_size=8, sequence_parallel=True, fp8_format="hybrid", seq_length=8192
+    )
+    expected = Running(8192, 2, 1, tensor_parallel=8, sequence_parallel=True)
+    assert Running.of(config) == expected
+    assert Running.of(config.with_values(fp8_format=None)).input_bytes == 2
+    assert Running.of(config.with_values(fp4_format="e2m1")).input_bytes == 0.5
+
+
+def test_logits_are_what_a_loss_keeps_unless_it_is_fused_with_the_output_layer() -> None:
+    model, V = PRESETS["llama3-8b"], 128256
+
+    def logits(**memory: Any) -> Saved:
+        return loss_bytes(model, Running(8192, tensor_parallel=8, memory=MemoryConfig(**memory)))[
+            "logits"
+        ]
+
+    fused = {"cross_entropy_loss_fusion": True}
+    assert logits() == Saved(kept=2 * V / 8, remade=8 * V / 8)
+    assert logits(**fused) == Saved(kept=2 * V / 8, remade=4 * V / 8)
+    assert logits(**fused, cross_entropy_fusion_impl="linear") == Saved(kept=0, remade=6 * 3072)
+    predicting = replace(model, mtp_num_layers=1)
+    assert loss_bytes(predicting, Running(8192))["logits"] == Saved(kept=4 * V, remade=8 * V)
+
+
+def test_the_loss_keeps_what_is_counted() -> None:
+    stage = Stage(LLAMA, WholeModel((), embedding=False)).double()
+    x = torch.randn(64, LLAMA.hidden_size, dtype=torch.float64, requires_grad=True)
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    batch = batch_of(LLAMA, [[64]])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        stage(x, batch)
+    known = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+    measured = sum(t.untyped_storage().nbytes() for p, t in saved.items() if p not in known)
+    predicted = 64 * total(loss_bytes(LLAMA, Running(64, 8, 8))).kept
+    labels_weights_and_scales = 64 * (8 + 8 + 8)
+    assert measured == predicted + labels_weights_and_scales
