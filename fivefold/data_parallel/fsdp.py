@@ -1,14 +1,18 @@
 """ZeRO-1/2/3, HSDP and master weights: one stage under FSDP2's switches."""
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fivefold.data_parallel.communication import AllGather, ReduceScatter
 from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
+from fivefold.tensor.deferred_weight import Work, run_works
 
 
 class ShardedStage:
@@ -18,15 +22,15 @@ class ShardedStage:
         stage: to be wrapped, tensor parallelism installed, still on the meta device.
         groups: of this rank; parameters are laid out on `groups.mesh`.
         policy: the switches.
-        reduces_in_hooks: whether the last backward itself reduces gradients, block by block;
-            otherwise `reduce` does, after weight gradients that were deferred.
+        reduces_in_hooks: whether the last backward, or the last deferred work, itself reduces
+            gradients, block by block; otherwise `reduce` does.
     """
 
     def __init__(
         self, stage: Stage, groups: Groups, policy: Policy, *, reduces_in_hooks: bool
     ) -> None:
         self._policy = policy
-        self._in_hooks = reduces_in_hooks or policy.reduces_every_microbatch
+        self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch
         axes = ("dp_replicate", "dp_shard_cp")
         mesh = groups.mesh[axes if groups.mesh.size(0) > 1 or not policy.shards else axes[1]]
         types = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -71,31 +75,67 @@ class ShardedStage:
         if on_cpu or self._policy.wire_dtype != self._policy.master_dtype:
             module.set_custom_reduce_scatter(ReduceScatter(self._policy.wire_dtype))
 
-    def before_backward(self, last: bool) -> None:
-        """Set what the coming backward does with gradients; `last`: of the step, on this stage."""
-        every = self._policy.reduces_every_microbatch
-        reduces = self._in_hooks and (every or last)
-        self._root.set_is_last_backward(last and self._in_hooks)
-        self._root.set_requires_gradient_sync(reduces)
-        self._root.set_requires_all_reduce(last)
-        self._root.set_reshard_after_backward(self._policy.reshards or (last and self._in_hooks))
+    def before_backward(self, *, whole: bool, last: bool) -> None:
+        """Set what the coming backward does with gradients.
+
+        Args:
+            whole: whether it computes them all; otherwise those of deferred weights follow in
+                `run_weights`, and nothing is reduced before them.
+            last: of the step, on this stage.
+        """
+        reduces = whole and (self._every or (last and self._in_hooks))
+        self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))
+
+    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
+        """Run deferred work, and reduce each block's gradients as soon as they are complete.
+
+        Hooks of autograd do not tell FSDP2 of these gradients; its post-backward is run here.
+        """
+        reduces = self._every or (last and self._in_hooks)
+        self._set(reduces, last=last, reshards=last and reduces)
+        group_of = {
+            held.unsharded_param: group
+            for unit in self._units
+            for group in _parameter_groups(unit)
+            for held in group.fsdp_params
+        }
+        awaited = Counter(group_of[p] for work in works for p in work.parameters)
+        for parameter in run_works(works):
+            group = group_of[parameter]
+            awaited[group] -= 1
+            if not awaited[group]:
+                _complete(group)
+                group.post_backward()
+        self._end_of_backward()
 
     def reduce(self) -> None:
         """Reduce what the step's backwards left on the parameters and free what was gathered."""
-        if self._in_hooks:
+        if self._in_hooks or self._every:
             return
-        self._root.set_is_last_backward(True)
-        self._root.set_requires_gradient_sync(True)
-        self._root.set_requires_all_reduce(True)
-        self._root.set_reshard_after_backward(True)
-        # FSDP2 has no public call for "reduce now"; PyTorch's own pipelining uses these two.
+        self._set(True, last=True, reshards=True)
         for unit in reversed(self._units):
             for group in _parameter_groups(unit):
                 group.post_backward()
+        self._end_of_backward()
+
+    def _set(self, reduces: bool, *, last: bool, reshards: bool) -> None:
+        self._root.set_is_last_backward(last and reduces)
+        self._root.set_requires_gradient_sync(reduces)
+        self._root.set_requires_all_reduce(last)
+        self._root.set_reshard_after_backward(reshards)
+
+    def _end_of_backward(self) -> None:
+        """What FSDP2 does when a backward ends; it has no public call for that, nor for "reduce
+        now": PyTorch's own pipelining uses the same ones."""
         self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def finish(self) -> None:
         """Nothing is left to wait for: FSDP2 orders the optimizer after its reductions."""
+
+    def unshard(self) -> None:
+        """Start gathering every block; they stay until `reshard`."""
+        for unit in self._units:
+            unit.unshard(async_op=True)
 
     def reshard(self) -> None:
         """Free gathered parameters, as after an evaluation or before they are written."""
@@ -110,3 +150,16 @@ def _parameter_groups(unit: FSDPModule) -> list:
     if groups is None:
         groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def _complete(group: Any) -> None:
+    """Give every parameter of a group a gradient of the type in which FSDP2 sums them.
+
+    What a B computed itself (of norms) is widened by then, and is gone where several B's ran
+    before the first of their W's took it along.
+    """
+    for held in group.fsdp_params:
+        if held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None:
+            held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
+        held.accumulate_unsharded_grad_if_needed()
+        held.to_accumulated_grad_if_needed()

@@ -48,11 +48,6 @@ class Policy:
         """Whether parameters are gathered: from shards, or from a master of another type."""
         return self.shards or self.compute_dtype != self.master_dtype
 
-    @property
-    def can_defer_weights(self) -> bool:
-        """Whether dX may leave before dW: not if each block reduces as its backward ends."""
-        return not self.reduces_every_microbatch
-
 
 def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
     """The switches of a strategy and a precision."""

@@ -1,6 +1,7 @@
 """no_shard: every rank holds all parameters, gradients are summed in buckets."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.collectives import Bucket, finish_bucket, start_bucket
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.transformer import Stage
+from fivefold.tensor.deferred_weight import Work, run_works
 
 BUCKET_BYTES = 8 << 20
 
@@ -34,20 +36,36 @@ class ReplicatedStage:
     ) -> None:
         self._group = group
         self._wire = policy.wire_dtype if policy.wire_dtype != policy.master_dtype else None
+        self._in_hooks = reduces_in_hooks
         # Gradients arrive from the last layer to the first.
         self._buckets = list(_buckets(list(stage.parameters())[::-1]))
+        self._bucket_of: dict[Tensor, int] = {
+            p: index for index, bucket in enumerate(self._buckets) for p in bucket
+        }
         self._missing: list[int] = []
         self._started: dict[int, Bucket] = {}
         if reduces_in_hooks and group is not None:
-            for index, bucket in enumerate(self._buckets):
-                for parameter in bucket:
-                    parameter.register_post_accumulate_grad_hook(
-                        lambda _, index=index: self._arrived(index)
-                    )
+            for parameter, index in self._bucket_of.items():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, index=index: self._arrived(index)
+                )
 
-    def before_backward(self, last: bool) -> None:
-        """Let the gradients of the step's last backward count their buckets down."""
-        self._missing = [len(bucket) for bucket in self._buckets] if last else []
+    def before_backward(self, *, whole: bool, last: bool) -> None:
+        """Let the gradients of the step's last backward, if it has them, count buckets down."""
+        counts = whole and last
+        self._missing = [len(bucket) for bucket in self._buckets] if counts else []
+
+    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
+        """Run deferred work; the step's last lets each bucket go that it completes."""
+        self._missing = []
+        if last and self._in_hooks and self._group is not None:
+            awaited = Counter(self._bucket_of[p] for work in works for p in work.parameters)
+            self._missing = [awaited[index] for index in range(len(self._buckets))]
+            for index in range(len(self._buckets)):
+                if not awaited[index]:
+                    self._start(index)
+        for parameter in run_works(works):
+            self._arrived(self._bucket_of[parameter])
 
     def reduce(self) -> None:
         """Start every bucket that has not been started."""
@@ -61,6 +79,9 @@ class ReplicatedStage:
         for bucket in self._started.values():
             finish_bucket(bucket)
         self._started = {}
+
+    def unshard(self) -> None:
+        """Nothing is ever gathered."""
 
     def reshard(self) -> None:
         """Nothing is ever gathered."""

@@ -6,13 +6,38 @@ while `deferring` is set; W runs what was put aside, in the order of the microba
 every schedule sums the same terms in the same order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-Work = Callable[[], None]
+
+@dataclass(frozen=True)
+class Work:
+    """A dW computation that waits.
+
+    Attributes:
+        parameters: to whose `grad` it adds. The objects that the forward used: FSDP2 puts others
+            in their place between forward and W.
+        add: does it.
+    """
+
+    parameters: tuple[Tensor, ...]
+    add: Callable[[], None]
+
+
+def run_works(works: Sequence[Work]) -> Iterator[Tensor]:
+    """Run what was put aside, in order; yields each parameter that has received its part.
+
+    Hooks of autograd do not see these gradients: whoever waits for one listens here.
+    """
+    for work in works:
+        with torch.no_grad():
+            work.add()
+        yield from work.parameters
 
 
 class DeferredWeights:
@@ -26,9 +51,9 @@ class DeferredWeights:
         self.deferring = False
         self._works: list[Work] = []
 
-    def put(self, work: Work) -> None:
-        """Keep a computation that adds to its parameters' `grad`."""
-        self._works.append(work)
+    def put(self, parameters: Sequence[Tensor], add: Callable[[], None]) -> None:
+        """Keep a computation that adds to the `grad` of these parameters."""
+        self._works.append(Work(tuple(parameters), add))
 
     @contextmanager
     def collect(self) -> Iterator[list[Work]]:

@@ -18,12 +18,15 @@ from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
 def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
-    """Let the linears of a stage without tensor parallelism leave dW for later when asked."""
+    """Let linears and embeddings of a stage without tensor parallelism leave dW for later."""
     column, row = ColumnParallel(None, False, deferred), RowParallel(None, False, deferred)
     for module in (stage, *_blocks(stage)):
         module.column = column
         if not isinstance(module, Stage):
             module.row = row
+    for embedding in (stage.embed_tokens, stage.embed_positions):
+        if embedding is not None:
+            embedding.lookup = VocabularyLookup(None, False, deferred)
 
 
 def install_tensor_parallel(
@@ -104,8 +107,11 @@ def _install_vocabulary(
     placements: dict[nn.Parameter, Placement],
 ) -> None:
     if stage.embed_tokens is not None:
-        stage.embed_tokens.lookup = VocabularyLookup(group, column.sequence_parallel)
+        lookup = VocabularyLookup(group, column.sequence_parallel, column.deferred)
+        stage.embed_tokens.lookup = lookup
         placements[stage.embed_tokens.weight] = Shard(0)
+    if stage.embed_positions is not None:
+        stage.embed_positions.lookup = VocabularyLookup(None, False, column.deferred)
     if stage.lm_head is not None:
         stage.column = column
         stage.cross_entropy = VocabularyCrossEntropy(group)

@@ -26,6 +26,9 @@ from fivefold.mesh.collectives import (
 from fivefold.model.layers import Linear, local
 from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
 
+Target = tuple[Tensor, Tensor | None]
+"""Weight and bias of a linear, as its forward met them."""
+
 
 @dataclass(frozen=True)
 class ColumnParallel:
@@ -58,7 +61,8 @@ class ColumnParallel:
             None if linear.bias is None else _part(local(linear.bias), part)
             for linear, part in zip(linears, rows, strict=True)
         ]
-        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, self, linears, rows, *weights, *biases)
+        targets = tuple((linear.weight, linear.bias) for linear in linears)
+        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, self, targets, rows, *weights, *biases)
         return outputs
 
 
@@ -68,13 +72,13 @@ class _Column(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         column: ColumnParallel,
-        linears: tuple[Linear, ...],
+        targets: tuple[Target, ...],
         rows: tuple[slice | None, ...],
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
-        weights, biases = tensors[: len(linears)], tensors[len(linears) :]
+        weights, biases = tensors[: len(targets)], tensors[len(targets) :]
         ctx.save_for_backward(x, *weights)
-        ctx.column, ctx.linears, ctx.rows = column, linears, rows
+        ctx.column, ctx.targets, ctx.rows = column, targets, rows
         x_TH = all_gather(x, column.group) if column.sequence_parallel else x
         pairs = zip(weights, biases, strict=True)
         return tuple(F.linear(x_TH, weight, bias) for weight, bias in pairs)
@@ -96,17 +100,18 @@ class _Column(torch.autograd.Function):
         grads_w: list[Tensor | None] = [None] * len(weights)
         grads_b: list[Tensor | None] = [None] * len(weights)
         if deferring:
+            targets, rows = ctx.targets, ctx.rows
 
-            def later() -> None:
+            def add() -> None:
                 x_TH = all_gather(x, group) if gathers else x
-                for linear, part, grad in zip(ctx.linears, ctx.rows, grads_TF, strict=True):
-                    _add_linear_grads(linear, part, grad, x_TH)
+                for target, part, grad in zip(targets, rows, grads_TF, strict=True):
+                    _add_linear_grads(target, part, grad, x_TH)
 
-            column.deferred.put(later)
+            column.deferred.put([p for target in targets for p in target if p is not None], add)
         else:
             x_TH = again.wait() if again is not None else x
-            for index, (linear, grad) in enumerate(zip(ctx.linears, grads_TF, strict=True)):
-                grads_w[index], grads_b[index] = _linear_grads(linear, grad, x_TH)
+            for index, (target, grad) in enumerate(zip(ctx.targets, grads_TF, strict=True)):
+                grads_w[index], grads_b[index] = _linear_grads(target, grad, x_TH)
         grad_x = pending.wait() if pending is not None else None
         return grad_x, None, None, None, *grads_w, *grads_b
 
@@ -124,43 +129,70 @@ class RowParallel:
 
     def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
         """[T, F] -> [T or t, H]."""
-        y: Tensor = _Row.apply(x_TF, local(linear.weight), self, linear)
+        target = linear.weight, None
+        product_TH = _RowProduct.apply(x_TF, local(linear.weight), self.deferred, target)
+        y = sum_tokens(product_TH, self.group, self.sequence_parallel)
         return y if linear.bias is None else y + local(linear.bias)
 
 
-class _Row(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TF: Tensor, weight: Tensor, row: RowParallel, linear: Linear) -> Tensor:
-        ctx.save_for_backward(x_TF, weight)
-        ctx.row, ctx.linear = row, linear
-        y_TH = F.linear(x_TF, weight)
-        reduce = reduce_scatter if row.sequence_parallel else all_reduce
-        return reduce(y_TH, row.group)
+class _RowProduct(torch.autograd.Function):
+    """This rank's part of the sum. Apart from the sum, which saves nothing: recomputation ends
+    with the last tensor that was saved, so that a block's last sum is not repeated."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, x_TF: Tensor, weight: Tensor, deferred: DeferredWeights, target: Target
+    ) -> Tensor:
+        ctx.save_for_backward(x_TF, weight)
+        ctx.deferred, ctx.parameter = deferred, target[0]
+        return F.linear(x_TF, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
         x_TF, weight = ctx.saved_tensors
-        row: RowParallel = ctx.row
-        grad_TH = all_gather(grad, row.group) if row.sequence_parallel else grad
-        grad_weight = None
-        if row.deferred.deferring:
-            row.deferred.put(lambda: add_to_grad(ctx.linear.weight, grad_TH.t() @ x_TF))
+        parameter, grad_weight = ctx.parameter, None
+        if ctx.deferred.deferring:
+            ctx.deferred.put([parameter], lambda: add_to_grad(parameter, grad_TH.t() @ x_TF))
         else:
             grad_weight = grad_TH.t() @ x_TF
         return grad_TH @ weight, grad_weight, None, None
+
+
+def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> Tensor:
+    """g, or under sequence parallelism reduce-scatter forward and all-gather backward.
+
+    The sum takes the memory of what is summed.
+    """
+    if group is None:
+        return x_TH
+    y: Tensor = _SumTokens.apply(x_TH, group, scatter)
+    return y
+
+
+class _SumTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
+        ctx.group, ctx.scatter = group, scatter
+        if scatter:
+            return reduce_scatter(x, group)
+        ctx.mark_dirty(x)  # summed in place
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return all_gather(grad, ctx.group) if ctx.scatter else grad, None, None
 
 
 def _part(parameter: Tensor, rows: slice | None) -> Tensor:
     return parameter if rows is None else parameter[rows]
 
 
-def _linear_grads(linear: Linear, grad_TF: Tensor, x_TH: Tensor) -> tuple[Tensor, Tensor | None]:
+def _linear_grads(target: Target, grad_TF: Tensor, x_TH: Tensor) -> tuple[Tensor, Tensor | None]:
     """Gradients of weight and bias."""
-    return grad_TF.t() @ x_TH, None if linear.bias is None else grad_TF.sum(0)
+    return grad_TF.t() @ x_TH, None if target[1] is None else grad_TF.sum(0)
 
 
-def _add_linear_grads(linear: Linear, rows: slice | None, grad_TF: Tensor, x_TH: Tensor) -> None:
-    weight, bias = _linear_grads(linear, grad_TF, x_TH)
-    add_to_grad(linear.weight, weight, rows)
-    if linear.bias is not None and bias is not None:
-        add_to_grad(linear.bias, bias, rows)
+def _add_linear_grads(target: Target, rows: slice | None, grad_TF: Tensor, x_TH: Tensor) -> None:
+    for parameter, grad in zip(target, _linear_grads(target, grad_TF, x_TH), strict=True):
+        if parameter is not None and grad is not None:
+            add_to_grad(parameter, grad, rows)

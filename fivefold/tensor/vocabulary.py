@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.mesh.collectives import all_gather, all_reduce, reduce_scatter
+from fivefold.mesh.collectives import all_gather
 from fivefold.model.layers import Embedding, local
 from fivefold.model.loss import IGNORED
+from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
+from fivefold.tensor.linear import Target, sum_tokens
 
 
 @dataclass(frozen=True)
@@ -21,37 +23,57 @@ class VocabularyLookup:
     """The `lookup` seam: each rank looks up the tokens whose rows it holds, then all are summed.
 
     Attributes:
-        group: of tensor parallelism.
+        group: of tensor parallelism; None for one rank, which holds every row.
         sequence_parallel: whether the result leaves sharded along the tokens.
+        deferred: where the gradient of the rows goes while a backward defers it.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     sequence_parallel: bool
+    deferred: DeferredWeights
 
     def __call__(self, indices_T: Tensor, embedding: Embedding) -> Tensor:
         """[T] -> [T or t, H]."""
         rows_vH = local(embedding.weight)
+        if self.group is None:
+            return self._rows(indices_T, rows_vH, embedding)
         here_T, mine_T = _own_rows(indices_T, rows_vH.shape[0], self.group.rank())
         # An extra row of zeros would copy the table; a row looked up in vain is masked instead.
-        found_TH = F.embedding(mine_T, rows_vH).masked_fill(~here_T[:, None], 0.0)
-        y: Tensor = _SumTokens.apply(found_TH, self.group, self.sequence_parallel)
-        return y
+        found_TH = self._rows(mine_T, rows_vH, embedding).masked_fill(~here_T[:, None], 0.0)
+        return sum_tokens(found_TH, self.group, self.sequence_parallel)
+
+    def _rows(self, indices_T: Tensor, rows_vH: Tensor, embedding: Embedding) -> Tensor:
+        rows: Tensor = _Rows.apply(indices_T, rows_vH, self.deferred, (embedding.weight, None))
+        return rows
 
 
-class _SumTokens(torch.autograd.Function):
-    """g, or under sequence parallelism reduce-scatter forward and all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:
-        ctx.group, ctx.scatter = group, scatter
-        if scatter:
-            return reduce_scatter(x, group)
-        ctx.mark_dirty(x)  # summed in place
-        return all_reduce(x, group)
+class _Rows(torch.autograd.Function):
+    """`F.embedding`, whose gradient may wait."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return all_gather(grad, ctx.group) if ctx.scatter else grad, None, None
+    def forward(
+        ctx: Any, indices_T: Tensor, rows_vH: Tensor, deferred: DeferredWeights, target: Target
+    ) -> Tensor:
+        ctx.save_for_backward(indices_T)
+        ctx.deferred, ctx.parameter, ctx.rows = deferred, target[0], rows_vH.shape[0]
+        return F.embedding(indices_T, rows_vH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
+        (indices_T,) = ctx.saved_tensors
+        parameter, rows = ctx.parameter, ctx.rows
+
+        def grad_vH() -> Tensor:
+            # Dense, as autograd makes it: other sums would round in another order.
+            grad: Tensor = torch.ops.aten.embedding_dense_backward(
+                grad_TH, indices_T, rows, -1, False
+            )
+            return grad
+
+        if ctx.deferred.deferring:
+            ctx.deferred.put([parameter], lambda: add_to_grad(parameter, grad_vH()))
+            return None, None, None, None
+        return None, grad_vH(), None, None
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,7 @@ def _skip_data_sum(engine: Engine) -> None:
             unit.set_custom_reduce_scatter(_KeepOwn(torch.float64))
         if not units:
             gradients: Any = engine.model.gradients[index]
-            gradients.before_backward = lambda last: None
-            gradients.reduce = lambda: None
+            gradients._start = lambda bucket: None
 
 
 class _KeepOwn(ReduceScatter):

@@ -1,7 +1,7 @@
 """The executor: every schedule gives the same bits, and holds what its program says, no more."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.simulate import peak_in_flight
-from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.deferred_weight import DeferredWeights, Work, run_works
 from fivefold.tensor.install import install_deferral
 from tests.model.models import LLAMA, batch_of, build
 from tests.pool import run
@@ -35,8 +35,14 @@ class NoReduction:
         self.lasts: list[bool] = []
         self.reduced = 0
 
-    def before_backward(self, last: bool) -> None:
+    def before_backward(self, *, whole: bool, last: bool) -> None:
+        if whole:
+            self.lasts.append(last)
+
+    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
         self.lasts.append(last)
+        for _ in run_works(works):
+            pass
 
     def reduce(self) -> None:
         self.reduced += 1

@@ -157,3 +157,14 @@ def test_what_a_schedule_cannot_do(name, placement, total, slices, reason, works
 def test_the_nearest_choices_work():
     for total in (4, 6):
         validate(build_program("dualpipe", (0, 1), total))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_weight_gradients_are_summed_in_the_order_of_the_microbatches(name: str) -> None:
+    program = build_program(name, placement_for(name, 4, 2), 12)
+    summed: dict[int, list[int]] = {}
+    for acts in program.ranks:
+        for act in (kid for act in acts for kid in act.elementary):
+            if act.kind in (Kind.W, Kind.BW):
+                summed.setdefault(act.stage, []).append(act.mb)
+    assert all(order == sorted(order) for order in summed.values())

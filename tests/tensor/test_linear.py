@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.layers import Linear, plain_column, plain_row
-from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.linear import ColumnParallel, RowParallel
 from tests.pool import run
 
@@ -54,9 +54,8 @@ def _backward(
         return
     with deferred.collect() as works:
         torch.autograd.backward(outputs, grads)
-    with torch.no_grad():
-        for work in works:
-            work()
+    for _ in run_works(works):
+        pass
 
 
 def _close(ours: Tensor | None, true: Tensor | None) -> None:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.layers import Embedding
+from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from tests.pool import run
 
@@ -32,7 +33,7 @@ def _look_up(rank: int, world: int, sequence: bool) -> None:
     true = F.embedding(indices_T, weight)
     embedding = Embedding(PADDED // world, H).double()
     embedding.weight.data.copy_(table.chunk(world)[rank])
-    embedding.lookup = VocabularyLookup(dist.group.WORLD, sequence)
+    embedding.lookup = VocabularyLookup(dist.group.WORLD, sequence, DeferredWeights())
     ours = embedding(indices_T)
     assert torch.equal(ours, true.chunk(world)[rank] if sequence else true)
     upstream = _random(3, T, H)

@@ -1,0 +1,71 @@
+"""Weight gradients that wait: exact under every sharding strategy, tied or tensor parallel."""
+
+from typing import Any
+
+import pytest
+
+from tests.verify.cases import MODELS, STAGES, config, flags, verify_in_pool
+
+
+def _schedule(name: str, **layout: Any) -> dict[str, Any]:
+    return flags(**layout) | {"pipeline_schedule": name, "micro_batch_size": 1}
+
+
+V_STAGES = "v:Et|tt|t|tL"
+
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "ZeRO-1, tied over the pipeline": (
+        4,
+        "llama tied",
+        _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy="optim"),
+    ),
+    "ZeRO-2": (4, "gpt", _schedule("zb_h2", pp=2, stages="Ett|tttL", strategy="optim_grads")),
+    "ZeRO-2, without overlap": (
+        4,
+        "llama",
+        _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy="optim_grads")
+        | {"overlap_grad_reduce": False},
+    ),
+    "ZeRO-3, both ends of a tied model on one rank": (
+        4,
+        "llama tied",
+        _schedule("zb_v", pp=2, stages=V_STAGES, strategy="optim_grads_params"),
+    ),
+    "HSDP, ZeRO-3": (
+        8,
+        "gpt",
+        _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy="optim_grads_params", replicas=2),
+    ),
+    "tensor parallel, replicated": (
+        4,
+        "gpt",
+        _schedule("zb_h1", tp=2, pp=2, stages="Ett|tttL", sequence=True),
+    ),
+    "key/value heads fewer than ranks, ZeRO-2": (
+        8,
+        "llama",
+        _schedule("v_half", tp=2, pp=2, stages=V_STAGES, sequence=True, strategy="optim_grads")
+        | {"num_query_groups": 1},
+    ),
+    "more stages than microbatches, replicated": (
+        4,
+        "gpt",
+        _schedule("zb_h1", pp=4, stages=STAGES[4, 1]) | {"global_batch_size": 2},
+    ),
+    "on one stage": (2, "llama tied", _schedule("zb_h1", strategy="optim_grads_params")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_deferred_weights(case: str) -> None:
+    world, model, settings = CASES[case]
+    report = verify_in_pool(world, config(MODELS[model], **settings))
+    assert report.passed, report.text()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_deferred_weights_in_bf16(strategy: str) -> None:
+    """The sums over microbatches are in fp32, however late they come."""
+    settings = _schedule("zb_h1", pp=2, stages="Ett|tttL", strategy=strategy)
+    report = verify_in_pool(4, config(MODELS["llama tied"], **settings | {"precision": "bf16"}))
+    assert report.passed, report.text()
