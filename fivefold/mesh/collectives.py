@@ -7,7 +7,7 @@ reproducible. gloo's all-reduce is the better one. `benchmarks/collectives.py` m
 Groups may be None, which means a group of one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -140,6 +140,66 @@ def _exchange(
         works.append(dist.irecv(receive(source), group=group, group_src=source))
         works.append(dist.isend(send(target), group=group, group_dst=target))
     return [work for work in works if work is not None]
+
+
+@dataclass
+class Messages:
+    """Messages between pairs of ranks under way; `wait()` returns once all are received."""
+
+    works: list[dist.Work]
+    sent: list[Tensor]  # alive until they have left
+
+    def wait(self) -> None:
+        """Until everything has been sent and received."""
+        for work in self.works:
+            work.wait()
+
+
+def start_messages(
+    sends: Mapping[int, Tensor],
+    receives: Mapping[int, Tensor],
+    group: dist.ProcessGroup,
+    tag: int = 0,
+) -> Messages:
+    """Send tensors to ranks of a group and receive others; the empty ones do not travel.
+
+    Args:
+        sends: by rank of the group.
+        receives: contiguous tensors to fill, by rank of the group.
+        group: that both count in.
+        tag: tells messages apart that the same two ranks have under way; on CUDA order does.
+    """
+    kept = {peer: tensor.contiguous() for peer, tensor in sends.items() if tensor.numel()}
+    ops = [
+        dist.P2POp(dist.isend, tensor, group=group, tag=tag, group_peer=peer)
+        for peer, tensor in kept.items()
+    ]
+    ops += [
+        dist.P2POp(dist.irecv, tensor, group=group, tag=tag, group_peer=peer)
+        for peer, tensor in receives.items()
+        if tensor.numel()
+    ]
+    return Messages(dist.batch_isend_irecv(ops) if ops else [], list(kept.values()))
+
+
+def all_to_all(sends: list[Tensor], receives: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Send the i-th tensor to rank i and fill the i-th from it; sizes may differ.
+
+    Args:
+        sends: one per rank.
+        receives: contiguous, one per rank; that of this rank is copied.
+        group: whose ranks take part.
+    """
+    rank = group.rank()
+    if sends[rank].is_cuda:
+        dist.all_to_all(receives, [tensor.contiguous() for tensor in sends], group=group)
+        return
+    others = [peer for peer in range(group.size()) if peer != rank]
+    messages = start_messages(
+        {peer: sends[peer] for peer in others}, {peer: receives[peer] for peer in others}, group
+    )
+    receives[rank].copy_(sends[rank])
+    messages.wait()
 
 
 def sum_in_buckets(

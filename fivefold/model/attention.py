@@ -39,10 +39,16 @@ class Scope:
 
 
 class Kernel(Protocol):
-    """softmax(q k^T / sqrt(D)) v, causal inside every document; [B, S, N, D] in and out."""
+    """softmax(q k^T / sqrt(D)) v, causal inside every document."""
 
     def __call__(
-        self, q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
+        self,
+        q_BSND: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        scope: Scope,
+        drop: HeadDropout | None,
+        /,
     ) -> Tensor:
         """[B, S, N, D] from q, and k and v whose heads may be shared by groups of q's."""
 
@@ -134,6 +140,7 @@ class Attention(nn.Module):
         column: seam around the q, k and v projections.
         row: seam around the output projection.
         kernel: seam around softmax(q k^T) v.
+        layer: its number in the model.
         head_offset: which of all query heads is the first one here; keys dropout masks.
     """
 
@@ -147,6 +154,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
         self.model = model
+        self.layer = layer
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.column: Column = plain_column
         self.row: Row = plain_row

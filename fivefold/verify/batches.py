@@ -15,7 +15,7 @@ def global_batch(config: Config, index: int) -> Microbatch:
 
     Rows hold several documents, some of one token; the valid tokens of a row differ, one row has
     none at all; every token's loss has a weight of its own, since a constant upstream gradient
-    hides errors.
+    hides errors. Where the configuration lets documents see each other, they do here.
     """
     rows, length = config.training.global_batch_size, config.training.seq_length
     generator = np.random.default_rng((config.training.seed, index))
@@ -28,10 +28,15 @@ def global_batch(config: Config, index: int) -> Microbatch:
     ignored_BS = generator.random((rows, length)) < ignored_B1
     labels_BS = generator.integers(0, config.model.vocab_size, (rows, length))
     samples = index * rows + np.arange(rows)
+    starts_BS = np.maximum.accumulate(np.where(begins_BS, place_S, 0), axis=1)
+    if not config.data.reset_position_ids:
+        starts_BS[:] = 0
+    if not config.data.reset_attention_mask:
+        begins_BS[:] = False
     return Microbatch(
         tokens_BS=tokens_BS,
         labels_BS=np.where(ignored_BS, IGNORED, labels_BS),
-        positions_BS=place_S - np.maximum.accumulate(np.where(begins_BS, place_S, 0), axis=1),
+        positions_BS=place_S - starts_BS,
         documents_BS=np.cumsum(begins_BS, axis=1),
         token_ids_BS=samples[:, None] * length + place_S,
         loss_weights_BS=generator.uniform(0.25, 1.75, (rows, length)),

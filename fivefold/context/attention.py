@@ -1,0 +1,272 @@
+"""The attention kernels of context parallelism, in the seam of a plain layer.
+
+Shapes: B rows, S tokens of this rank, N query heads, G key/value heads, D head features, F all of
+them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.context.transport import Own, Transport
+from fivefold.mesh.collectives import all_to_all
+from fivefold.model.attention import Kernel, Scope, attention
+from fivefold.model.blocks import Span, indices
+from fivefold.model.blockwise import Queries
+from fivefold.model.dropout import HeadDropout
+from fivefold.model.shards import Part, Shards
+
+
+@dataclass(frozen=True)
+class Across:
+    """Queries stay, keys and values travel.
+
+    Attributes:
+        transport: how.
+    """
+
+    transport: Transport
+
+    def __call__(
+        self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, scope: Scope, drop: HeadDropout | None
+    ) -> Tensor:
+        """See `model.attention.Kernel`."""
+        out: Tensor = _Across.apply(q_BSND, k_BSGD, v_BSGD, self.transport, scope.part, drop)
+        return out
+
+
+class _Across(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        transport: Transport,
+        part: Part,
+        drop: HeadDropout | None,
+    ) -> Tensor:
+        queries, own = _prepared(q, k, v, part, drop)
+        queries.begin(v.shape[-1])
+        for keys in transport.forward(own):
+            queries.meet(keys)
+        out = queries.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, queries.lse)
+        ctx.rest = transport, part, drop
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        transport, part, drop = ctx.rest
+        queries, own = _prepared(q, k, v, part, drop)
+        queries.begin_backward(grad, out, lse)
+        steps = transport.backward(own)
+        keys = next(steps)
+        while True:
+            try:
+                keys = steps.send(queries.meet_backward(keys))
+            except StopIteration as end:
+                grads = end.value.split([k.shape[-1], v.shape[-1]], dim=-1)
+                break
+        return queries.dq.to(q.dtype), *(g.to(k.dtype) for g in grads), None, None, None
+
+
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, part: Part, drop: HeadDropout | None
+) -> tuple[Queries, Own]:
+    ids = own_ids = None
+    if drop is not None:
+        ids = drop.token_ids_BL.reshape(part.shards.rows, -1)
+        own_ids = torch.cat([ids[:, start:stop] for start, stop in part.spans], dim=1)
+    own = Own(torch.cat((k, v), dim=-1), k.shape[-1], part, ids)
+    return Queries(q, k.shape[2], drop, own_ids), own
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Tokens travel: each rank attends with a part of the heads to all tokens of the group.
+
+    DeepSpeed-Ulysses (Jacobs et al. 2023): one all-to-all of packed queries, keys and values, one
+    of outputs. Inside is a kernel of one device, or another of context parallelism between groups
+    (USP, Fang and Zhao 2024). A key/value head that several ranks need goes to each of them.
+
+    Attributes:
+        group: consecutive ranks of context parallelism.
+        inner: the kernel for all tokens of the group.
+        outer_rank: of the group among those that `inner` connects; None if it is the only one.
+    """
+
+    group: dist.ProcessGroup
+    inner: Kernel = attention
+    outer_rank: int | None = None
+
+    def __call__(
+        self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, scope: Scope, drop: HeadDropout | None
+    ) -> Tensor:
+        """See `model.attention.Kernel`."""
+        part = scope.part
+        assert part is not None, "whole rows need no context parallelism"
+        deal = Deal(self.group, part, q_BSND.shape[2], k_BSGD.shape[2])
+        features = q_BSND.shape[3], k_BSGD.shape[3], v_BSGD.shape[3]
+        packed = [x.flatten(2) for x in (q_BSND, k_BSGD, v_BSGD)]
+        q, k, v = _ToHeads.apply(*packed, deal, features)
+        k, v = deal.per_group(k), deal.per_group(v)
+        if drop is not None:
+            drop = drop.after(deal.queries(self.group.rank())[0])
+        if self.outer_rank is None:
+            # A kernel of one device takes packed rows as they were, not end to end.
+            rows = len(q) if scope.documents is None else len(scope.documents.ids_BS)
+            q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
+            out = self.inner(q, k, v, Scope(scope.documents, scope.window), drop)
+            out = out.reshape(part.shards.rows, -1, *out.shape[2:])
+        else:
+            outer = Part(part.shards.merged(self.group.size()), self.outer_rank)
+            out = self.inner(q, k, v, Scope(scope.documents, scope.window, outer), drop)
+        back: Tensor = _ToTokens.apply(out.flatten(2), deal)
+        return back.unflatten(2, (q_BSND.shape[2], -1))
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Who has which heads and which tokens of a group.
+
+    Attributes:
+        group: the ranks.
+        part: what this rank holds.
+        num_heads: N, before they are dealt.
+        num_kv_heads: G.
+    """
+
+    group: dist.ProcessGroup
+    part: Part
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def members(self) -> range:
+        """Ranks of context parallelism in the group."""
+        first = self.part.rank - self.group.rank()
+        return range(first, first + self.group.size())
+
+    def queries(self, rank: int) -> Span:
+        """The query heads of a rank of the group."""
+        each = self.num_heads // self.group.size()
+        return rank * each, (rank + 1) * each
+
+    def keys(self, rank: int) -> Span:
+        """The key/value heads with which these attend."""
+        first, last = self.queries(rank)
+        shared = self.num_heads // self.num_kv_heads
+        return first // shared, -(-last // shared)
+
+    def per_group(self, x_BSGD: Tensor) -> Tensor:
+        """Key/value heads as a kernel takes them: shared evenly, or else one per query head."""
+        rank = self.group.rank()
+        (first, last), (first_kv, last_kv) = self.queries(rank), self.keys(rank)
+        shared = self.num_heads // self.num_kv_heads
+        of_query = [head // shared - first_kv for head in range(first, last)]
+        count = last_kv - first_kv
+        if (last - first) % count == 0:
+            even = [i * count // (last - first) for i in range(last - first)]
+            if of_query == even:
+                return x_BSGD
+        return x_BSGD[:, :, of_query]
+
+    def in_order(self, by_rank: list[Tensor]) -> Tensor:
+        """Tokens of all ranks of the group, [B, S, F] each, in the order of the rows."""
+        pieces = self._pieces()
+        return torch.cat([by_rank[rank][:, slice(*at)] for _, rank, at in pieces], dim=1)
+
+    def by_rank(self, x_BSF: Tensor) -> list[Tensor]:
+        """The inverse of `in_order`."""
+        pieces = self._pieces()
+        parts = x_BSF.split([stop - start for (start, stop), _, _ in pieces], dim=1)
+        dealt: list[list[Tensor]] = [[] for _ in self.members]
+        for (_, rank, _), values in zip(pieces, parts, strict=True):
+            dealt[rank].append(values)
+        return [torch.cat(values, dim=1) for values in dealt]
+
+    def exchange(self, sends: list[Tensor], features: list[int]) -> list[Tensor]:
+        """[B, S, F] to each rank, and from each with these numbers of features."""
+        rows, tokens = sends[0].shape[:2]
+        received = [sends[0].new_empty((rows, tokens, width)) for width in features]
+        all_to_all(sends, received, self.group)
+        return received
+
+    def _pieces(self) -> list[tuple[Span, int, Span]]:
+        """In the order of the rows: positions, rank of the group, where in what it holds."""
+        shards: Shards = self.part.shards
+        return sorted(
+            (span, rank, indices(shards.chunks[member], span))
+            for rank, member in enumerate(self.members)
+            for span in shards.chunks[member]
+        )
+
+
+class _ToHeads(torch.autograd.Function):
+    """Packed queries, keys and values: all heads of own tokens for own heads of all tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSF: Tensor,
+        k_BSF: Tensor,
+        v_BSF: Tensor,
+        deal: Deal,
+        dims: tuple[int, int, int],
+    ) -> tuple[Tensor, ...]:
+        ctx.deal, ctx.dims = deal, dims
+        packed = (q_BSF, k_BSF, v_BSF)
+        sends = [
+            torch.cat([x[..., slice(*span)] for x, span in zip(packed, spans, strict=True)], -1)
+            for spans in (_features(deal, rank, dims) for rank in range(deal.group.size()))
+        ]
+        rank = deal.group.rank()
+        received = deal.exchange(sends, [sends[rank].shape[2]] * len(sends))
+        widths = [last - first for first, last in _features(deal, rank, dims)]
+        parts = deal.in_order(received).split(widths, dim=-1)
+        return tuple(x.unflatten(2, (-1, dim)) for x, dim in zip(parts, dims, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads_BSND: Tensor) -> tuple[Tensor | None, ...]:
+        deal, dims = ctx.deal, ctx.dims
+        sends = deal.by_rank(torch.cat([grad.flatten(2) for grad in grads_BSND], dim=-1))
+        spans = [_features(deal, rank, dims) for rank in range(deal.group.size())]
+        widths = [[last - first for first, last in of_rank] for of_rank in spans]
+        received = deal.exchange(sends, [sum(width) for width in widths])
+        heads = deal.num_heads, deal.num_kv_heads, deal.num_kv_heads
+        wide = torch.promote_types(sends[0].dtype, torch.float32)
+        totals = [
+            sends[0].new_zeros((*received[0].shape[:2], count * dim), dtype=wide)
+            for count, dim in zip(heads, dims, strict=True)
+        ]
+        for grad, of_rank, width in zip(received, spans, widths, strict=True):
+            for total, span, part in zip(totals, of_rank, grad.split(width, -1), strict=True):
+                total[..., slice(*span)] += part  # a head that several ranks have adds up
+        return *(total.to(sends[0].dtype) for total in totals), None, None
+
+
+def _features(deal: Deal, rank: int, dims: tuple[int, int, int]) -> tuple[Span, Span, Span]:
+    """Which of the packed features of queries, keys and values go to a rank."""
+    q, kv = deal.queries(rank), deal.keys(rank)
+    return tuple((first * d, last * d) for (first, last), d in zip((q, kv, kv), dims, strict=True))  # type: ignore[return-value]
+
+
+class _ToTokens(torch.autograd.Function):
+    """Outputs [B, S, F]: own heads of all tokens for all heads of own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSF: Tensor, deal: Deal) -> Tensor:
+        ctx.deal = deal
+        sends = deal.by_rank(x_BSF)
+        return torch.cat(deal.exchange(sends, [x_BSF.shape[2]] * len(sends)), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSF: Tensor) -> tuple[Tensor, None]:
+        deal: Deal = ctx.deal
+        sends = list(grad_BSF.chunk(deal.group.size(), dim=-1))
+        return deal.in_order(deal.exchange(sends, [sends[0].shape[2]] * len(sends))), None
