@@ -5,18 +5,15 @@ from the layout alone. Planner, audit and the table of derived numbers all count
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from types import MappingProxyType
 
 from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.model.shape import StageParts, WholeModel, is_expert, local_shape, parameter_shapes
-
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
 
 
 @dataclass(frozen=True)

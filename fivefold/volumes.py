@@ -12,8 +12,9 @@ from math import comb, prod
 
 from fivefold.check import Layout
 from fivefold.config.parallel import CpCommType, TokenDispatcher
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.model.shape import StageParts, is_expert, local_shape, parameter_shapes
-from fivefold.state import ELEMENT_BYTES, held, num_expert_shards, num_shards
+from fivefold.state import held, num_expert_shards, num_shards
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 

@@ -1,9 +1,14 @@
 """What is trained on, how, and what is kept of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from fivefold.config.parallel import option
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
+"""Of a number, by precision."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
+from fivefold.config.training import ELEMENT_BYTES
 
 _LOSS_CHUNK = 3072  # entries of the vocabulary that a fused output layer and loss hold at a time
 _LOG_SUM_EXP = 4  # bytes, fp32
@@ -50,7 +51,7 @@ class Running:
     ) -> "Running":
         """As a configuration says, which names its degrees of tensor parallelism."""
         training, parallel = config.training, config.parallel
-        element = {"bf16": 2, "fp32": 4, "fp64": 8}[training.precision]
+        element = ELEMENT_BYTES[training.precision]
         narrow = 0.5 if training.fp4_format else 1 if training.fp8_format else element
         return cls(
             seq_length=training.seq_length,
