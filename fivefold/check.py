@@ -322,7 +322,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 _NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("context_parallel_size", "context parallelism", 1),
     ("expert_model_parallel_size", "expert parallelism", 1),
     ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
     ("num_experts", "mixtures of experts", None),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fivefold.check import Layout
+from fivefold.context.install import install_context_parallel
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
@@ -155,6 +156,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
             for index, parts in layout.stages_of(pp_rank).items()
         }
     partial = _install_tensor(layout, groups, stages, deferred)
+    if groups.cp is not None:
+        _install_context(layout, groups, stages)
     gradients = {
         index: _install_data_parallel(layout, groups, stage, policy, device)
         for index, stage in stages.items()
@@ -194,6 +197,13 @@ def _install_tensor(
     return partial
 
 
+def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -> None:
+    kinds = layout.config.parallel.cp_comm_type
+    for stage in stages.values():
+        install_context_parallel(stage, kinds, groups)
+    log.info("context parallel over %d (%s)", layout.grid.cp, ", ".join(dict.fromkeys(kinds)))
+
+
 def _install_data_parallel(
     layout: Layout, groups: Groups, stage: Stage, policy: Policy, device: torch.device
 ) -> ShardedStage | ReplicatedStage:
@@ -219,5 +229,5 @@ def _hidden_shape(layout: Layout) -> tuple[int, int]:
     config = layout.config
     tokens = config.training.micro_batch_size * config.training.seq_length
     tokens //= config.parallel.num_sequence_slices
-    parts = layout.grid.tp if config.parallel.sequence_parallel else 1
+    parts = layout.grid.cp * (layout.grid.tp if config.parallel.sequence_parallel else 1)
     return tokens // parts, config.model.hidden_size

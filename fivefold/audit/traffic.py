@@ -94,6 +94,9 @@ def axes_of(groups: Groups) -> dict[str, str]:
         ("tied", groups.tied),
         ("mirror", groups.mirror),
         *((axis, groups.mesh.get_group(axis)) for axis in PARAMETER_AXES),
+        ("cp", groups.cp),
+        ("cp_inner", groups.cp_inner),
+        ("cp_outer", groups.cp_outer),
     ]
     axes: dict[str, str] = {}
     for axis, group in named:

@@ -23,6 +23,9 @@ class Groups:
         pp: the ranks that hold the other stages of this replica.
         tp: the ranks that hold the other parts of this rank's matrices.
         data: the ranks that see other tokens of the same batch (DP x CP).
+        cp: the ranks that hold the other parts of this rank's sequences.
+        cp_inner: those of them that exchange heads for tokens, where attention is hierarchical.
+        cp_outer: those that then hold the other parts.
         tied: the two pipeline ranks that hold a copy of a tied embedding each.
         mirror: this pipeline rank and the one that holds the same stages of the other copy of the
             model, where there are two.
@@ -36,6 +39,9 @@ class Groups:
     pp: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
+    cp: dist.ProcessGroup | None
+    cp_inner: dist.ProcessGroup | None
+    cp_outer: dist.ProcessGroup | None
     tied: dist.ProcessGroup | None
     mirror: dist.ProcessGroup | None
     mesh: DeviceMesh
@@ -57,6 +63,7 @@ def build_groups(
     device_type: str,
     *,
     sharded: bool,
+    cp_sizes: tuple[int, ...] = (),
     tied_ranks: tuple[int, int] | None = None,
     mirrored: bool = False,
 ) -> Groups:
@@ -67,6 +74,7 @@ def build_groups(
         rank: of this process.
         device_type: "cpu" or "cuda".
         sharded: whether dp_shard x cp splits anything; if not, those ranks are replicas.
+        cp_sizes: ranks of the inner and of the outer groups of context parallelism, if it has any.
         tied_ranks: pipeline ranks of the first and the last stage if they share a tied embedding
             and differ.
         mirrored: whether the pipeline holds a second copy of the model, in reverse.
@@ -85,6 +93,8 @@ def build_groups(
     tp_ranks = grid.group_of(rank, ("tp",))
     data_ranks = grid.group_of(rank, data_axes)
     pp_ranks = grid.group_of(rank, ("pp",))
+    cp_ranks = grid.group_of(rank, ("cp",))
+    inner, outer = _hierarchy(cp_ranks, rank, cp_sizes)
     tied = None
     if tied_ranks is not None and grid.coordinates(rank)["pp"] in tied_ranks:
         tied = group(tuple(pp_ranks[i] for i in tied_ranks))
@@ -101,10 +111,23 @@ def build_groups(
         pp=unless_alone(pp_ranks),
         tp=unless_alone(tp_ranks),
         data=unless_alone(data_ranks),
+        cp=unless_alone(cp_ranks),
+        cp_inner=unless_alone(inner),
+        cp_outer=unless_alone(outer),
         tied=tied,
         mirror=group(tuple(pair)) if mirrored else None,
         mesh=_parameter_mesh(grid, rank, device_type, sharded, group),
     )
+
+
+def _hierarchy(
+    cp_ranks: tuple[int, ...], rank: int, sizes: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The inner group of a rank, of neighbours, and the outer one, of those in the same place."""
+    if not sizes:
+        return (), ()
+    group, place = divmod(cp_ranks.index(rank), sizes[0])
+    return cp_ranks[group * sizes[0] : (group + 1) * sizes[0]], cp_ranks[place :: sizes[0]]
 
 
 def _parameter_mesh(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.check import Layout
+from fivefold.context.install import divide
 from fivefold.data.packing import Microbatch
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups, build_groups
@@ -63,6 +64,7 @@ class Engine:
             rank,
             device.type,
             sharded=sharded,
+            cp_sizes=layout.config.parallel.hierarchical_context_parallel_sizes,
             tied_ranks=tied_ranks(layout),
             mirrored=layout.num_copies > 1,
         )
@@ -179,8 +181,14 @@ class Engine:
         return [
             piece.to(self.device)
             for microbatch in microbatches
-            for piece in as_batch(microbatch, self.steps).cut(count)
+            for piece in self._divided(as_batch(microbatch, self.steps)).cut(count)
         ]
+
+    def _divided(self, batch: Batch) -> Batch:
+        """This rank's part of the sequences."""
+        if self.groups.cp is None:
+            return batch
+        return divide(batch, self.layout.config.model.window_size, self.groups.cp)
 
     def _count(self, batches: Sequence[Batch]) -> int:
         """Valid tokens over all ranks that see other tokens."""
