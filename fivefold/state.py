@@ -13,7 +13,14 @@ from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import ELEMENT_BYTES
-from fivefold.model.shape import StageParts, WholeModel, is_expert, local_shape, parameter_shapes
+from fivefold.model.shape import (
+    StageParts,
+    WholeModel,
+    is_expert,
+    layer_shapes,
+    local_shape,
+    parameter_shapes,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,10 @@ class StatePolicy:
         splits_copy: copies exist only while their block computes (ZeRO-3).
         splits_gradient: gradients are reduced to their shard in every microbatch (ZeRO-2, 3).
         splits_optimizer: master and moments are sharded (ZeRO-1, 2, 3).
-        arriving: of a gradient while it is on its way to the accumulated ones.
+        fresh: of a weight's gradient before it is added to the accumulated one; 0 if the
+            multiplication adds to that at once.
+        placeholder: of an empty gradient that is kept for each distinct weight of a layer.
+        reducing: of the gradients of a layer that are being reduced while the next one computes.
         in_flight: layers whose copies are held at once where they are split: one that computes,
             and those that arrive. The ends of a stage are held as long as it runs.
     """
@@ -40,7 +50,9 @@ class StatePolicy:
     splits_copy: bool = False
     splits_gradient: bool = False
     splits_optimizer: bool = False
-    arriving: float = 0.0
+    fresh: float = 0.0
+    placeholder: float = 0.0
+    reducing: float = 0.0
     in_flight: int = 2
 
 
@@ -57,7 +69,43 @@ def engine_policy(parallel: ParallelConfig, precision: str) -> StatePolicy:
         splits_copy=strategy == "optim_grads_params",
         splits_gradient=strategy in ("optim_grads", "optim_grads_params"),
         splits_optimizer=shared,
-        arriving=compute + (master if shared or compute != master else 0),
+        fresh=compute,
+        reducing=compute + master if shared else 0,
+    )
+
+
+def megatron_policy(splits_optimizer: bool) -> StatePolicy:
+    """Megatron-LM's in bf16: gradients accumulate in fp32 inside the multiplication.
+
+    Autograd is then given an empty gradient: of the output layer made anew each time, of the
+    layers' weights kept by Transformer Engine, one for each shape.
+    """
+    return StatePolicy(
+        copy=2,
+        gradient=4,
+        master=4,
+        moments=8,
+        splits_optimizer=splits_optimizer,
+        fresh=2,
+        placeholder=2,
+    )
+
+
+def fsdp2_policy(*, pipelined: bool = False) -> StatePolicy:
+    """PyTorch's fully sharded parameters in fp32, gathered in bf16 and reduced in fp32.
+
+    Under a pipeline parameters stay gathered and gradients whole until the step's last microbatch.
+    """
+    return StatePolicy(
+        copy=2,
+        gradient=4,
+        master=4,
+        moments=8,
+        splits_copy=not pipelined,
+        splits_gradient=not pipelined,
+        splits_optimizer=True,
+        fresh=2,
+        reducing=6,
     )
 
 
@@ -188,11 +236,27 @@ def model_state(
         largest = max((block.size for block in layers), default=0)
         gathered = max(gathered, ends.size + policy.in_flight * largest)
     optimizer = own if policy.splits_optimizer else whole
+    gradients = (own if policy.splits_gradient else whole) * policy.gradient
+    if policy.placeholder:
+        gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
     return ModelState(
         parameters=whole,
         masters=optimizer * policy.master,
         copies=0 if policy.splits_copy else whole * policy.copy,
-        gradients=(own if policy.splits_gradient else whole) * policy.gradient,
+        gradients=gradients,
         optimizer=optimizer * policy.moments,
         gathered=gathered * policy.copy if policy.splits_copy else 0,
     )
+
+
+def _distinct_weights(layout: Layout, pp_rank: int) -> int:
+    """Elements of the matrices of a rank's layers, those alike counted once."""
+    model, grid = layout.config.model, layout.grid
+    layers = [i for s in stages_held(layout, pp_rank) for i in layout.split.stages[s].layers]
+    found: dict[tuple[str, tuple[int, ...]], int] = {}
+    for layer in {model.is_moe(i): i for i in layers}.values():
+        for name, shape in layer_shapes(model, layer).items():
+            local = local_shape(model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp)
+            if len(local) > 1:
+                found[name, local[-2:]] = prod(local[-2:])
+    return sum(found.values())

@@ -144,8 +144,8 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     """What the final norm, the output layer and the loss keep, per token, on one rank.
 
     Logits are kept in the compute type, and the loss widens them to fp32 when it is fused, for its
-    gradient; when it is not, it holds the fp32 copy, its exponentials and the logits at once. A
-    loss that is fused with the output layer ("linear") holds a slice of the vocabulary at a time.
+    gradient, unless that takes the place of the logits ("te"); when it is not, it holds the fp32
+    copy, its exponentials and the logits at once. A loss that is fused with the output layer ("linear") holds a slice of the vocabulary at a time.
     With multi-token prediction the output layer runs once more for each further token; only one of
     them is in the middle of its loss.
     """
@@ -157,7 +157,9 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     kept, busy = element * entries, 2 * wide * entries
     if memory.cross_entropy_loss_fusion:
         busy = wide * entries
-        if memory.cross_entropy_fusion_impl == "linear":
+        if memory.cross_entropy_fusion_impl == "te":
+            busy = 0.0
+        elif memory.cross_entropy_fusion_impl == "linear":
             kept, busy = 0.0, (element + wide) * min(entries, _LOSS_CHUNK)
     return {
         "final_norm": Saved(kept=element * around),

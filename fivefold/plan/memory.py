@@ -6,7 +6,7 @@ runs, on top of the state that stays (`state.model_state`). All sizes are bytes 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fivefold.check import Layout
@@ -95,30 +95,53 @@ class MemoryPrediction:
 
 
 @dataclass(frozen=True)
+class _Point:
+    """A point of time in an act, by what is there beyond, or no longer, at the act's start.
+
+    Attributes:
+        where: in words.
+        activations: that are freed by then (negative), of those kept or made anew.
+        loss: that is freed by then (negative).
+        remade: activations made anew.
+        working: gradients of activations, and what the loss computes.
+        gradients: of weights, on their way to the accumulated ones.
+        waiting: for their weight gradients, where these are computed later.
+    """
+
+    where: str
+    activations: float = 0.0
+    loss: float = 0.0
+    remade: float = 0.0
+    working: float = 0.0
+    gradients: float = 0.0
+    waiting: float = 0.0
+
+    @cached_property
+    def size(self) -> float:
+        """All of it."""
+        freed = self.activations + self.loss
+        return freed + self.remade + self.working + self.gradients + self.waiting
+
+
+@dataclass(frozen=True)
 class _StageBytes:
     """What one microbatch of a stage holds, and what only exists while an act of the stage runs.
 
     Attributes:
-        kept: between forward and backward.
-        whole: what R makes anew of it.
-        remade: what a backward without R makes anew at a time.
+        kept: between forward and backward, the loss apart.
+        loss: the same, of logits and what else the loss keeps.
+        remade: what R makes anew.
         waiting: between B and W.
-        loss: of `kept`, logits and what else the loss keeps.
-        forward: that a forward needs while it runs.
-        backward: that a backward needs while it runs.
-        buffers: of communication, while either runs.
-        gradients: of weights, on their way to the accumulated ones.
+        buffers: of communication, while an act runs.
+        points: of each kind of act.
     """
 
     kept: float
-    whole: float
+    loss: float
     remade: float
     waiting: float
-    loss: float
-    forward: float
-    backward: float
     buffers: float
-    gradients: float
+    points: Mapping[Kind, tuple[_Point, ...]]
 
 
 def peak_memory(
@@ -156,25 +179,101 @@ def _stage_bytes(
     model, training = layout.config.model, layout.config.training
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
     layers = _saved_by_layer(layout, stage, running)
-    whole = total(layers)
     ends: list[Saved] = list(embedding_bytes(model, running).values()) if stage.embedding else []
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
-    first, *blocks = stage_blocks(layout, stage)
-    width = policy.copy or policy.master
-    largest = max((block.size for block in blocks), default=0)
-    needed = [_backward_bytes(model, running, model.is_moe(i)) for i in stage.layers]
-    moving = 2 * max((saved.offloaded for saved in layers), default=0.0)
+    whole = total(layers)
+    waiting = tokens * sum(_waiting_bytes(model, running, model.is_moe(i)) for i in stage.layers)
+    moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
+    kept = tokens * (whole.kept + total(ends).kept)
+    points = _backward_points(layout, stage, running, policy)
+    forward = _Point("forward", working=tokens * loss.remade + moving)
+    fresh = max((point.gradients for point in points), default=0.0)
+    end = _Point("the end", -kept, -tokens * loss.kept, waiting=waiting)
     return _StageBytes(
-        kept=tokens * (whole.kept + total(ends).kept + loss.kept),
-        whole=tokens * whole.remade,
-        remade=tokens * _remade_at_once(layout, layers),
-        waiting=tokens * sum(_waiting_bytes(model, running, model.is_moe(i)) for i in stage.layers),
+        kept=kept,
         loss=tokens * loss.kept,
-        forward=tokens * (loss.remade + moving),
-        backward=tokens * (max(loss.remade, max(needed, default=0.0)) + moving),
+        remade=tokens * whole.remade,
+        waiting=waiting,
         buffers=tokens * _buffer_bytes(layout, stage, running),
-        gradients=first.size * width + largest * policy.arriving,
+        points={
+            Kind.F: (forward,),
+            Kind.R: (_Point("recomputation"),),
+            Kind.BW: tuple(replace(p, working=p.working + moving) for p in points),
+            Kind.B: (*(replace(p, working=p.working + moving, gradients=0.0) for p in points), end),
+            Kind.W: (_Point("weight gradients", gradients=fresh),),
+        },
     )
+
+
+def _backward_points(
+    layout: Layout, stage: StageParts, running: Running, policy: StatePolicy
+) -> list[_Point]:
+    """Where in the backward of a stage memory may peak.
+
+    At the output layer, whose weight gradient is large while nothing is freed yet; in the last
+    layer, where a gated MLP's gradients and weight gradient meet; in the layer before, while the
+    gradients of the last are reduced; and at the embedding, when everything else is gone.
+    """
+    model, training = layout.config.model, layout.config.training
+    tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
+    loss = total(loss_bytes(model, running)) if stage.head else Saved()
+    vocabulary = model.padded_vocab_size / layout.grid.tp * model.hidden_size
+    layers = _saved_by_layer(layout, stage, running)
+    kept = tokens * sum(layer.kept for layer in layers)
+    gone, remade = -tokens * loss.kept, tokens * _remade_at_once(layout, layers)
+    points = []
+    if stage.head:
+        dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
+        working = tokens * (loss.remade + dx)
+        points.append(
+            _Point("the output layer", working=working, gradients=vocabulary * policy.fresh)
+        )
+    if stage.layers:
+        last = stage.layers[-1]
+        is_moe = model.is_moe(last)
+        saved = saved_activations(model, last, running, position=len(stage.layers) - 1)
+        freed = sum(
+            item.kept + item.remade for name, item in saved.items() if name in _FREED_BEFORE_FC1
+        )
+        point = _Point(
+            "the last layer",
+            activations=-tokens * freed,
+            loss=gone,
+            remade=remade,
+            working=tokens * _backward_bytes(model, running, is_moe),
+            gradients=0.0 if policy.placeholder else _first_linear(layout, is_moe) * policy.fresh,
+        )
+        points.append(point)
+        *_, block = stage_blocks(layout, stage)
+        if policy.reducing and len(layers) > 1:
+            points.append(
+                replace(
+                    point,
+                    where="the layer before the last",
+                    activations=point.activations - tokens * layers[-1].kept,
+                    gradients=point.gradients + block.size * policy.reducing,
+                )
+            )
+    if stage.embedding:
+        points.append(_Point("the embedding", -kept, gone, gradients=vocabulary * policy.fresh))
+    return points or [_Point("backward")]
+
+
+_FREED_BEFORE_FC1 = frozenset(
+    {"mlp_act", "fc2", "mlp_dropout", "moe_act", "expert_fc2", "combine", "shared_experts"}
+)
+"""What the backward of an MLP is done with when it comes to the gradient of its first weight."""
+
+
+def _first_linear(layout: Layout, is_moe: bool) -> float:
+    """Parameters of an MLP's projections into its inner features, on one rank."""
+    model, grid = layout.config.model, layout.grid
+    wide = model.hidden_size * (2 if model.gated_linear_unit else 1)
+    if not is_moe:
+        return wide * model.ffn_size / grid.tp
+    assert model.num_experts is not None
+    experts = wide * model.expert_ffn_size * model.num_experts / grid.ep / grid.etp
+    return max(experts, wide * model.shared_ffn_size / grid.tp)
 
 
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
@@ -222,21 +321,18 @@ def _waiting_bytes(model: ModelConfig, running: Running, is_moe: bool) -> float:
 
 
 def _backward_bytes(model: ModelConfig, running: Running, is_moe: bool) -> float:
-    """Per token, the gradients that the backward of a layer holds at a time, at most.
+    """Per token, gradients that are there when an MLP computes that of its first weight.
 
-    In the MLP dY, the gradient of its inner activation, those of gate and up, and the whole input
-    and its gradient, which sequence parallelism gathers and scatters; in attention the same with
-    heads in the place of inner features.
+    dY of the residual stream, those of its inner features, dX, and the input if it is gathered.
     """
     element, h, tp = running.element_bytes, model.hidden_size, running.tensor_parallel
-    gates = 3 if model.gated_linear_unit else 2
-    whole = (3 if running.sequence_parallel else 2) * h
-    heads = (model.q_size + model.k_size + model.v_size + 2 * model.attention_size) / tp
+    gates = 2 if model.gated_linear_unit else 1
+    around = h / running.token_parts + (2 * h if running.sequence_parallel else h)
     if not is_moe:
-        return element * (whole + max(gates * model.ffn_size / tp, heads))
+        return element * (around + gates * model.ffn_size / tp)
     rows = model.moe_router_topk * running.imbalance / running.token_parts
-    inner = rows * (gates * model.expert_ffn_size + 2 * h)
-    return element * (whole + max(inner + gates * model.shared_ffn_size / tp, heads))
+    inner = rows * (gates * model.expert_ffn_size / running.expert_tensor_parallel + h)
+    return element * (h / running.token_parts + inner)
 
 
 def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
@@ -269,47 +365,61 @@ def _rank_peak(
         "gradients": state.gradients,
         "optimizer": state.optimizer,
     }
-    candidates = [(OPTIMIZER, "the optimizer updates", dict(always))]
-    for moment in found:
-        parts = always | {"gathered weights": state.gathered}
-        running = [(kind, sizes[stage % len(sizes)]) for kind, stage in moment.acts]
-        parts |= _held(moment, own) | _while_running(running)
-        candidates.append((moment.phase, _in_words(moment), parts))
-    phases: dict[str, float] = {}
-    for phase, _, parts in candidates:
-        phases[phase] = max(phases.get(phase, 0.0), sum(parts.values()))
-    phase, act, parts = max(candidates, key=lambda found: sum(found[2].values()))
-    return RankMemory(pp_rank, phase, act, {n: p for n, p in parts.items() if p}, phases)
+    start = sum(always.values())
+    peaks = [(start + state.gathered + _size(moment, own, sizes), moment) for moment in found]
+    phases = {OPTIMIZER: start}
+    for size, moment in peaks:
+        phases[moment.phase] = max(phases.get(moment.phase, 0.0), size)
+    size, moment = max(peaks, key=lambda peak: peak[0])
+    if size < start:
+        return RankMemory(pp_rank, OPTIMIZER, "the optimizer updates", always, phases)
+    points = _worst_points(moment, sizes)
+    parts = always | {"gathered weights": state.gathered} | _held(moment, own)
+    parts["activations"] += sum(point.activations for point in points)
+    parts["recomputed"] = sum(point.remade for point in points)
+    parts["loss"] += sum(point.loss for point in points)
+    parts["deferred weight gradients"] += sum(point.waiting for point in points)
+    parts["working set"] = sum(point.working for point in points)
+    parts["arriving gradients"] = sum(point.gradients for point in points)
+    parts["communication"] = sum(sizes[s % len(sizes)].buffers for _, s in moment.acts)
+    kept = {name: part for name, part in parts.items() if part}
+    return RankMemory(pp_rank, moment.phase, _in_words(moment, points), kept, phases)
+
+
+def _size(moment: Moment, own: list[_StageBytes], sizes: list[_StageBytes]) -> float:
+    """Everything but the model's state, at the worst point of the acts that run."""
+    running = sum(sizes[stage % len(sizes)].buffers for _, stage in moment.acts)
+    worst = sum(point.size for point in _worst_points(moment, sizes))
+    return sum(_held(moment, own).values()) + running + worst
+
+
+def _worst_points(moment: Moment, sizes: list[_StageBytes]) -> list[_Point]:
+    """Of each act that runs the point that needs most, a second copy of the model included."""
+    found = [
+        max(sizes[stage % len(sizes)].points[kind], key=lambda point: point.size)
+        for kind, stage in moment.acts
+    ]
+    if any(moment.remade):  # an R has made it anew already
+        return [replace(point, remade=0.0) for point in found]
+    return found
 
 
 def _held(moment: Moment, own: list[_StageBytes]) -> dict[str, float]:
-    """What was there before the act that runs, and stays."""
-    kept = list(zip(moment.kept, own, strict=True))
-    return {
-        "activations": sum(n * (s.kept - s.loss) for n, s in kept)
-        + sum(n * s.whole for n, s in zip(moment.remade, own, strict=True)),
-        "deferred weight gradients": sum(
-            n * s.waiting for n, s in zip(moment.waiting, own, strict=True)
-        ),
-        "loss": sum(n * s.loss for n, s in kept),
-    }
+    """What was there before the act that runs."""
+    activations = loss = waiting = 0.0
+    for kept, remade, later, size in zip(
+        moment.kept, moment.remade, moment.waiting, own, strict=True
+    ):
+        activations += kept * size.kept + remade * size.remade
+        loss += kept * size.loss
+        waiting += later * size.waiting
+    return {"activations": activations, "loss": loss, "deferred weight gradients": waiting}
 
 
-def _while_running(running: list[tuple[Kind, _StageBytes]]) -> dict[str, float]:
-    parts = dict.fromkeys(("recomputed", "working set", "communication", "arriving gradients"), 0.0)
-    for kind, size in running:
-        parts["communication"] += size.buffers
-        if kind is Kind.F or kind is Kind.R:
-            parts["working set"] += size.forward
-        elif kind is Kind.W:
-            parts["arriving gradients"] += size.gradients
-        else:
-            parts["recomputed"] += size.remade
-            parts["working set"] += size.backward
-            parts["arriving gradients"] += size.gradients
-    return parts
-
-
-def _in_words(moment: Moment) -> str:
-    words = {Kind.F: "forward", Kind.R: "recomputation", Kind.W: "weight gradients"}
-    return " and ".join(f"{words.get(kind, 'backward')} of stage {s}" for kind, s in moment.acts)
+def _in_words(moment: Moment, points: list[_Point]) -> str:
+    words = []
+    for (kind, stage), point in zip(moment.acts, points, strict=True):
+        backward = kind in (Kind.B, Kind.BW)
+        what = f"backward at {point.where}" if backward else point.where
+        words.append(f"{what} of stage {stage}")
+    return " and ".join(words)
