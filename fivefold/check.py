@@ -12,7 +12,7 @@ from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.memory import check_memory
-from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.model import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.errors import ConfigError, Mistakes
@@ -24,6 +24,7 @@ from fivefold.mesh.rules import (
     divisors,
     tensor_parallel_sizes,
 )
+from fivefold.pipeline.automatic_split import AUTO, automatic_split
 from fivefold.pipeline.ir import Kind, Program, stages_on
 from fivefold.pipeline.layout import Split, StageSpec, split_layers
 from fivefold.pipeline.lowering import eager_dx, lower
@@ -152,7 +153,7 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     check_schedule(config, parallel, mistakes)
     split = None
     with mistakes.collecting():
-        split = _split(config.model, parallel)
+        split = _split(config, parallel)
     microbatches = _microbatches(config, parallel, mistakes)
     mistakes.raise_if_any()
     assert split is not None
@@ -166,15 +167,18 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     return layout
 
 
-def _split(model: ModelConfig, parallel: ParallelConfig) -> Split:
+def _split(config: Config, parallel: ParallelConfig) -> Split:
     """The stages; a schedule that wants a V gets one, of two stages a rank if not told how many."""
     schedule = SCHEDULES.get(parallel.pipeline_schedule)
     in_a_v = schedule is not None and schedule.shape is Shape.V
     virtual = parallel.num_virtual_stages_per_pipeline_rank
     each = parallel.num_layers_per_virtual_pipeline_stage
     layout = parallel.pipeline_model_parallel_layout
-    if in_a_v and virtual is None and each is None and layout is None:
+    if in_a_v and virtual is None and each is None and layout in (None, AUTO):
         virtual = 2
+    if layout == AUTO:
+        return automatic_split(config, parallel, virtual or 1, in_a_v=in_a_v)
+    model = config.model
     return split_layers(
         model.num_layers,
         parallel.pipeline_model_parallel_size,

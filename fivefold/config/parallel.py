@@ -51,7 +51,9 @@ class ParallelConfig:
         None, "layers per stage; another way to set V"
     )
     pipeline_model_parallel_layout: str | None = option(
-        None, "stages written out, such as 'Et*2|(tt|)*3tL'; '|' ends a stage"
+        None,
+        "stages written out, such as 'Et*2|(tt|)*3tL' ('|' ends a stage), or auto: stages of "
+        "equal times by the model's arithmetic",
     )
     decoder_first_pipeline_num_layers: int | None = option(None, "layers on the first PP rank")
     decoder_last_pipeline_num_layers: int | None = option(None, "layers on the last PP rank")

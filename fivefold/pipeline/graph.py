@@ -15,6 +15,7 @@ Each of the two has a stream of its own on every rank.
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import (
@@ -86,6 +87,10 @@ class Graph:
         Raises:
             ProgramError: a circular wait, spelt out.
         """
+        return self._order
+
+    @cached_property
+    def _order(self) -> list[int]:
         waiting = [0] * len(self.successors)
         for successors in self.successors:
             for node in successors:
@@ -103,7 +108,7 @@ class Graph:
     def longest_paths(self, weights: Sequence[float]) -> tuple[list[float], list[float]]:
         """Earliest start and end of each node, when a node lasts as long as its weight."""
         starts, ends = [0.0] * len(weights), [0.0] * len(weights)
-        for node in self.order():
+        for node in self._order:
             end = ends[node] = starts[node] + weights[node]
             for successor in self.successors[node]:
                 if starts[successor] < end:

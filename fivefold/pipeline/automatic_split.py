@@ -1,0 +1,55 @@
+"""`pipeline_model_parallel_layout = "auto"`: the stages of a configuration, balanced."""
+
+from fivefold.config.config import Config
+from fivefold.config.parallel import ParallelConfig
+from fivefold.errors import ConfigError, Mistake
+from fivefold.pipeline.balance import balance, schedule_clock
+from fivefold.pipeline.ir import loop_placement, v_placement
+from fivefold.pipeline.layout import Split
+from fivefold.pipeline.parts import modelled_parts
+
+AUTO = "auto"
+_OTHER_WAYS = (
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def automatic_split(
+    config: Config, parallel: ParallelConfig, num_virtual: int, *, in_a_v: bool
+) -> Split:
+    """Cut the model by its modelled times, then against the schedule's simulated step.
+
+    Args:
+        config: model and batch.
+        parallel: with every degree filled in.
+        num_virtual: stages a rank.
+        in_a_v: lay the stages there and back again.
+
+    Raises:
+        ConfigError: another setting decides the stages, too.
+    """
+    others = [name for name in _OTHER_WAYS if getattr(parallel, name)]
+    if others:
+        flags = [f"--{name.replace('_', '-')}" for name in others]
+        raise ConfigError(
+            Mistake(
+                f"--pipeline-model-parallel-layout auto and {' and '.join(flags)} exclude each "
+                "other",
+                ("auto decides how many layers each stage has",),
+                ("--pipeline-model-parallel-layout auto", *flags),
+            )
+        )
+    ranks, training = parallel.pipeline_model_parallel_size, config.training
+    placement = (v_placement if in_a_v else loop_placement)(ranks, ranks * num_virtual)
+    dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
+    microbatches = max(1, training.global_batch_size // (training.micro_batch_size * dp))
+    schedule = parallel.pipeline_schedule
+    if schedule == AUTO:
+        schedule = "interleaved_1f1b" if num_virtual > 1 else "1f1b"
+    parts = modelled_parts(config.model, training.seq_length)
+    clock = schedule_clock(schedule, placement, microbatches)
+    return balance(parts, placement, clock=clock).split

@@ -1,0 +1,329 @@
+"""Cut a model into stages so that no rank has more to do than it must.
+
+With one stage a rank the cut is optimal. With several a rank's load is a sum of pieces of the
+model, for which no fast exact method is known: an even cut is improved by handing single pieces
+from stage to stage, with restarts. Both keep what a rank holds under a limit. At the end, if there
+is a clock, boundaries move by one as long as the simulated step gets shorter.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from random import Random
+
+from fivefold.errors import ConfigError, Mistake
+from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.graph import dependency_graph
+from fivefold.pipeline.ir import Program
+from fivefold.pipeline.layout import Split
+from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.parts import Part, Parts, joined
+from fivefold.pipeline.schedules.registry import SCHEDULES, build_program
+
+_RESTARTS = 8
+_STEPS = 200_000  # stages looked at in search: a fraction of a second
+_TRIES = 100  # cuts that a clock times
+_ACTS = 3_000  # that each of them has, about
+_GRAIN = 1e-9  # of the mean load: differences below it are rounding
+
+Clock = Callable[[Sequence[Part]], float]
+_Cuts = tuple[int, ...]
+_Score = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a rank may hold.
+
+    Attributes:
+        limit: in the unit of the parts.
+        in_flight: microbatches that each stage holds for backward at most.
+    """
+
+    limit: float
+    in_flight: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """A cut, and how even it is.
+
+    Attributes:
+        split: the stages.
+        loads: time of each rank for a microbatch, there and back.
+    """
+
+    split: Split
+    loads: tuple[float, ...]
+
+    @property
+    def unevenness(self) -> float:
+        """The largest load over the mean, at least 1."""
+        return max(self.loads) * len(self.loads) / sum(self.loads)
+
+
+def weigh(parts: Parts, split: Split) -> Balance:
+    """How even a split is."""
+    loads = [0.0] * split.num_ranks
+    for stage, rank in zip(split.stages, split.placement, strict=True):
+        loads[rank] += parts.of(stage).time
+    return Balance(split, tuple(loads))
+
+
+def balance(
+    parts: Parts, placement: tuple[int, ...], room: Room | None = None, clock: Clock | None = None
+) -> Balance:
+    """Cut a model into the stages of a placement; deterministic.
+
+    Args:
+        parts: the model.
+        placement: stage -> rank.
+        room: what a rank may hold; None: anything.
+        clock: the time of a step by what each stage takes; None: the loads decide alone.
+
+    Raises:
+        ConfigError: no cut that was found keeps to the room.
+    """
+    table = _Table(parts, placement, room)
+    cuts = _improved(table, _even(table))
+    if len(placement) > table.num_ranks:
+        cuts = _searched(table, cuts)
+    if table.score(cuts)[0]:
+        raise ConfigError(_no_room(table, cuts))
+    if clock:
+        cuts = _timed(table, cuts, clock)
+    return weigh(parts, Split(parts.stages(cuts), placement))
+
+
+def step_clock(program: Program, hop: float = 0.0) -> Clock:
+    """A clock that simulates a program, each dX sent before its dW is computed."""
+    program = eager_dx(program)
+    graph = dependency_graph(program)
+
+    def time(stages: Sequence[Part]) -> float:
+        # An empty stage still hands on what it is given.
+        f, b, w = (tuple(max(getattr(stage, x), 1e-9) for stage in stages) for x in "fbw")
+        _, ends = graph.longest_paths(graph.weights(program, Costs(f, b, w, hop)))
+        return max(ends)
+
+    return time
+
+
+def schedule_clock(
+    schedule: str, placement: tuple[int, ...], num_microbatches: int, hop: float = 0.0
+) -> Clock | None:
+    """A clock of a fixed schedule on few enough microbatches to be quick; None where it has none.
+
+    Args:
+        schedule: a key of `SCHEDULES`; anything else has no order before its costs are known.
+        placement: stage -> rank.
+        num_microbatches: of one step.
+        hop: from rank to rank.
+    """
+    if schedule not in SCHEDULES or SCHEDULES[schedule].num_copies > 1:
+        return None
+    ranks = max(placement) + 1
+    few = max(2, _ACTS // (3 * len(placement) * ranks)) * ranks
+    try:
+        program = build_program(schedule, placement, min(num_microbatches, few))
+    except ConfigError:
+        return None  # it cannot run; whoever asks for it is told elsewhere
+    return step_clock(program, hop)
+
+
+class _Table:
+    """Sums over stretches of the model, so that a cut is judged quickly."""
+
+    def __init__(self, parts: Parts, placement: tuple[int, ...], room: Room | None) -> None:
+        self.parts, self.placement, self.room = parts, placement, room
+        self.num_ranks = max(placement) + 1
+        self.size = len(parts.items)
+        self._ends = [Part()] * len(placement)
+        self._ends[0] = parts.embedding
+        self._ends[-1] = joined((self._ends[-1], parts.head))
+        self.time = self._sums([item.time for item in parts.items])
+        self._state = self._sums([item.state for item in parts.items])
+        self._held = self._sums([item.held for item in parts.items])
+        whole = self.time[-1] + parts.embedding.time + parts.head.time
+        self.grain = _GRAIN * whole / self.num_ranks or 1.0
+
+    @staticmethod
+    def _sums(values: Sequence[float]) -> list[float]:
+        return list(accumulate(values, initial=0.0))
+
+    def load(self, stage: int, low: int, high: int) -> float:
+        """The time of a stage with the items from `low` to before `high`."""
+        return self.time[high] - self.time[low] + self._ends[stage].time
+
+    def memory(self, stage: int, low: int, high: int) -> float:
+        """What such a stage holds at most."""
+        assert self.room is not None
+        state = self._state[high] - self._state[low] + self._ends[stage].state
+        held = self._held[high] - self._held[low] + self._ends[stage].held
+        return state + self.room.in_flight[stage] * held
+
+    def stretches(self, cuts: _Cuts) -> Iterator[tuple[int, int, int, int]]:
+        """(rank, stage, first item, item after the last) of each stage."""
+        edges = (0, *cuts, self.size)
+        for stage, rank in enumerate(self.placement):
+            yield rank, stage, edges[stage], edges[stage + 1]
+
+    def loads(self, cuts: _Cuts) -> list[float]:
+        """Of each rank."""
+        loads = [0.0] * self.num_ranks
+        for rank, *stretch in self.stretches(cuts):
+            loads[rank] += self.load(*stretch)
+        return loads
+
+    def needs(self, cuts: _Cuts) -> list[float]:
+        """Memory of each rank; nothing where nobody asks."""
+        needs = [0.0] * self.num_ranks
+        if self.room:
+            for rank, *stretch in self.stretches(cuts):
+                needs[rank] += self.memory(*stretch)
+        return needs
+
+    def score(self, cuts: _Cuts) -> _Score:
+        """Smaller is better: what does not fit, the largest load, how uneven the stages are.
+
+        A long stage holds up interleaved ones even where the rank's sum is that of the others.
+        """
+        limit = self.room.limit if self.room else inf
+        over = sum(max(0.0, need / limit - 1) for need in self.needs(cuts))
+        loads, square = [0.0] * self.num_ranks, 0.0
+        for rank, *stretch in self.stretches(cuts):
+            load = self.load(*stretch)
+            loads[rank] += load
+            square += load * load
+        return (
+            round(over / _GRAIN),
+            round(max(loads) / self.grain),
+            round(square / max(sum(loads), self.grain) / self.grain),
+        )
+
+
+def _even(table: _Table) -> _Cuts:
+    """The cut whose heaviest stage is lightest, by parametric search.
+
+    Whether a bound can be kept is seen by filling each stage in turn: to take less than fits never
+    helps those that follow. With one stage a rank that is the answer; memory is kept to as well.
+    """
+    stages = len(table.placement)
+    share = table.room.limit * table.num_ranks / stages if table.room else inf
+    limits = [share] if table.room else []
+
+    def filled(bound: float, limit: float) -> _Cuts | None:
+        cuts, low = [], 0
+        for stage in range(stages):
+            spare = bound - table.load(stage, low, low)
+            high = bisect_right(table.time, table.time[low] + spare, lo=low) - 1
+            while table.room and high > low and table.memory(stage, low, high) > limit:
+                high -= 1
+            fits = spare >= 0 and (not table.room or table.memory(stage, low, low) <= limit)
+            if not fits:
+                return None
+            cuts.append(high)
+            low = high
+        return tuple(cuts[:-1]) if low == table.size else None
+
+    whole = sum(table.load(stage, 0, table.size) for stage in range(stages))
+    for limit in (*limits, inf):
+        best = filled(whole, limit)
+        if best is None:
+            continue
+        below, above = 0.0, whole
+        while above - below > table.grain / 8:
+            middle = (below + above) / 2
+            cuts = filled(middle, limit)
+            below, above = (below, middle) if cuts else (middle, above)
+            best = cuts or best
+        return best
+    raise AssertionError("with no limit everything fits")
+
+
+def _improved(table: _Table, cuts: _Cuts, steps: int = _STEPS) -> _Cuts:
+    """Hand single items from the most loaded ranks to any other stage while that helps."""
+    score, stages = table.score(cuts), len(table.placement)
+    left = steps // stages
+    while left > 0:
+        for new in _handed_on(table, cuts):
+            left -= 1
+            better = table.score(new)
+            if better < score:
+                cuts, score = new, better
+                break
+            if left <= 0:
+                return cuts
+        else:
+            return cuts
+    return cuts
+
+
+def _handed_on(table: _Table, cuts: _Cuts) -> Iterator[_Cuts]:
+    """Every cut in which one stage has an item less and another one more."""
+    stages = len(table.placement)
+    sizes = [high - low for _, _, low, high in table.stretches(cuts)]
+    heavy = table.needs(cuts) if table.score(cuts)[0] else table.loads(cuts)
+    givers = sorted(range(stages), key=lambda stage: -heavy[table.placement[stage]])
+    for giver in givers:
+        if sizes[giver]:
+            for taker in range(stages):
+                if taker != giver:
+                    yield _moved(cuts, giver, taker)
+
+
+def _moved(cuts: _Cuts, giver: int, taker: int) -> _Cuts:
+    low, high, step = (giver, taker, -1) if giver < taker else (taker, giver, 1)
+    return (*cuts[:low], *(cut + step for cut in cuts[low:high]), *cuts[high:])
+
+
+def _searched(table: _Table, start: _Cuts) -> _Cuts:
+    """The best of several descents, each from the best so far with a few items moved at random."""
+    random = Random(1)
+    best, score = start, table.score(start)
+    for _ in range(_RESTARTS):
+        cuts = best
+        for _ in range(random.randint(2, 6)):
+            sizes = [high - low for _, _, low, high in table.stretches(cuts)]
+            giver = random.choice([stage for stage, size in enumerate(sizes) if size])
+            cuts = _moved(cuts, giver, random.randrange(len(sizes)))
+        cuts = _improved(table, cuts, _STEPS // _RESTARTS)
+        if table.score(cuts) < score:
+            best, score = cuts, table.score(cuts)
+    return best
+
+
+def _timed(table: _Table, cuts: _Cuts, clock: Clock) -> _Cuts:
+    """Move boundaries by one while the step gets shorter and memory is kept to."""
+
+    def time(cuts: _Cuts) -> float:
+        return clock([table.parts.of(stage) for stage in table.parts.stages(cuts)])
+
+    best, left = time(cuts), _TRIES
+    better = True
+    while better and left > 0:
+        better = False
+        for place in range(len(cuts)):
+            for step in (-1, 1):
+                new = (*cuts[:place], cuts[place] + step, *cuts[place + 1 :])
+                edges = (0, *new, table.size)
+                if not edges[place] <= new[place] <= edges[place + 2] or table.score(new)[0]:
+                    continue
+                left -= 1
+                found = time(new)
+                if found < best * (1 - _GRAIN):
+                    cuts, best, better = new, found, True
+    return cuts
+
+
+def _no_room(table: _Table, cuts: _Cuts) -> Mistake:
+    assert table.room is not None
+    needs = table.needs(cuts)
+    rank = max(range(len(needs)), key=needs.__getitem__)
+    return Mistake(
+        f"no cut of the model fits: of those tried the best needs {needs[rank]:.4g} on rank "
+        f"{rank}, and there is room for {table.room.limit:.4g}",
+        works=("more pipeline ranks", "fewer microbatches in flight"),
+    )
