@@ -1,4 +1,5 @@
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from fivefold.model.shape import (
     WholeModel,
     count_parameters,
     forward_flops,
+    layer_shapes,
+    local_shape,
     parameter_shapes,
     training_flops,
 )
@@ -81,3 +84,127 @@ def test_training_flops_of_a_published_model() -> None:
     flops = training_flops(PRESETS["llama3-8b"], 8192)
     assert flops.matmul == 6 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
     assert flops.attention == 32 * 3 * 8192 * 32 * 256
+
+
+SPARSE = replace(
+    PRESETS["deepseek-v3"],
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=96,
+    vocab_size=256,
+    num_experts=8,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=24,
+    moe_shared_expert_intermediate_size=48,
+    moe_layer_freq="[0]*1+[1]*3",
+    q_lora_rank=32,
+    kv_lora_rank=16,
+    qk_head_dim=8,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=12,
+)
+
+
+def test_shapes_of_latent_attention_and_experts() -> None:
+    attention = {
+        "self_attn.q_a_proj.weight": (32, 64),
+        "self_attn.q_a_layernorm.weight": (32,),
+        "self_attn.q_b_proj.weight": (4 * 12, 32),
+        "self_attn.kv_a_proj.weight": (16 + 4, 64),
+        "self_attn.kv_a_layernorm.weight": (16,),
+        "self_attn.kv_b_proj.weight": (4 * (8 + 12), 16),
+        "self_attn.o_proj.weight": (64, 4 * 12),
+    }
+    dense, sparse = layer_shapes(SPARSE, 0), layer_shapes(SPARSE, 1)
+    assert {n: s for n, s in dense.items() if "attn." in n} == attention
+    assert {n: s for n, s in sparse.items() if "attn." in n} == attention
+    assert dense["mlp.down_proj.weight"] == (64, 96)
+    assert {n: s for n, s in sparse.items() if n.startswith("mlp.")} == {
+        "mlp.router.weight": (8, 64),
+        "mlp.experts.gate_proj.weight": (8, 24, 64),
+        "mlp.experts.up_proj.weight": (8, 24, 64),
+        "mlp.experts.down_proj.weight": (8, 64, 24),
+        "mlp.shared_experts.gate_proj.weight": (48, 64),
+        "mlp.shared_experts.up_proj.weight": (48, 64),
+        "mlp.shared_experts.down_proj.weight": (64, 48),
+    }
+    uncompressed = layer_shapes(replace(SPARSE, q_lora_rank=None), 0)
+    assert uncompressed["self_attn.q_proj.weight"] == (4 * 12, 64)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_counts_of_sparse_stages_are_those_of_their_shapes(tied: bool) -> None:
+    model = replace(SPARSE, untie_embeddings_and_output_weights=not tied)
+    cuts = [WholeModel((0, 1), head=False), WholeModel((2, 3), embedding=False, mtp=1)]
+    for parts in (None, *cuts):
+        shapes = parameter_shapes(model, parts)
+        assert count_parameters(model, parts).total == sum(map(prod, shapes.values()))
+    last = parameter_shapes(model, cuts[1])
+    assert ("embed_tokens.weight" in last) is not tied  # the tied output weight is a copy of it
+    assert last["mtp.0.eh_proj.weight"] == (64, 128)
+    assert last["mtp.0.layer.mlp.router.weight"] == (8, 64)
+    whole = training_flops(model, 64)
+    assert sum(training_flops(model, 64, parts).total for parts in cuts) == whole.total
+
+
+def test_flops_are_those_of_the_experts_that_a_token_is_sent_to() -> None:
+    attention = 64 * 32 + 32 * 48 + 64 * 20 + 16 * 80 + 48 * 64
+    sparse = attention + 64 * 8 + 3 * 64 * (2 * 24 + 48)
+    weights = attention + 3 * 64 * 96 + 3 * sparse  # one dense layer, three with experts
+    weights += sparse + 2 * 64 * 64 + 2 * 256 * 64  # prediction, and the output layer twice
+    flops = forward_flops(SPARSE, 64)
+    assert flops.matmul == 2 * weights
+    assert flops.attention == 5 * 64 * 4 * (12 + 12)
+    biased = replace(SPARSE, add_bias_linear=True)
+    assert forward_flops(biased, 64) == flops
+
+
+def test_training_flops_of_deepseek_v3_are_six_times_its_active_weights() -> None:
+    model = replace(PRESETS["deepseek-v3"], mtp_num_layers=0)
+    count = count_parameters(model, active=True)
+    norms = 61 * (2 * 7168 + 1536 + 512) + 7168
+    assert training_flops(model, 4096).matmul == 6 * (count.total - count.embedding - norms)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.1.self_attn.q_a_proj.weight", (32, 64)),
+        ("layers.1.self_attn.q_b_proj.weight", (24, 32)),
+        ("layers.1.self_attn.kv_a_proj.weight", (20, 64)),
+        ("layers.1.self_attn.kv_b_proj.weight", (40, 16)),
+        ("layers.1.self_attn.o_proj.weight", (64, 24)),
+        ("layers.1.input_layernorm.weight", (64,)),
+        ("layers.0.mlp.down_proj.weight", (64, 48)),
+        ("layers.1.mlp.router.weight", (8, 64)),
+        ("layers.1.mlp.experts.up_proj.weight", (2, 8, 64)),
+        ("layers.1.mlp.experts.down_proj.weight", (2, 64, 8)),
+        ("layers.1.mlp.shared_experts.up_proj.weight", (24, 64)),
+        ("mtp.0.eh_proj.weight", (32, 128)),
+        ("mtp.0.layer.mlp.experts.gate_proj.weight", (2, 8, 64)),
+        ("lm_head.weight", (128, 64)),
+    ],
+)
+def test_what_a_rank_holds(name: str, expected: tuple[int, ...]) -> None:
+    whole = parameter_shapes(SPARSE)[name]
+    assert local_shape(SPARSE, name, whole, tp=2, ep=4, etp=3) == expected
+
+
+def test_biases_of_experts_are_split_with_their_rows() -> None:
+    biased = replace(SPARSE, add_bias_linear=True)
+    shapes = layer_shapes(biased, 1)
+    split = {
+        name: local_shape(biased, f"layers.1.{name}", shape, tp=2, ep=4, etp=3)
+        for name, shape in shapes.items()
+        if name.endswith("bias") and "mlp" in name
+    }
+    assert split == {
+        "mlp.router.bias": (8,),
+        "mlp.experts.gate_proj.bias": (2, 8),
+        "mlp.experts.up_proj.bias": (2, 8),
+        "mlp.experts.down_proj.bias": (2, 64),
+        "mlp.shared_experts.gate_proj.bias": (24,),
+        "mlp.shared_experts.up_proj.bias": (24,),
+        "mlp.shared_experts.down_proj.bias": (64,),
+    }
