@@ -9,6 +9,7 @@ from typing import TextIO
 
 from fivefold.config.config import SECTIONS
 from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.presets import PRESETS
 from fivefold.config.settings import NONE, Setting, settings_of
 from fivefold.config.sources import MODEL, config_settings, recipe_names
 
@@ -104,7 +105,8 @@ def _page_lines() -> Iterator[str]:
             yield (
                 'A recipe may start from `preset = "llama3-8b"` (a preset, a hub name, or the '
                 "path of a Hugging Face config.json) and change it by further keys; "
-                "`--model NAME` replaces the whole section."
+                "`--model NAME` replaces the whole section. Presets: "
+                f"{', '.join(f'`{name}`' for name in PRESETS)}."
             )
             yield ""
         yield from _table(settings)
