@@ -110,7 +110,7 @@ class Heads:
         """See `model.attention.Kernel`."""
         part = scope.part
         assert part is not None, "whole rows need no context parallelism"
-        deal = Deal(self.group, part, q_BSND.shape[2], k_BSGD.shape[2])
+        deal = self._deal(part, q_BSND, k_BSGD)
         features = q_BSND.shape[3], k_BSGD.shape[3], v_BSGD.shape[3]
         packed = [x.flatten(2) for x in (q_BSND, k_BSGD, v_BSGD)]
         q, k, v = _ToHeads.apply(*packed, deal, features)
@@ -128,6 +128,9 @@ class Heads:
             out = self.inner(q, k, v, Scope(scope.documents, scope.window, outer), drop)
         back: Tensor = _ToTokens.apply(out.flatten(2), deal)
         return back.unflatten(2, (q_BSND.shape[2], -1))
+
+    def _deal(self, part: Part, q_BSND: Tensor, k_BSGD: Tensor) -> "Deal":
+        return Deal(self.group, part, q_BSND.shape[2], k_BSGD.shape[2])
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ class Own:
         ids = self.ids
         if ids is not None:
             ids = torch.cat([ids[:, start:stop] for start, stop in spans], dim=1)
-        return Keys(k, v, self.part.shards.blocks(self.part.rank, spans), heads, ids)
+        blocks = self.part.shards.blocks(self.part.rank, spans)
+        return Keys(k, v, blocks, spans, heads, ids)
 
     def buffer(self, spans: tuple[Span, ...], heads: int, dtype: torch.dtype) -> Tensor:
         """Room for what these tokens send."""

@@ -24,6 +24,7 @@ class Keys:
         k: [B, L, G, D], perhaps of some heads only.
         v: the same.
         blocks: whose `k` indexes these keys.
+        spans: of the row, where they stand.
         heads: which of all key/value heads these are; None: all.
         ids: token ids [B, L], known if probabilities are dropped.
     """
@@ -31,6 +32,7 @@ class Keys:
     k: Tensor
     v: Tensor
     blocks: tuple[Block, ...]
+    spans: tuple[Span, ...]
     heads: Span | None = None
     ids: Tensor | None = None
 
@@ -171,7 +173,7 @@ class _Local(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...]) -> Tensor:
         queries = Queries(q, k.shape[2])
         queries.begin(v.shape[-1])
-        queries.meet(Keys(k, v, blocks))
+        queries.meet(Keys(k, v, blocks, ((0, k.shape[1]),)))
         out = queries.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, queries.lse)
         ctx.blocks = blocks
@@ -182,5 +184,5 @@ class _Local(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         queries = Queries(q, k.shape[2])
         queries.begin_backward(grad, out, lse)
-        dk, dv = queries.meet_backward(Keys(k, v, ctx.blocks))
+        dk, dv = queries.meet_backward(Keys(k, v, ctx.blocks, ((0, k.shape[1]),)))
         return queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

@@ -5,7 +5,7 @@ right when summed over an axis, or is that of some of the samples. What holds of
 ranks that hold it explains that parameter.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ MATCH_BF16 = 5e-2
 RIGHT = "right"
 _SUM_OVER = "is right once summed over {}: that sum is missing"
 _ROW_BIASES = ("o_proj.bias", "down_proj.bias")
+_OF_KEYS = tuple(
+    f"{x}.{kind}" for x in ("k_proj", "v_proj", "k_norm") for kind in ("weight", "bias")
+)
 
 
 def diagnose(engine: Engine, step: int, result: StepResult, reference: ReferenceStep) -> list[str]:
@@ -88,7 +91,8 @@ def _factors(engine: Engine) -> dict[float, str]:
     """Multiples of the right gradient that tell something -> what they tell."""
     grid, count = engine.layout.grid, engine.layout.num_microbatches
     names: dict[int, list[str]] = {2: []}
-    for name, size in (("tp", grid.tp), ("dp", grid.dp), ("microbatches", count)):
+    sizes = ("tp", grid.tp), ("cp", grid.cp), ("dp", grid.dp), ("microbatches", count)
+    for name, size in sizes:
         if size > 1:
             names.setdefault(size, []).append(name)
     factors = {0.0: "is zero: it never arrived"}
@@ -110,6 +114,10 @@ def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
 
     if groups.tp is not None:
         yield _SUM_OVER.format("tensor parallelism"), summed(own, groups.tp)
+    if groups.cp is not None:
+        yield _SUM_OVER.format("context parallelism"), summed(own, groups.cp)
+    if groups.cp is not None and engine.layout.grid.dp > 1 and groups.data is not None:
+        yield _SUM_OVER.format("data and context parallelism"), summed(own, groups.data)
     if groups.tied is not None:
         ends = {name: grad for name, grad in own.items() if name in TIED_NAMES}
         yield _SUM_OVER.format("the two copies of the tied embedding"), summed(ends, groups.tied)
@@ -159,6 +167,9 @@ def _gradient_findings(held: Mapping[str, set[str]], order: Sequence[str]) -> li
     if all(name.endswith(_ROW_BIASES) for name in wrong):
         bias = "the bias of row-parallel linears is added by every tensor-parallel rank"
         return [f"{bias}: {_listed(wrong)}"]
+    if wrong[0].endswith(_OF_KEYS) and all(RIGHT in held[n] for n in _of_queries(wrong[0], held)):
+        lost = "keys and values lack the gradients of queries on other context-parallel ranks"
+        return [f"{lost}: {_listed(wrong)}"]
     # What is wrong nearest to the loss makes the rest wrong, often by a power of the same factor.
     found = []
     for text in sorted(held[wrong[0]] or {text for name in wrong for text in held[name]}):
@@ -167,6 +178,12 @@ def _gradient_findings(held: Mapping[str, set[str]], order: Sequence[str]) -> li
     verb = "is" if len(wrong) == 1 else "are"
     count = f"{len(wrong)} of {len(order)} gradients {verb} wrong"
     return [*(text for _, _, text in sorted(found)), f"{count}; nearest to the loss: {wrong[0]}"]
+
+
+def _of_queries(name: str, names: Iterable[str]) -> list[str]:
+    """The parameters of the same attention that keys and values do not pass."""
+    attention = name.rpartition(".")[0].rpartition(".")[0]
+    return [n for n in names if n.startswith((f"{attention}.q_proj", f"{attention}.o_proj"))]
 
 
 def _loss_findings(

@@ -21,6 +21,7 @@ from fivefold.model.layers import Linear, local
 from fivefold.model.transformer import MLP, Stage
 from fivefold.parallelize import tied_ranks
 from fivefold.train.engine import Engine
+from fivefold.verify import plant_context
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,11 @@ def _has_partial_gradients(layout: Layout) -> bool:
     return layout.grid.tp > 1 and (parallel.sequence_parallel or model.qk_layernorm or few_heads)
 
 
+def _context_kinds(layout: Layout) -> set[str]:
+    """In which ways context parallelism communicates; something else without it."""
+    return set(layout.config.parallel.cp_comm_type) if layout.grid.cp > 1 else {"none"}
+
+
 PLANTS: Mapping[str, Plant] = MappingProxyType(
     {
         "skip-tp-sum": Plant(
@@ -136,9 +142,9 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
             _skip_tp_sum,
         ),
         "skip-dp-sum": Plant(
-            "do not sum gradients over data parallelism",
-            "at least two ranks in a data-parallel (sharding) group",
-            lambda layout: layout.grid.dp_shard > 1,
+            "do not sum gradients over data and context parallelism",
+            "at least two ranks in a data- or context-parallel (sharding) group",
+            lambda layout: layout.grid.dp_shard * layout.grid.cp > 1,
             _skip_data_sum,
         ),
         "skip-tied-sum": Plant(
@@ -164,6 +170,30 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
             "tensor parallelism and linears with biases",
             lambda layout: layout.grid.tp > 1 and layout.config.model.add_bias_linear,
             _add_bias_on_each_rank,
+        ),
+        "cp-skip-block": Plant(
+            "leave out the keys and values that reach a context-parallel rank last",
+            "context parallelism with cp_comm_type p2p or a2a+p2p in every layer",
+            lambda layout: _context_kinds(layout) <= {"p2p", "a2a+p2p"},
+            plant_context.skip_last_block,
+        ),
+        "cp-lose-gradients": Plant(
+            "drop the gradients of keys and values that belong to other context-parallel ranks",
+            "context parallelism with cp_comm_type p2p, all_gather or a2a+p2p in every layer",
+            lambda layout: _context_kinds(layout) <= {"p2p", "all_gather", "a2a+p2p"},
+            plant_context.lose_gradients,
+        ),
+        "cp-rank-order": Plant(
+            "leave tokens that were exchanged for heads in the order of the ranks",
+            "context parallelism with cp_comm_type a2a or a2a+p2p in every layer",
+            lambda layout: _context_kinds(layout) <= {"a2a", "a2a+p2p"},
+            plant_context.leave_rank_order,
+        ),
+        "cp-local-positions": Plant(
+            "count positions from the first token of a context-parallel rank",
+            "context parallelism",
+            lambda layout: layout.grid.cp > 1,
+            plant_context.count_local_positions,
         ),
     }
 )

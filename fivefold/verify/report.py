@@ -234,6 +234,9 @@ def describe(layout: Layout) -> str:
     parts = []
     if grid.tp > 1:
         parts.append(f"tp {grid.tp}" + (" + sequence" if parallel.sequence_parallel else ""))
+    if grid.cp > 1:
+        kinds = ", ".join(dict.fromkeys(parallel.cp_comm_type))
+        parts.append(f"cp {grid.cp} ({kinds})")
     if len(layout.split.stages) > 1:
         virtual = f" x {layout.split.num_virtual}" if layout.split.num_virtual > 1 else ""
         stages = layout_string(layout.split.stages)

@@ -33,9 +33,9 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
 
     A model of more than 2 M parameters gets fewer and narrower layers, a batch of more than 8,192
     tokens shorter and fewer sequences; everything that parallelism divides stays divisible as it
-    was, stages stay uneven or empty, and KV heads stay fewer than tp. The optimizer takes large,
-    well-conditioned steps: with AdamW's usual epsilon a gradient that is zero but for rounding
-    would move its weight by a visible, meaningless amount.
+    was, stages stay uneven or empty, KV heads stay fewer than tp, and windows end within sequences.
+    The optimizer takes large, well-conditioned steps: with AdamW's usual epsilon a gradient that is
+    zero but for rounding would move its weight by a visible, meaningless amount.
     """
     config = layout.config
     world_size = layout.grid.world_size
@@ -68,7 +68,8 @@ def _shallower(layout: Layout, config: Config) -> Config:
     """One or two layers a stage: two where a stage has more than the smallest, 0 stays 0."""
     counts = [len(stage.layers) for stage in layout.split.stages]
     if len(counts) == 1:
-        return config.with_values(num_layers=min(2, counts[0]))
+        kinds = len(set(config.parallel.cp_comm_type))
+        return _with_layers(config, min(max(2, kinds), counts[0]))
     fewest = min(count for count in counts if count)
     kept, first = [], 0
     for stage, count in zip(layout.split.stages, counts, strict=True):
@@ -78,13 +79,22 @@ def _shallower(layout: Layout, config: Config) -> Config:
     placement = layout.split.placement
     is_v = placement == v_placement(layout.grid.pp, len(counts)) and len(counts) > layout.grid.pp
     text = ("v:" if is_v else "") + layout_string(kept)
-    return config.with_values(num_layers=first, pipeline_model_parallel_layout=text, **SPLIT_FLAGS)
+    config = config.with_values(pipeline_model_parallel_layout=text, **SPLIT_FLAGS)
+    return _with_layers(config, first)
+
+
+def _with_layers(config: Config, count: int) -> Config:
+    """So many layers, which take turns in the kinds of context parallelism that there were."""
+    kinds = tuple(dict.fromkeys(config.parallel.cp_comm_type))
+    if len(kinds) > 1:
+        kinds = tuple(kinds[layer % len(kinds)] for layer in range(count))
+    return config.with_values(num_layers=count, cp_comm_type=kinds)
 
 
 def _narrower(config: Config) -> Config:
     """Few, small heads and a small vocabulary; what tp divides is divided as before."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    kv_heads, group = _few_heads(model, tp)
+    kv_heads, group = _few_heads(model, tp * _exchanging(config))
     heads = kv_heads * group
     head_dim = min(model.head_dim, max(4, 64 // heads // 2 * 2))  # even, for RoPE
     hidden = heads * head_dim
@@ -105,25 +115,38 @@ def _narrower(config: Config) -> Config:
     )
 
 
-def _few_heads(model: ModelConfig, tp: int) -> tuple[int, int]:
-    """Key/value heads, and query heads for each of them."""
+def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, int]:
+    """Key/value heads, and query heads for each of them, of which every rank gets whole ones."""
     kv_heads, group = model.num_kv_heads, model.num_attention_heads // model.num_kv_heads
-    if kv_heads >= tp:
-        kv_heads = tp * min(kv_heads // tp, 2)
-    fits = [n for n in range(min(group, 2), group + 1) if kv_heads * n % tp == 0]
+    if kv_heads % ranks == 0:
+        kv_heads = ranks * min(kv_heads // ranks, 2)
+    fits = [n for n in range(min(group, 2), group + 1) if kv_heads * n % ranks == 0]
     return kv_heads, fits[0]
+
+
+def _exchanging(config: Config) -> int:
+    """Context-parallel ranks that get heads for tokens; a multiple of them where layers differ."""
+    parallel = config.parallel
+    sizes = {"a2a": parallel.context_parallel_size}
+    if parallel.hierarchical_context_parallel_sizes:
+        sizes["a2a+p2p"] = parallel.hierarchical_context_parallel_sizes[0]
+    return lcm(*(sizes.get(kind, 1) for kind in parallel.cp_comm_type))
 
 
 def _fewer_tokens(layout: Layout, config: Config) -> Config:
     """Short sequences, and the fewest microbatches that relate to the pipeline as before."""
     training, tp = config.training, config.parallel.tensor_model_parallel_size
-    length = min(training.seq_length, lcm(32, tp))
+    cp, window = config.parallel.context_parallel_size, config.model.window_size
+    length = min(training.seq_length, lcm(32, 2 * cp * tp if cp > 1 else tp))
+    if window is not None:
+        window = max(1, window * length // training.seq_length)
     each = min(training.micro_batch_size, 2)
     most = layout.num_microbatches
     few = min(most, max(2, 2 * layout.grid.pp))
     for count in range(few, most + 1):
         smaller = config.with_values(
             seq_length=length,
+            window_size=window,
             micro_batch_size=each,
             global_batch_size=each * count * layout.grid.dp,
         )

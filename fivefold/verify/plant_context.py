@@ -1,0 +1,125 @@
+"""Errors of context parallelism to plant: of sight, of order, of gradients, of positions."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fivefold.context.attention import Across, Deal, Heads
+from fivefold.context.transport import Backward, Own, Transport
+from fivefold.model.attention import Attention, Kernel
+from fivefold.model.batch import Batch
+from fivefold.model.blocks import common
+from fivefold.model.blockwise import Keys
+from fivefold.model.shards import Part
+from fivefold.train.engine import Engine
+
+
+def skip_last_block(engine: Engine) -> None:
+    """Never compute the keys that arrive last."""
+    _change_transports(engine, _SkipsLast)
+
+
+def lose_gradients(engine: Engine) -> None:
+    """Send nothing home of what a rank's queries give to the keys of others."""
+    _change_transports(engine, _LosesGradients)
+
+
+def leave_rank_order(engine: Engine) -> None:
+    """Take tokens that were exchanged for heads in the order of the ranks, not of the rows."""
+
+    def change(kernel: Kernel) -> Kernel:
+        assert isinstance(kernel, Heads), "only heads are exchanged for tokens"
+        return _RankOrder(kernel.group, kernel.inner, kernel.outer_rank)
+
+    _change_kernels(engine, change)
+
+
+def count_local_positions(engine: Engine) -> None:
+    """Count positions from the first token of the rank's part."""
+    divided = engine._divided
+
+    def miscounted(batch: Batch) -> Batch:
+        part = divided(batch)
+        return replace(part, positions=torch.arange(part.tokens.shape[1]).expand_as(part.tokens))
+
+    engine._divided = miscounted  # type: ignore[method-assign]
+
+
+def _change_kernels(engine: Engine, change: Callable[[Kernel], Kernel]) -> None:
+    for stage in engine.model.stages.values():
+        for module in stage.modules():
+            if isinstance(module, Attention):
+                module.kernel = change(module.kernel)
+
+
+def _change_transports(engine: Engine, wrap: Callable[[Transport], Transport]) -> None:
+    def change(kernel: Kernel) -> Kernel:
+        if isinstance(kernel, Across):
+            return Across(wrap(kernel.transport))
+        assert isinstance(kernel, Heads), "a kernel without a transport"
+        return replace(kernel, inner=change(kernel.inner))
+
+    _change_kernels(engine, change)
+
+
+@dataclass(frozen=True)
+class _SkipsLast:
+    inner: Transport
+
+    def forward(self, own: Own) -> Iterator[Keys]:
+        """All but the last keys, unless these are the only ones."""
+        every = list(self.inner.forward(own))
+        yield from every[:-1] or every
+
+    def backward(self, own: Own) -> Backward:
+        """Unchanged."""
+        return self.inner.backward(own)
+
+
+@dataclass(frozen=True)
+class _LosesGradients:
+    inner: Transport
+
+    def forward(self, own: Own) -> Iterator[Keys]:
+        """Unchanged."""
+        return self.inner.forward(own)
+
+    def backward(self, own: Own) -> Backward:
+        """With zeros for the keys of others."""
+        steps = self.inner.backward(own)
+        keys = next(steps)
+        while True:
+            dk, dv = yield keys
+            mine = _mine(keys, own)
+            try:
+                keys = steps.send((dk * mine, dv * mine))
+            except StopIteration as end:
+                return end.value
+
+
+def _mine(keys: Keys, own: Own) -> Tensor:
+    """1 for the keys of the rank itself, 0 for others: [L, 1, 1]."""
+    mine = [
+        float(bool(common(own.part.spans, ((place, place + 1),))))
+        for start, stop in keys.spans
+        for place in range(start, stop)
+    ]
+    return own.kv.new_tensor(mine)[:, None, None]
+
+
+class _RankOrder(Heads):
+    def _deal(self, part: Part, q_BSND: Tensor, k_BSGD: Tensor) -> Deal:
+        deal = super()._deal(part, q_BSND, k_BSGD)
+        return _Unordered(deal.group, deal.part, deal.num_heads, deal.num_kv_heads)
+
+
+class _Unordered(Deal):
+    def in_order(self, by_rank: list[Tensor]) -> Tensor:
+        """In the order of the ranks."""
+        return torch.cat(by_rank, dim=1)
+
+    def by_rank(self, x_BSF: Tensor) -> list[Tensor]:
+        """The inverse."""
+        return list(x_BSF.chunk(self.group.size(), dim=1))
