@@ -314,6 +314,7 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             f"this description of the model leaves out {', '.join(config.model.unmodelled)}: "
             "Fivefold plans with it, and does not train it"
         )
+    _check_recompute(config, mistakes)
     for name, what, default in _NOT_BUILT:
         value = next(getattr(s, name) for _, s in config.sections() if hasattr(s, name))
         if value != default:
@@ -325,13 +326,29 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             )
 
 
+def _check_recompute(config: Config, mistakes: Mistakes) -> None:
+    memory, built = config.memory, ("core_attn", "mlp", "layernorm")
+    others = [name for name in memory.recompute_modules if name not in built]
+    if memory.recompute_granularity == "selective" and others:
+        mistakes.add(
+            f"recompute_modules {', '.join(others)}: this version of Fivefold plans with them, "
+            "and does not train with them yet",
+            works=[f"--recompute-modules {' '.join(built)}", "--recompute-granularity full"],
+        )
+    if memory.recompute_granularity == "full" and config.parallel.num_sequence_slices > 1:
+        mistakes.add(
+            "full recomputation of layers would attend to keys and values of later slices",
+            f"num_sequence_slices = {config.parallel.num_sequence_slices}",
+            works=["--recompute-granularity selective", "--num-sequence-slices 1"],
+        )
+
+
 _NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("expert_model_parallel_size", "expert parallelism", 1),
     ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
     ("num_experts", "mixtures of experts", None),
     ("multi_latent_attention", "latent attention", False),
     ("mtp_num_layers", "multi-token prediction", 0),
-    ("recompute_granularity", "recomputation", None),
     ("fine_grained_activation_offloading", "activation offloading", False),
     ("cross_entropy_loss_fusion", "fused losses", False),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),

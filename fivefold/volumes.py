@@ -6,7 +6,7 @@ N. These are what bandwidth-optimal algorithms send, and NCCL's rings do.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import comb, prod
 
@@ -204,6 +204,8 @@ class _Volumes:
             blocks = sum(map(self._split_blocks, spec.layers))
             layers = (5 if sequence else 4) * blocks * unit
             yield Flow("tp", "activations of layers", self.microbatches * layers)
+            again = self._repeated(spec.layers) * unit
+            yield Flow("tp", "activations made again", self.microbatches * again)
             if spec.embedding:
                 yield Flow("tp", "embedding", self.microbatches * 2 * unit)
             if spec.head:
@@ -215,6 +217,24 @@ class _Volumes:
                 partial += self._held(shape) if self._is_partial(name) else 0
         size = wire_bytes("all_reduce", partial * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
+
+    def _repeated(self, layers: Sequence[int]) -> int:
+        """Units of `tensor_parallel` that the backward of a stage sends to make its input anew.
+
+        A forward's two of every block; but a repetition ends with the last tensor that it saves,
+        before the sum that ends an MLP (unless the mask of a dropout comes after).
+        """
+        memory, model = self.layout.config.memory, self.model
+        last = 1 if self.parallel.sequence_parallel else 2
+        if memory.recompute_granularity == "selective" and "mlp" in memory.recompute_modules:
+            return (2 - last) * sum(not model.is_moe(layer) for layer in layers)
+        units = 0
+        for group, again in memory.recomputed_groups(len(layers)):
+            if again:
+                ends_with_sum = not (model.is_moe(layers[group[-1]]) or model.hidden_dropout)
+                units += 2 * sum(self._split_blocks(layers[index]) for index in group)
+                units -= last * ends_with_sum
+        return units
 
     def context_parallel(self) -> Iterator[Flow]:
         """Keys and values, or heads for tokens, of every layer of this rank."""

@@ -1,6 +1,7 @@
 """Layouts at random: they pass and add up, or they are refused with splits that do pass."""
 
 import re
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -335,3 +336,19 @@ def test_memory_settings_fit_the_model_and_each_other(preset: str, values: dict,
             **SPARSE, recompute_modules=values["recompute_modules"]
         )
         check(unused, 16, planned=True)
+
+
+def test_modules_that_cannot_be_recomputed_yet_are_refused_by_name() -> None:
+    config = Config(model=replace(PRESETS["debug-llama"], num_experts=8)).with_values(
+        recompute_granularity="selective", recompute_modules=("layernorm", "moe_act")
+    )
+    with pytest.raises(ConfigError, match="recompute_modules moe_act: this version"):
+        check(config, 1)
+
+
+def test_layers_of_cut_sequences_are_not_recomputed() -> None:
+    config = Config(model=PRESETS["debug-llama"]).with_values(
+        recompute_granularity="full", num_sequence_slices=2, pipeline_schedule="sliced_1f1b"
+    )
+    with pytest.raises(ConfigError, match="keys and values of later slices"):
+        check(config, 1)

@@ -48,6 +48,17 @@ class MemoryConfig:
     optimizer_cpu_offload: bool = option(False, "keep and step optimizer state in host memory")
     optimizer_offload_fraction: float = option(1.0, "share of the optimizer state that is moved")
 
+    def recomputed_groups(self, num_layers: int) -> list[tuple[range, bool]]:
+        """Full recomputation of a stage: its layers, by position, in the groups that run together,
+        and whether the backward runs the group again."""
+        everything = range(num_layers)
+        if self.recompute_granularity != "full":
+            return [(everything, False)]
+        size = self.recompute_num_layers
+        if self.recompute_method == "uniform":
+            return [(everything[start : start + size], True) for start in everything[::size]]
+        return [(range(i, i + 1), True) for i in everything[:size]] + [(everything[size:], False)]
+
 
 _EXPERT_MODULES = ("moe", "moe_act", "shared_experts", "routed_experts", "expert_fc1")
 

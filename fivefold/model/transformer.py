@@ -4,7 +4,8 @@ Hidden states are [T, H] with T = B * S tokens, row after row. Parameters have t
 whole model (`layers.17.self_attn.q_proj.weight`) in whichever stage they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,8 +74,25 @@ class MLP(nn.Module):
         return F.gelu(x_TF, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
 
+class Block(Protocol):
+    """A module on the output of a norm, [T, H] -> [T, H]; `rest` are its further arguments."""
+
+    def __call__(self, norm: nn.Module, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+        """[T, H] -> [T, H]."""
+
+
+def plain_block(norm: nn.Module, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+    """One after the other: the seam of what recomputation discards."""
+    made_TH: Tensor = module(norm(x_TH), *rest)
+    return made_TH
+
+
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each behind a norm and added to the residual stream.
+
+    Attributes:
+        block: seam around a norm and the module behind it.
+    """
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -84,18 +102,30 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(model)
         self.dropout = model.hidden_dropout
         self.site = f"layers.{layer}"
+        self.block: Block = plain_block
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
-        attended_TH = self.self_attn(self.input_layernorm(x_TH), context)
+        attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
         x_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
-        made_TH = self.mlp(self.post_attention_layernorm(x_TH))
+        made_TH = self.block(self.post_attention_layernorm, self.mlp, x_TH)
         return x_TH + self._drop(made_TH, context, f"{self.site}.mlp")
 
     def _drop(self, x_TH: Tensor, context: Context, site: str) -> Tensor:
         if context.dropout is None or self.dropout == 0.0:
             return x_TH
         return context.dropout.hidden(x_TH, self.dropout, site)
+
+
+Through = Callable[[Sequence[nn.Module], Tensor, Context], Tensor]
+"""The layers of a stage, [T, H] -> [T, H]."""
+
+
+def plain_layers(layers: Sequence[nn.Module], x_TH: Tensor, context: Context) -> Tensor:
+    """One after the other: the seam of layers that are recomputed."""
+    for layer in layers:
+        x_TH = layer(x_TH, context)
+    return x_TH
 
 
 class Stage(nn.Module):
@@ -106,6 +136,7 @@ class Stage(nn.Module):
 
     Attributes:
         column: seam around the output layer.
+        through: seam around the layers.
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
         shard_tokens: seam that keeps this rank's part of [T] values beside the residual stream.
     """
@@ -138,6 +169,7 @@ class Stage(nn.Module):
         self.model, self.parts = model, parts
         self.seed, self.label_smoothing = seed, label_smoothing
         self.column: Column = plain_column
+        self.through: Through = plain_layers
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
 
@@ -166,9 +198,7 @@ class Stage(nn.Module):
         if self.model.position_embedding_type == "rope":
             rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
         context = Context(len(batch.tokens), rotary, batch.packing, dropout, batch.part, sequence)
-        for layer in self.layers.values():
-            x_TH = layer(x_TH, context)
-        return x_TH
+        return self.through([*self.layers.values()], x_TH, context)
 
     def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
         """Logits [T, V] over the padded vocabulary, of the stage that holds the head."""

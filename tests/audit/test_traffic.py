@@ -91,6 +91,11 @@ GPT = {
     "untie_embeddings_and_output_weights": False,
 }
 BF16 = {"precision": "bf16"}
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ("core_attn", "mlp", "layernorm"),
+}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "no_shard": (4, {}),
@@ -131,6 +136,24 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp + optim": (4, {PP: 2, ZERO: "optim"}),
     "pp + tp + sp + optim_grads of a GPT": (8, {PP: 2, ZERO: "optim_grads"} | SP | GPT),
     "pp + tp + no_shard": (8, {PP: 2, TP: 2, "qk_layernorm": True}),
+    "tp, layers recomputed": (2, {TP: 2} | FULL),
+    "tp + sp, pairs of layers recomputed": (2, SP | FULL | {"recompute_num_layers": 2}),
+    "tp + sp, layers with dropout recomputed": (2, SP | FULL | GPT | {"hidden_dropout": 0.1}),
+    "tp + sp, some layers recomputed": (
+        2,
+        SP | FULL | {"recompute_method": "block", "recompute_num_layers": 3},
+    ),
+    "tp, modules recomputed": (2, {TP: 2} | SELECTIVE),
+    "tp + sp, modules recomputed": (2, SP | SELECTIVE | GPT),
+    "optim_grads_params, pairs of layers recomputed": (
+        2,
+        {ZERO: "optim_grads_params", "recompute_num_layers": 2} | FULL,
+    ),
+    "zero bubbles + optim_grads": (4, {PP: 2, ZERO: "optim_grads", "pipeline_schedule": "zb_h1"}),
+    "zero bubbles + optim_grads_params": (
+        4,
+        {PP: 2, ZERO: "optim_grads_params", "pipeline_schedule": "zb_h1"},
+    ),
     "hsdp + tp + sp": (8, {ZERO: "optim_grads_params", HSDP: 2} | SP | BF16),
 }
 

@@ -164,7 +164,7 @@ def test_weight_gradients_are_summed_in_the_order_of_the_microbatches(name: str)
     program = build_program(name, placement_for(name, 4, 2), 12)
     summed: dict[int, list[int]] = {}
     for acts in program.ranks:
-        for act in (kid for act in acts for kid in act.elementary):
-            if act.kind in (Kind.W, Kind.BW):
-                summed.setdefault(act.stage, []).append(act.mb)
+        for kid in (kid for act in acts for kid in act.elementary):
+            if kid.kind in (Kind.W, Kind.BW):
+                summed.setdefault(kid.stage, []).append(kid.mb)
     assert all(order == sorted(order) for order in summed.values())

@@ -1,0 +1,1 @@
+"""What the device does not keep between forward and backward."""

@@ -1,0 +1,70 @@
+"""What is recomputed, discarded, fused or moved changes no gradient."""
+
+from typing import Any
+
+import pytest
+
+from tests.verify.cases import MODELS, STAGES, config, flags, verify_in_pool
+
+
+def _full(method: str = "uniform", layers: int = 1) -> dict[str, Any]:
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": layers,
+    }
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+EVERYTHING = _selective("core_attn", "mlp", "layernorm")
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "each layer, dropout": (1, "gpt", flags() | _full()),
+    "pairs of layers, ZeRO-3": (
+        2,
+        "llama tied",
+        flags(strategy="optim_grads_params") | _full(layers=2),
+    ),
+    "pairs of layers, ZeRO-2, tensor parallel": (
+        4,
+        "gpt",
+        flags(tp=2, sequence=True, strategy="optim_grads") | _full(layers=2),
+    ),
+    "the first layer of each stage, ZeRO-1": (
+        4,
+        "llama",
+        flags(pp=2, stages=STAGES[2, 2], strategy="optim") | _full("block"),
+    ),
+    "key/value heads fewer than ranks": (
+        4,
+        "llama",
+        flags(tp=4, sequence=True) | _full() | {"num_query_groups": 1},
+    ),
+    "discarded norms": (2, "llama", flags(tp=2) | _selective("layernorm")),
+    "discarded layer norms": (1, "gpt untied", flags() | _selective("layernorm")),
+    "every module, dropout": (2, "gpt", flags(tp=2, sequence=True) | EVERYTHING),
+    "every module, ZeRO-3": (2, "llama", flags(strategy="optim_grads_params") | EVERYTHING),
+    "every module, deferred weights": (
+        4,
+        "llama tied",
+        flags(pp=4, stages=STAGES[4, 1])
+        | EVERYTHING
+        | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "global_batch_size": 2},
+    ),
+    "pairs of layers, deferred weights, ZeRO-3": (
+        4,
+        "gpt",
+        flags(pp=2, stages="Ett|tttL", strategy="optim_grads_params")
+        | _full(layers=2)
+        | {"pipeline_schedule": "zb_h2", "micro_batch_size": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_memory_techniques_are_exact(case: str) -> None:
+    world, model, settings = CASES[case]
+    report = verify_in_pool(world, config(MODELS[model], **settings))
+    assert report.passed, report.text()
