@@ -12,6 +12,7 @@ from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.model.shape import StageParts
 
 _LOSS_CHUNK = 3072  # entries of the vocabulary that a fused output layer and loss hold at a time
 _LOG_SUM_EXP = 4  # bytes, fp32
@@ -145,9 +146,9 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 
     Logits are kept in the compute type, and the loss widens them to fp32 when it is fused, for its
     gradient, unless that takes the place of the logits ("te"); when it is not, it holds the fp32
-    copy, its exponentials and the logits at once. A loss that is fused with the output layer ("linear") holds a slice of the vocabulary at a time.
-    With multi-token prediction the output layer runs once more for each further token; only one of
-    them is in the middle of its loss.
+    copy, its exponentials and the logits at once. A loss that is fused with the output layer
+    ("linear") holds a slice of the vocabulary at a time. With multi-token prediction the output
+    layer runs once more for each further token; only one of them is in the middle of its loss.
     """
     memory, element = running.memory, running.element_bytes
     runs = 1 + model.mtp_num_layers
@@ -169,6 +170,33 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     }
 
 
+def bookkeeping_bytes(
+    model: ModelConfig, parts: StageParts, running: Running, *, packed: bool = False
+) -> float:
+    """What Fivefold's modules keep besides, per token of a stage: in no published formula.
+
+    Row statistics of norms, RoPE tables, positions, labels, loss weights and masks of split
+    vocabularies; where documents are packed, attention's output a second time, all in one piece.
+    """
+    wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
+    norm = wide * (2 if model.normalization == "LayerNorm" else 1) / tokens
+    size, layer = 0.0, 2 * norm
+    if model.qk_layernorm:
+        layer += wide * (model.num_attention_heads / tp + max(model.num_kv_heads / tp, 1))
+    if packed:
+        layer += running.element_bytes * model.attention_size / tp
+    size += layer * len(parts.layers)
+    if model.position_embedding_type == "rope":
+        size += running.element_bytes * 1.5 * model.head_dim  # cosines of all, sines of half
+    elif parts.embedding:
+        size += 8.0
+    if parts.embedding and tp > 1:
+        size += 1.0
+    if parts.head:
+        size += norm + (17.0 if tp > 1 else 8.0 + wide)
+    return size
+
+
 def _unabridged(model: ModelConfig, layer: int, running: Running) -> dict[str, float]:
     """Module -> bytes per token, with nothing recomputed and nothing moved."""
     mlp = _experts(model, running) if model.is_moe(layer) else _dense_mlp(model, running)
@@ -183,7 +211,8 @@ def _attention(model: ModelConfig, running: Running) -> dict[str, float]:
     element, narrow = running.element_bytes, running.input_bytes
     heads, tokens = running.tensor_parallel, running.token_parts
     h, a = model.hidden_size, model.num_attention_heads
-    mixed = element * (model.q_size + model.k_size + model.v_size)
+    key_heads = min(heads, model.num_kv_heads)  # parts of keys and values: a rank has one at least
+    mixed = element * (model.q_size / heads + (model.k_size + model.v_size) / key_heads)
     narrower_output = element * model.attention_size if narrow < element else 0.0
     if running.fused_attention and not model.attention_dropout:
         inside = _LOG_SUM_EXP * a + narrower_output
@@ -193,7 +222,7 @@ def _attention(model: ModelConfig, running: Running) -> dict[str, float]:
     sizes = {
         "attn_norm": element * h / tokens,
         "qkv": narrow * h / tokens,
-        "core_attn": mixed / heads,
+        "core_attn": mixed,
         "attn_scores": inside / heads,
         "attn_proj": narrow * model.attention_size / heads,
         "attn_dropout": h / tokens if model.hidden_dropout else 0.0,
@@ -203,7 +232,7 @@ def _attention(model: ModelConfig, running: Running) -> dict[str, float]:
         sizes["latents"] = element * latents / tokens
         sizes["mla_up_proj"] = narrow * latents / tokens
     elif model.qk_layernorm:
-        sizes["qk_norm"] = element * (model.q_size + model.k_size) / heads
+        sizes["qk_norm"] = element * (model.q_size / heads + model.k_size / key_heads)
     return sizes
 
 
