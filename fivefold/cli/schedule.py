@@ -11,11 +11,13 @@ from textwrap import fill
 
 from fivefold.cli.style import paint, shows_styles
 from fivefold.config.parallel import option
+from fivefold.config.presets import resolve_model
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
 from fivefold.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.files import write_atomic
+from fivefold.pipeline.balance_study import Cut, cut_figures, cut_lines, cut_model
 from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.draw import picture
 from fivefold.pipeline.draw_html import to_html
@@ -24,6 +26,7 @@ from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv, to_trace
 from fivefold.pipeline.figures import comparison, comparison_json, figures, listing, report
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.measured import read_measured
+from fivefold.pipeline.parts import read_costs
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.study import (
     AUTO,
@@ -76,6 +79,19 @@ class Options:
     )
     compare: bool = option(False, "a table of all schedules on the same pipeline")
     json: bool = option(False, "print figures as JSON")
+    balance: str | None = option(
+        None, "cut this model (a preset, or the path of a config.json) into stages of equal times"
+    )
+    layout: str | None = option(None, "with --balance: weigh this layout instead")
+    layer_costs: str | None = option(
+        None,
+        "with --balance: costs by kind, such as dense=0.55,moe=1,mtp=1.8,head=0.7, where --costs "
+        "are of cost 1; without it they go by FLOPs, and --costs are a rank's mean",
+    )
+    seq_length: int = option(4096, "with --balance: tokens of a microbatch")
+    memory_gib: float | None = option(
+        None, "with --balance: what a rank may hold, at 18 bytes a parameter"
+    )
     width: int | None = option(None, "characters of the picture (default: the terminal's)")
     svg: str | None = option(None, "write a picture to this file")
     html: str | None = option(None, "write an interactive page to this file")
@@ -90,6 +106,16 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
     options = load_options(argv, Options)
     study = _study(options)
+    cut = _cut(options, study)
+    if cut:
+        study = replace(study, placement=cut.balance.split.placement, stages=cut.stages)
+        alone = options.name is None and not options.compare
+        if alone and options.json:
+            print(json.dumps(cut_figures(cut), indent=2))
+        elif not options.json:
+            print("\n".join([*cut_lines(cut), *([] if alone else [""])]))
+        if alone:
+            return 0
     if options.compare:
         found = list(compare(study))
         _write(options, [result.chart for _, result in found if isinstance(result, Result)])
@@ -158,6 +184,30 @@ def _study(options: Options) -> Study:
     )
 
 
+def _cut(options: Options, study: Study) -> Cut | None:
+    """The model that is to be cut into stages, if there is one."""
+    if options.balance is None:
+        about_a_model = {
+            "--layout": options.layout,
+            "--layer-costs": options.layer_costs,
+            "--memory-gib": options.memory_gib,
+        }
+        given = [flag for flag, value in about_a_model.items() if value is not None]
+        if given:
+            what = f"{' and '.join(given)} needs a model, and there is no --balance"
+            raise ConfigError(Mistake(what, works=("--balance deepseek-v3",)))
+        return None
+    return cut_model(
+        resolve_model(options.balance),
+        study,
+        schedule=_schedule_name(options.name or ""),
+        layout=options.layout,
+        costs=None if options.layer_costs is None else read_costs(options.layer_costs),
+        seq_length=options.seq_length,
+        memory=inf if options.memory_gib is None else options.memory_gib * 2**30,
+    )
+
+
 def _results(options: Options, study: Study) -> list[Result]:
     """Of a name or a file one; of a run what was measured, and the same simulated."""
     assert options.name is not None
@@ -167,7 +217,7 @@ def _results(options: Options, study: Study) -> list[Result]:
     if path.suffix == ".csv" or path.is_file():
         program = read_csv(path)
         return [timed(_resized(study, program), program, path.name, dx_first=options.dx_first)]
-    name = options.name.lower().replace("-", "_")
+    name = _schedule_name(options.name)
     if name not in (*SCHEDULES, AUTO):
         close = did_you_mean(name, (*SCHEDULES, AUTO))
         raise ConfigError(
@@ -177,6 +227,10 @@ def _results(options: Options, study: Study) -> list[Result]:
             )
         )
     return [run_schedule(study, name, dx_first=options.dx_first)]
+
+
+def _schedule_name(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def _resized(study: Study, program: Program) -> Study:

@@ -21,6 +21,7 @@ from fivefold.pipeline.layout import Split
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.parts import Part, Parts, joined
 from fivefold.pipeline.schedules.registry import SCHEDULES, build_program
+from fivefold.units import human_bytes
 
 _RESTARTS = 8
 _STEPS = 200_000  # stages looked at in search: a fraction of a second
@@ -38,7 +39,7 @@ class Room:
     """What a rank may hold.
 
     Attributes:
-        limit: in the unit of the parts.
+        limit: bytes.
         in_flight: microbatches that each stage holds for backward at most.
     """
 
@@ -323,7 +324,7 @@ def _no_room(table: _Table, cuts: _Cuts) -> Mistake:
     needs = table.needs(cuts)
     rank = max(range(len(needs)), key=needs.__getitem__)
     return Mistake(
-        f"no cut of the model fits: of those tried the best needs {needs[rank]:.4g} on rank "
-        f"{rank}, and there is room for {table.room.limit:.4g}",
+        f"no cut of the model fits: of those tried the best needs {human_bytes(needs[rank])} on "
+        f"rank {rank}, and there is room for {human_bytes(table.room.limit)}",
         works=("more pipeline ranks", "fewer microbatches in flight"),
     )

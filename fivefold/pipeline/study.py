@@ -12,12 +12,14 @@ from fivefold.pipeline.ir import Program, loop_placement, v_placement
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.measured import MeasuredAct, measured_program, median_costs
+from fivefold.pipeline.parts import Part
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.synthesise import synthesise
 from fivefold.units import human_seconds
 
 AUTO = "auto"
+_LEAST = 1e-6
 _EFFORT = 300_000  # acts that `auto` may schedule in search: about a second
 
 
@@ -33,8 +35,8 @@ class Study:
         cap: microbatches that a rank may hold for backward; a stage of V counts 1/V.
         num_chunks: stages of a rank; None: what the schedule needs, or two.
         num_slices: of a sequence.
-        placement: stage -> rank, where a layout gives it; else the schedule's.
-        weights: of each stage of such a layout, in `times`; None: equal shares.
+        placement: stage -> rank, where a model is cut; else the schedule's.
+        stages: what each of its stages takes; else equal shares of `times`.
     """
 
     num_ranks: int
@@ -45,7 +47,7 @@ class Study:
     num_chunks: int | None = None
     num_slices: int = 1
     placement: tuple[int, ...] | None = None
-    weights: tuple[float, ...] | None = None
+    stages: tuple[Part, ...] | None = None
 
     def placement_for(self, shape: Shape) -> tuple[int, ...]:
         """Where the stages lie for a schedule of that shape."""
@@ -59,18 +61,25 @@ class Study:
 
     def costs(self, placement: tuple[int, ...], copies: int = 1) -> Costs:
         """Of each stage of a placement; of each copy of the model where there are two."""
-        each = self.num_ranks / len(placement)
+        share = self.num_ranks / len(placement)
+        even = Part(*(time * share for time in self.times))
+        stages = (self.stages or (even,) * len(placement)) * copies
         # An empty stage still hands on what it is given; programs are ordered by positive times.
-        weights = tuple(max(weight, 1e-6) for weight in self.weights or (each,) * len(placement))
-        f, b, w = (tuple(time * weight for weight in weights * copies) for time in self.times)
-        return Costs(f, b, w, self.hop)
+        return Costs(
+            tuple(max(stage.f, _LEAST) for stage in stages),
+            tuple(max(stage.b, _LEAST) for stage in stages),
+            tuple(stage.w for stage in stages),
+            self.hop,
+        )
 
     def footprint(self, placement: tuple[int, ...], copies: int = 1) -> Footprint:
         """A microbatch on all stages of a rank counts 1 on average."""
         share = self.num_ranks / len(placement)
-        weights = self.weights or (share,) * len(placement)
-        mean = sum(weights) / self.num_ranks
-        return Footprint(tuple(weight / mean for weight in weights) * copies)
+        sizes = (share,) * len(placement)
+        if self.stages:
+            mean = sum(stage.held for stage in self.stages) / self.num_ranks
+            sizes = tuple(stage.held / mean for stage in self.stages)
+        return Footprint(sizes * copies)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,174 @@
+"""A model cut into stages, for a person to see: which layers where, how even, how full."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError, Mistake
+from fivefold.pipeline.balance import Balance, Room, balance, schedule_clock, weigh
+from fivefold.pipeline.layout import layout_string, split_layers, stage_table
+from fivefold.pipeline.parts import Part, Parts, modelled_parts, stated_parts
+from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
+from fivefold.pipeline.simulate import peak_in_flight
+from fivefold.pipeline.study import Study
+from fivefold.units import human_bytes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model on a pipeline.
+
+    Attributes:
+        parts: the model's pieces, in the times of the study.
+        balance: the stages.
+        room: what a rank may hold.
+        layout: the stages in the layout language.
+    """
+
+    parts: Parts
+    balance: Balance
+    room: Room
+    layout: str
+
+    @property
+    def stages(self) -> tuple[Part, ...]:
+        """What each stage takes."""
+        return tuple(self.parts.of(stage) for stage in self.balance.split.stages)
+
+    @property
+    def needs(self) -> tuple[float, ...]:
+        """What each rank holds at most, in the unit of the parts' memory."""
+        split = self.balance.split
+        needs = [0.0] * split.num_ranks
+        for rank, part, held in zip(split.placement, self.stages, self.room.in_flight, strict=True):
+            needs[rank] += part.state + held * part.held
+        return tuple(needs)
+
+
+def cut_model(
+    model: ModelConfig,
+    study: Study,
+    *,
+    schedule: str | None = None,
+    layout: str | None = None,
+    costs: Mapping[str, float] | None = None,
+    seq_length: int = 4096,
+    memory: float = inf,
+) -> Cut:
+    """Cut a model into the stages of a study, or weigh a layout that is given.
+
+    Args:
+        model: the architecture.
+        study: ranks, stages a rank, and the times F, dX and dW: of a rank on average, or of a
+            layer whose stated cost is 1.
+        schedule: decides the placement, and what is in flight; None: 1f1b, or interleaved.
+        layout: to be weighed instead.
+        costs: by kind of piece (see `parts.KINDS`); None: in proportion to forward FLOPs.
+        seq_length: tokens of a microbatch.
+        memory: bytes that a rank may hold.
+
+    Raises:
+        ConfigError: a layout that is not the model's, or no cut that fits.
+    """
+    parts = _timed(modelled_parts(model, seq_length), study)
+    if costs is not None:
+        kinds = ["moe" if model.is_moe(layer) else "dense" for layer in range(model.num_layers)]
+        stated = stated_parts(kinds, model.mtp_num_layers, costs, study.times)
+        parts = _with_times(parts, stated)
+    if layout is not None:
+        known = SCHEDULES.get(schedule or "")
+        split = split_layers(
+            model.num_layers,
+            study.num_ranks,
+            layout=layout,
+            mtp_num_layers=model.mtp_num_layers,
+            in_a_v=known is not None and known.shape is Shape.V,
+        )
+        found = weigh(parts, split)
+        room = _room(_order(schedule, split.num_virtual, study), split.placement, study, memory)
+    else:
+        name = _order(schedule, study.num_chunks or 1, study)
+        placement = study.placement_for(SCHEDULES[name].shape)
+        room = _room(name, placement, study, memory)
+        clock = schedule_clock(name, placement, study.num_microbatches, study.hop)
+        found = balance(parts, placement, room if memory < inf else None, clock)
+    return Cut(parts, found, room, layout_string(found.split.stages))
+
+
+def cut_lines(cut: Cut) -> list[str]:
+    """The stage table with what each rank has to do and hold, and the sum that proves it."""
+    head, *rows, total = stage_table(cut.balance.split).splitlines()
+    loads = cut.balance.loads
+    mean = sum(loads) / len(loads)
+    width = max(len(line) for line in (head, *rows)) + 2
+    lines = [f"layout {cut.layout}", "", f"{head:<{width}}    load  of mean      memory"]
+    for row, load, need in zip(rows, loads, cut.needs, strict=True):
+        size = human_bytes(need)
+        lines.append(f"{row:<{width}}{load:>8.4g}  {load / mean:>7.3f}  {size:>10}")
+    return [*lines, total, f"largest load {cut.balance.unevenness:.4f} x mean"]
+
+
+def cut_figures(cut: Cut) -> dict[str, Any]:
+    """The same for programs."""
+    split = cut.balance.split
+    return {
+        "layout": cut.layout,
+        "placement": list(split.placement),
+        "layers": [len(stage.layers) for stage in split.stages],
+        "loads": list(cut.balance.loads),
+        "largest_over_mean": cut.balance.unevenness,
+        "memory_bytes": list(cut.needs),
+    }
+
+
+def _timed(parts: Parts, study: Study) -> Parts:
+    """Times by forward FLOPs, so that those of a study are a rank's mean."""
+    everything = (parts.embedding, *parts.layers, *parts.prediction, parts.head)
+    mean = sum(part.f for part in everything) / study.num_ranks
+
+    def timed(part: Part) -> Part:
+        f, b, w = (time * part.f / mean for time in study.times)
+        return replace(part, f=f, b=b, w=w)
+
+    return Parts(
+        timed(parts.embedding),
+        tuple(map(timed, parts.layers)),
+        tuple(map(timed, parts.prediction)),
+        timed(parts.head),
+    )
+
+
+def _with_times(parts: Parts, others: Parts) -> Parts:
+    """The memory of some pieces and the times of others."""
+
+    def joined(one: Part, other: Part) -> Part:
+        return replace(other, state=one.state, held=one.held)
+
+    return Parts(
+        joined(parts.embedding, others.embedding),
+        tuple(map(joined, parts.layers, others.layers)),
+        tuple(map(joined, parts.prediction, others.prediction)),
+        joined(parts.head, others.head),
+    )
+
+
+def _order(schedule: str | None, chunks: int, study: Study) -> str:
+    """The fixed schedule whose order is reckoned with: the one asked for, or a usual one."""
+    if schedule in SCHEDULES:
+        if SCHEDULES[schedule].num_copies > 1:
+            what = f"--balance cuts one copy of a model, {schedule} has two"
+            raise ConfigError(Mistake(what, works=("dualpipe_v",)))
+        return schedule
+    if chunks == 1:
+        return "1f1b"
+    grouped = study.num_microbatches % study.num_ranks == 0
+    return "interleaved_1f1b" if grouped else "looped_bfs"
+
+
+def _room(name: str, placement: tuple[int, ...], study: Study, memory: float) -> Room:
+    """What a rank may hold, and what each stage of the schedule has in flight."""
+    peaks = peak_in_flight(build_program(name, placement, study.num_microbatches))
+    each = len(placement) // study.num_ranks
+    return Room(memory, tuple(peaks[rank] / each for rank in placement))
