@@ -79,7 +79,7 @@ def _moments(
 def _peaks(program: Program, rank: int) -> list[Moment]:
     """The moments of a rank, without those that an earlier or larger one covers."""
     found: dict[tuple[object, ...], list[Moment]] = {}
-    for moment in _sweep(program, rank):
+    for moment in dict.fromkeys(_sweep(program, rank)):  # the steady state repeats itself
         alike = found.setdefault((moment.acts, moment.phase), [])
         if not any(other.covers(moment) for other in alike):
             alike[:] = [other for other in alike if not moment.covers(other)]
