@@ -171,21 +171,27 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 
 
 def bookkeeping_bytes(
-    model: ModelConfig, parts: StageParts, running: Running, *, packed: bool = False
+    model: ModelConfig, parts: StageParts, running: Running, *, copied_outputs: int = 0
 ) -> float:
     """What Fivefold's modules keep besides, per token of a stage: in no published formula.
 
     Row statistics of norms, RoPE tables, positions, labels, loss weights and masks of split
-    vocabularies; where documents are packed, attention's output a second time, all in one piece.
+    vocabularies.
+
+    Args:
+        model: the architecture.
+        parts: what the stage holds.
+        running: degrees and types.
+        copied_outputs: layers that keep attention's output a second time: joined from that of
+            each packed document, or exchanged for that of other tokens.
     """
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
     norm = wide * (2 if model.normalization == "LayerNorm" else 1) / tokens
     size, layer = 0.0, 2 * norm
     if model.qk_layernorm:
         layer += wide * (model.num_attention_heads / tp + max(model.num_kv_heads / tp, 1))
-    if packed:
-        layer += running.element_bytes * model.attention_size / tp
     size += layer * len(parts.layers)
+    size += copied_outputs * running.element_bytes * model.attention_size / tp
     if model.position_embedding_type == "rope":
         size += running.element_bytes * 1.5 * model.head_dim  # cosines of all, sines of half
     elif parts.embedding:
