@@ -13,6 +13,8 @@ from math import comb, prod
 from fivefold.check import Layout
 from fivefold.config.parallel import CpCommType, TokenDispatcher
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.context.balance import split
+from fivefold.model.blocks import Sight, num_tokens
 from fivefold.model.shape import StageParts, is_expert, local_shape, parameter_shapes
 from fivefold.state import held, num_expert_shards, num_shards
 
@@ -37,9 +39,9 @@ class Flow:
     """What one rank sends in one step for one purpose.
 
     Attributes:
-        axis: over which ranks: "tp", "pp", "cp", "ep", "etp", "edp", "data" (all that see other
-            tokens), "dp_shard_cp" and "dp_replicate" (its two factors, where both are more than
-            one), "tied", "world".
+        axis: over which ranks: "tp", "pp", "cp" (its inner and outer groups as well), "ep", "etp",
+            "edp", "data" (all that see other tokens), "dp_shard_cp" and "dp_replicate" (its two
+            factors, where both are more than one), "tied", "mirror", "world".
         purpose: what for, in words.
         size: bytes.
     """
@@ -81,6 +83,7 @@ def context_volumes(
     grad_element: int,
     key_value_heads: int = 1,
     inner: int = 1,
+    seen: tuple[float, float] | None = None,
 ) -> PassVolumes:
     """What context parallelism sends for one attention layer, in closed form.
 
@@ -92,6 +95,7 @@ def context_volumes(
       fewer key/value heads than ranks each is sent P / heads times.
     - a2a+p2p: a2a inside groups of `inner` ranks, and a ring of P / inner such groups, in which a
       rank has all tokens of its group for a part of the heads: as many bytes as before.
+    Where queries do not see all keys (sliding windows), p2p and all_gather send what is seen.
 
     Args:
         kind: of communication.
@@ -102,6 +106,8 @@ def context_volumes(
         grad_element: bytes of an element of dKV on the wire.
         key_value_heads: on this rank's tensor-parallel part.
         inner: ranks of the inner group of a2a+p2p.
+        seen: how many times KV this rank sends and gets because it is seen, of a ring among `ranks`
+            or among the groups; None: all, one less than these.
     """
     keys, grads = key_value * element, key_value * grad_element
     if kind in ("p2p", "all_gather"):
@@ -109,9 +115,11 @@ def context_volumes(
     exchanging = ranks if kind == "a2a" else inner
     copies = max(1.0, exchanging / key_value_heads)
     moved = (exchanging - 1) / exchanging * (query * element + copies * keys)
-    hops = 0 if kind == "a2a" else ranks // inner - 1
-    ring = PassVolumes(hops * copies * keys, hops * copies * (keys + grads))
-    return PassVolumes(moved + ring.forward, moved + ring.backward)
+    hops = ranks // exchanging - 1
+    return PassVolumes(
+        moved + hops * copies * keys,
+        moved + hops * copies * (keys + grads),
+    )
 
 
 def rows_sent(dispatcher: TokenDispatcher, experts: int, topk: int, ranks: int) -> float:
@@ -247,18 +255,33 @@ class _Volumes:
         keys = heads * (model.query_dim + model.value_dim)
         for spec in self.stages.values():
             for layer in spec.layers:
+                kind = kinds[layer % len(kinds)]
+                # A ring adds the gradients of many ranks up on their way; others add them at home.
                 volumes = context_volumes(
-                    kinds[layer % len(kinds)],
+                    kind,
                     grid.cp,
                     query=self.tokens * (model.q_size + model.attention_size) / self.tp,
                     key_value=self.tokens * (latent if model.multi_latent_attention else keys),
                     element=self.element,
-                    grad_element=self.master,
+                    grad_element=self.element if kind == "all_gather" else self.master,
                     key_value_heads=heads,
                     inner=sizes[0] if sizes else 1,
+                    seen=self._seen(sizes[0] if kind == "a2a+p2p" else 1),
                 )
                 both = volumes.forward + volumes.backward
                 yield Flow("cp", "keys, values and heads", self.microbatches * both)
+
+    def _seen(self, inner: int) -> tuple[float, float] | None:
+        """How many times its KV a rank sends and gets under a sliding window; None without one."""
+        length, window = self.layout.config.training.seq_length, self.model.window_size
+        if window is None:
+            return None
+        shards = split(1, Sight((0, length), window), self.layout.grid.cp).merged(inner)
+        own, others = self.at["cp"] // inner, range(len(shards.chunks))
+        sent = sum(num_tokens(shards.sent(own, other)) for other in others if other != own)
+        got = sum(num_tokens(shards.sent(other, own)) for other in others if other != own)
+        each = length / len(shards.chunks)
+        return sent / each, got / each
 
     def expert_parallel(self) -> Iterator[Flow]:
         """Tokens on their way to experts and back, in expectation; the experts' own sharding.

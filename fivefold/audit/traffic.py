@@ -95,8 +95,8 @@ def axes_of(groups: Groups) -> dict[str, str]:
         ("mirror", groups.mirror),
         *((axis, groups.mesh.get_group(axis)) for axis in PARAMETER_AXES),
         ("cp", groups.cp),
-        ("cp_inner", groups.cp_inner),
-        ("cp_outer", groups.cp_outer),
+        ("cp", groups.cp_inner),
+        ("cp", groups.cp_outer),
     ]
     axes: dict[str, str] = {}
     for axis, group in named:

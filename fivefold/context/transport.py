@@ -20,7 +20,7 @@ from fivefold.mesh.collectives import (
     start_messages,
     start_reduce_scatter,
 )
-from fivefold.model.blocks import Span, indices, joined, length
+from fivefold.model.blocks import Span, indices, joined, num_tokens
 from fivefold.model.blockwise import Keys
 from fivefold.model.shards import Part
 
@@ -60,7 +60,7 @@ class Own:
     def buffer(self, spans: tuple[Span, ...], heads: int, dtype: torch.dtype) -> Tensor:
         """Room for what these tokens send."""
         rows, _, _, features = self.kv.shape
-        return self.kv.new_empty((rows, length(spans), heads, features), dtype=dtype)
+        return self.kv.new_empty((rows, num_tokens(spans), heads, features), dtype=dtype)
 
     @property
     def wide(self) -> torch.dtype:

@@ -89,6 +89,11 @@ def build_groups(
     def unless_alone(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return group(ranks) if len(ranks) > 1 else None
 
+    def apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        # What attention sends must not wait for the parameters and gradients of the same ranks.
+        alone = len(ranks) < 2
+        return None if alone else dist.new_group(list(ranks), use_local_synchronization=True)
+
     data_axes = ("dp_replicate", "dp_shard", "cp")
     tp_ranks = grid.group_of(rank, ("tp",))
     data_ranks = grid.group_of(rank, data_axes)
@@ -111,9 +116,9 @@ def build_groups(
         pp=unless_alone(pp_ranks),
         tp=unless_alone(tp_ranks),
         data=unless_alone(data_ranks),
-        cp=unless_alone(cp_ranks),
-        cp_inner=unless_alone(inner),
-        cp_outer=unless_alone(outer),
+        cp=apart(cp_ranks),
+        cp_inner=apart(inner),
+        cp_outer=apart(outer),
         tied=tied,
         mirror=group(tuple(pair)) if mirrored else None,
         mesh=_parameter_mesh(grid, rank, device_type, sharded, group),

@@ -125,7 +125,7 @@ def common(some: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def length(spans: Iterable[Span]) -> int:
+def num_tokens(spans: Iterable[Span]) -> int:
     """Tokens in spans."""
     return sum(stop - start for start, stop in spans)
 

@@ -31,8 +31,13 @@ MODEL: dict[str, Any] = {
 
 
 def _layout(world: int, settings: dict[str, Any]) -> Layout:
-    samples = 2 * world // (settings.get(TP, 1) * settings.get(PP, 1))  # two microbatches
-    values = {"seq_length": 4, "global_batch_size": samples, "precision": "fp32"}
+    parts = settings.get(TP, 1) * settings.get(PP, 1) * settings.get(CP, 1)
+    samples = 2 * world // parts  # two microbatches
+    values = {
+        "seq_length": 4 if CP not in settings else 16,
+        "global_batch_size": samples,
+        "precision": "fp32",
+    }
     config = Config(model=ModelConfig(**MODEL)).with_values(**(values | settings))
     return check(config, world)
 
@@ -78,6 +83,9 @@ def _measure(rank: int, world: int, settings: dict[str, Any]) -> list[dict[str, 
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
+CP = "context_parallel_size"
+KIND = "cp_comm_type"
+SIZES = "hierarchical_context_parallel_sizes"
 V = "num_virtual_stages_per_pipeline_rank"
 ZERO = "data_parallel_sharding_strategy"
 HSDP = "num_distributed_optimizer_instances"
@@ -155,6 +163,32 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {PP: 2, ZERO: "optim_grads_params", "pipeline_schedule": "zb_h1"},
     ),
     "hsdp + tp + sp": (8, {ZERO: "optim_grads_params", HSDP: 2} | SP | BF16),
+    "cp in a ring": (4, {CP: 4}),
+    "cp in a ring in bf16": (4, {CP: 4} | BF16),
+    "cp by all-gather": (4, {CP: 4, KIND: ("all_gather",)}),
+    "cp by all-gather in bf16": (2, {CP: 2, KIND: ("all_gather",)} | BF16),
+    "cp by Ulysses": (2, {CP: 2, KIND: ("a2a",)}),
+    "cp by Ulysses over more ranks than key/value heads": (4, {CP: 4, KIND: ("a2a",)} | BF16),
+    "cp in a hierarchy": (4, {CP: 4, KIND: ("a2a+p2p",), SIZES: (2, 2)}),
+    "cp in a hierarchy over more ranks than key/value heads": (
+        8,
+        {CP: 8, KIND: ("a2a+p2p",), SIZES: (4, 2)},
+    ),
+    "cp, a kind for each layer": (
+        4,
+        {CP: 4, KIND: ("p2p", "a2a", "a2a+p2p", "all_gather"), SIZES: (2, 2)},
+    ),
+    "cp with a window": (4, {CP: 4, "window_size": 3}),
+    "cp by all-gather with a window": (4, {CP: 4, KIND: ("all_gather",), "window_size": 1}),
+    "cp in a hierarchy with a window": (
+        8,
+        {CP: 8, KIND: ("a2a+p2p",), SIZES: (2, 4), "window_size": 2},
+    ),
+    "cp + dp + optim_grads_params": (4, {CP: 2, ZERO: "optim_grads_params"}),
+    "cp + hsdp": (8, {CP: 2, ZERO: "optim", HSDP: 2}),
+    "cp + tp + sp": (4, {CP: 2} | SP),
+    "cp + tp over more ranks than key/value heads": (8, {CP: 2, TP: 4, KIND: ("all_gather",)}),
+    "cp + pp": (4, {CP: 2, PP: 2, KIND: ("a2a",)}),
 }
 
 
