@@ -16,9 +16,11 @@ from fivefold.errors import ConfigError, FivefoldError, did_you_mean
 
 VERBS: Mapping[str, str] = MappingProxyType(
     {
+        "plan": "find the fastest layout of a model that fits on a cluster, and say why",
         "train": "train a model on any layout, from four processes on a laptop to a cluster",
         "verify": "prove that a layout computes what one device computes",
         "schedule": "draw and time a pipeline schedule, or compare all of them",
+        "audit": "hold a run to theory: bytes on the wire, memory, FLOPs, time",
         "sample": "continue a prompt with a trained model",
         "data": "tokenise a recipe's corpus and count it",
         "doctor": "say what this machine can do",

@@ -139,15 +139,18 @@ def read_config(recipe: str | Path | None = None, **values: Any) -> Config:
     return config
 
 
-def to_toml(config: Config) -> str:
-    """A recipe that says everything; reading it gives an equal Config."""
+def to_toml(config: Config, *, changes_only: bool = False) -> str:
+    """A recipe that says everything, or what differs from the defaults; it reads back as equal."""
     lines = []
     for (section, settings), (_, values) in zip(
         config_settings().items(), config.sections(), strict=True
     ):
-        lines.append(f"[{section}]")
-        lines += [f"{s.name} = {s.to_toml(getattr(values, s.name))}" for s in settings]
-        lines.append("")
+        written = [(s, getattr(values, s.name)) for s in settings]
+        kept = [(s, v) for s, v in written if not changes_only or v != s.default]
+        if kept or not changes_only:
+            lines.append(f"[{section}]")
+            lines += [f"{s.name} = {s.to_toml(value)}" for s, value in kept]
+            lines.append("")
     return "\n".join(lines)
 
 

@@ -1,0 +1,265 @@
+"""The legal layouts of a model on a number of devices, as columns of whole numbers.
+
+A column is a numpy array with one number a candidate. Columns are joined axis by axis (a cross
+product and a filter at a time), so that a million candidates take a second. What is legal along
+one axis is asked of `check`, which has the last word on every layout that is looked at closely.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.check import check, divisors
+from fivefold.config.config import Config
+from fivefold.config.parallel import ShardingStrategy
+from fivefold.errors import ConfigError
+from fivefold.plan.memory_choices import MemoryChoice, memory_choices
+from fivefold.plan.ways import Way, ways
+
+Column = NDArray[np.int64]
+Columns = dict[str, Column]
+
+STRATEGIES: tuple[str, ...] = get_args(ShardingStrategy)
+SPLIT_BACKWARD = frozenset({"zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min"})
+BIDIRECTIONAL = frozenset({"dualpipe", "dualpipe_v"})
+
+FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "tp": "tensor_model_parallel_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "instances": "num_distributed_optimizer_instances",
+        "mbs": "micro_batch_size",
+    }
+)
+MAX_MICRO_BATCH = 16  # sequences that are tried
+MAX_CONTEXT = 64  # context-parallel ranks that are tried
+
+
+@dataclass(frozen=True)
+class Space:
+    """Candidates, and what their numbers stand for.
+
+    Attributes:
+        config: the model, the batch and every setting that is not searched.
+        world: devices.
+        ways: that the column `way` counts.
+        memory: recompute and offload choices that the column `memory` counts.
+        columns: tp, cp, pp, dp, ep, etp, mbs, microbatches, strategy, instances, way, memory.
+    """
+
+    config: Config
+    world: int
+    ways: Sequence[Way]
+    memory: Sequence[MemoryChoice]
+    columns: Columns
+
+    def __len__(self) -> int:
+        return len(self.columns["tp"])
+
+    @cached_property
+    def shards(self) -> Column:
+        """Ranks over which dense state is split: 1 without sharding."""
+        c = self.columns
+        shards = c["dp"] // c["instances"] * c["cp"]
+        return np.where(c["strategy"] == 0, 1, shards)
+
+    def take(self, index: Column) -> "Space":
+        """Some of the candidates, in that order."""
+        columns = {name: column[index] for name, column in self.columns.items()}
+        return Space(self.config, self.world, self.ways, self.memory, columns)
+
+    def settings(self, row: int) -> dict[str, Any]:
+        """What a candidate sets, by field name."""
+        at = {name: int(column[row]) for name, column in self.columns.items()}
+        way, choice = self.ways[at["way"]], self.memory[at["memory"]]
+        settings: dict[str, Any] = {field: at[name] for name, field in FIELDS.items()}
+        settings["data_parallel_shard_size"] = at["dp"] // at["instances"]
+        settings["data_parallel_sharding_strategy"] = STRATEGIES[at["strategy"]]
+        settings["sequence_parallel"] = bool(at["sp"])
+        return {**settings, **way.settings, **choice.settings}
+
+    def config_of(self, row: int) -> Config:
+        """The whole configuration of a candidate."""
+        return self.config.with_values(**self.settings(row))
+
+
+def enumerate_space(config: Config, world: int, given: frozenset[str]) -> Space:
+    """Every legal layout of `config` on `world` devices.
+
+    Args:
+        config: the model, the batch, and the settings that were given.
+        world: devices.
+        given: names of the settings that must stay as they are.
+    """
+    axes = _Axes(config, world, given)
+    columns = _meshes(axes)
+    pps = sorted({int(pp) for pp in columns["pp"]})
+    found = ways(config, given, pps)
+    columns = _join(columns, {"way": range(len(found)), "_pp": [way.pp for way in found]})
+    columns = _where(columns, columns["pp"] == columns.pop("_pp"))
+    columns = _runnable(columns, found)
+    columns = _join(columns, axes.experts())
+    stage = columns["dp"] * columns["cp"] * columns["tp"]
+    columns = _where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
+    columns = _join(columns, axes.sharding())
+    columns = _where(columns, _sharding_holds(columns, found))
+    choices = memory_choices(config, given)
+    columns = _join(columns, {"memory": range(len(choices))})
+    return Space(config, world, found, choices, columns)
+
+
+class _Axes:
+    """The values that each axis may take."""
+
+    def __init__(self, config: Config, world: int, given: frozenset[str]) -> None:
+        self.config, self.world, self.given = config, world, given
+
+    def sizes(self, axis: str, legal: Callable[[int], bool]) -> list[int]:
+        """Divisors of the world that are legal, or the one that was given."""
+        if FIELDS[axis] in self.given:
+            section = self.config.training if axis == "mbs" else self.config.parallel
+            return [getattr(section, FIELDS[axis])]
+        return [size for size in divisors(self.world) if legal(size)]
+
+    def passes(self, world: int, **settings: Any) -> bool:
+        """Whether `check` lets a layout pass that sets nothing but this."""
+        plain = {
+            "data_parallel_shard_size": -1,
+            "global_batch_size": world,
+            "micro_batch_size": 1,
+            "sequence_parallel": False,
+        }
+        try:
+            check(_plain(self.config).with_values(**plain | settings), world, planned=True)
+        except ConfigError:
+            return False
+        return True
+
+    def tensor(self) -> list[int]:
+        """Tensor-parallel sizes."""
+        field = FIELDS["tp"]
+        most = self.config.model.num_attention_heads
+        return self.sizes("tp", lambda n: n <= most and self.passes(n, **{field: n}))
+
+    def context(self) -> list[int]:
+        """Context-parallel sizes."""
+        field, parallel = FIELDS["cp"], self.config.parallel
+        way = {
+            "cp_comm_type": parallel.cp_comm_type,
+            "hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes,
+        }
+        length = self.config.training.seq_length
+        return self.sizes(
+            "cp",
+            lambda n: (
+                n == 1
+                or (
+                    n <= MAX_CONTEXT
+                    and length % (2 * n) == 0
+                    and self.passes(n, **{field: n}, **way)
+                )
+            ),
+        )
+
+    def pipeline(self) -> list[int]:
+        """Pipeline-parallel sizes: at least a layer a rank, if that is possible."""
+        return self.sizes("pp", lambda n: n <= self.config.model.num_layers)
+
+    def experts(self) -> dict[str, list[int]]:
+        """Pairs of expert-parallel and expert-tensor-parallel sizes."""
+        experts = self.config.model.num_experts
+        if experts is None:
+            return {"ep": [1], "etp": [1]}
+        ep = self.sizes("ep", lambda n: experts % n == 0)
+        etp = self.sizes("etp", lambda n: n <= 8 and self.passes(n, **{FIELDS["etp"]: n}))
+        pairs = [(e, t) for e in ep for t in etp]
+        return {"ep": [e for e, _ in pairs], "etp": [t for _, t in pairs]}
+
+    def sharding(self) -> dict[str, list[int]]:
+        """Pairs of a strategy and a number of sharding groups."""
+        strategy = self.config.parallel.data_parallel_sharding_strategy
+        fixed = "data_parallel_sharding_strategy" in self.given
+        numbers = [STRATEGIES.index(strategy)] if fixed else range(len(STRATEGIES))
+        instances = self.sizes("instances", lambda n: True)
+        pairs = [(s, n) for s in numbers for n in instances if s or n == 1]
+        return {"strategy": [s for s, _ in pairs], "instances": [n for _, n in pairs]}
+
+    def micro_batches(self) -> list[int]:
+        """Sequences a microbatch."""
+        if FIELDS["mbs"] in self.given:
+            return [self.config.training.micro_batch_size]
+        return [n for n in divisors(self.config.training.global_batch_size) if n <= MAX_MICRO_BATCH]
+
+
+def _plain(config: Config) -> Config:
+    """The model and the sequence with no parallelism and no memory technique at all."""
+    return Config(config.model, training=config.training)
+
+
+def _meshes(axes: _Axes) -> Columns:
+    """tp x cp x pp x dp = world, with microbatches that fill the global batch."""
+    config, world = axes.config, axes.world
+    columns = _table({"tp": axes.tensor()})
+    columns = _join(columns, {"cp": axes.context()})
+    columns = _join(columns, {"pp": axes.pipeline()})
+    used = columns["tp"] * columns["cp"] * columns["pp"]
+    columns = _where(columns, world % used == 0)
+    columns["dp"] = world // (columns["tp"] * columns["cp"] * columns["pp"])
+    if "data_parallel_shard_size" in axes.given and config.parallel.data_parallel_shard_size > 0:
+        shard = config.parallel.data_parallel_shard_size
+        columns = _where(columns, columns["dp"] % shard == 0)
+    columns["sp"] = (columns["tp"] > 1).astype(np.int64)
+    if "sequence_parallel" in axes.given:
+        columns["sp"] *= int(config.parallel.sequence_parallel)
+    columns = _join(columns, {"mbs": axes.micro_batches()})
+    batch = config.training.global_batch_size
+    columns = _where(columns, batch % (columns["mbs"] * columns["dp"]) == 0)
+    columns["microbatches"] = batch // (columns["mbs"] * columns["dp"])
+    tokens = columns["mbs"] * config.training.seq_length // columns["cp"]
+    return _where(columns, (columns["sp"] == 0) | (tokens % columns["tp"] == 0))
+
+
+def _runnable(columns: Columns, found: Sequence[Way]) -> Columns:
+    """Where the schedule of the way takes the number of microbatches."""
+    way, microbatches = columns["way"], columns["microbatches"]
+    if not len(way):
+        return columns
+    takes = np.zeros((len(found), int(microbatches.max()) + 1), bool)
+    for number in set(microbatches.tolist()):
+        takes[:, number] = [w.takes(number) for w in found]
+    return _where(columns, takes[way, microbatches])
+
+
+def _sharding_holds(columns: Columns, found: Sequence[Way]) -> NDArray[np.bool_]:
+    """Groups divide dp, shard something, and keep what the schedule needs whole."""
+    dp, instances, strategy = columns["dp"], columns["instances"], columns["strategy"]
+    whole = (dp % instances == 0) & ((instances == 1) | (dp // instances * columns["cp"] > 1))
+    alone = (dp * columns["cp"] == 1) & (strategy > 0)
+    split = np.array([w.schedule in SPLIT_BACKWARD | BIDIRECTIONAL for w in found], bool)
+    return whole & ~alone & ~(split[columns["way"]] & (strategy > 1))
+
+
+def _table(columns: Mapping[str, Iterable[int]]) -> Columns:
+    return {name: np.array(list(values), np.int64) for name, values in columns.items()}
+
+
+def _join(left: Columns, right: Mapping[str, Iterable[int]]) -> Columns:
+    """The cross product of two tables."""
+    other = _table(right)
+    rows, more = (len(next(iter(table.values()))) for table in (left, other))
+    return {
+        **{name: np.repeat(column, more) for name, column in left.items()},
+        **{name: np.tile(column, rows) for name, column in other.items()},
+    }
+
+
+def _where(columns: Columns, holds: NDArray[np.bool_]) -> Columns:
+    return {name: column[holds] for name, column in columns.items()}

@@ -1,0 +1,187 @@
+"""The ways to cut a model into pipeline stages, and the schedules that can run them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError
+from fivefold.model.shape import WholeModel, forward_flops
+from fivefold.pipeline.layout import Split, StageSpec, layout_string, split_layers
+from fivefold.pipeline.schedules.registry import SCHEDULES
+
+MAX_VIRTUAL = 16  # stages a rank that are tried; finer ones send more than they save
+CUTTING = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""The settings that cut; where one is given, no other way of cutting is tried."""
+
+LINE = ("1f1b", "zb_h1", "zb_h2")
+LOOP = ("interleaved_1f1b", "interleaved_zb", "combined_1f1b")
+V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v")
+FUSED = frozenset({"gpipe", "looped_bfs", "1f1b", "eager_1f1b", "interleaved_1f1b"})
+"""Schedules whose dW follows its dX at once."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to cut the model, and a schedule.
+
+    Attributes:
+        pp: pipeline ranks.
+        schedule: a key of `SCHEDULES`.
+        split: the stages.
+        settings: that ask for it.
+    """
+
+    pp: int
+    schedule: str
+    split: Split = field(compare=False)
+    settings: Mapping[str, Any] = field(compare=False)
+
+    def takes(self, microbatches: int) -> bool:
+        """Whether the schedule can run so many microbatches; `check` has the last word."""
+        if self.schedule in LOOP:
+            rest = microbatches % self.pp
+            return microbatches >= self.pp and rest == 0
+        if self.schedule in ("dualpipe", "dualpipe_v"):
+            return microbatches >= 2 * self.pp
+        return True
+
+
+def ways(config: Config, given: frozenset[str], sizes: Sequence[int]) -> list[Way]:
+    """Every way to run the model on pipelines of these sizes.
+
+    Args:
+        config: the model, and the settings that were given.
+        given: names of the settings to leave as they are.
+        sizes: pipeline-parallel sizes.
+    """
+    return [way for pp in sizes for way in _ways_on(config, given, pp)]
+
+
+def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
+    seen = set()
+    for settings, split in _cuts(config, given, pp):
+        for schedule in _schedules(config, given, split):
+            key = (split, schedule)
+            if key not in seen:
+                seen.add(key)
+                chosen = {} if pp == 1 else {"pipeline_schedule": schedule}
+                yield Way(pp, schedule, split, MappingProxyType({**settings, **chosen}))
+
+
+def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[str]:
+    asked = config.parallel.pipeline_schedule
+    if "pipeline_schedule" in given and asked != "auto":
+        names: tuple[str, ...] = (asked,)
+    elif split.num_ranks == 1:
+        names = ("1f1b",)
+    else:
+        names = (*LINE, *LOOP, *V_SHAPED)
+    for name in names:
+        if name == "combined_1f1b" and not config.parallel.overlap_moe_expert_parallel_comm:
+            continue
+        if name in LOOP and split.num_virtual == 1 and len(names) > 1:
+            continue
+        if SCHEDULES[name].shape.fits(split.placement):
+            yield name
+
+
+def _cuts(config: Config, given: frozenset[str], pp: int) -> Iterator[tuple[dict[str, Any], Split]]:
+    parallel, model = config.parallel, config.model
+    if given & set(CUTTING):
+        asked = {name: getattr(parallel, name) for name in CUTTING}
+        yield from _if_legal(model, pp, asked)
+        return
+    if pp == 1:
+        yield from _if_legal(model, 1, {})
+        return
+    for virtual in _virtual_sizes(model.num_layers, pp):
+        stages = {"num_virtual_stages_per_pipeline_rank": virtual} if virtual > 1 else {}
+        even = list(_if_legal(model, pp, stages))
+        ends = {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        }
+        yield from even
+        yield from _if_legal(model, pp, {**stages, **ends})
+        balanced = balanced_layout(config, pp * virtual)
+        yield from _if_legal(model, pp, {"pipeline_model_parallel_layout": balanced})
+        if virtual == 2:
+            yield from _if_legal(model, pp, {"pipeline_model_parallel_layout": f"v:{balanced}"})
+
+
+def _virtual_sizes(layers: int, pp: int) -> list[int]:
+    whole = [v for v in range(1, MAX_VIRTUAL + 1) if pp * v <= layers + 2]
+    handy = {1, 2, 3, 4, 6, 8}
+    even = {v for v in whole if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0}
+    return [v for v in whole if v in handy | even]
+
+
+def _if_legal(
+    model: ModelConfig, pp: int, settings: dict[str, Any]
+) -> Iterator[tuple[dict[str, Any], Split]]:
+    """The cut, unless the layers do not divide so."""
+    chosen = {name: value for name, value in settings.items() if value}
+    arguments = {_ARGUMENTS[name]: value for name, value in chosen.items()}
+    try:
+        split = split_layers(model.num_layers, pp, mtp_num_layers=model.mtp_num_layers, **arguments)
+    except ConfigError:
+        return
+    yield chosen, split
+
+
+_ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "num_virtual_stages_per_pipeline_rank": "virtual",
+        "num_layers_per_virtual_pipeline_stage": "layers_per_virtual_stage",
+        "pipeline_model_parallel_layout": "layout",
+        "decoder_first_pipeline_num_layers": "first",
+        "decoder_last_pipeline_num_layers": "last",
+        "account_for_embedding_in_pipeline_split": "account_for_embedding",
+        "account_for_loss_in_pipeline_split": "account_for_loss",
+    }
+)
+
+
+def balanced_layout(config: Config, stages: int) -> str:
+    """The layout of consecutive stages whose FLOPs are as equal as whole layers allow.
+
+    Each boundary lies where the running sum is nearest to its share; prediction layers and the
+    head share the last stage.
+    """
+    model, length = config.model, config.training.seq_length
+    loads = [_flops(model, length, (layer,)) for layer in range(model.num_layers)]
+    end = _flops(model, length, (), head=True) + model.mtp_num_layers * loads[-1]
+    sums = [0.0, *accumulate(loads)]
+    share = (sums[-1] + end) / stages
+    bounds = [0]
+    for stage in range(1, stages):
+        wanted = min(range(len(sums)), key=lambda layer: abs(sums[layer] - stage * share))
+        bounds.append(max(wanted, bounds[-1]))
+    counts = [after - before for before, after in pairwise([*bounds, model.num_layers])]
+    return layout_string(_stages(counts, model.mtp_num_layers))
+
+
+def _stages(counts: Sequence[int], mtp: int) -> Iterator[StageSpec]:
+    start, final = 0, len(counts) - 1
+    for stage, count in enumerate(counts):
+        layers = tuple(range(start, start + count))
+        yield StageSpec(stage == 0, layers, stage == final, mtp if stage == final else 0)
+        start += count
+
+
+def _flops(
+    model: ModelConfig, length: int, layers: tuple[int, ...], *, head: bool = False
+) -> float:
+    return forward_flops(model, length, WholeModel(layers, embedding=False, head=head)).total
