@@ -66,7 +66,9 @@ class Options:
         None,
     )
     stages: int = option(4, "pipeline ranks (P); each holds a stage, or --chunks of them")
-    microbatches: int = option(8, "microbatches of a step (M)")
+    microbatches: int | None = option(
+        None, "microbatches of a step (M); default: 8, or twice the ranks where that is more"
+    )
     chunks: int | None = option(None, "stages that a rank holds (default: what the schedule needs)")
     costs: str = option("1,1,1", "times F,B,W of a rank: forward, dX and dW of a microbatch")
     latency: float = option(0.0, "time of a message from one rank to the next")
@@ -149,12 +151,13 @@ def _study(options: Options) -> Study:
     ):
         if value is not None and value < 1:
             mistakes.add(f"{flag} must be at least 1, not {value}")
-    work = options.stages * (options.chunks or 2) * options.microbatches
+    microbatches = options.microbatches or max(8, 2 * options.stages)
+    work = options.stages * (options.chunks or 2) * microbatches
     if work > MOST:
         mistakes.add(
             f"{work:,} forwards in a step are too many to draw",
             f"--stages {options.stages} x --chunks {options.chunks or 2} x --microbatches "
-            f"{options.microbatches}, at most {MOST:,}",
+            f"{microbatches}, at most {MOST:,}",
         )
     if options.latency < 0:
         mistakes.add(f"--latency must be 0 or more, not {options.latency:g}")
@@ -175,7 +178,7 @@ def _study(options: Options) -> Study:
     mistakes.raise_if_any()
     return Study(
         options.stages,
-        options.microbatches,
+        microbatches,
         times,
         options.latency,
         inf if options.memory_cap is None else options.memory_cap,

@@ -206,42 +206,44 @@ class _Table:
 
 
 def _even(table: _Table) -> _Cuts:
-    """The cut whose heaviest stage is lightest, by parametric search.
+    """The cut whose heaviest stage is lightest; where there is one, among those that fit.
 
-    Whether a bound can be kept is seen by filling each stage in turn: to take less than fits never
-    helps those that follow. With one stage a rank that is the answer; memory is kept to as well.
+    With one stage a rank that is the answer.
     """
-    stages = len(table.placement)
-    share = table.room.limit * table.num_ranks / stages if table.room else inf
-    limits = [share] if table.room else []
+    share = table.num_ranks / len(table.placement)
+    cuts = _lightest(table, table.room.limit * share) if table.room else None
+    return cuts or _lightest(table, inf) or ()
 
-    def filled(bound: float, limit: float) -> _Cuts | None:
-        cuts, low = [], 0
-        for stage in range(stages):
-            spare = bound - table.load(stage, low, low)
-            high = bisect_right(table.time, table.time[low] + spare, lo=low) - 1
-            while table.room and high > low and table.memory(stage, low, high) > limit:
-                high -= 1
-            fits = spare >= 0 and (not table.room or table.memory(stage, low, low) <= limit)
-            if not fits:
-                return None
-            cuts.append(high)
-            low = high
-        return tuple(cuts[:-1]) if low == table.size else None
 
-    whole = sum(table.load(stage, 0, table.size) for stage in range(stages))
-    for limit in (*limits, inf):
-        best = filled(whole, limit)
-        if best is None:
-            continue
-        below, above = 0.0, whole
-        while above - below > table.grain / 8:
-            middle = (below + above) / 2
-            cuts = filled(middle, limit)
-            below, above = (below, middle) if cuts else (middle, above)
-            best = cuts or best
-        return best
-    raise AssertionError("with no limit everything fits")
+def _lightest(table: _Table, limit: float) -> _Cuts | None:
+    """The cut whose heaviest stage is lightest, by parametric search; None if nothing fits."""
+    stages = range(len(table.placement))
+    above = table.grain + sum(table.load(stage, 0, table.size) for stage in stages)
+    best, below = _filled(table, above, limit), 0.0
+    while best is not None and above - below > table.grain / 8:
+        middle = (below + above) / 2
+        cuts = _filled(table, middle, limit)
+        below, above = (middle, above) if cuts is None else (below, middle)
+        best = best if cuts is None else cuts
+    return best
+
+
+def _filled(table: _Table, bound: float, limit: float) -> _Cuts | None:
+    """A cut without a stage above `bound` in time and `limit` in memory, if there is one.
+
+    Each stage takes as much as fits: to take less never helps those that follow.
+    """
+    edges = [0]
+    for stage in range(len(table.placement)):
+        low = edges[-1]
+        spare = bound - table.load(stage, low, low)
+        if spare < 0 or (limit < inf and table.memory(stage, low, low) > limit):
+            return None
+        high = bisect_right(table.time, table.time[low] + spare, lo=low) - 1
+        while limit < inf and table.memory(stage, low, high) > limit:
+            high -= 1
+        edges.append(high)
+    return tuple(edges[1:-1]) if edges[-1] == table.size else None
 
 
 def _improved(table: _Table, cuts: _Cuts, steps: int = _STEPS) -> _Cuts:

@@ -156,7 +156,7 @@ def _with_times(parts: Parts, others: Parts) -> Parts:
 
 def _order(schedule: str | None, chunks: int, study: Study) -> str:
     """The fixed schedule whose order is reckoned with: the one asked for, or a usual one."""
-    if schedule in SCHEDULES:
+    if schedule is not None and schedule in SCHEDULES:
         if SCHEDULES[schedule].num_copies > 1:
             what = f"--balance cuts one copy of a model, {schedule} has two"
             raise ConfigError(Mistake(what, works=("dualpipe_v",)))
