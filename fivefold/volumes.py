@@ -111,14 +111,16 @@ def context_volumes(
     """
     keys, grads = key_value * element, key_value * grad_element
     if kind in ("p2p", "all_gather"):
-        return PassVolumes((ranks - 1) * keys, (ranks - 1) * (keys + grads))
+        sent, got = seen or (ranks - 1, ranks - 1)
+        return PassVolumes(sent * keys, sent * keys + got * grads)
     exchanging = ranks if kind == "a2a" else inner
     copies = max(1.0, exchanging / key_value_heads)
     moved = (exchanging - 1) / exchanging * (query * element + copies * keys)
     hops = ranks // exchanging - 1
+    sent, got = (seen or (hops, hops)) if hops else (0, 0)
     return PassVolumes(
-        moved + hops * copies * keys,
-        moved + hops * copies * (keys + grads),
+        moved + sent * copies * keys,
+        moved + copies * (sent * keys + got * grads),
     )
 
 
