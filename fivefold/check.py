@@ -4,6 +4,7 @@
 that will run. It raises one ConfigError with everything that is wrong.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fivefold.config.config import Config
-from fivefold.config.memory import check_memory
+from fivefold.config.memory import check_memory, vocab_split_sizes
 from fivefold.config.model import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
@@ -315,6 +316,9 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             "Fivefold plans with it, and does not train it"
         )
     _check_recompute(config, mistakes)
+    if config.memory.cross_entropy_loss_fusion:
+        with mistakes.collecting():
+            vocab_split_sizes(os.environ)
     for name, what, default in _NOT_BUILT:
         value = next(getattr(s, name) for _, s in config.sections() if hasattr(s, name))
         if value != default:
@@ -350,7 +354,6 @@ _NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("multi_latent_attention", "latent attention", False),
     ("mtp_num_layers", "multi-token prediction", 0),
     ("fine_grained_activation_offloading", "activation offloading", False),
-    ("cross_entropy_loss_fusion", "fused losses", False),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),
     ("overlap_moe_expert_parallel_comm", "overlapped expert parallelism", False),

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fivefold.check import Layout
-from fivefold.config.memory import MemoryConfig
 from fivefold.context.install import install_context_parallel
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
+from fivefold.memory.cross_entropy import install_cross_entropy
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
@@ -160,7 +160,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     partial = _install_tensor(layout, groups, stages, deferred)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
-    _install_memory(config.memory, stages)
+    _install_memory(layout, groups, stages)
     gradients = {
         index: _install_data_parallel(layout, groups, stage, policy, device)
         for index, stage in stages.items()
@@ -207,17 +207,19 @@ def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -
     log.info("context parallel over %d (%s)", layout.grid.cp, ", ".join(dict.fromkeys(kinds)))
 
 
-def _install_memory(memory: MemoryConfig, stages: dict[int, Stage]) -> None:
-    """What the backward makes again: inside the blocks that data parallelism gathers."""
-    if memory.recompute_granularity is None:
-        return
+def _install_memory(layout: Layout, groups: Groups, stages: dict[int, Stage]) -> None:
+    """What is made again, or not kept: inside the blocks that data parallelism gathers."""
+    memory, sequence = layout.config.memory, layout.config.parallel.sequence_parallel
     for stage in stages.values():
-        install_recompute(stage, memory)
+        if memory.recompute_granularity is not None:
+            install_recompute(stage, memory)
+        if memory.cross_entropy_loss_fusion and stage.parts.head:
+            install_cross_entropy(stage, memory, groups.tp, sequence)
     if memory.recompute_granularity == "selective":
         log.info("recompute: %s", ", ".join(memory.recompute_modules))
-    elif memory.recompute_method == "uniform":
+    elif memory.recompute_granularity == "full" and memory.recompute_method == "uniform":
         log.info("recompute: every layer, %d at a time", memory.recompute_num_layers)
-    else:
+    elif memory.recompute_granularity == "full":
         log.info("recompute: the first %d layers of a stage", memory.recompute_num_layers)
 
 

@@ -1,5 +1,6 @@
 """What is not kept on the device between forward and backward."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,6 +59,34 @@ class MemoryConfig:
         if self.recompute_method == "uniform":
             return [(everything[start : start + size], True) for start in everything[::size]]
         return [(range(i, i + 1), True) for i in everything[:size]] + [(everything[size:], False)]
+
+
+DEFAULT_VOCAB_SPLIT = 3072
+VOCAB_SPLIT_VARIABLES = (
+    "LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE",
+    "LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE",
+)
+
+
+def vocab_split_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Vocabulary entries whose logits the linear fusion holds at a time: forward and backward.
+
+    Args:
+        environment: Megatron-LM's variables, each a positive number if it is set.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    mistakes = Mistakes()
+    sizes = []
+    for name in VOCAB_SPLIT_VARIABLES:
+        text = environment.get(name, str(DEFAULT_VOCAB_SPLIT))
+        if not (text.isdecimal() and int(text) > 0):
+            mistakes.add(f"{name} must be a positive number, not {text!r}")
+            continue
+        sizes.append(int(text))
+    mistakes.raise_if_any()
+    return sizes[0], sizes[1]
 
 
 _EXPERT_MODULES = ("moe", "moe_act", "shared_experts", "routed_experts", "expert_fc1")

@@ -26,14 +26,14 @@ def cross_entropy(
         label_smoothing: probability that is spread evenly over the true vocabulary.
         weights_T: weight of each token's loss; None if all weigh one.
     """
-    weights_T = _token_weights(labels_T, weights_T, logits_TV.dtype)
+    weights_T = token_weights(labels_T, weights_T, logits_TV.dtype)
     loss: Tensor = _CrossEntropy.apply(
         logits_TV, labels_T.clamp_min(0), weights_T, vocab_size, label_smoothing
     )
     return loss
 
 
-def _token_weights(labels_T: Tensor, weights_T: Tensor | None, dtype: torch.dtype) -> Tensor:
+def token_weights(labels_T: Tensor, weights_T: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Weight of each token's loss, 0 where the label is IGNORED, in at least fp32."""
     valid_T = (labels_T != IGNORED).to(torch.promote_types(dtype, torch.float32))
     return valid_T if weights_T is None else valid_T * weights_T.to(valid_T.dtype)

@@ -137,6 +137,7 @@ class Stage(nn.Module):
     Attributes:
         column: seam around the output layer.
         through: seam around the layers.
+        head_loss: seam around output layer and loss together.
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
         shard_tokens: seam that keeps this rank's part of [T] values beside the residual stream.
     """
@@ -170,6 +171,7 @@ class Stage(nn.Module):
         self.seed, self.label_smoothing = seed, label_smoothing
         self.column: Column = plain_column
         self.through: Through = plain_layers
+        self.head_loss: HeadLoss = plain_head_loss
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
 
@@ -206,12 +208,12 @@ class Stage(nn.Module):
 
     def loss(self, x_TH: Tensor, batch: Batch) -> Tensor:
         """Sum of the weighted token losses, from the last layer's hidden states."""
+        assert self.norm is not None, "the last stage has the head"
         weights = batch.loss_weights
-        return self.cross_entropy(
-            self._project(x_TH),
+        return self.head_loss(
+            self,
+            self.norm(x_TH),
             batch.labels.flatten(),
-            self.model.vocab_size,
-            self.label_smoothing,
             None if weights is None else weights.flatten(),
         )
 
@@ -234,3 +236,18 @@ class Stage(nn.Module):
             return None
         rows_T = self.shard_tokens(batch.own_token_ids.flatten())
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids)
+
+
+HeadLoss = Callable[[Stage, Tensor, Tensor, Tensor | None], Tensor]
+"""Summed loss of a stage with the head, from normed states [T, H], labels [T] and weights [T]."""
+
+
+def plain_head_loss(
+    stage: Stage, x_TH: Tensor, labels_T: Tensor, weights_T: Tensor | None
+) -> Tensor:
+    """Logits, then their loss: the seam of losses that keep no logits."""
+    assert stage.lm_head is not None, "the last stage has the head"
+    (logits_TV,) = stage.column(x_TH, stage.lm_head)
+    return stage.cross_entropy(
+        logits_TV, labels_T, stage.model.vocab_size, stage.label_smoothing, weights_T
+    )

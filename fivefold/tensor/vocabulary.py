@@ -3,8 +3,8 @@
 Shapes: T tokens, t = T / tp, V padded vocabulary, v = V / tp rows of this rank, H features.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,8 @@ class VocabularyLookup:
         rows_vH = local(embedding.weight)
         if self.group is None:
             return self._rows(indices_T, rows_vH, embedding)
-        here_T, mine_T = _own_rows(indices_T, rows_vH.shape[0], self.group.rank())
+        held = rows_vH.shape[0]
+        here_T, mine_T = _own_rows(indices_T, self.group.rank() * held, held)
         # An extra row of zeros would copy the table; a row looked up in vain is masked instead.
         found_TH = self._rows(mine_T, rows_vH, embedding).masked_fill(~here_T[:, None], 0.0)
         return sum_tokens(found_TH, self.group, self.sequence_parallel)
@@ -112,41 +113,100 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        held = logits_Tv.shape[1]
-        true_entries = min(max(vocab_size - group.rank() * held, 0), held)
-        wide = logits_Tv.to(torch.promote_types(logits_Tv.dtype, torch.float32))
-        true = wide[:, :true_entries]
-        here_T, mine_T = _own_rows(labels_T, held, group.rank())
-        # A rank may hold padding only: the log-sum-exp over no entries is -inf, its sum 0.
-        target_T = wide.gather(1, mine_T[:, None]).squeeze(1).masked_fill(~here_T, 0.0)
-        own = [true.logsumexp(1), target_T] + ([true.sum(1)] if smoothing else [])
-        every = all_gather(torch.stack(own)[None], group)
-        lse_T = every[:, 0].logsumexp(0)
-        loss_T = lse_T - every[:, 1].sum(0)
-        if smoothing:
-            mean_T = every[:, 2].sum(0) / vocab_size
-            loss_T = (1 - smoothing) * loss_T + smoothing * (lse_T - mean_T)
-        ctx.save_for_backward(logits_Tv, labels_T, here_T, mine_T, lse_T)
-        ctx.true_entries, ctx.vocab_size, ctx.smoothing = true_entries, vocab_size, smoothing
-        return loss_T.masked_fill(labels_T == IGNORED, 0.0)
+        entries = Entries(group.rank() * logits_Tv.shape[1], vocab_size, smoothing)
+        losses = entries.losses(entries.statistics(logits_Tv, labels_T), group)
+        ctx.save_for_backward(logits_Tv, labels_T, losses.lse_T)
+        ctx.entries = entries
+        return losses.loss_T.masked_fill(labels_T == IGNORED, 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Any, ...]:
-        logits_Tv, labels_T, here_T, mine_T, lse_T = ctx.saved_tensors
-        grad_T = grad_T.masked_fill(labels_T == IGNORED, 0.0)
-        # exp(x - lse) in one new buffer; padding entries have no probability and no gradient.
-        grad_Tv = (logits_Tv.to(lse_T.dtype) - lse_T[:, None]).exp_()
-        if ctx.smoothing:
-            grad_Tv -= ctx.smoothing / ctx.vocab_size
-        share_T = here_T.to(grad_Tv.dtype).mul_(ctx.smoothing - 1.0)
-        grad_Tv.scatter_add_(1, mine_T[:, None], share_T[:, None])
-        grad_Tv[:, ctx.true_entries :] = 0.0
-        grad_Tv *= grad_T[:, None]
+        logits_Tv, labels_T, lse_T = ctx.saved_tensors
+        scale_T = grad_T.masked_fill(labels_T == IGNORED, 0.0)
+        grad_Tv = ctx.entries.gradient(logits_Tv, labels_T, lse_T, scale_T)
         return grad_Tv.to(logits_Tv.dtype), None, None, None, None
 
 
-def _own_rows(indices_T: Tensor, held: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Whether each index is among this rank's `held` rows, and its local row (0 where not)."""
-    local_T = indices_T - rank * held
+class TokenLosses(NamedTuple):
+    """Loss of each token and the log-sum-exp of its logits, both [T]."""
+
+    loss_T: Tensor
+    lse_T: Tensor
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Consecutive entries of a vocabulary, of which a loss over the whole of it is put together.
+
+    Attributes:
+        first: the first of them.
+        vocab_size: entries of the true vocabulary; those after it have no probability.
+        smoothing: probability that is spread evenly over the true vocabulary.
+    """
+
+    first: int
+    vocab_size: int
+    smoothing: float
+
+    def statistics(self, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
+        """What the loss needs of these logits: [3, T], or [2, T] without smoothing.
+
+        The log-sum-exp, the target's logit where it is among them (0 elsewhere), and the sum.
+        """
+        wide = logits_Tv.to(torch.promote_types(logits_Tv.dtype, torch.float32))
+        true = wide[:, : self._true(logits_Tv)]
+        here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
+        # There may be padding only: the log-sum-exp over no entries is -inf, its sum 0.
+        target_T = wide.gather(1, mine_T[:, None]).squeeze(1).masked_fill(~here_T, 0.0)
+        return torch.stack(
+            [true.logsumexp(1), target_T] + ([true.sum(1)] if self.smoothing else [])
+        )
+
+    def losses(self, own: Tensor, group: dist.ProcessGroup | None) -> TokenLosses:
+        """The losses, from the statistics of every rank's entries: one all-gather."""
+        lse_T, target_T, *sums = merge_statistics(all_gather(own[None], group))
+        loss_T = lse_T - target_T
+        if self.smoothing:
+            mean_T = sums[0] / self.vocab_size
+            loss_T = (1 - self.smoothing) * loss_T + self.smoothing * (lse_T - mean_T)
+        return TokenLosses(loss_T, lse_T)
+
+    def gradient(
+        self, logits_Tv: Tensor, labels_T: Tensor, lse_T: Tensor, scale_T: Tensor
+    ) -> Tensor:
+        """Gradient of these logits, in one new buffer of at least fp32.
+
+        Args:
+            logits_Tv: of these entries.
+            labels_T: of the whole vocabulary, or IGNORED.
+            lse_T: over the whole vocabulary.
+            scale_T: upstream gradient times weight of each token's loss, 0 where it is ignored.
+        """
+        grad_Tv = (logits_Tv.to(lse_T.dtype) - lse_T[:, None]).exp_()
+        if self.smoothing:
+            grad_Tv -= self.smoothing / self.vocab_size
+        here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
+        share_T = here_T.to(grad_Tv.dtype).mul_(self.smoothing - 1.0)
+        grad_Tv.scatter_add_(1, mine_T[:, None], share_T[:, None])
+        grad_Tv[:, self._true(logits_Tv) :] = 0.0
+        grad_Tv *= scale_T[:, None]
+        return grad_Tv
+
+    def after(self, skipped: int) -> "Entries":
+        """The entries from the one after `skipped` of these on."""
+        return replace(self, first=self.first + skipped)
+
+    def _true(self, logits_Tv: Tensor) -> int:
+        return min(max(self.vocab_size - self.first, 0), logits_Tv.shape[1])
+
+
+def merge_statistics(parts: Tensor) -> Tensor:
+    """[n, 3 or 2, T] of n parts of a vocabulary -> [3 or 2, T] of all of them."""
+    return torch.cat([parts[:, :1].logsumexp(0), parts[:, 1:].sum(0)])
+
+
+def _own_rows(indices_T: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
+    """Whether each index is among `held` rows from `first` on, and its place there (0 if not)."""
+    local_T = indices_T - first
     here_T = (local_T >= 0) & (local_T < held)
     return here_T, local_T.masked_fill(~here_T, 0)

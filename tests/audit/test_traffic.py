@@ -100,6 +100,7 @@ GPT = {
 }
 BF16 = {"precision": "bf16"}
 FULL = {"recompute_granularity": "full"}
+FUSED = {"cross_entropy_loss_fusion": True}
 SELECTIVE = {
     "recompute_granularity": "selective",
     "recompute_modules": ("core_attn", "mlp", "layernorm"),
@@ -153,6 +154,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "tp, modules recomputed": (2, {TP: 2} | SELECTIVE),
     "tp + sp, modules recomputed": (2, SP | SELECTIVE | GPT),
+    "tp, loss fused": (2, {TP: 2} | FUSED),
+    "tp + sp, loss fused with the output layer": (
+        2,
+        SP | FUSED | {"cross_entropy_fusion_impl": "linear", "label_smoothing": 0.1},
+    ),
     "optim_grads_params, pairs of layers recomputed": (
         2,
         {ZERO: "optim_grads_params", "recompute_num_layers": 2} | FULL,

@@ -19,6 +19,8 @@ def _selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
+NATIVE = {"cross_entropy_loss_fusion": True}
+LINEAR = NATIVE | {"cross_entropy_fusion_impl": "linear"}
 EVERYTHING = _selective("core_attn", "mlp", "layernorm")
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "each layer, dropout": (1, "gpt", flags() | _full()),
@@ -53,6 +55,40 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | EVERYTHING
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "global_batch_size": 2},
     ),
+    "native loss": (1, "llama tied", flags() | NATIVE),
+    "native loss, deferred weights": (
+        2,
+        "gpt",
+        flags(pp=2, stages="Ett|tttL") | NATIVE | {"pipeline_schedule": "zb_h1"},
+    ),
+    "native loss, vocabulary part of padding only": (
+        4,
+        "llama",
+        flags(tp=4, sequence=True)
+        | NATIVE
+        | {"vocab_size": 70, "make_vocab_size_divisible_by": 104, "label_smoothing": 0.0},
+    ),
+    "linear loss": (1, "gpt", flags() | LINEAR),
+    "linear loss, tensor parallel": (2, "llama", flags(tp=2) | LINEAR | {"label_smoothing": 0.0}),
+    "linear loss, vocabulary part of padding only": (
+        4,
+        "llama",
+        flags(tp=4, sequence=True)
+        | LINEAR
+        | {"vocab_size": 70, "make_vocab_size_divisible_by": 104},
+    ),
+    "linear loss, tied over the pipeline, deferred weights, ZeRO-2": (
+        8,
+        "llama tied",
+        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim_grads")
+        | LINEAR
+        | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
+    ),
+    "linear loss, ZeRO-3, one stage": (
+        2,
+        "gpt",
+        flags(strategy="optim_grads_params") | LINEAR | _full(),
+    ),
     "pairs of layers, deferred weights, ZeRO-3": (
         4,
         "gpt",
@@ -67,4 +103,22 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 def test_memory_techniques_are_exact(case: str) -> None:
     world, model, settings = CASES[case]
     report = verify_in_pool(world, config(MODELS[model], **settings))
+    assert report.passed, report.text()
+
+
+BF16_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "native loss": (2, "llama tied", flags(tp=2, sequence=True) | NATIVE),
+    "linear loss, deferred weights": (
+        4,
+        "gpt",
+        flags(pp=2, stages="Ett|tttL", strategy="optim") | LINEAR | {"pipeline_schedule": "zb_h1"},
+    ),
+    "every module, ZeRO-3": (2, "llama", flags(strategy="optim_grads_params") | EVERYTHING),
+}
+
+
+@pytest.mark.parametrize("case", BF16_CASES)
+def test_memory_techniques_in_bf16_are_as_close_as_one_device(case: str) -> None:
+    world, model, settings = BF16_CASES[case]
+    report = verify_in_pool(world, config(MODELS[model], **settings | {"precision": "bf16"}))
     assert report.passed, report.text()

@@ -1,0 +1,185 @@
+"""Losses that keep neither logits nor anything of their size from forward to backward.
+
+`native` makes the gradient of the logits in the forward, in the memory of the logits. `linear`
+takes the output layer along: logits exist for a slice of the vocabulary at a time, are merged by
+their log-sum-exp (an online softmax: Milakov and Gimelshein 2018; as a loss: Wijmans et al., Cut
+Your Losses, 2024) and made again in the backward, 8 T H V FLOPs instead of 6.
+
+Shapes: T tokens, t = T / tp, H features, V padded vocabulary, v = V / tp entries of this rank.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fivefold.config.memory import MemoryConfig, vocab_split_sizes
+from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
+from fivefold.model.layers import local
+from fivefold.model.loss import token_weights
+from fivefold.model.transformer import Stage
+from fivefold.tensor.vocabulary import Entries, merge_statistics
+
+log = logging.getLogger(__name__)
+LOGITS_AT_A_TIME = 1 << 24
+"""That are held in fp32, 64 MiB."""
+
+
+def install_cross_entropy(
+    stage: Stage, memory: MemoryConfig, group: dist.ProcessGroup | None, sequence_parallel: bool
+) -> None:
+    """Put the fused loss that `memory` asks for into a stage that holds the head.
+
+    Raises:
+        ConfigError: a variable of the linear fusion is not a number.
+    """
+    if memory.cross_entropy_fusion_impl == "linear":
+        splits = vocab_split_sizes(os.environ)
+        stage.head_loss = LinearCrossEntropy(group, sequence_parallel, *splits)
+        log.info("loss: fused with the output layer, %d entries at a time", splits[0])
+        return
+    stage.cross_entropy = NativeCrossEntropy(group)
+    alias = " (te is the same here)" if memory.cross_entropy_fusion_impl == "te" else ""
+    log.info("loss: its gradient is made in the memory of the logits%s", alias)
+
+
+@dataclass(frozen=True)
+class NativeCrossEntropy:
+    """The `cross_entropy` seam whose backward has its gradient ready.
+
+    Attributes:
+        group: of tensor parallelism, which splits the vocabulary; None for one rank.
+    """
+
+    group: dist.ProcessGroup | None
+
+    def __call__(
+        self,
+        logits_Tv: Tensor,
+        labels_T: Tensor,
+        vocab_size: int,
+        label_smoothing: float = 0.0,
+        weights_T: Tensor | None = None,
+    ) -> Tensor:
+        """Sum of the token losses; arguments as in `model.loss.cross_entropy`.
+
+        The logits are overwritten: nobody may use them afterwards.
+        """
+        rank = 0 if self.group is None else self.group.rank()
+        entries = Entries(rank * logits_Tv.shape[1], vocab_size, label_smoothing)
+        weights_T = token_weights(labels_T, weights_T, logits_Tv.dtype)
+        loss: Tensor = _Native.apply(logits_Tv, labels_T, weights_T, entries, self.group)
+        return loss
+
+
+class _Native(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_Tv: Tensor,
+        labels_T: Tensor,
+        weights_T: Tensor,
+        entries: Entries,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        pieces = list(_pieces(len(logits_Tv), max(LOGITS_AT_A_TIME // logits_Tv.shape[1], 1)))
+        own = [entries.statistics(logits_Tv[rows], labels_T[rows]) for rows in pieces]
+        losses = entries.losses(torch.cat(own, dim=1), group)
+        if ctx.needs_input_grad[0]:
+            for rows in pieces:
+                grad = entries.gradient(
+                    logits_Tv[rows], labels_T[rows], losses.lse_T[rows], weights_T[rows]
+                )
+                logits_Tv[rows] = grad.to(logits_Tv.dtype)
+            ctx.save_for_backward(logits_Tv)
+        return losses.loss_T @ weights_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (grad_Tv,) = ctx.saved_tensors
+        return grad_Tv.mul_(grad), None, None, None, None
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy:
+    """The `head_loss` seam that makes logits slice by slice.
+
+    The weight's gradient comes with dX even where others wait for their turn: the slices that it
+    is made of exist only then.
+
+    Attributes:
+        group: of tensor parallelism, which splits the vocabulary; None for one rank.
+        sequence_parallel: whether the states arrive sharded along the tokens.
+        forward_split: vocabulary entries of a slice in the forward.
+        backward_split: the same in the backward.
+    """
+
+    group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    forward_split: int
+    backward_split: int
+
+    def __call__(
+        self, stage: Stage, x_TH: Tensor, labels_T: Tensor, weights_T: Tensor | None
+    ) -> Tensor:
+        """Sum of the weighted token losses, from [T or t, H]."""
+        assert stage.lm_head is not None, "the last stage has the head"
+        weight_vH = local(stage.lm_head.weight)
+        rank = 0 if self.group is None else self.group.rank()
+        first, smoothing = rank * len(weight_vH), stage.label_smoothing
+        entries = Entries(first, stage.model.vocab_size, smoothing)
+        weights_T = token_weights(labels_T, weights_T, x_TH.dtype)
+        loss: Tensor = _Linear.apply(x_TH, weight_vH, labels_T, weights_T, entries, self)
+        return loss
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_vH: Tensor,
+        labels_T: Tensor,
+        weights_T: Tensor,
+        entries: Entries,
+        on: LinearCrossEntropy,
+    ) -> Tensor:
+        x_TH = all_gather(x, on.group) if on.sequence_parallel else x
+        parts = [
+            entries.after(rows.start).statistics(x_TH @ weight_vH[rows].t(), labels_T)
+            for rows in _pieces(len(weight_vH), on.forward_split)
+        ]
+        losses = entries.losses(merge_statistics(torch.stack(parts)), on.group)
+        ctx.save_for_backward(x, weight_vH, labels_T, weights_T, losses.lse_T)
+        ctx.entries, ctx.on = entries, on
+        return losses.loss_T @ weights_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight_vH, labels_T, weights_T, lse_T = ctx.saved_tensors
+        on: LinearCrossEntropy = ctx.on
+        x_TH = all_gather(x, on.group) if on.sequence_parallel else x
+        scale_T = grad * weights_T
+        grad_weight = torch.empty_like(weight_vH)
+        wide_TH = torch.zeros_like(x_TH, dtype=lse_T.dtype)
+        for rows in _pieces(len(weight_vH), on.backward_split):
+            logits_Tc = x_TH @ weight_vH[rows].t()
+            grad_Tc = ctx.entries.after(rows.start).gradient(logits_Tc, labels_T, lse_T, scale_T)
+            grad_Tc = grad_Tc.to(x.dtype)
+            torch.mm(grad_Tc.t(), x_TH, out=grad_weight[rows])
+            wide_TH += grad_Tc @ weight_vH[rows]
+        start = start_reduce_scatter if on.sequence_parallel else start_all_reduce
+        grad_x = start(wide_TH.to(x.dtype), on.group).wait()
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _pieces(size: int, each: int) -> Iterator[slice]:
+    return (slice(start, min(start + each, size)) for start in range(0, size, each))

@@ -1,0 +1,157 @@
+"""Fused losses against the plain one in fp64, and what they hold meanwhile."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.config.memory import vocab_split_sizes
+from fivefold.errors import ConfigError
+from fivefold.memory import cross_entropy as fused
+from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
+from fivefold.mesh.collectives import all_gather
+from fivefold.model.batch import Batch
+from fivefold.model.transformer import Stage
+from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.linear import ColumnParallel
+from tests.model.models import LLAMA, batch_of, build
+from tests.pool import run
+
+MODEL = replace(LLAMA, num_layers=1, vocab_size=99, make_vocab_size_divisible_by=52)
+T = 24
+SPLITS = (7, 30)  # neither divides a vocabulary of 104, nor the 52 entries of one of two ranks
+CASES = list(product(["native", "linear"], [0.0, 0.1], [False, True]))
+NAMES = [f"{i}{', smoothed' * bool(s)}{', weighted' * w}" for i, s, w in CASES]
+
+
+def _batch(weighted: bool) -> Batch:
+    batch = batch_of(MODEL, [[5, 7], [12]])
+    weights = torch.rand(batch.labels.shape, generator=torch.Generator().manual_seed(4))
+    assert (batch.labels == -100).any()
+    return replace(batch, loss_weights=weights.double() if weighted else None)
+
+
+def _fuse(stage: Stage, impl: str, group: Any = None, sequence: bool = False) -> Stage:
+    if impl == "linear":
+        stage.head_loss = LinearCrossEntropy(group, sequence, *SPLITS)
+    elif impl == "native":
+        stage.cross_entropy = NativeCrossEntropy(group)
+    return stage
+
+
+def _hidden() -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    x_TH = torch.randn(T, MODEL.hidden_size, generator=generator, dtype=torch.float64)
+    return x_TH.requires_grad_()
+
+
+def _backward(stage: Stage, x_TH: Tensor, batch: Batch) -> Tensor:
+    with patch.object(fused, "LOGITS_AT_A_TIME", 5 * MODEL.padded_vocab_size):
+        loss = stage.loss(x_TH, batch)
+    (loss * 0.37).backward()
+    return loss.detach()
+
+
+def _close(ours: Tensor | None, true: Tensor | None) -> None:
+    assert ours is not None and true is not None
+    torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("impl", "smoothing", "weighted"), CASES, ids=NAMES)
+def test_fused_losses_are_the_loss(impl: str, smoothing: float, weighted: bool) -> None:
+    plain = build(MODEL, label_smoothing=smoothing)
+    stage = _fuse(build(MODEL, label_smoothing=smoothing), impl)
+    x, own = _hidden(), _hidden()
+    batch = _batch(weighted)
+    _close(_backward(stage, own, batch), _backward(plain, x, batch))
+    _close(own.grad, x.grad)
+    for name in ("lm_head.weight", "norm.weight"):
+        _close(stage.get_parameter(name).grad, plain.get_parameter(name).grad)
+    with torch.no_grad():
+        _close(stage.loss(own, batch), plain.loss(x, batch))
+
+
+def _split(rank: int, world: int, impl: str, smoothing: float, sequence: bool) -> None:
+    plain, stage = (build(MODEL, label_smoothing=smoothing) for _ in range(2))
+    assert stage.lm_head is not None and plain.lm_head is not None
+    stage.lm_head.weight.data = stage.lm_head.weight.data.chunk(world)[rank].clone()
+    stage.column = ColumnParallel(dist.group.WORLD, sequence, DeferredWeights())
+    _fuse(stage, impl, dist.group.WORLD, sequence)
+    x, own = _hidden(), _hidden().detach()
+    own = (own.chunk(world)[rank] if sequence else own).requires_grad_()
+    batch = _batch(weighted=True)
+    _close(_backward(stage, own, batch), _backward(plain, x, batch))
+    assert own.grad is not None and plain.lm_head.weight.grad is not None
+    _close(all_gather(own.grad, dist.group.WORLD) if sequence else own.grad, x.grad)
+    _close(stage.lm_head.weight.grad, plain.lm_head.weight.grad.chunk(world)[rank])
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("impl", ["native", "linear"])
+def test_fused_losses_of_a_split_vocabulary(impl: str, sequence: bool) -> None:
+    run(2, _split, impl, 0.1, sequence)
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that any result in this context has, parameters apart."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor) and each.shape[:1] == (T,):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+def test_the_linear_loss_never_has_all_logits() -> None:
+    for impl, expected in (
+        ("plain", T * MODEL.padded_vocab_size),
+        ("linear", T * MODEL.hidden_size),
+    ):
+        stage, x_TH = _fuse(build(MODEL), impl), _hidden()
+        with _Largest() as largest:
+            _backward(stage, x_TH, _batch(weighted=False))
+        assert largest.elements == expected
+
+
+def test_the_native_loss_keeps_its_gradient_in_the_memory_of_the_logits() -> None:
+    for impl in ("plain", "native"):
+        stage, x_TH = _fuse(build(MODEL), impl), _hidden()
+        saved: list[Tensor] = []
+        assert stage.norm is not None and stage.lm_head is not None
+        logits = stage.lm_head(stage.norm(x_TH))
+        before = logits.detach().clone()
+        labels_T = _batch(weighted=False).labels.flatten()
+
+        def note(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = stage.cross_entropy(logits, labels_T, MODEL.vocab_size)
+        large = [tensor for tensor in saved if tensor.numel() == logits.numel()]
+        assert [tensor.data_ptr() for tensor in large] == [logits.data_ptr()]
+        assert torch.equal(logits, before) == (impl == "plain")
+        (grad,) = torch.autograd.grad(loss, logits)
+        assert (grad.data_ptr() == logits.data_ptr()) == (impl == "native")
+
+
+def test_slices_of_the_vocabulary_are_set_by_megatrons_variables() -> None:
+    assert vocab_split_sizes({}) == (3072, 3072)
+    assert vocab_split_sizes({"LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE": "512"}) == (3072, 512)
+    wrong = {"LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE": "0", "LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE": "3k"}
+    with pytest.raises(ConfigError) as error:
+        vocab_split_sizes(wrong)
+    assert all(
+        f"{name} must be a positive number, not {text!r}" in str(error.value)
+        for name, text in wrong.items()
+    )
