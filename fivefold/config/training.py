@@ -115,3 +115,6 @@ class LoggingConfig:
     log_interval: int = option(1, "steps between console lines")
     tensorboard: bool = option(False, "write TensorBoard events (extra: fivefold[tensorboard])")
     wandb_project: str | None = option(None, "report to this W&B project (extra: fivefold[wandb])")
+    audit: bool = option(
+        False, "measure what the second step sends, holds and computes, for `fivefold audit`"
+    )

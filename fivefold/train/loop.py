@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fivefold.audit.measure import measured
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.model import ModelConfig
 from fivefold.data.loader import Loader
@@ -38,6 +40,7 @@ class Trainer:
         checkpointer: of the run's own folder.
         console: None on all ranks but the first, as are the sinks empty.
         sinks: where metrics go besides.
+        audit: folder for what one step sends, holds and computes; None: it is not measured.
         step: optimizer steps done.
     """
 
@@ -47,8 +50,10 @@ class Trainer:
     checkpointer: Checkpointer
     console: Console | None
     sinks: Sequence[Sink]
+    audit: Path | None = None
     step: int = 0
     _saved: int | None = field(default=None, init=False)
+    _steps_here: int = field(default=0, init=False)
 
     def restore(self, source: Checkpointer, step: int | None, *, weights_only: bool) -> None:
         """Load weights, and unless `weights_only` optimizer, step and place in the data.
@@ -83,10 +88,13 @@ class Trainer:
             stopping = False
             while self.step < config.training.train_iters and not stopping:
                 began = time.perf_counter()
-                result = self.engine.step(self.loader.next_batch(), vote=request.signum is not None)
+                batch, vote = self.loader.next_batch(), request.signum is not None
+                with self._measuring():
+                    result = self.engine.step(batch, vote=vote)
                 if not result.finite and config.training.check_for_nan_in_loss_and_grad:
                     raise self._not_finite(result)
                 self.step += 1
+                self._steps_here += 1
                 stopping = result.votes > 0
                 self._record(result, time.perf_counter() - began)
                 every = config.training.eval_interval
@@ -99,6 +107,14 @@ class Trainer:
             if stopping and self.console is not None:
                 self.console.note(f"asked to stop ({request.reason}): saved step {self.step}")
         self.checkpointer.wait()
+
+    def _measuring(self) -> AbstractContextManager[None]:
+        """Measures the second step of this start, or its first if that is the only one."""
+        is_only = self.step == self.engine.layout.config.training.train_iters - 1
+        wanted = self._steps_here == 1 or (self._steps_here == 0 and is_only)
+        if self.audit is None or not wanted:
+            return nullcontext()
+        return measured(self.engine, self.step + 1, self.audit)
 
     def _save(self) -> None:
         began = time.perf_counter()

@@ -112,7 +112,15 @@ def _make_trainer(
     validation = None
     if config.training.eval_interval:
         validation = _loader(job.layout, env, data, validation=True)
-    trainer = Trainer(engine, _loader(job.layout, env, data), validation, own, console, sinks=())
+    trainer = Trainer(
+        engine,
+        _loader(job.layout, env, data),
+        validation,
+        own,
+        console,
+        sinks=(),
+        audit=folder.audit if config.logging.audit else None,
+    )
     load = config.checkpoint.load
     if own.latest() is not None:
         trainer.restore(own, None, weights_only=False)

@@ -5,6 +5,7 @@ runs/llama3-8b-20261121-104500/
   environment.json   one entry for each start: machine, versions, git commit, command line
   metrics.jsonl      one line a step
   errors/            tracebacks of ranks that failed
+  audit/             with --audit: what each rank sent, held and computed in one step
 runs/latest -> llama3-8b-20261121-104500
 """
 
@@ -37,7 +38,7 @@ SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW|JWT")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of one run. Only one process of the run writes here, except for errors."""
+    """The paths of one run. Only its first rank writes here, except for errors and audits."""
 
     path: Path
 
@@ -55,6 +56,11 @@ class RunFolder:
     def metrics_file(self) -> Path:
         """One JSON object a line, each with its `step`."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def audit(self) -> Path:
+        """Where ranks leave what was measured of one step."""
+        return self.path / "audit"
 
     @property
     def errors(self) -> Path:

@@ -1,0 +1,150 @@
+"""What one rank did in one step, measured or expected, and the file that keeps it; torch-free."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+
+from fivefold.check import Layout
+from fivefold.errors import DataError
+from fivefold.files import write_atomic
+from fivefold.model.activations import (
+    Running,
+    bookkeeping_bytes,
+    embedding_bytes,
+    loss_bytes,
+    saved_activations,
+    total,
+)
+from fivefold.model.shape import is_expert, local_shape, parameter_shapes
+from fivefold.state import model_state, num_shards, stages_held
+from fivefold.volumes import by_axis, step_volumes
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One step of one rank. Sizes are bytes.
+
+    Attributes:
+        rank: whose.
+        step: which, counted from 1.
+        sent: by mesh axis.
+        parameters: that the optimizer updates.
+        gradients: when the optimizer takes them, all reductions done.
+        optimizer: moments.
+        activations: kept between forward and backward of one microbatch, by stage.
+        multiplications: floating-point operations of matrix products, attention's apart.
+        packed: whether rows of the microbatch that `activations` are of held several documents.
+        peak_allocated: of the device's memory in the step; None where nobody counts.
+    """
+
+    rank: int
+    step: int
+    sent: Mapping[str, float]
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: Mapping[int, float]
+    multiplications: float
+    packed: bool = False
+    peak_allocated: float | None = None
+
+
+def write_record(folder: Path, record: RankRecord) -> None:
+    """Keep a record as folder/rank-N.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / f"rank-{record.rank}.json", json.dumps(asdict(record), indent=2) + "\n")
+
+
+def read_records(folder: Path) -> list[RankRecord]:
+    """All ranks' records, in order.
+
+    Raises:
+        DataError: none is there, one is missing, or one cannot be read.
+    """
+    paths = sorted(folder.glob("rank-*.json"))
+    if not paths:
+        raise DataError(
+            f"{folder} has no records: nothing was measured in that run\n"
+            "  try: train with --audit, which measures one step"
+        )
+    records = []
+    for path in paths:
+        try:
+            values = json.loads(path.read_text())
+            activations = {int(stage): size for stage, size in values.pop("activations").items()}
+            records.append(RankRecord(**values, activations=activations))
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise DataError(f"cannot read {path}: {error}") from error
+    records.sort(key=lambda record: record.rank)
+    missing = sorted({*range(len(records))} - {record.rank for record in records})
+    if missing:
+        raise DataError(f"{folder} lacks the record of rank {missing[0]}")
+    return records
+
+
+def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
+    """What theory says that the rank of a record does in that step."""
+    at = layout.grid.coordinates(measured.rank)
+    shard = at["dp_shard"] * layout.grid.cp + at["cp"] if num_shards(layout) > 1 else 0
+    state = model_state(layout, at["pp"], shard)
+    stages = stages_held(layout, at["pp"])
+    return replace(
+        measured,
+        sent=by_axis(step_volumes(layout, measured.rank)),
+        parameters=state.masters,
+        gradients=state.masters,  # as many and as wide, once they are reduced
+        optimizer=state.optimizer,
+        activations={s: _activations(layout, s, packed=measured.packed) for s in stages},
+        multiplications=_multiplications(layout, at["pp"]),
+    )
+
+
+def _activations(layout: Layout, stage: int, *, packed: bool) -> float:
+    """Kept by one forward of a stage."""
+    config, parts = layout.config, layout.split.stages[stage]
+    running, model = Running.of(config), config.model
+    tokens = config.training.micro_batch_size * config.training.seq_length / layout.grid.cp
+    saved = [
+        total(saved_activations(model, layer, running, position=place))
+        for place, layer in enumerate(parts.layers)
+    ]
+    if parts.embedding:
+        saved.append(total(embedding_bytes(model, running)))
+    if parts.head:
+        saved.append(total(loss_bytes(model, running)))
+    kinds = config.parallel.cp_comm_type
+    copied = [
+        packed or (layout.grid.cp > 1 and kinds[layer % len(kinds)].startswith("a2a"))
+        for layer in parts.layers
+    ]
+    small = bookkeeping_bytes(model, parts, running, copied_outputs=sum(copied))
+    return tokens * (total(saved).kept + small)
+
+
+def _multiplications(layout: Layout, pp_rank: int) -> float:
+    """FLOPs of a rank's linear layers: forward, dX and dW, each 2 x weights x tokens.
+
+    Where key/value heads are fewer than ranks, a rank holds all of them and computes one.
+    """
+    config, grid = layout.config, layout.grid
+    model, training = config.model, config.training
+    tokens = training.micro_batch_size * training.seq_length / grid.cp
+    weights = 0.0
+    for stage in stages_held(layout, pp_rank):
+        parts = layout.split.stages[stage]
+        names = dict(parameter_shapes(model, parts))
+        if parts.head and parts.embedding:  # a tied weight is listed once, as the embedding
+            names["lm_head.weight"] = names["embed_tokens.weight"]
+        for name, shape in names.items():
+            *_, module, kind = name.split(".")
+            if kind != "weight" or len(shape) < 2 or module.startswith("embed_"):
+                continue
+            size = prod(local_shape(model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp))
+            if module in ("k_proj", "v_proj") and model.num_kv_heads % grid.tp:
+                size //= model.num_kv_heads
+            if is_expert(name):
+                size = size * model.moe_router_topk // (model.num_experts or 1)
+            weights += size
+    return 6 * weights * tokens * layout.num_microbatches

@@ -1,0 +1,279 @@
+"""Predicted beside measured, and what is to be said of a difference; torch-free."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from fivefold.audit.record import RankRecord, expected_record
+from fivefold.check import Layout
+from fivefold.errors import DataError
+from fivefold.units import human_bytes, human_flops, human_seconds
+
+ACTIVATION_TOLERANCE = 0.03
+"""Relative: kernels keep small things of their own, and machines choose other kernels."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One quantity, on the rank where theory and measurement differ most.
+
+    Attributes:
+        name: of the quantity.
+        predicted: by theory; None where something is missing for it.
+        measured: None where nobody counts it.
+        tolerance: largest relative difference that is allowed; None: it is told, not judged.
+        rank: of these numbers; None: they are of the whole run.
+        wrong: ranks on which the difference is larger.
+        shown: the formatter.
+        note: what is to be said of it.
+    """
+
+    name: str
+    predicted: float | None
+    measured: float | None
+    tolerance: float | None
+    rank: int | None
+    wrong: int
+    shown: Callable[[float], str]
+    note: str = ""
+
+    @property
+    def deviation(self) -> float | None:
+        """Measured over predicted, less one."""
+        if self.predicted is None or self.measured is None:
+            return None
+        return _deviation(self.predicted, self.measured)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an audit found.
+
+    Attributes:
+        title: the run and its layout.
+        ranks: how many were measured.
+        findings: in the order they are shown.
+    """
+
+    title: str
+    ranks: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that is judged is as predicted."""
+        return not any(finding.wrong for finding in self.findings)
+
+    def text(self) -> str:
+        """A table, what is to be said, and the verdict in the last line."""
+        rows = [("", "predicted", "measured", "")]
+        rows += [self._row(finding) for finding in self.findings]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [self.title, ""]
+        lines += [
+            f"{name:<{widths[0]}}  {a:>{widths[1]}}  {b:>{widths[2]}}  {what}".rstrip()
+            for name, a, b, what in rows
+        ]
+        notes = [f"{f.name}: {f.note}" for f in self.findings if f.note]
+        judged = sum(finding.tolerance is not None for finding in self.findings)
+        failed = [finding.name for finding in self.findings if finding.wrong]
+        verdict = (
+            f"not as predicted: {', '.join(failed)}"
+            if failed
+            else f"as predicted: all {judged} quantities on all {self.ranks} ranks"
+        )
+        return "\n".join([*lines, *([""] if notes else []), *notes, "", verdict])
+
+    def as_json(self) -> dict[str, object]:
+        """The same for programs; sizes in bytes, times in seconds."""
+        return {
+            "passed": self.passed,
+            "ranks": self.ranks,
+            "findings": [
+                {
+                    "name": f.name,
+                    "predicted": f.predicted,
+                    "measured": f.measured,
+                    "tolerance": f.tolerance,
+                    "rank": f.rank,
+                    "wrong_ranks": f.wrong,
+                    "note": f.note,
+                }
+                for f in self.findings
+            ],
+        }
+
+    def _row(self, finding: Finding) -> tuple[str, str, str, str]:
+        predicted, measured = (
+            "-" if value is None else finding.shown(value)
+            for value in (finding.predicted, finding.measured)
+        )
+        return finding.name, predicted, measured, self._in_words(finding)
+
+    def _in_words(self, finding: Finding) -> str:
+        off = finding.deviation
+        if off is None:
+            return ""
+        where = "" if finding.rank is None else f" on rank {finding.rank}"
+        if finding.tolerance is None:
+            return f"{off:+.1%}{where}"
+        if finding.wrong:
+            many = f", wrong on {finding.wrong} of {self.ranks} ranks" if self.ranks > 1 else ""
+            assert finding.predicted is not None and finding.measured is not None
+            if finding.tolerance == 0:
+                return f"{finding.measured - finding.predicted:+,.0f}{where}{many}"
+            return f"{off:+.1%}{where}{many}"
+        return "equal" if off == 0 else f"{off:+.2%} at most"
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What only a model of the cluster can predict.
+
+    Attributes:
+        seconds: of a step.
+        interval: that 80 % of steps lie in.
+        peaks: of allocated device memory, by pipeline rank.
+    """
+
+    seconds: float
+    interval: tuple[float, float]
+    peaks: Sequence[float]
+
+
+def audit(
+    title: str,
+    layout: Layout,
+    records: Sequence[RankRecord],
+    seconds: float | None,
+    outlook: Outlook | None,
+) -> Report:
+    """Compare what every rank did with theory.
+
+    Args:
+        title: of the report.
+        layout: of the run.
+        records: of all its ranks.
+        seconds: measured, of a usual step; None if there was none.
+        outlook: of the planner; None without a cluster.
+    """
+    pairs = [(expected_record(layout, record), record) for record in records]
+    findings = [
+        *_sent(pairs),
+        _compare("weights", pairs, lambda r: r.parameters),
+        _compare("gradients", pairs, lambda r: r.gradients),
+        _compare("optimizer state", pairs, lambda r: r.optimizer),
+        *_activations(layout, pairs),
+        _compare("matrix products", pairs, lambda r: r.multiplications, shown=human_flops),
+        *_peaks(layout, records, outlook),
+        _step_time(seconds, outlook),
+    ]
+    return Report(title, len(records), tuple(findings))
+
+
+def usual_seconds(metrics: Path, audited: int) -> float | None:
+    """The median time of a run's steps, without its first and the one that was measured.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {metrics}: {error}") from error
+    steps = [line for line in lines if "seconds" in line and "grad_norm" in line]
+    usual = [line["seconds"] for line in steps[1:] if line["step"] != audited]
+    return median(usual) if usual else None
+
+
+Pairs = Sequence[tuple[RankRecord, RankRecord]]
+
+
+def _compare(
+    name: str,
+    pairs: Pairs,
+    value: Callable[[RankRecord], float],
+    *,
+    tolerance: float = 0.0,
+    shown: Callable[[float], str] = human_bytes,
+    note: str = "",
+) -> Finding:
+    """A quantity on all ranks: the numbers of the one that deviates most."""
+    values = [(value(expected), value(record), record.rank) for expected, record in pairs]
+    predicted, measured, rank = max(values, key=lambda v: abs(_deviation(v[0], v[1])))
+    wrong = sum(abs(_deviation(a, b)) > tolerance for a, b, _ in values)
+    return Finding(name, predicted, measured, tolerance, rank, wrong, shown, note if wrong else "")
+
+
+def _sent(pairs: Pairs) -> Iterator[Finding]:
+    axes = dict.fromkeys(axis for pair in pairs for record in pair for axis in record.sent)
+    for axis in axes:
+        note = "a collective more or less than the formulas of volumes.py know"
+        if axis in ("ep", "etp"):
+            note = "the formula is an expectation over evenly chosen experts"
+        yield _compare(f"sent over {axis}", pairs, partial(_sent_over, axis), note=note)
+
+
+def _sent_over(axis: str, record: RankRecord) -> float:
+    return record.sent.get(axis, 0.0)
+
+
+def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
+    """Each stage's, on all ranks that hold it."""
+    note = "what autograd keeps is not what model/activations.py counts"
+    if layout.config.model.attention_dropout:
+        note = "dropping attention probabilities keeps S x S matrices, whose number is approximate"
+    for stage in range(len(layout.split.stages)):
+        held = [pair for pair in pairs if stage in pair[1].activations]
+        if held:
+            yield _compare(
+                f"activations of stage {stage}",
+                held,
+                partial(_kept_by, stage),
+                tolerance=ACTIVATION_TOLERANCE,
+                note=note,
+            )
+
+
+def _kept_by(stage: int, record: RankRecord) -> float:
+    return record.activations.get(stage, 0.0)
+
+
+def _peaks(
+    layout: Layout, records: Sequence[RankRecord], outlook: Outlook | None
+) -> Iterator[Finding]:
+    """The peak of device memory, of the rank that has the highest one."""
+    counted = [(r.peak_allocated, r.rank) for r in records if r.peak_allocated is not None]
+    if not counted:
+        return
+    measured, rank = max(counted)
+    predicted = None
+    if outlook is not None:
+        predicted = outlook.peaks[layout.grid.coordinates(rank)["pp"]]
+    note = "" if outlook is not None else _NO_CLUSTER
+    yield Finding("device memory", predicted, measured, None, rank, 0, human_bytes, note)
+
+
+def _step_time(seconds: float | None, outlook: Outlook | None) -> Finding:
+    note = ""
+    if outlook is None:
+        note = _NO_CLUSTER
+    elif seconds is None:
+        note = "the run has no step besides the first and the measured one"
+    else:
+        low, high = map(human_seconds, outlook.interval)
+        note = f"expected between {low} and {high} with a probability of 80 %"
+    predicted = None if outlook is None else outlook.seconds
+    return Finding("step time", predicted, seconds, None, None, 0, human_seconds, note)
+
+
+_NO_CLUSTER = "to predict it, name the machine: --cluster NAME or FILE.toml"
+
+
+def _deviation(predicted: float, measured: float) -> float:
+    if predicted == measured:
+        return 0.0
+    return measured / predicted - 1 if predicted else float("inf")

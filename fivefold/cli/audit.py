@@ -1,0 +1,73 @@
+"""`fivefold audit`: hold a run to what theory says of its layout."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.audit.record import read_records
+from fivefold.audit.report import Outlook, audit, usual_seconds
+from fivefold.check import Layout, check
+from fivefold.cli.style import paint
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load_options, read_config
+from fivefold.errors import DataError, did_you_mean
+from fivefold.plan.cluster import load_cluster
+from fivefold.plan.memory import peak_memory
+from fivefold.plan.step import predict
+from fivefold.verify.report import describe
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare what a run sent, held and computed in one step with what theory predicts.
+
+    The run must have been trained with --audit, which measures its second step on every rank.
+    Bytes on the wire, weights, gradients, optimizer state and matrix products must be equal,
+    activations within 3 %; the exit status is 0 only if they are. The time of a step, and the peak
+    of a GPU's memory, are predicted where --cluster says what the machine is.
+    """
+
+    run: str = argument("run folder, as `fivefold train` made it")
+    cluster: str | None = option(
+        None, "kind of GPU, or TOML file of a cluster, to predict the time of a step"
+    )
+    json: bool = option(False, "print the outcome as JSON")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; `argv` is what follows it."""
+    options = load_options(argv, Options)
+    folder = Path(options.run)
+    config_file = folder / "config.toml"
+    if not config_file.is_file():
+        near = [p.name for p in folder.parent.glob("*") if (p / "config.toml").is_file()]
+        raise DataError(
+            f"{folder} is not a run folder: it has no config.toml{did_you_mean(folder.name, near)}"
+        )
+    records = read_records(folder / "audit")
+    layout = check(read_config(config_file), len(records), planned=True)
+    step = records[0].step
+    report = audit(
+        f"{folder}, step {step}; {describe(layout)}",
+        layout,
+        records,
+        usual_seconds(folder / "metrics.jsonl", step),
+        None if options.cluster is None else _outlook(layout, options.cluster),
+    )
+    if options.json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        *lines, verdict = report.text().splitlines()
+        print("\n".join(lines))
+        print(paint(verdict, "green" if report.passed else "red", sys.stdout))
+    return 0 if report.passed else 1
+
+
+def _outlook(layout: Layout, name: str) -> Outlook:
+    cluster = load_cluster(name, layout.grid.world_size)
+    step = predict(layout, cluster)
+    peaks = [rank.peak for rank in peak_memory(layout, cluster).ranks]
+    return Outlook(step.step_time, (step.low, step.high), peaks)
