@@ -114,7 +114,6 @@ class Heads:
         features = q_BSND.shape[3], k_BSGD.shape[3], v_BSGD.shape[3]
         packed = [x.flatten(2) for x in (q_BSND, k_BSGD, v_BSGD)]
         q, k, v = _ToHeads.apply(*packed, deal, features)
-        k, v = deal.per_group(k), deal.per_group(v)
         if drop is not None:
             drop = drop.after(deal.queries(self.group.rank())[0])
         if self.outer_rank is None:
@@ -161,23 +160,10 @@ class Deal:
         return rank * each, (rank + 1) * each
 
     def keys(self, rank: int) -> Span:
-        """The key/value heads with which these attend."""
+        """The key/value heads with which these attend: several, or one that others have too."""
         first, last = self.queries(rank)
         shared = self.num_heads // self.num_kv_heads
         return first // shared, -(-last // shared)
-
-    def per_group(self, x_BSGD: Tensor) -> Tensor:
-        """Key/value heads as a kernel takes them: shared evenly, or else one per query head."""
-        rank = self.group.rank()
-        (first, last), (first_kv, last_kv) = self.queries(rank), self.keys(rank)
-        shared = self.num_heads // self.num_kv_heads
-        of_query = [head // shared - first_kv for head in range(first, last)]
-        count = last_kv - first_kv
-        if (last - first) % count == 0:
-            even = [i * count // (last - first) for i in range(last - first)]
-            if of_query == even:
-                return x_BSGD
-        return x_BSGD[:, :, of_query]
 
     def in_order(self, by_rank: list[Tensor]) -> Tensor:
         """Tokens of all ranks of the group, [B, S, F] each, in the order of the rows."""

@@ -122,6 +122,6 @@ class Batch:
 
 
 def taken(values_BL: Tensor, part: Part) -> Tensor:
-    """A rank's part of values of all tokens, such as [B, S]."""
-    rows = values_BL.reshape(part.shards.rows, -1)
+    """A rank's part of values of all tokens, [B, L] or with more dims behind."""
+    rows = values_BL.reshape(part.shards.rows, -1, *values_BL.shape[2:])
     return torch.cat([rows[:, start:stop] for start, stop in part.spans], dim=1)

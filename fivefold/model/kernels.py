@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.blocks import Block, Kind
@@ -47,7 +48,8 @@ def choose_kernel(
         if name in (None, known):
             lacks = "it drops nothing" if drop is not None else lacking(q, v)
             if not lacks:
-                return kernel
+                equal = known == "plain" or q.shape[-1] == v.shape[-1]
+                return kernel if equal else Padded(kernel)
             if name is not None:
                 raise ValueError(f"attention kernel {name}: {lacks}")
     return Plain(drop)
@@ -125,6 +127,34 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor | None, rows: slice) -> Tensor:
     grouped = _grouped(q * q.shape[-1] ** -0.5, k)
     scores = (grouped @ k[:, :, None].transpose(3, 4)).flatten(1, 2)
     return scores if seen is None else scores.masked_fill(~seen[rows], float("-inf"))
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A kernel for heads of one size, given values of fewer features than queries and keys.
+
+    Attributes:
+        kernel: that computes with values padded by zeros.
+    """
+
+    kernel: Kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        out, lse = self.kernel.forward(q, k, _padded(v, q), block)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """See `Kernel`."""
+        padded = (_padded(x, q) for x in (v, out))
+        dq, dk, dv = self.kernel.backward(_padded(grad, q), q, k, *padded, lse, block)
+        return dq, dk, dv[..., : v.shape[-1]]
+
+
+def _padded(x: Tensor, like: Tensor) -> Tensor:
+    return F.pad(x, (0, like.shape[-1] - x.shape[-1]))
 
 
 class FlashOnCpu:
@@ -226,8 +256,8 @@ def _lacking_on_cuda(q: Tensor, v: Tensor) -> str:
 
 
 def _lacking_heads(q: Tensor, v: Tensor) -> str:
-    if q.shape[-1] != v.shape[-1]:
-        return f"values must have as many features as queries, not {v.shape[-1]}"
+    if v.shape[-1] > q.shape[-1]:
+        return f"values must not have more features than queries, {v.shape[-1]} > {q.shape[-1]}"
     return ""
 
 
