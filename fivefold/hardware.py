@@ -48,6 +48,7 @@ class Gpu:
         multiprocessors: units over which the tiles of a multiplication are dealt out.
         sustained: share of `matmul` that a training step keeps, where power and heat hold clocks
             down and operands come from memory rather than from the last call's cache.
+        sustained_narrow: the same of 8- and 4-bit multiplications, which are held down more.
         attention_forward: share of the bf16 peak that fused attention reaches on long sequences.
         attention_backward: the same in its backward.
         memory_efficiency: share of `memory_bandwidth` that elementwise kernels reach.
@@ -63,6 +64,7 @@ class Gpu:
     matmul: Rates
     multiprocessors: int
     sustained: float = 0.85
+    sustained_narrow: float = 0.85
     attention_forward: float = 0.55
     attention_backward: float = 0.45
     memory_efficiency: float = 0.85
@@ -81,7 +83,8 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    attention_forward=0.6,
+    sustained=0.83,
+    attention_forward=0.58,
     attention_backward=0.5,
 )
 _H100 = Gpu(
@@ -91,6 +94,10 @@ _H100 = Gpu(
     peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
     multiprocessors=132,
+    sustained=0.75,
+    sustained_narrow=0.78,
+    attention_forward=0.45,
+    attention_backward=0.37,
 )
 _B200 = Gpu(
     "B200",
@@ -99,6 +106,10 @@ _B200 = Gpu(
     peak=_rates(bf16=2250, fp8=4500, fp4=9000),
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
     multiprocessors=148,
+    sustained=0.55,
+    sustained_narrow=0.8,
+    attention_forward=0.5,
+    attention_backward=0.4,
 )
 _GB200 = replace(
     _B200,
@@ -125,7 +136,16 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 matmul=_rates(bf16=794, fp8=1453, fp32=50),
             ),
             # A power-limited H100 with slower memory, on which torchtitan's figures were taken.
-            replace(_H100, name="H100-96", memory_bytes=96 * GB, memory_bandwidth=2400 * GB),
+            replace(
+                _H100,
+                name="H100-96",
+                memory_bytes=96 * GB,
+                memory_bandwidth=2400 * GB,
+                sustained=0.68,
+                sustained_narrow=0.7,
+                attention_forward=0.35,
+                attention_backward=0.29,
+            ),
             _B200,
             replace(
                 _B200,

@@ -62,6 +62,8 @@ class Cluster:
         reserved_bytes: of device memory that the driver, NCCL and fragmentation keep.
         jitter: of a step, the standard deviation of one GPU's time; every step waits for the
             slowest of all GPUs, sqrt(2 ln n) of it later.
+        host_operation: seconds in which the host issues one operation of the framework; where many
+            small ones follow each other, as in layers with experts, the GPU waits for it.
         interruptions_per_gpu_day: unexpected ends of a job; None: not known.
         price_per_gpu_hour: in any currency; None: not known.
     """
@@ -75,6 +77,7 @@ class Cluster:
     host_bandwidth: float = 50 * GB
     reserved_bytes: float = 2 * GB
     jitter: float = 0.004
+    host_operation: float = 12e-6
     interruptions_per_gpu_day: float | None = None
     price_per_gpu_hour: float | None = None
 

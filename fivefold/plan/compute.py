@@ -13,7 +13,7 @@ from fivefold.hardware import Gpu
 
 # Tiles that libraries choose from, (rows, columns, share of the full rate that they reach).
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
-_DEPTH = 192  # of k, in which a tile's pipeline fills and drains
+_DEPTH = 384  # of k, in which a tile's pipeline fills and drains
 ELEMENT = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
 
 
@@ -61,8 +61,9 @@ def matmul(
         waves = ceil(tiles / units)
         filled = batch * m * n / (waves * units * rows * columns)
         best = max(best, filled * share)
-    rate = gpu.matmul.of(precision) * gpu.sustained * best * k / (k + _DEPTH)
     size = ELEMENT[precision]
+    sustained = gpu.sustained_narrow if size < 2 else gpu.sustained
+    rate = gpu.matmul.of(precision) * sustained * best * k / (k + _DEPTH)
     traffic = batch * ((m + n) * k * size + m * n * result)
     arithmetic = 2.0 * batch * m * n * k / rate
     return max(arithmetic, traffic / _memory_rate(gpu)) + gpu.launch

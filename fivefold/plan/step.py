@@ -170,7 +170,7 @@ class _Predictor:
         for block in stage_blocks(self.layout, spec):
             dense += block.count * sum(map(prod, block.dense))
             experts += block.count * sum(map(prod, block.experts))
-        wire = 2 if self.parallel.grad_reduce_in_bf16 else 4
+        wire = self.software.gradient_bytes or (2 if self.parallel.grad_reduce_in_bf16 else 4)
         cluster = self.cluster
         if self.parallel.data_parallel_sharding_strategy == "no_shard":
             together = all_reduce(cluster, shard, dense * wire)
@@ -180,9 +180,16 @@ class _Predictor:
         reduced += all_reduce(cluster, replica, dense * wire / shard.size)
         return gathered, reduced
 
+    @property
+    def _strategy(self) -> str:
+        """What is communicated when, which may be less often than what is sharded would ask for."""
+        strategy = self.parallel.data_parallel_sharding_strategy
+        once = self.software.reduces_once and self.grid.pp > 1 and strategy != "no_shard"
+        return "optim" if once else strategy
+
     def _sharded(self, times: Times, spec: StageParts) -> Phases:
         """What gathering and reducing in every microbatch leave exposed (ZeRO-2 and ZeRO-3)."""
-        strategy = self.parallel.data_parallel_sharding_strategy
+        strategy = self._strategy
         if strategy not in ("optim_grads", "optim_grads_params"):
             return Phases()
         gathered, reduced = self._moves(spec)
@@ -226,7 +233,7 @@ class _Predictor:
 
     def _around(self) -> float:
         """What gathering and reducing once a step leave exposed (no sharding, ZeRO-1)."""
-        strategy = self.parallel.data_parallel_sharding_strategy
+        strategy = self._strategy
         if strategy == "optim_grads_params":
             return 0.0
         worst = 0.0

@@ -1,0 +1,471 @@
+"""Published runs: rows of a CSV, as configurations that could have made them.
+
+The columns are those of benchmarks/data/README.md. Cells are as people write them: "1 (2)" gives a
+value and an alternative, of which the first counts; "n/a" and an empty cell were not published.
+What a row leaves open (micro-batch, stages per rank, recomputation) becomes several configurations;
+what no column can say (kernels of an era, a framework's habits) follows from general marks of the
+row, never from its figures.
+"""
+
+import csv
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.check import Layout, check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.config.presets import PRESETS
+from fivefold.errors import ConfigError, DataError, FivefoldError
+from fivefold.model.shape import count_parameters, training_flops
+from fivefold.plan.cluster import Cluster, preset
+from fivefold.plan.layer import Software
+from fivefold.plan.ways import balanced_layout
+
+COLUMNS = [
+    "src",
+    "id",
+    "cert",
+    "gpu",
+    "ngpu",
+    "model",
+    "L",
+    "h",
+    "ffn",
+    "heads",
+    "kv",
+    "vocab",
+    "E",
+    "topk",
+    "seq",
+    "gbs",
+    "mbs",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "dp",
+    "zero",
+    "sp",
+    "recomp",
+    "prec",
+    "tflops",
+    "mfu",
+    "tps_gpu",
+    "step_s",
+    "mem",
+    "mem_unit",
+    "flops_conv",
+    "note",
+]
+_TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run: its cells by column, and the line of the file that it stands in."""
+
+    line: int
+    cells: Mapping[str, str]
+
+    def text(self, column: str) -> str:
+        """The cell, in lower case."""
+        return self.cells[column].strip().lower()
+
+    def number(self, column: str) -> float | None:
+        """The first number of a cell, or None."""
+        found = re.search(r"-?\d+(\.\d+)?(e[+-]?\d+)?", self.text(column))
+        return float(found.group()) if found else None
+
+    def whole(self, column: str) -> int | None:
+        """The first number of a cell as a whole one."""
+        number = self.number(column)
+        return None if number is None else int(number)
+
+    @property
+    def source(self) -> str:
+        """Where it was published."""
+        return self.cells["src"].strip()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        layout = " ".join(
+            f"{axis}{self.cells[axis]}"
+            for axis in ("tp", "pp", "cp", "ep", "mbs")
+            if self.cells[axis]
+        )
+        return f"{self.cells['model']} on {self.cells['ngpu']} {self.cells['gpu']} {layout}"
+
+    @property
+    def is_old_megatron(self) -> bool:
+        """Of 2021 and 2022: attention with its scores in memory, dropout, nothing overlapped."""
+        return self.text("flops_conv") == "hfu96" or (
+            self.text("prec") == "fp16" and self.text("gpu").startswith("a100")
+        )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file.
+
+    Raises:
+        DataError: it cannot be read, or lacks a column.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
+            if missing:
+                raise DataError(f"{path} has no column {', '.join(missing)}")
+            return [
+                Row(reader.line_num, MappingProxyType({c: cells[c] or "" for c in COLUMNS}))
+                for cells in reader
+            ]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+
+
+def model_of(row: Row) -> ModelConfig:
+    """The architecture: from its shape where the row gives it, else the preset of that name.
+
+    Raises:
+        DataError: neither is possible.
+    """
+    base = _preset(row.text("model"))
+    layers, hidden, heads = row.whole("L"), row.whole("h"), row.whole("heads")
+    if base is not None:
+        dropout = base.attention_dropout if row.is_old_megatron else 0.0  # else inside the kernel
+        vocab = row.whole("vocab") or base.vocab_size
+        changed = replace(base, vocab_size=vocab, attention_dropout=dropout)
+        if layers in (None, base.num_layers) and hidden in (None, base.hidden_size):
+            return changed
+        if hidden in (None, base.hidden_size):
+            return _cut_down(changed, layers or base.num_layers)
+    if not (layers and hidden and heads):
+        raise DataError(f"neither a shape nor a known model: {row.cells['model']!r}")
+    return _from_shape(row, layers, hidden, heads)
+
+
+def _preset(name: str) -> ModelConfig | None:
+    """The preset that a name such as "LLAMA3.1_405B" or "Qwen3-235B" means."""
+    plain = re.sub(r"\(.*?\)|moe", "", name).replace("llama3.1", "llama3")
+    key = re.sub(r"[^a-z0-9]", "", plain)
+    known = {re.sub(r"[^a-z0-9]", "", preset): preset for preset in PRESETS}
+    exact = known.get(key)
+    if exact is None:
+        longer = [preset for short, preset in known.items() if short.startswith(key)]
+        exact = longer[0] if len(longer) == 1 else None
+    return None if exact is None else PRESETS[exact]
+
+
+def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:
+    """With fewer layers; of a model whose first layers have no experts one stays so."""
+    changes: dict[str, Any] = {"num_layers": layers}
+    if model.num_experts and not model.is_moe(0):
+        changes |= {"moe_layer_freq": f"[0]*1+[1]*{layers - 1}", "mtp_num_layers": 0}
+    return replace(model, **changes)
+
+
+def _from_shape(row: Row, layers: int, hidden: int, heads: int) -> ModelConfig:
+    """A dense model; what the columns do not say is chosen to meet the parameters in its name."""
+    name = row.text("model")
+    gpt = any(word in name for word in ("gpt", "mt-nlg", "mpt", "opt", "bloom"))
+    length = row.whole("seq") or 4096
+    base = ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=row.whole("kv"),
+        ffn_hidden_size=row.whole("ffn"),
+        vocab_size=row.whole("vocab") or 51200,
+        max_position_embeddings=length,
+    )
+    old = replace(
+        base,
+        normalization="LayerNorm",
+        position_embedding_type="learned_absolute",
+        activation_func="gelu",
+        gated_linear_unit=False,
+        add_bias_linear=True,
+        untie_embeddings_and_output_weights=False,
+        hidden_dropout=0.1,
+        attention_dropout=0.1 if row.is_old_megatron else 0.0,
+    )
+    if gpt:
+        return old
+    wanted = re.search(r"(\d+(?:\.\d+)?)\s*b\b", name)
+    tied = replace(base, untie_embeddings_and_output_weights=False)
+    if wanted is None:
+        return base
+    target = float(wanted.group(1)) * 1e9
+    return min((base, tied), key=lambda model: abs(count_parameters(model).total - target))
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The cluster of a row's GPUs.
+
+    Raises:
+        ConfigError: they are not known.
+    """
+    return preset(row.cells["gpu"].strip(), row.whole("ngpu"))
+
+
+def software_of(row: Row) -> Software:
+    """Habits of a framework that its era and the row's notes tell."""
+    note, source = row.text("note"), row.source.lower()
+    return Software(
+        fused="eager" not in note.split(),
+        fused_attention=not row.is_old_megatron,
+        overlaps_backward_tp=row.text("flops_conv") != "hfu96" and "torchtitan" not in source,
+        eager_dx=False,
+        gradient_bytes=2.0 if row.text("prec") == "fp16" else None,
+        reduces_once=True,
+        imbalance=1.2 if "dropless" in note else 1.0,
+    )
+
+
+def measured_seconds(row: Row, layout: Layout) -> float | None:
+    """Of a step, from whatever the row reports; None if that says nothing."""
+    training = layout.config.training
+    tokens = training.global_batch_size * training.seq_length
+    world = layout.grid.world_size
+    step, rate = row.number("step_s"), row.number("tps_gpu")
+    tflops, mfu = row.number("tflops"), row.number("mfu")
+    if step:
+        return step
+    if rate:
+        return tokens / rate / world
+    if tflops is None and mfu is not None:
+        tflops = mfu / 100 * cluster_of(row).gpu.peak.bf16 / _TERA
+    return None if tflops is None else _flops(row, layout) * tokens / (tflops * _TERA * world)
+
+
+def measured_bytes(row: Row) -> float | None:
+    """Peak memory of the fullest rank; None where it was not published."""
+    held, unit = row.number("mem"), row.text("mem_unit")
+    scale = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "bytes": 1.0, "b": 1.0}
+    words = unit.split()
+    return held * scale[words[0]] if held and words and words[0] in scale else None
+
+
+def _flops(row: Row, layout: Layout) -> float:
+    """FLOPs per token as the source counts them."""
+    model, length = layout.config.model, layout.config.training.seq_length
+    if row.text("flops_conv") == "hfu96":
+        # 96 B s l h^2 (1 + s/6h + V/16lh), recomputation included: Narayanan et al. (2021).
+        h, layers = model.hidden_size, model.num_layers
+        return 96 * layers * h * h * (1 + length / (6 * h) + model.vocab_size / (16 * layers * h))
+    # NeMo's published tokens and FLOP/s agree with attention counted in full, Megatron's with half.
+    whole = any(
+        word in row.source.lower() for word in ("torchtitan", "foundry", "nanotron", "nemo")
+    )
+    return training_flops(model, length, causal=not whole).total
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration that a row may mean.
+
+    Attributes:
+        layout: checked.
+        complete: nothing that matters had to be guessed.
+    """
+
+    layout: Layout
+    complete: bool
+
+
+def row_layouts(row: Row) -> tuple[Choice, ...]:
+    """Every configuration that a row may mean.
+
+    Raises:
+        FivefoldError: there is none: something is missing that cannot be guessed, or does not fit.
+    """
+    model = model_of(row)
+    world, batch, length = row.whole("ngpu"), row.whole("gbs"), row.whole("seq")
+    if not (world and batch and length):
+        raise DataError("no GPUs, global batch or sequence length")
+    _check_ranks(row, world)
+    settings = _parallel(row, model) | _precision(row)
+    model = replace(model, max_position_embeddings=max(model.max_position_embeddings, length))
+    plain = Config(model).with_values(global_batch_size=batch, seq_length=length, **settings)
+    open_choices = list(_open(row, plain, world))
+    complete = len(open_choices) == 1
+    found, problem = [], None
+    for changes in open_choices:
+        try:
+            config = plain.with_values(**changes)
+            found.append(_layout(config, world, balances="nanotron" in row.source.lower()))
+        except ConfigError as error:
+            problem = error
+    if not found:
+        raise problem or DataError("nothing fits")
+    return tuple(Choice(layout, complete) for layout in found)
+
+
+def _check_ranks(row: Row, world: int) -> None:
+    """Degrees that are all given must make up the GPUs."""
+    degrees = [row.whole(axis) for axis in ("tp", "pp", "cp", "dp")]
+    known = prod(degree or 1 for degree in degrees)
+    if degrees[-1] and known != world:
+        raise DataError(f"tp x pp x cp x dp = {known}, not {world}")
+
+
+def _layout(config: Config, world: int, *, balances: bool) -> Layout:
+    """Checked; stages are balanced where layers do not divide, and by frameworks that always do."""
+    parallel = config.parallel
+    pp, virtual = (
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
+    attempts: list[dict[str, Any]] = [
+        {},
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    ]
+    if pp > 1:
+        balanced = {
+            "num_virtual_stages_per_pipeline_rank": None,
+            "pipeline_model_parallel_layout": balanced_layout(config, pp * (virtual or 1)),
+        }
+        attempts.insert(0 if balances else len(attempts), balanced)
+    error: FivefoldError | None = None
+    for changes in attempts:
+        try:
+            return check(config.with_values(**changes), world, planned=True)
+        except ConfigError as problem:
+            error = error or problem
+    assert error is not None
+    raise error
+
+
+def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
+    note, source = row.text("note"), row.source.lower()
+    tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
+    sharded = row.text("sp")
+    sequence = tp > 1 and (sharded == "1" or (not sharded and not row.is_old_megatron))
+    nvidia = any(word in source for word in ("nemo", "megatron-bridge", "readme h100"))
+    zero = row.text("zero")
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
+        "sequence_parallel": sequence,
+        "tp_comm_overlap": tp > 1 and ("async" in note or nvidia),
+        "data_parallel_sharding_strategy": _strategy(row),
+        "overlap_grad_reduce": not row.is_old_megatron,
+        "overlap_param_gather": not row.is_old_megatron,
+    }
+    if model.num_experts:
+        settings["expert_model_parallel_size"] = row.whole("ep") or 1
+        across = settings["expert_model_parallel_size"] > cluster_of(row).gpus_per_node
+        settings["overlap_moe_expert_parallel_comm"] = "1f1b overlap" in note
+        settings["moe_token_dispatcher_type"] = "flex" if across or "deepep" in note else "alltoall"
+    hsdp = re.search(r"hsdp\s*(\d+)x(\d+)", zero)
+    if hsdp:
+        settings["num_distributed_optimizer_instances"] = int(hsdp.group(2))
+    return settings
+
+
+def _strategy(row: Row) -> str:
+    zero = row.text("zero")
+    stage = 3 if re.match("fsdp|hsdp", zero) else row.whole("zero")
+    names = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    if stage is not None and 0 <= stage <= 3:
+        return names[stage]
+    return "no_shard" if row.is_old_megatron else "optim"
+
+
+def _precision(row: Row) -> dict[str, Any]:
+    kind = row.text("prec")
+    if "fp4" in kind:
+        return {"fp4_format": "e2m1"}
+    if "fp8" not in kind:
+        return {}
+    recipes = {
+        "row": "rowwise",
+        "tensor": "tensorwise",
+        "(cs)": "tensorwise",
+        "-cs": "tensorwise",
+        "mx": "mxfp8",
+        "block": "blockwise",
+    }
+    recipe = next((name for mark, name in recipes.items() if mark in kind), "tensorwise")
+    return {"fp8_format": "hybrid", "fp8_recipe": recipe}
+
+
+def _open(row: Row, config: Config, world: int) -> Iterator[dict[str, Any]]:
+    """Settings of every way to fill in what the row does not say."""
+    parallel = config.parallel
+    pp = parallel.pipeline_model_parallel_size
+    dp = world // (parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size) or 1
+    each = max(config.training.global_batch_size // dp, 1)
+    given = row.whole("mbs")
+    sizes = [given] if given else [b for b in (1, 2, 4, 8) if each % b == 0]
+    for size in sizes:
+        for virtual in _virtual(row, config.model.num_layers, pp):
+            for recompute in _recompute(row, config.model):
+                yield {
+                    "micro_batch_size": size,
+                    "num_virtual_stages_per_pipeline_rank": virtual if virtual > 1 else None,
+                    **recompute,
+                }
+
+
+def _virtual(row: Row, layers: int, pp: int) -> list[int]:
+    """Stages per rank. Whoever left out the micro-batch left out this, too: all that divide."""
+    given = row.whole("vpp")
+    if pp == 1 or given:
+        return [given or 1]
+    if row.whole("mbs") or "n/a" in row.text("vpp"):
+        return [1]
+    if "interleaved" in row.text("note"):
+        return [2]
+    even = [v for v in range(1, 9) if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
+    return even or [1]
+
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "norm": "layernorm",
+        "layernorm": "layernorm",
+        "act": "moe_act",
+        "moe": "moe",
+        "shared_expert": "shared_experts",
+        "mlp": "mlp",
+        "mla_up_proj": "mla_up_proj",
+    }
+)
+
+
+def _recompute(row: Row, model: ModelConfig) -> list[dict[str, Any]]:
+    text = row.text("recomp")
+    if text == "full":
+        return [{"recompute_granularity": "full"}]
+    if text == "selective":
+        return [{"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}]
+    if text == "selective-op":
+        # Every second multiplication runs again: about what the first half of the MLP is.
+        modules = ("layernorm", "mlp")
+        return [{"recompute_granularity": "selective", "recompute_modules": modules}]
+    if text.startswith("none"):
+        return [{}]
+    if row.text("flops_conv") == "hfu96":
+        return [{"recompute_granularity": "full"}]  # which the convention counts
+    modules = tuple(_MODULES[w] for w in re.findall(r"[a-z_]+", text) if w in _MODULES)
+    if modules:
+        return [{"recompute_granularity": "selective", "recompute_modules": modules}]
+    light = {
+        "recompute_granularity": "selective",
+        "recompute_modules": ("layernorm", "moe_act")
+        if model.num_experts
+        else ("layernorm", "mlp"),
+    }
+    return [{}, light, {"recompute_granularity": "full"}]
