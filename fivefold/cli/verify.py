@@ -37,6 +37,10 @@ class Options:
             "own-token-count",
             "double-dx",
             "bias-on-each-rank",
+            "cp-skip-block",
+            "cp-lose-gradients",
+            "cp-rank-order",
+            "cp-local-positions",
         ]
         | None
     ) = option(None, "make this mistake on purpose, to see how it is found and named")

@@ -10,8 +10,10 @@ from fivefold.errors import ConfigError
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.run import check_plant
 from tests.verify.cases import MODELS, config, flags, verify_in_pool
+from tests.verify.test_context import WHOLE, context
 
 TP = "right once summed over tensor parallelism"
+LOST = "keys and values lack the gradients of queries on other context-parallel ranks: layers.4."
 DP = "the sum over data parallelism is missing"
 CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
     ("skip-tp-sum", 2, "llama", flags(tp=2, sequence=True), TP),
@@ -51,6 +53,15 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
     ),
     ("double-dx", 4, "llama", flags(tp=4), "is 4 = tp"),
     ("double-dx", 2, "gpt", flags(tp=2), "norm.bias, norm.weight and"),
+    ("skip-dp-sum", 2, "llama", context(2, "p2p"), "summed over context parallelism: that sum"),
+    ("cp-skip-block", 2, "llama", context(2, "p2p", **WHOLE), "the forward pass itself differs"),
+    ("cp-skip-block", 4, "llama", context(4, "a2a+p2p", **WHOLE), "forward pass itself differs"),
+    ("cp-lose-gradients", 2, "llama", context(2, "p2p"), LOST),
+    ("cp-lose-gradients", 2, "gpt", context(2, "all_gather", **WHOLE), LOST),
+    ("cp-lose-gradients", 4, "llama", context(4, "a2a+p2p", **WHOLE), LOST),
+    ("cp-rank-order", 2, "llama", context(2, "a2a"), "58 of 58 gradients are wrong"),
+    ("cp-rank-order", 4, "llama", context(4, "a2a+p2p", **WHOLE), "forward pass itself differs"),
+    ("cp-local-positions", 2, "llama", context(2, "all_gather"), "forward pass itself differs"),
     ("bias-on-each-rank", 2, "gpt", flags(tp=2), "the bias of row-parallel linears is added by"),
     (
         "bias-on-each-rank",
