@@ -41,6 +41,7 @@ from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, span
 from fivefold.plan.compute import Phases, elementwise
 from fivefold.plan.layer import LayerTimes, Software
+from fivefold.plan.memory import waiting_bytes
 from fivefold.plan.space import STRATEGIES, Column, Space
 from fivefold.plan.ways import FUSED, Way
 from fivefold.state import engine_policy
@@ -215,11 +216,17 @@ class MemoryBound:
 def memory_bound(space: Space, ranks: Ranks) -> MemoryBound:
     """What no placement of tensors in time can get below.
 
-    The state of the blocks on a rank, with what its schedule has in flight at the end of its
-    warm-up; no buffers, no gathered weights, no fragmentation.
+    The state of the blocks on a rank, with the larger of what is in flight when its warm-up ends,
+    and of what is there while the gradients of a layer's weights arrive: one chunk less, what its
+    schedule leaves waiting for dW, and those gradients.
     """
     state, kept = _State(space), _Kept(space)
-    each = [(state.on(ranks, r), kept.on(ranks, r)) for r in range(3)]
+    each = []
+    for which in range(3):
+        flying = kept.flying(ranks, which)
+        arriving = kept.less_one(ranks, which) + kept.waiting(ranks, which)
+        arriving += state.arriving(ranks, which)
+        each.append((state.on(ranks, which), np.maximum(flying, arriving)))
     totals = np.stack([s + k for s, k in each])
     worst = totals.argmax(axis=0)
     rows = np.arange(len(space))
@@ -250,6 +257,20 @@ class _State:
         dense = self.sizes.weighted(held)
         expert = self.sizes.weighted(held, KINDS)
         return dense * self._per_parameter("dense") + expert * self._per_parameter("expert")
+
+    def arriving(self, ranks: Ranks, which: int) -> Values:
+        """Gradients of a layer's weights, fresh and being reduced, where shards are summed."""
+        way = self.space.columns["way"]
+        config = self.space.config
+        parallel = config.with_values(data_parallel_sharding_strategy="optim").parallel
+        reducing = engine_policy(parallel, config.training.precision).reducing
+        held = ranks.held[way, which]
+        smallest = np.full(len(self.space), np.inf)
+        for kind in (DENSE, EXPERTS):
+            size = self.sizes.column(kind) + self.sizes.column(KINDS + kind)
+            smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)
+        several = (ranks.thinnest[way, which] > 1) & (self.space.columns["strategy"] > 0)
+        return np.where(several, smallest * reducing, 0.0)
 
     def _per_parameter(self, kind: str) -> Values:
         config, shards = self.space.config, self.shards[kind]
@@ -301,24 +322,40 @@ class _Kept:
         c = space.columns
         self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
 
-    def on(self, ranks: Ranks, which: int) -> Values:
-        """Of one of the ranks: all chunks in flight, and what the last backward makes again."""
+    def _share(self, ranks: Ranks, which: int, chunks: Values) -> Values:
+        """The part of a rank's layers that so many chunks hold at least: all may be the thinnest."""
         way = self.space.columns["way"]
-        held = ranks.held[way, which]
-        layers = held[:, : PREDICTION + 1].sum(axis=1)
+        layers = ranks.held[way, which][:, : PREDICTION + 1].sum(axis=1)
         thinnest = ranks.thinnest[way, which]
-        chunks = ranks.chunks[way]
-        flying = in_flight(self.space, ranks, which)
-        # Chunks are of nearly equal size: as many as fly hold at least the thinnest stage each.
-        share = np.minimum(flying * thinnest / np.maximum(layers, 1), flying / chunks)
-        kept = self.per_token.weighted(held[:, : PREDICTION + 1]) * share
-        loss = self.per_token.column(HEAD) * held[:, HEAD]
-        found: Values = (kept + loss) * self.tokens
+        found: Values = np.minimum(
+            chunks * thinnest / np.maximum(layers, 1), chunks / ranks.chunks[way]
+        )
         return found
+
+    def _of_layers(self, ranks: Ranks, which: int, start: int) -> Values:
+        held = ranks.held[self.space.columns["way"], which][:, : PREDICTION + 1]
+        return self.per_token.weighted(held, start) * self.tokens
+
+    def flying(self, ranks: Ranks, which: int) -> Values:
+        """All chunks in flight on one of the ranks."""
+        held = ranks.held[self.space.columns["way"], which]
+        share = self._share(ranks, which, in_flight(self.space, ranks, which))
+        loss = self.per_token.column(HEAD) * held[:, HEAD] * self.tokens
+        return self._of_layers(ranks, which, 0) * share + loss
+
+    def less_one(self, ranks: Ranks, which: int) -> Values:
+        """The same without the chunk whose backward runs."""
+        chunks = np.maximum(in_flight(self.space, ranks, which) - 1, 0)
+        return self._of_layers(ranks, which, 0) * self._share(ranks, which, chunks)
+
+    def waiting(self, ranks: Ranks, which: int) -> Values:
+        """What waits for its dW."""
+        chunks = waiting_chunks(self.space, ranks, which)
+        return self._of_layers(ranks, which, KINDS) * self._share(ranks, which, chunks)
 
 
 def _saved(config: Config) -> list[float]:
-    """Bytes per token that a block of each kind keeps."""
+    """Bytes per token that a block of each kind keeps, then those that wait for its dW."""
     model, running = config.model, Running.of(config)
     saved: dict[int, Saved] = {
         kind: total(saved_activations(model, layer, running))
@@ -328,7 +365,12 @@ def _saved(config: Config) -> list[float]:
         EMBEDDING: total(embedding_bytes(model, running)),
         HEAD: total(loss_bytes(model, running)),
     }
-    return [saved[kind].kept if kind in saved else 0.0 for kind in range(KINDS)]
+    kept = [saved[kind].kept if kind in saved else 0.0 for kind in range(KINDS)]
+    waiting = [0.0] * KINDS
+    for kind, layer in sample_layers(model).items():
+        if kind != PREDICTION:
+            waiting[kind] = waiting_bytes(model, running, model.is_moe(layer))
+    return kept + waiting
 
 
 def in_flight(space: Space, ranks: Ranks, which: int) -> Values:
@@ -358,6 +400,18 @@ def in_flight(space: Space, ranks: Ranks, which: int) -> Values:
     for name, peak in peaks.items():
         flying = np.where(names == name, np.maximum(peak, 1), flying)
     return flying
+
+
+def waiting_chunks(space: Space, ranks: Ranks, which: int) -> Values:
+    """Chunks whose dW one of the ranks still has to compute, at least, with `in_flight` less one."""
+    way, count = space.columns["way"], space.columns["microbatches"]
+    p, r = ranks.size[way], ranks.index[way, which]
+    late = {"zb_h1": r, "interleaved_zb": r, "zb_h2": 2 * r}
+    names = np.array([w.schedule for w in space.ways])[way]
+    waiting = np.zeros(len(space))
+    for name, chunks in late.items():
+        waiting = np.where((names == name) & (count >= 2 * p), chunks, waiting)
+    return waiting
 
 
 def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software) -> Values:
@@ -400,7 +454,7 @@ def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
 
 
 def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
-    """The way of one microbatch to the last stage and back, and of the others through that stage."""
+    """One microbatch's way to the last stage and back, and all others through that stage."""
     way = space.columns["way"]
     whole = np.array(block_counts(space.config.model, space.ways[0].split.stages), float)
     final = ranks.final[way]
@@ -432,7 +486,7 @@ def _seconds(config: Config, cluster: Cluster, software: Software) -> list[float
 
 
 def one_stage(config: Config) -> Layout:
-    """The ranks that split the layers of one microbatch: what a layer costs depends on no others."""
+    """The ranks that split one microbatch's layers: what a layer costs depends on no others."""
     parallel, model = config.parallel, config.model
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     grid = Grid(

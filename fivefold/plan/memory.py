@@ -182,7 +182,7 @@ def _stage_bytes(
     ends: list[Saved] = list(embedding_bytes(model, running).values()) if stage.embedding else []
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
-    waiting = tokens * sum(_waiting_bytes(model, running, model.is_moe(i)) for i in stage.layers)
+    waiting = tokens * sum(waiting_bytes(model, running, model.is_moe(i)) for i in stage.layers)
     moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
     kept = tokens * (whole.kept + total(ends).kept)
     points = _backward_points(layout, stage, running, policy)
@@ -303,7 +303,7 @@ def _remade_at_once(layout: Layout, layers: list[Saved]) -> float:
     return max(sums, default=0.0)
 
 
-def _waiting_bytes(model: ModelConfig, running: Running, is_moe: bool) -> float:
+def waiting_bytes(model: ModelConfig, running: Running, is_moe: bool) -> float:
     """Per token, what the weight gradients of a layer need: x and dY of each linear layer."""
     narrow, element = running.input_bytes, running.element_bytes
     h, tp, tokens = model.hidden_size, running.tensor_parallel, running.token_parts

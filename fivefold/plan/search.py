@@ -27,6 +27,7 @@ from fivefold.plan.step import Prediction, predict
 CLOSE_LOOKS = 200  # layouts that are predicted at most
 WORK = 150_000  # acts of programs that are swept and timed at most, each look counted as LOOK
 LOOK = 1_000
+LONG = 15_000  # acts of a program that is looked at only after all shorter ones
 MESHES = 10  # of which the best layout is shown
 ALIKE = 0.004  # share of a step by which a simpler layout may be slower and still be preferred
 
@@ -160,7 +161,8 @@ class _Search:
     def run(self) -> Result:
         began = perf_counter()
         request = self.request
-        space = enumerate_space(request.config, request.world, request.given)
+        widest = 2 * request.cluster.gpus_per_node
+        space = enumerate_space(request.config, request.world, request.given, widest)
         legal = len(space)
         if not legal:
             return Result(request, (), (), 0, 0, 0, 0.0, 0.0, perf_counter() - began)
@@ -194,7 +196,7 @@ class _Search:
         one does not fit, none fits that shards less. A layout whose like took so much longer than
         their bounds that it cannot win is passed over, and counts for the gap.
         """
-        order = np.argsort(bounds, kind="stable")
+        order = np.lexsort((bounds, _acts(space) > LONG))
         families = _numbered(space, (*_DEGREES, "sp", "mbs", "way", "memory"))
         likes = _numbered(space, ("tp", "cp", "mbs", "way"))
         meshes = _numbered(space, _DEGREES)
@@ -204,7 +206,7 @@ class _Search:
             family, like, bound = int(families[row]), int(likes[row]), float(bounds[row])
             known = int(meshes[row]) in seen.meshes
             if bound >= best and (len(seen.meshes) >= MESHES or bound > 1.5 * best):
-                break
+                continue
             if predicted >= CLOSE_LOOKS or seen.work > WORK:
                 unseen = min(unseen, bound)
                 break
@@ -314,6 +316,13 @@ class _Seen:
         if program not in self.programs:
             self.programs.add(program)
             self.work += min(layout.num_microbatches, 4 * ranks) * stages * 3
+
+
+def _acts(space: Space) -> Column:
+    """How many acts of a layout's program are swept, at most."""
+    c = space.columns
+    stages = np.array([len(way.split.stages) for way in space.ways])[c["way"]]
+    return np.minimum(c["microbatches"], 4 * c["pp"]) * stages * 3
 
 
 def _numbered(space: Space, names: Sequence[str]) -> Column:

@@ -5,7 +5,7 @@ product and a filter at a time), so that a million candidates take a second. Wha
 one axis is asked of `check`, which has the last word on every layout that is looked at closely.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -40,7 +40,8 @@ FIELDS: Mapping[str, str] = MappingProxyType(
     }
 )
 MAX_MICRO_BATCH = 16  # sequences that are tried
-MAX_CONTEXT = 64  # context-parallel ranks that are tried
+MIN_SLICE = 256  # tokens of a sequence that context-parallel ranks keep at least
+FEW = 4  # numbers of sharding groups that are tried
 
 
 @dataclass(frozen=True)
@@ -91,22 +92,27 @@ class Space:
         return self.config.with_values(**self.settings(row))
 
 
-def enumerate_space(config: Config, world: int, given: frozenset[str]) -> Space:
+def enumerate_space(
+    config: Config, world: int, given: frozenset[str] = frozenset(), widest: int = 16
+) -> Space:
     """Every legal layout of `config` on `world` devices.
 
     Args:
         config: the model, the batch, and the settings that were given.
         world: devices.
         given: names of the settings that must stay as they are.
+        widest: tensor-parallel size that is tried at most: two nodes, say.
     """
-    axes = _Axes(config, world, given)
+    axes = _Axes(config, world, given, widest)
     columns = _meshes(axes)
     pps = sorted({int(pp) for pp in columns["pp"]})
     found = ways(config, given, pps)
     columns = _join(columns, {"way": range(len(found)), "_pp": [way.pp for way in found]})
     columns = _where(columns, columns["pp"] == columns.pop("_pp"))
     columns = _runnable(columns, found)
-    columns = _join(columns, axes.experts())
+    columns = _join(columns, axes.experts(set(columns["tp"].tolist())))
+    if FIELDS["etp"] not in given:
+        columns = _where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
     stage = columns["dp"] * columns["cp"] * columns["tp"]
     columns = _where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
     columns = _join(columns, axes.sharding())
@@ -119,8 +125,8 @@ def enumerate_space(config: Config, world: int, given: frozenset[str]) -> Space:
 class _Axes:
     """The values that each axis may take."""
 
-    def __init__(self, config: Config, world: int, given: frozenset[str]) -> None:
-        self.config, self.world, self.given = config, world, given
+    def __init__(self, config: Config, world: int, given: frozenset[str], widest: int) -> None:
+        self.config, self.world, self.given, self.widest = config, world, given, widest
 
     def sizes(self, axis: str, legal: Callable[[int], bool]) -> list[int]:
         """Divisors of the world that are legal, or the one that was given."""
@@ -135,7 +141,7 @@ class _Axes:
             "data_parallel_shard_size": -1,
             "global_batch_size": world,
             "micro_batch_size": 1,
-            "sequence_parallel": False,
+            "sequence_parallel": settings.get(FIELDS["tp"], 1) > 1,
         }
         try:
             check(_plain(self.config).with_values(**plain | settings), world, planned=True)
@@ -146,8 +152,7 @@ class _Axes:
     def tensor(self) -> list[int]:
         """Tensor-parallel sizes."""
         field = FIELDS["tp"]
-        most = self.config.model.num_attention_heads
-        return self.sizes("tp", lambda n: n <= most and self.passes(n, **{field: n}))
+        return self.sizes("tp", lambda n: n <= self.widest and self.passes(n, **{field: n}))
 
     def context(self) -> list[int]:
         """Context-parallel sizes."""
@@ -159,27 +164,20 @@ class _Axes:
         length = self.config.training.seq_length
         return self.sizes(
             "cp",
-            lambda n: (
-                n == 1
-                or (
-                    n <= MAX_CONTEXT
-                    and length % (2 * n) == 0
-                    and self.passes(n, **{field: n}, **way)
-                )
-            ),
+            lambda n: n == 1 or (length >= n * MIN_SLICE and self.passes(n, **{field: n}, **way)),
         )
 
     def pipeline(self) -> list[int]:
         """Pipeline-parallel sizes: at least a layer a rank, if that is possible."""
         return self.sizes("pp", lambda n: n <= self.config.model.num_layers)
 
-    def experts(self) -> dict[str, list[int]]:
-        """Pairs of expert-parallel and expert-tensor-parallel sizes."""
+    def experts(self, tensor: Collection[int]) -> dict[str, list[int]]:
+        """Pairs of expert-parallel and expert-tensor-parallel sizes, the latter those of `tensor`."""
         experts = self.config.model.num_experts
         if experts is None:
             return {"ep": [1], "etp": [1]}
         ep = self.sizes("ep", lambda n: experts % n == 0)
-        etp = self.sizes("etp", lambda n: n <= 8 and self.passes(n, **{FIELDS["etp"]: n}))
+        etp = self.sizes("etp", lambda n: n in tensor)
         pairs = [(e, t) for e in ep for t in etp]
         return {"ep": [e for e, _ in pairs], "etp": [t for _, t in pairs]}
 
@@ -189,6 +187,7 @@ class _Axes:
         fixed = "data_parallel_sharding_strategy" in self.given
         numbers = [STRATEGIES.index(strategy)] if fixed else range(len(STRATEGIES))
         instances = self.sizes("instances", lambda n: True)
+        instances = [*instances[:1], *instances[1 :: -(-len(instances) // FEW)]]
         pairs = [(s, n) for s in numbers for n in instances if s or n == 1]
         return {"strategy": [s for s, _ in pairs], "instances": [n for _, n in pairs]}
 
@@ -196,7 +195,8 @@ class _Axes:
         """Sequences a microbatch."""
         if FIELDS["mbs"] in self.given:
             return [self.config.training.micro_batch_size]
-        return [n for n in divisors(self.config.training.global_batch_size) if n <= MAX_MICRO_BATCH]
+        powers = [1 << n for n in range(MAX_MICRO_BATCH.bit_length())]
+        return [n for n in powers if self.config.training.global_batch_size % n == 0]
 
 
 def _plain(config: Config) -> Config:
