@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fivefold.config.config import Config
-from fivefold.config.memory import check_memory, vocab_split_sizes
+from fivefold.config.memory import MemoryConfig, check_memory, vocab_split_sizes
 from fivefold.config.model import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
@@ -315,6 +315,7 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             f"this description of the model leaves out {', '.join(config.model.unmodelled)}: "
             "Fivefold plans with it, and does not train it"
         )
+    _check_modules(config.memory, mistakes)
     _check_recompute(config, mistakes)
     if config.memory.cross_entropy_loss_fusion:
         with mistakes.collecting():
@@ -330,20 +331,44 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             )
 
 
+def _check_modules(memory: MemoryConfig, mistakes: Mistakes) -> None:
+    """Modules of lists, of which some are not built yet."""
+    for name, used, built in (
+        (
+            "recompute_modules",
+            memory.recompute_granularity == "selective",
+            ("core_attn", "mlp", "layernorm"),
+        ),
+        (
+            "offload_modules",
+            memory.fine_grained_activation_offloading,
+            ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+        ),
+    ):
+        others = [module for module in getattr(memory, name) if module not in built]
+        if used and others:
+            mistakes.add(
+                f"{name} {', '.join(others)}: this version of Fivefold plans with them, and does "
+                "not train with them yet",
+                works=[f"--{name.replace('_', '-')} {' '.join(built)}"],
+            )
+
+
 def _check_recompute(config: Config, mistakes: Mistakes) -> None:
-    memory, built = config.memory, ("core_attn", "mlp", "layernorm")
-    others = [name for name in memory.recompute_modules if name not in built]
-    if memory.recompute_granularity == "selective" and others:
-        mistakes.add(
-            f"recompute_modules {', '.join(others)}: this version of Fivefold plans with them, "
-            "and does not train with them yet",
-            works=[f"--recompute-modules {' '.join(built)}", "--recompute-granularity full"],
-        )
-    if memory.recompute_granularity == "full" and config.parallel.num_sequence_slices > 1:
+    memory, slices = config.memory, config.parallel.num_sequence_slices
+    if memory.recompute_granularity == "full" and slices > 1:
         mistakes.add(
             "full recomputation of layers would attend to keys and values of later slices",
-            f"num_sequence_slices = {config.parallel.num_sequence_slices}",
+            f"num_sequence_slices = {slices}",
             works=["--recompute-granularity selective", "--num-sequence-slices 1"],
+        )
+    norms = sorted({"attn_norm", "mlp_norm"}.intersection(memory.offload_modules))
+    remade = memory.recompute_granularity == "selective" and "layernorm" in memory.recompute_modules
+    if memory.fine_grained_activation_offloading and remade and norms:
+        mistakes.add(
+            f"the inputs of {' '.join(norms)} cannot be moved away where recompute_modules "
+            "layernorm makes the norms' outputs of them",
+            works=["--offload-modules core_attn attn_proj", "--recompute-modules core_attn mlp"],
         )
 
 
@@ -353,7 +378,6 @@ _NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("num_experts", "mixtures of experts", None),
     ("multi_latent_attention", "latent attention", False),
     ("mtp_num_layers", "multi-token prediction", 0),
-    ("fine_grained_activation_offloading", "activation offloading", False),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),
     ("overlap_moe_expert_parallel_comm", "overlapped expert parallelism", False),

@@ -13,6 +13,7 @@ from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
 from fivefold.memory.cross_entropy import install_cross_entropy
+from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
@@ -160,7 +161,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     partial = _install_tensor(layout, groups, stages, deferred)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
-    _install_memory(layout, groups, stages)
+    _install_memory(layout, groups, stages, device)
     gradients = {
         index: _install_data_parallel(layout, groups, stage, policy, device)
         for index, stage in stages.items()
@@ -207,12 +208,17 @@ def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -
     log.info("context parallel over %d (%s)", layout.grid.cp, ", ".join(dict.fromkeys(kinds)))
 
 
-def _install_memory(layout: Layout, groups: Groups, stages: dict[int, Stage]) -> None:
+def _install_memory(
+    layout: Layout, groups: Groups, stages: dict[int, Stage], device: torch.device
+) -> None:
     """What is made again, or not kept: inside the blocks that data parallelism gathers."""
     memory, sequence = layout.config.memory, layout.config.parallel.sequence_parallel
+    host = Host(device, memory.min_offloaded_tensor_size)
     for stage in stages.values():
         if memory.recompute_granularity is not None:
             install_recompute(stage, memory)
+        if memory.fine_grained_activation_offloading:
+            install_offload(stage, memory, host)
         if memory.cross_entropy_loss_fusion and stage.parts.head:
             install_cross_entropy(stage, memory, groups.tp, sequence)
     if memory.recompute_granularity == "selective":
@@ -221,6 +227,8 @@ def _install_memory(layout: Layout, groups: Groups, stages: dict[int, Stage]) ->
         log.info("recompute: every layer, %d at a time", memory.recompute_num_layers)
     elif memory.recompute_granularity == "full":
         log.info("recompute: the first %d layers of a stage", memory.recompute_num_layers)
+    if memory.fine_grained_activation_offloading:
+        log.info("to host memory: what %s save", ", ".join(memory.offload_modules))
 
 
 def _install_data_parallel(

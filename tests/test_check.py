@@ -346,6 +346,17 @@ def test_modules_that_cannot_be_recomputed_yet_are_refused_by_name() -> None:
         check(config, 1)
 
 
+def test_inputs_that_make_norms_anew_are_not_moved() -> None:
+    config = Config(model=PRESETS["debug-llama"]).with_values(
+        recompute_granularity="selective",
+        recompute_modules=("layernorm",),
+        fine_grained_activation_offloading=True,
+        offload_modules=("mlp_norm", "core_attn"),
+    )
+    with pytest.raises(ConfigError, match="the inputs of mlp_norm cannot be moved away"):
+        check(config, 1)
+
+
 def test_layers_of_cut_sequences_are_not_recomputed() -> None:
     config = Config(model=PRESETS["debug-llama"]).with_values(
         recompute_granularity="full", num_sequence_slices=2, pipeline_schedule="sliced_1f1b"

@@ -41,6 +41,9 @@ class MemoryConfig:
         False, "move the inputs of offload_modules to host memory until their backward"
     )
     offload_modules: tuple[OffloadModule, ...] = option((), "modules whose inputs are moved")
+    min_offloaded_tensor_size: int = option(
+        1 << 20, "elements of the smallest tensor that is worth moving"
+    )
     cross_entropy_loss_fusion: bool = option(False, "compute the loss without keeping its parts")
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = option(
         "native",

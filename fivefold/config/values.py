@@ -30,6 +30,7 @@ _RULES = MappingProxyType(
         "v_head_dim": _AT_LEAST_ONE,
         "mtp_num_layers": _NOT_NEGATIVE,
         "recompute_num_layers": _AT_LEAST_ONE,
+        "min_offloaded_tensor_size": _AT_LEAST_ONE,
         "optimizer_offload_fraction": (lambda v: 0 < v <= 1, "in (0, 1]"),
         "micro_batch_size": _AT_LEAST_ONE,
         "global_batch_size": _AT_LEAST_ONE,

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.config.memory import MemoryConfig
 from fivefold.model.attention import Kernel
 from fivefold.model.context import Context
-from fivefold.model.transformer import MLP, Stage, TransformerLayer, plain_layers
+from fivefold.model.transformer import MLP, Norm, Stage, TransformerLayer, plain_layers
 
 
 def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
@@ -69,7 +69,7 @@ class RecomputedBlock:
     norms: bool
     mlp: bool
 
-    def __call__(self, norm: nn.Module, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
         run = _again if self.mlp and isinstance(module, MLP) else _once
         if not (self.norms and torch.is_grad_enabled()):

@@ -74,14 +74,17 @@ class MLP(nn.Module):
         return F.gelu(x_TF, approximate="tanh" if self.activation == "gelu_tanh" else "none")
 
 
+Norm = Callable[[Tensor], Tensor]
+
+
 class Block(Protocol):
     """A module on the output of a norm, [T, H] -> [T, H]; `rest` are its further arguments."""
 
-    def __call__(self, norm: nn.Module, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
 
 
-def plain_block(norm: nn.Module, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+def plain_block(norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
     """One after the other: the seam of what recomputation discards."""
     made_TH: Tensor = module(norm(x_TH), *rest)
     return made_TH

@@ -20,6 +20,11 @@ def _selective(*modules: str) -> dict[str, Any]:
 
 
 NATIVE = {"cross_entropy_loss_fusion": True}
+MOVED = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+    "min_offloaded_tensor_size": 1,
+}
 LINEAR = NATIVE | {"cross_entropy_fusion_impl": "linear"}
 EVERYTHING = _selective("core_attn", "mlp", "layernorm")
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -54,6 +59,15 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         flags(pp=4, stages=STAGES[4, 1])
         | EVERYTHING
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "global_batch_size": 2},
+    ),
+    "moved, ZeRO-3": (2, "gpt", flags(strategy="optim_grads_params") | MOVED),
+    "moved and recomputed, tensor parallel, deferred weights": (
+        8,
+        "llama",
+        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim")
+        | MOVED
+        | _selective("core_attn", "mlp")
+        | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
     ),
     "native loss": (1, "llama tied", flags() | NATIVE),
     "native loss, deferred weights": (

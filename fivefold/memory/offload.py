@@ -1,0 +1,187 @@
+"""Activations that wait in host memory for their backward, module by module.
+
+What the named modules save is copied to the host and freed; the backward of a module takes it back,
+and starts what the module before it needs, so that copies run beside compute. On a CPU a second
+tensor plays the host: bytes, order and values are the same.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fivefold.config.memory import MemoryConfig
+from fivefold.model.layers import local
+from fivefold.model.transformer import Block, Norm, Stage, TransformerLayer
+
+
+def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
+    """Put offloading into the seams of a stage, around what is there.
+
+    Args:
+        stage: whose other seams are filled.
+        memory: its `offload_modules`.
+        host: the one of this rank.
+    """
+    modules = memory.offload_modules
+    for layer in stage.layers.values():
+        assert isinstance(layer, TransformerLayer)
+        attention = layer.self_attn
+        norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
+        moved = {id(norm) for name, norm in norms.items() if name in modules}
+        if moved:
+            layer.block = _MovingBlock(layer.block, moved, host)
+        if "core_attn" in modules:
+            attention.kernel = host.moving(attention.kernel)
+        if "attn_proj" in modules:
+            attention.row = host.moving(attention.row)
+
+
+@dataclass(frozen=True)
+class _MovingBlock:
+    """The `block` seam around another one: some norms leave their input to the host."""
+
+    block: Block
+    moved: set[int]
+    host: "Host"
+
+    def __call__(self, norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+        """[T, H] -> [T, H]."""
+        norm = self.host.moving(norm) if id(norm) in self.moved else norm
+        return self.block(norm, module, x_TH, *rest)
+
+
+class Host:
+    """What this rank has moved, and the streams to and from it.
+
+    Args:
+        device: where activations live.
+        min_elements: smaller tensors stay.
+
+    Attributes:
+        moved_bytes: to the host so far; memory that is saved twice moves once.
+    """
+
+    def __init__(self, device: torch.device, min_elements: int) -> None:
+        self._least = min_elements
+        on_cuda = device.type == "cuda"
+        self.out = torch.cuda.Stream(device) if on_cuda else None
+        self.back = torch.cuda.Stream(device) if on_cuda else None
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Copy]]] = {}
+        self._latest: weakref.ref[_Group] | None = None
+        self.moved_bytes = 0
+
+    def moving(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A function whose backward finds on the host what its forward saves; never parameters,
+        be they its own or those of modules among its arguments."""
+
+        def run(*arguments: Any) -> Tensor:
+            owners = [each for each in (function, *arguments) if isinstance(each, nn.Module)]
+            parameters = (local(p) for owner in owners for p in owner.parameters())
+            stay = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+            group = _Group(self._latest)
+            self._latest = weakref.ref(group)
+
+            def pack(saved: Tensor) -> Tensor | _View:
+                small = saved.numel() < self._least or not saved.is_floating_point()
+                if small or saved.untyped_storage().data_ptr() in stay:
+                    return saved
+                copy = self._copy_of(saved.detach())
+                group.copies.append(copy)
+                offset = int(saved.storage_offset())
+                return _View(group, copy, saved.size(), saved.stride(), offset)
+
+            with saved_tensors_hooks(pack, _unpack):
+                return function(*arguments)
+
+        return run
+
+    def _copy_of(self, tensor: Tensor) -> "_Copy":
+        """The copy of a tensor's storage, made at most once while both live."""
+        storage = tensor.untyped_storage()
+        self._known = {k: pair for k, pair in self._known.items() if not pair[0].expired()}
+        known = self._known.get(storage._cdata)
+        copy = None if known is None else known[1]()
+        if copy is None:
+            flat = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+            copy = _Copy(self, flat)
+            self.moved_bytes += flat.nbytes
+            self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(copy)
+        return copy
+
+
+class _Group:
+    """What one module has moved, and the group that was moved before it."""
+
+    def __init__(self, before: "weakref.ref[_Group] | None") -> None:
+        self.copies: list[_Copy] = []
+        self.before = before
+
+    def fetch(self) -> None:
+        """Start moving everything back, here and in the group before: its backward is next."""
+        groups = (self, None if self.before is None else self.before())
+        for copy in [copy for group in groups if group is not None for copy in group.copies]:
+            copy.fetch()
+
+
+class _Copy:
+    """A storage on the host, and again on the device once it is fetched."""
+
+    def __init__(self, host: Host, flat: Tensor) -> None:
+        self._host, self._device = host, flat.device
+        self._fetched: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+        if host.out is None:
+            self._kept = flat.clone()
+            return
+        self._kept = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host.out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(host.out):
+            self._kept.copy_(flat, non_blocking=True)
+        flat.record_stream(host.out)  # its memory is given away only once the copy has ended
+
+    def fetch(self) -> None:
+        """Start moving it back, unless it is under way."""
+        if self._fetched is not None:
+            return
+        if self._host.back is None or self._host.out is None:
+            self._fetched = self._kept.clone()
+            return
+        fetched = torch.empty_like(self._kept, device=self._device, pin_memory=False)
+        self._host.back.wait_stream(self._host.out)
+        self._host.back.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._host.back):
+            fetched.copy_(self._kept, non_blocking=True)
+            self._event = self._host.back.record_event()
+        self._fetched = fetched
+
+    def take(self) -> Tensor:
+        """It, flat, on the device."""
+        self.fetch()
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        assert self._fetched is not None
+        return self._fetched
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor as a part of a copy; it keeps its group alive."""
+
+    group: _Group
+    copy: _Copy
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _unpack(packed: Tensor | _View) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    packed.group.fetch()
+    return packed.copy.take().as_strided(packed.size, packed.stride, packed.offset)

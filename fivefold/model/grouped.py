@@ -1,0 +1,68 @@
+"""One linear per group of rows: the experts of a layer, each on the tokens that chose it.
+
+Shapes: E groups, T rows sorted by group, H features in, F features out.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.model.layers import local
+
+
+class GroupedLinear(nn.Module):
+    """y = x W_e^T for the rows of each group e, with W [E, out, in]. Left uninitialised.
+
+    Attributes:
+        multiply: seam around the multiplication.
+    """
+
+    def __init__(self, groups: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+        self.multiply: Callable[[Tensor, Tensor, GroupedLinear], Tensor] = plain_multiply
+
+    def forward(self, x_TH: Tensor, rows_E: Tensor) -> Tensor:
+        """[T, in] -> [T, out].
+
+        Args:
+            x_TH: rows sorted by group.
+            rows_E: int64, how many rows each group has; some may have none.
+        """
+        return self.multiply(x_TH, rows_E, self)
+
+
+def plain_multiply(x_TH: Tensor, rows_E: Tensor, linear: GroupedLinear) -> Tensor:
+    """The multiplication itself: the seam of weight gradients that wait."""
+    return grouped_linear(x_TH, local(linear.weight), rows_E)
+
+
+def grouped_linear(x_TH: Tensor, weight_EFH: Tensor, rows_E: Tensor) -> Tensor:
+    """Rows of group e times W_e^T: [T, H] -> [T, F]."""
+    if has_kernel(x_TH):
+        return torch._grouped_mm(x_TH, weight_EFH.transpose(1, 2), offs=_ends(rows_E))
+    pieces = zip(x_TH.split(rows_E.tolist()), weight_EFH.unbind(), strict=True)
+    return torch.cat([x @ weight.t() for x, weight in pieces])
+
+
+def grouped_weight_gradient(grad_TF: Tensor, x_TH: Tensor, rows_E: Tensor) -> Tensor:
+    """[E, F, H]: zero for a group without rows."""
+    if has_kernel(x_TH):
+        return torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
+    ends = list(accumulate(rows_E.tolist()))
+    grad = x_TH.new_empty(len(ends), grad_TF.shape[1], x_TH.shape[1])
+    for one, start, end in zip(grad, [0, *ends], ends, strict=False):
+        torch.mm(grad_TF[start:end].t(), x_TH[start:end], out=one)
+    return grad
+
+
+def has_kernel(x_TH: Tensor) -> bool:
+    """Whether PyTorch multiplies all groups at once: bf16 on a GPU, rows of whole 16 bytes."""
+    return x_TH.is_cuda and x_TH.dtype == torch.bfloat16 and x_TH.shape[1] % 8 == 0
+
+
+def _ends(rows_E: Tensor) -> Tensor:
+    """Where each group ends, as the kernel wants it: the host need not know."""
+    return rows_E.cumsum(0, dtype=torch.int32)

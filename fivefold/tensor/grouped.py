@@ -1,0 +1,59 @@
+"""Grouped linears whose weight gradients may wait. Shapes as in `model.grouped`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.model.grouped import GroupedLinear, grouped_linear, grouped_weight_gradient
+from fivefold.model.layers import local
+from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
+
+
+@dataclass(frozen=True)
+class GroupedMultiply:
+    """The `multiply` seam.
+
+    Attributes:
+        deferred: where weight gradients go while a backward defers them.
+    """
+
+    deferred: DeferredWeights
+
+    def __call__(self, x_TH: Tensor, rows_E: Tensor, linear: GroupedLinear) -> Tensor:
+        """[T, H] -> [T, F]."""
+        target = (linear.weight,)
+        y: Tensor = _Grouped.apply(x_TH, local(linear.weight), rows_E, self.deferred, target)
+        return y
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        weight_EFH: Tensor,
+        rows_E: Tensor,
+        deferred: DeferredWeights,
+        target: tuple[Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(x_TH, weight_EFH, rows_E)
+        ctx.deferred, ctx.parameter = deferred, target[0]
+        return grouped_linear(x_TH, weight_EFH, rows_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Any, ...]:
+        x_TH, weight_EFH, rows_E = ctx.saved_tensors
+        parameter, grad_weight = ctx.parameter, None
+        if ctx.deferred.deferring:
+            ctx.deferred.put(
+                [parameter],
+                lambda: add_to_grad(parameter, grouped_weight_gradient(grad_TF, x_TH, rows_E)),
+            )
+        else:
+            grad_weight = grouped_weight_gradient(grad_TF, x_TH, rows_E)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_linear(grad_TF, weight_EFH.transpose(1, 2), rows_E)
+        return grad_x, grad_weight, None, None, None
