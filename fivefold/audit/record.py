@@ -114,13 +114,29 @@ def _activations(layout: Layout, stage: int, *, packed: bool) -> float:
         saved.append(total(embedding_bytes(model, running)))
     if parts.head:
         saved.append(total(loss_bytes(model, running)))
-    kinds = config.parallel.cp_comm_type
-    copied = [
-        packed or (layout.grid.cp > 1 and kinds[layer % len(kinds)].startswith("a2a"))
-        for layer in parts.layers
-    ]
-    small = bookkeeping_bytes(model, parts, running, copied_outputs=sum(copied))
-    return tokens * (total(saved).kept + small)
+    smoothed = config.training.label_smoothing > 0
+    small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
+    copies = sum(_copies(layout, layer, packed) for layer in parts.layers)
+    return tokens * (total(saved).kept + small + running.element_bytes * copies)
+
+
+def _copies(layout: Layout, layer: int, packed: bool) -> float:
+    """Elements per token that attention keeps twice.
+
+    Its output is joined from that of each packed document; or exchanged for that of other tokens,
+    and so are keys and values, which are repeated where there are too few heads for all ranks.
+    """
+    model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
+    kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
+    output = model.attention_size / grid.tp
+    if grid.cp == 1:
+        return output if packed else 0.0
+    if kind not in ("a2a", "a2a+p2p"):
+        return 0.0
+    exchanging = grid.cp if kind == "a2a" else parallel.hierarchical_context_parallel_sizes[0]
+    heads = max(model.num_kv_heads // grid.tp, 1)
+    keys = heads * (model.query_dim + model.value_dim)
+    return output + (max(exchanging / heads, 1) - 1) * keys
 
 
 def _multiplications(layout: Layout, pp_rank: int) -> float:

@@ -15,7 +15,7 @@ from fivefold.config.training import ELEMENT_BYTES
 from fivefold.model.shape import StageParts
 
 _LOSS_CHUNK = 3072  # entries of the vocabulary that a fused output layer and loss hold at a time
-_LOG_SUM_EXP = 4  # bytes, fp32
+_LOG_SUM_EXP = 4  # bytes, fp32; fp64 keeps its own
 _ROUTING = 9  # bytes per token and expert: fp32 scores, fp32 probabilities, a bit map
 
 
@@ -171,27 +171,20 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 
 
 def bookkeeping_bytes(
-    model: ModelConfig, parts: StageParts, running: Running, *, copied_outputs: int = 0
+    model: ModelConfig, parts: StageParts, running: Running, *, smoothed: bool = False
 ) -> float:
     """What Fivefold's modules keep besides, per token of a stage: in no published formula.
 
-    Row statistics of norms, RoPE tables, positions, labels, loss weights and masks of split
-    vocabularies.
-
-    Args:
-        model: the architecture.
-        parts: what the stage holds.
-        running: degrees and types.
-        copied_outputs: layers that keep attention's output a second time: joined from that of
-            each packed document, or exchanged for that of other tokens.
+    Row statistics of norms, RoPE tables, positions, labels, loss weights or logits of labels,
+    and masks of split vocabularies; `smoothed`: whether labels are.
     """
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
-    norm = wide * (2 if model.normalization == "LayerNorm" else 1) / tokens
+    # PyTorch's layer norm keeps mean and deviation, on a CPU in the compute type.
+    norm = (2 * running.element_bytes if model.normalization == "LayerNorm" else wide) / tokens
     size, layer = 0.0, 2 * norm
     if model.qk_layernorm:
         layer += wide * (model.num_attention_heads / tp + max(model.num_kv_heads / tp, 1))
     size += layer * len(parts.layers)
-    size += copied_outputs * running.element_bytes * model.attention_size / tp
     if model.position_embedding_type == "rope":
         size += running.element_bytes * 1.5 * model.head_dim  # cosines of all, sines of half
     elif parts.embedding:
@@ -199,7 +192,7 @@ def bookkeeping_bytes(
     if parts.embedding and tp > 1:
         size += 1.0
     if parts.head:
-        size += norm + (17.0 if tp > 1 else 8.0 + wide)
+        size += norm + 8.0 + wide * (2 if smoothed and tp > 1 else 1)
     return size
 
 
@@ -221,7 +214,7 @@ def _attention(model: ModelConfig, running: Running) -> dict[str, float]:
     mixed = element * (model.q_size / heads + (model.k_size + model.v_size) / key_heads)
     narrower_output = element * model.attention_size if narrow < element else 0.0
     if running.fused_attention and not model.attention_dropout:
-        inside = _LOG_SUM_EXP * a + narrower_output
+        inside = max(_LOG_SUM_EXP, element) * a + narrower_output
     else:
         per_score = element + (element + 1 if model.attention_dropout else 0)
         inside = per_score * a * running.seq_length

@@ -1,0 +1,101 @@
+"""Random small layouts that the engine runs, and microbatches for them."""
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from fivefold.check import Layout, check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.data.packing import Microbatch
+from fivefold.errors import ConfigError
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen": {"qk_layernorm": True, "add_qkv_bias": True},
+    "gpt": {
+        "normalization": "LayerNorm",
+        "position_embedding_type": "learned_absolute",
+        "add_bias_linear": True,
+        "gated_linear_unit": False,
+        "activation_func": "gelu",
+        "untie_embeddings_and_output_weights": False,
+    },
+}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+CONTEXT = ("p2p", "all_gather", "a2a")
+
+
+def random_layouts(seed: int) -> Iterator[Layout]:
+    """One after the other, for ever: of one to four ranks, each legal and different."""
+    random = Random(seed)
+    while True:
+        world = random.choice((1, 2, 2, 4, 4, 4))
+        try:
+            yield check(Config(_model(random)).with_values(**_settings(random, world)), world)
+        except ConfigError:
+            continue
+
+
+def _model(random: Random) -> ModelConfig:
+    heads = random.choice((4, 8))
+    values: dict[str, Any] = {
+        "num_layers": random.choice((2, 4)),
+        "hidden_size": 4 * random.randint(6, 16),
+        "num_attention_heads": heads,
+        "kv_channels": 2 * random.randint(3, 8),
+        "num_query_groups": random.choice((1, 2, heads)),
+        "ffn_hidden_size": 4 * random.randint(8, 32),
+        "vocab_size": random.randint(200, 300),
+        "make_vocab_size_divisible_by": random.choice((4, 16)),
+        "max_position_embeddings": 64,
+        "hidden_dropout": random.choice((0.0, 0.0, 0.1)),
+    }
+    return ModelConfig(**values | FAMILIES[random.choice(list(FAMILIES))])
+
+
+def _settings(random: Random, world: int) -> dict[str, Any]:
+    degrees = dict.fromkeys(("tp", "pp", "cp", "dp"), 1)
+    for _ in range(world.bit_length() - 1):
+        degrees[random.choice(list(degrees))] *= 2
+    sharding = random.choice(STRATEGIES)
+    hybrid = degrees["dp"] > 1 and sharding != "no_shard" and random.random() < 0.3
+    microbatch = random.choice((1, 2))
+    return {
+        "tensor_model_parallel_size": degrees["tp"],
+        "sequence_parallel": degrees["tp"] > 1 and random.random() < 0.6,
+        "pipeline_model_parallel_size": degrees["pp"],
+        "num_virtual_stages_per_pipeline_rank": random.choice((1, 2)) if degrees["pp"] > 1 else 1,
+        "context_parallel_size": degrees["cp"],
+        "cp_comm_type": (random.choice(CONTEXT),),
+        "data_parallel_sharding_strategy": sharding,
+        "num_distributed_optimizer_instances": 2 if hybrid else 1,
+        "precision": random.choice(("fp32", "fp32", "bf16", "fp64")),
+        "grad_reduce_in_bf16": random.random() < 0.2,
+        "overlap_grad_reduce": random.random() < 0.7,
+        "label_smoothing": random.choice((0.0, 0.1)),
+        "seq_length": random.choice((16, 32)),
+        "micro_batch_size": microbatch,
+        "global_batch_size": microbatch * degrees["dp"] * random.choice((2, 4)),
+    }
+
+
+def microbatches_of(layout: Layout, rank: int, documents: int = 1) -> list[Microbatch]:
+    """What a rank trains on: rows of so many documents of equal length."""
+    training, model = layout.config.training, layout.config.model
+    shape = training.micro_batch_size, training.seq_length
+    random = np.random.default_rng(layout.grid.dp_rank(rank))
+    place = np.broadcast_to(np.arange(shape[1]), shape)
+    length = shape[1] // documents
+    return [
+        Microbatch(
+            tokens_BS=random.integers(0, model.vocab_size, shape),
+            labels_BS=random.integers(0, model.vocab_size, shape),
+            positions_BS=place % length,
+            documents_BS=place // length,
+            token_ids_BS=np.arange(shape[0] * shape[1]).reshape(shape),
+        )
+        for _ in range(layout.num_microbatches)
+    ]

@@ -1,0 +1,97 @@
+"""Whole steps of random layouts, against theory: everything equal, on every rank."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.audit.measure import measured
+from fivefold.audit.record import RankRecord, expected_record, read_records
+from fivefold.audit.report import audit
+from fivefold.check import Layout
+from fivefold.errors import DataError
+from fivefold.train.engine import Engine
+from fivefold.verify.report import describe
+from tests.audit.layouts import microbatches_of, random_layouts
+from tests.pool import run
+
+FEW, MANY = 6, 50
+
+
+def _step(rank: int, world: int, layout: Layout, documents: int, folder: Path) -> None:
+    engine = Engine(layout, rank, torch.device("cpu"))
+    microbatches = microbatches_of(layout, rank, documents)
+    with measured(engine, 1, folder):
+        engine.step(microbatches)
+
+
+def _records(layout: Layout, documents: int, folder: Path) -> list[RankRecord]:
+    run(layout.grid.world_size, _step, layout, documents, folder)
+    return read_records(folder)
+
+
+def _check(layout: Layout, documents: int, folder: Path) -> None:
+    records = _records(layout, documents, folder)
+    report = audit(describe(layout), layout, records, None, None)
+    assert report.passed, report.text()
+    for record in records:  # equal, where a user's run is allowed 3 %
+        expected = expected_record(layout, record)
+        assert record.activations == expected.activations, describe(layout)
+
+
+@pytest.mark.parametrize("number", range(FEW))
+def test_a_step_does_what_theory_says(number: int, tmp_path: Path) -> None:
+    layout = next(islice(random_layouts(5), number, None))
+    _check(layout, _documents(layout, number), tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(MANY))
+def test_many_steps_do_what_theory_says(number: int, tmp_path: Path) -> None:
+    layout = next(islice(random_layouts(50), number, None))
+    _check(layout, _documents(layout, number), tmp_path)
+
+
+def test_what_is_not_as_predicted_is_named(tmp_path: Path) -> None:
+    layout = next(layout for layout in random_layouts(1) if layout.grid.tp == 2)
+    records = [expected_record(layout, _empty(rank)) for rank in range(layout.grid.world_size)]
+    assert audit("", layout, records, None, None).passed
+    more = {"tp": records[1].sent["tp"] + 8}
+    wrong = [records[0], replace(records[1], sent={**records[1].sent, **more}), *records[2:]]
+    report = audit("", layout, wrong, 1.0, None)
+    assert not report.passed
+    assert report.text().splitlines()[-1] == "not as predicted: sent over tp"
+    assert f"+8 on rank 1, wrong on 1 of {len(records)} ranks" in report.text()
+
+
+def test_activations_may_be_three_percent_off(tmp_path: Path) -> None:
+    layout = next(layout for layout in random_layouts(2) if layout.grid.world_size == 1)
+    record = expected_record(layout, _empty(0))
+    for factor, passes in ((1.029, True), (1.031, False), (0.969, False)):
+        sizes = {stage: factor * size for stage, size in record.activations.items()}
+        changed = replace(record, activations=sizes)
+        assert audit("", layout, [changed], None, None).passed == passes
+
+
+def test_a_run_that_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="train with --audit"):
+        read_records(tmp_path)
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    layout = next(layout for layout in random_layouts(5) if layout.grid.world_size == 2)
+    _records(layout, 1, tmp_path)
+    (tmp_path / "rank-0.json").unlink()
+    with pytest.raises(DataError, match="lacks the record of rank 0"):
+        read_records(tmp_path)
+
+
+def _documents(layout: Layout, number: int) -> int:
+    """A row's: two in every other layout; what context parallelism sends then depends on them."""
+    return 1 if layout.grid.cp > 1 else 1 + number % 2
+
+
+def _empty(rank: int) -> RankRecord:
+    return RankRecord(rank, 1, {}, 0.0, 0.0, 0.0, {}, 0.0)
