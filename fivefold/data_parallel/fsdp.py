@@ -133,9 +133,9 @@ class ShardedStage:
         """Nothing is left to wait for: FSDP2 orders the optimizer after its reductions."""
 
     def unshard(self) -> None:
-        """Start gathering every block; they stay until `reshard`."""
+        """Gather every block's parameters; they stay until `reshard`."""
         for unit in self._units:
-            unit.unshard(async_op=True)
+            unit.unshard()
 
     def reshard(self) -> None:
         """Free gathered parameters, as after an evaluation or before they are written."""

@@ -25,7 +25,8 @@ class Policy:
 
     Attributes:
         shards: whether dp_shard x cp splits the optimizer state at all.
-        reshards: free gathered parameters after each forward and backward of a block (ZeRO-3).
+        reshards: free gathered parameters after each forward and backward of a block (ZeRO-3,
+            where no program says when).
         reduces_every_microbatch: keep no unsharded gradient (ZeRO-2 and ZeRO-3).
         compute_dtype: of activations and gathered parameters.
         master_dtype: of the parameters that the optimizer updates, and of reductions.
@@ -55,7 +56,8 @@ def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
     master = torch.float64 if precision == "fp64" else torch.float32
     return Policy(
         shards=strategy != "no_shard",
-        reshards=strategy == "optim_grads_params",
+        reshards=strategy == "optim_grads_params"
+        and parallel.pipeline_max_unsharded_stages is None,
         reduces_every_microbatch=strategy in ("optim_grads", "optim_grads_params"),
         compute_dtype=DTYPES[precision],
         master_dtype=master,

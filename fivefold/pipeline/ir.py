@@ -42,6 +42,7 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.FB})
+READS_PARAMETERS = frozenset({Kind.F, Kind.R, Kind.B, Kind.BW})  # W needs inputs and dY only
 COMMUNICATION = frozenset({Kind.SEND, Kind.RECV})
 COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 

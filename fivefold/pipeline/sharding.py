@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, Act, Kind, Program
+from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, READS_PARAMETERS, Act, Kind, Program
 
 _BACKWARD = frozenset({Kind.B, Kind.W, Kind.BW})
 
@@ -16,8 +16,8 @@ def with_sharding_actions(
 
     Args:
         program: compute-only or lowered.
-        unshard: also gather each stage's parameters right before its first compute act (UNSHARD),
-            and free them right after its last (RESHARD), before the REDUCE.
+        unshard: also gather each stage's parameters right before the first act that reads them
+            (UNSHARD), and free them right after the last (RESHARD), before a REDUCE.
         max_unsharded: stages that a rank keeps gathered at once, at least 1 (2 where acts overlap);
             None: all. The stage that is not needed for longest makes room (Belady, 1966), so that
             there are as few gathers as can be.
@@ -38,7 +38,8 @@ def _with_actions(
     last_backward: dict[int, int] = {}
     for index in reversed(range(len(acts))):
         for kid in acts[index].elementary if acts[index].kind in COMPUTE else ():
-            uses.setdefault(kid.stage, []).append(index)
+            if kid.kind in READS_PARAMETERS:
+                uses.setdefault(kid.stage, []).append(index)
             if kid.kind in _BACKWARD:
                 last_backward.setdefault(kid.stage, index)
     gathered: set[int] = set()
@@ -48,7 +49,7 @@ def _with_actions(
         if act.kind not in COMMUNICATION:
             result += after
             after = []
-        stages = sorted({kid.stage for kid in act.elementary}) if act.kind in COMPUTE else []
+        stages = sorted({kid.stage for kid in act.elementary if kid.kind in READS_PARAMETERS})
         if unshard and not gathered.issuperset(stages):
             wanted = gathered.union(stages)
             room = max(len(stages), max_unsharded or len(wanted))
@@ -64,7 +65,8 @@ def _with_actions(
             if unshard and not uses[stage]:
                 gathered.remove(stage)
                 after.append(Act(Kind.RESHARD, stage))
-        after += [Act(Kind.REDUCE, s) for s in stages if last_backward.get(s) == index]
+        ending = sorted(s for s, last in last_backward.items() if last == index)
+        after += [Act(Kind.REDUCE, s) for s in ending]
     result += after
     if not forward_only:
         result.append(Act(Kind.STEP, -1))

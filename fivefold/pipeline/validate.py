@@ -6,7 +6,8 @@
 3. Every stage is worked on by its own rank.
 4. Both ends of every message exist; SEND after its producer, RECV before its consumer.
 5. What is held for backward stays under the cap.
-6. UNSHARD covers the compute acts, REDUCE follows the stage's last W, STEP follows all REDUCEs.
+6. UNSHARD covers the acts that read parameters, REDUCE follows the stage's last W, STEP follows
+   all REDUCEs.
 7. No circular wait (see `graph`).
 """
 
@@ -20,6 +21,7 @@ from fivefold.pipeline.ir import (
     COMMUNICATION,
     COMPUTE,
     COPIES,
+    READS_PARAMETERS,
     Act,
     Direction,
     Kind,
@@ -268,7 +270,7 @@ def _check_memory(program: Program, memory: MemoryCap) -> None:
 
 
 def _check_unsharded(rank: int, acts: tuple[Act, ...]) -> None:
-    """Rule 6, parameters: once a stage has an UNSHARD, all its compute lies between the two."""
+    """Rule 6, parameters: once a stage has an UNSHARD, all that reads them lies between the two."""
     managed = {act.stage for act in acts if act.kind in (Kind.UNSHARD, Kind.RESHARD)}
     gathered: set[int] = set()
     for act in acts:
@@ -279,7 +281,7 @@ def _check_unsharded(rank: int, acts: tuple[Act, ...]) -> None:
             gathered ^= {act.stage}
         elif act.kind in COMPUTE:
             for kid in act.elementary:
-                if kid.stage in managed - gathered:
+                if kid.kind in READS_PARAMETERS and kid.stage in managed - gathered:
                     raise ProgramError(f"rank {rank}: {kid} runs while the stage is not gathered")
 
 

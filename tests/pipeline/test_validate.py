@@ -109,7 +109,7 @@ FAULTS = [
     (1, swap((Kind.STEP,), (Kind.REDUCE,)), "STEP precedes a REDUCE"),
     (1, drop(Kind.UNSHARD), "runs while the stage is not gathered"),
     (1, gather_late, "F of stage 1 microbatch 0 runs while the stage is not gathered"),
-    (1, swap((Kind.W, 3), (Kind.RESHARD,)), "W of stage 1 microbatch 3 runs while"),
+    (0, swap((Kind.BW, 3), (Kind.RESHARD,)), "BW of stage 0 microbatch 3 runs while"),
 ]
 
 
