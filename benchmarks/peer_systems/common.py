@@ -87,9 +87,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """The whole transformer, or one of `stages` equal pieces; parameter names are global."""
 
-    def __init__(self, stage: int = 0, stages: int = 1) -> None:
+    def __init__(self, stage: int = 0, stages: int = 1, layers: int = LAYERS) -> None:
         super().__init__()
-        per_stage = LAYERS // stages
+        per_stage = layers // stages
         first, last = stage == 0, stage == stages - 1
         self.embed_tokens = nn.Embedding(VOCAB, HIDDEN) if first else None
         mine = range(stage * per_stage, (stage + 1) * per_stage)
