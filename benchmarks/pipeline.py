@@ -3,9 +3,10 @@
     python benchmarks/pipeline.py [--ranks 2 4] [--schedules 1f1b zb_v] [--checkpoint] [--rounds 3]
 
 The same layers, shapes and tokens, on gloo (initial weights are each system's own); both systems in
-turn in every round, so that a busy machine is busy for both. CPU seconds per step (user + system of every rank, summed) are the stable
-figure. Memory is what a rank's resident set grows by during a step, with an allocator that gives
-back what is freed, in runs of its own. `checkpoint` recomputes every block.
+turn in every round, so that a busy machine is busy for both. CPU seconds per step (user + system of
+every rank, summed) are the stable figure. Memory is what the ranks' resident sets grow by during a
+step, with an allocator that gives back what is freed, in runs of its own. `--checkpoint` also
+recomputes every block.
 """
 
 import argparse
