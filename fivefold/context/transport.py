@@ -224,9 +224,11 @@ class Gather:
 
     Attributes:
         group: of context parallelism.
+        head_chunks: parts of the heads, at most.
     """
 
     group: dist.ProcessGroup
+    head_chunks: int = HEAD_CHUNKS
 
     def forward(self, own: Own) -> Iterator[Keys]:
         """The keys of a part of the heads, then of the next."""
@@ -245,7 +247,7 @@ class Gather:
 
     def _keys(self, own: Own) -> Iterator[Keys]:
         heads = own.kv.shape[2]
-        count = min(HEAD_CHUNKS, heads)
+        count = min(self.head_chunks, heads)
         chunks = [(heads * i // count, heads * (i + 1) // count) for i in range(count)]
         pieces = _pieces(own.part)
         arrive = self._fetch(own, chunks[0])
