@@ -83,7 +83,7 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    sustained=0.83,
+    sustained=0.887,
     attention_forward=0.58,
     attention_backward=0.5,
 )
@@ -94,10 +94,10 @@ _H100 = Gpu(
     peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
     multiprocessors=132,
-    sustained=0.75,
-    sustained_narrow=0.78,
-    attention_forward=0.45,
-    attention_backward=0.37,
+    sustained=0.772,
+    sustained_narrow=0.912,
+    attention_forward=0.409,
+    attention_backward=0.335,
 )
 _B200 = Gpu(
     "B200",
@@ -109,7 +109,7 @@ _B200 = Gpu(
     sustained=0.55,
     sustained_narrow=0.8,
     attention_forward=0.5,
-    attention_backward=0.4,
+    attention_backward=0.41,
 )
 _GB200 = replace(
     _B200,
@@ -141,10 +141,10 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 name="H100-96",
                 memory_bytes=96 * GB,
                 memory_bandwidth=2400 * GB,
-                sustained=0.68,
-                sustained_narrow=0.7,
-                attention_forward=0.35,
-                attention_backward=0.29,
+                sustained=0.745,
+                sustained_narrow=0.756,
+                attention_forward=0.212,
+                attention_backward=0.174,
             ),
             _B200,
             replace(
