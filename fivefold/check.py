@@ -152,6 +152,7 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     _check_data_parallel(parallel, config.training.precision, mistakes)
     _check_sequence(config, mistakes)
     check_schedule(config, parallel, mistakes)
+    _check_profile(config, world_size, mistakes)
     split = None
     with mistakes.collecting():
         split = _split(config, parallel)
@@ -384,6 +385,22 @@ _NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("fp8_format", "8-bit multiplications", None),
     ("fp4_format", "4-bit multiplications", None),
 )
+
+
+def _check_profile(config: Config, world_size: int, mistakes: Mistakes) -> None:
+    logging, steps = config.logging, config.training.train_iters
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if not logging.profile:
+        return
+    if not 1 <= start < end or start > steps:
+        mistakes.add(
+            f"profile_step_start {start} and profile_step_end {end} name no step of 1 to {steps}",
+            f"1 <= start < end, and start <= {steps} (train_iters), must hold",
+            works=[f"--profile-step-start {steps} --profile-step-end {steps + 1}"],
+        )
+    for rank in logging.profile_ranks:
+        if rank not in range(world_size):
+            mistakes.add(f"profile_ranks names rank {rank} of {world_size}")
 
 
 def _check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:

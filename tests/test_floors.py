@@ -48,7 +48,7 @@ FLOORS = (
     "__main__",
 )
 # A name stands for a module, or for a room and all that is in it.
-WITH_TORCH = ("pipeline.executor", "pipeline.messages", "pipeline.offload")
+WITH_TORCH = ("pipeline.executor", "pipeline.messages", "pipeline.offload", "pipeline.recorder")
 TORCH_FREE = (
     "errors",
     "units",

@@ -76,7 +76,7 @@ def _default(setting: Setting) -> str:
     if isinstance(value, bool):
         return "on" if value else ""
     return (
-        " ".join(value)
+        " ".join(map(str, value))
         if isinstance(value, tuple)
         else f"{value:g}"
         if isinstance(value, float)

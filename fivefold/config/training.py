@@ -115,6 +115,12 @@ class LoggingConfig:
     log_interval: int = option(1, "steps between console lines")
     tensorboard: bool = option(False, "write TensorBoard events (extra: fivefold[tensorboard])")
     wandb_project: str | None = option(None, "report to this W&B project (extra: fivefold[wandb])")
+    profile: bool = option(
+        False, "note when each act of the pipeline runs; the last profiled step stays in the folder"
+    )
+    profile_step_start: int = option(10, "step at which profiling starts")
+    profile_step_end: int = option(12, "step at which profiling has ended")
+    profile_ranks: tuple[int, ...] = option((0,), "ranks whose pipelines are profiled")
     audit: bool = option(
         False, "measure what the second step sends, holds and computes, for `fivefold audit`"
     )

@@ -22,6 +22,7 @@ from fivefold.model.shape import training_flops
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
+from fivefold.train.profile import profiled
 from fivefold.train.signals import StopRequest
 from fivefold.units import human_seconds
 
@@ -41,6 +42,7 @@ class Trainer:
         console: None on all ranks but the first, as are the sinks empty.
         sinks: where metrics go besides.
         audit: folder for what one step sends, holds and computes; None: it is not measured.
+        profile: folder for the timeline of a step; None: it is not recorded.
         step: optimizer steps done.
     """
 
@@ -51,6 +53,7 @@ class Trainer:
     console: Console | None
     sinks: Sequence[Sink]
     audit: Path | None = None
+    profile: Path | None = None
     step: int = 0
     _saved: int | None = field(default=None, init=False)
     _steps_here: int = field(default=0, init=False)
@@ -89,7 +92,7 @@ class Trainer:
             while self.step < config.training.train_iters and not stopping:
                 began = time.perf_counter()
                 batch, vote = self.loader.next_batch(), request.signum is not None
-                with self._measuring():
+                with self._measuring(), self._profiling():
                     result = self.engine.step(batch, vote=vote)
                 if not result.finite and config.training.check_for_nan_in_loss_and_grad:
                     raise self._not_finite(result)
@@ -115,6 +118,14 @@ class Trainer:
         if self.audit is None or not wanted:
             return nullcontext()
         return measured(self.engine, self.step + 1, self.audit)
+
+    def _profiling(self) -> AbstractContextManager[None]:
+        """Records the steps from `profile_step_start` to before `profile_step_end`."""
+        logging = self.engine.layout.config.logging
+        steps = range(logging.profile_step_start, logging.profile_step_end)
+        if self.profile is None or self.step + 1 not in steps:
+            return nullcontext()
+        return profiled(self.engine, self.profile)
 
     def _save(self) -> None:
         began = time.perf_counter()

@@ -120,6 +120,7 @@ def _make_trainer(
         console,
         sinks=(),
         audit=folder.audit if config.logging.audit else None,
+        profile=folder.path if config.logging.profile else None,
     )
     load = config.checkpoint.load
     if own.latest() is not None:

@@ -5,6 +5,7 @@ runs/llama3-8b-20261121-104500/
   environment.json   one entry for each start: machine, versions, git commit, command line
   metrics.jsonl      one line a step
   errors/            tracebacks of ranks that failed
+  pipeline.jsonl     with --profile: when each act of the pipeline ran in one step
   audit/             with --audit: what each rank sent, held and computed in one step
 runs/latest -> llama3-8b-20261121-104500
 """

@@ -1,133 +1,113 @@
 """The executor: every schedule gives the same bits, and holds what its program says, no more."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.executor import Executor
+from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.holding import with_offload, with_recompute
 from fivefold.pipeline.ir import Act, Kind, Program, loop_placement, v_placement
-from fivefold.pipeline.layout import StageSpec
-from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.lowering import lower, unpaired
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
-from fivefold.pipeline.simulate import peak_in_flight
-from fivefold.tensor.deferred_weight import DeferredWeights, Work, run_works
-from fivefold.tensor.install import install_deferral
-from tests.model.models import LLAMA, batch_of, build
+from fivefold.pipeline.simulate import memory_curve, peak_in_flight, simulate
+from tests.pipeline.runs import Held, bits, execute, lowered, one_rank
 from tests.pool import run
 
-MODEL = replace(LLAMA, num_layers=4)
-TOKENS = 12
-
-
-class NoReduction:
-    """Data parallelism over one rank; remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.lasts: list[bool] = []
-        self.reduced = 0
-
-    def before_backward(self, *, whole: bool, last: bool) -> None:
-        if whole:
-            self.lasts.append(last)
-
-    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
-        self.lasts.append(last)
-        for _ in run_works(works):
-            pass
-
-    def reduce(self) -> None:
-        self.reduced += 1
-
-
-def _program(name: str, placement: tuple[int, ...], microbatches: int, early: bool) -> Program:
-    program = build_program(name, placement, microbatches)
-    return with_sharding_actions(lower(eager_dx(program) if early else program))
-
-
-def _stage(index: int, num_stages: int) -> Stage:
-    each = MODEL.num_layers // num_stages
-    layers = tuple(range(index * each, (index + 1) * each))
-    return build(MODEL, StageSpec(index == 0, layers, index == num_stages - 1))
-
-
-@dataclass
-class Held:
-    """The most of some kind of tensors that are alive at a time."""
-
-    refs: list[StorageWeakRef] = field(default_factory=list)
-    peak: int = 0
-
-    def add(self, tensor: Tensor) -> None:
-        self.refs.append(StorageWeakRef(tensor.untyped_storage()))
-        self.peak = max(self.peak, self.alive)
-
-    @property
-    def alive(self) -> int:
-        self.refs = [ref for ref in self.refs if not ref.expired()]
-        return len(self.refs)
-
-
-def _execute(
-    rank: int, program: Program, watch: Callable[[dict[int, Stage]], None] = lambda stages: None
-) -> tuple[Tensor, dict[str, Tensor], dict[int, NoReduction]]:
-    deferred = DeferredWeights()
-    stages = {i: _stage(i, program.num_stages) for i in program.stages_of(rank)}
-    for stage in stages.values():
-        install_deferral(stage, deferred)
-    watch(stages)
-    gradients = {i: NoReduction() for i in stages}
-    batches = [
-        batch_of(MODEL, [[5, TOKENS - 5]], seed=mb) for mb in range(program.num_microbatches)
-    ]
-    executor = Executor(
-        stages,
-        gradients,
-        deferred,
-        dist.group.WORLD if program.num_ranks > 1 else None,
-        (TOKENS, MODEL.hidden_size),
-        torch.float64,
-        torch.device("cpu"),
-    )
-    loss = executor.run(program, batches, 1 / 64)
-    grads = {n: p.grad for s in stages.values() for n, p in s.named_parameters()}
-    return loss, grads, gradients
-
-
-def _results(rank: int, world: int, *plan: Any) -> tuple[float, dict[str, bytes]]:
-    loss, grads, _ = _execute(rank, _program(*plan))
-    return loss.item(), {name: grad.numpy().tobytes() for name, grad in grads.items()}
-
-
+LINE, LOOP, V = loop_placement(2, 2), loop_placement(2, 4), v_placement(2, 4)
 PLANS = {
-    2: [("gpipe", loop_placement(2, 2)), ("1f1b", loop_placement(2, 2))],
-    4: [
-        ("gpipe", loop_placement(2, 4)),
-        ("interleaved_1f1b", loop_placement(2, 4)),
-        ("gpipe", v_placement(2, 4)),
-    ],
+    "gpipe": V,
+    "looped_bfs": LOOP,
+    "1f1b": LINE,
+    "eager_1f1b": LINE,
+    "interleaved_1f1b": LOOP,
+    "combined_1f1b": LOOP,
+    "zb_h1": LINE,
+    "zb_h2": LINE,
+    "interleaved_zb": LOOP,
+    "zb_v": V,
+    "v_half": V,
+    "v_min": V,
+    "dualpipe_v": V,
 }
+MICROBATCHES = 4
 
 
-@pytest.mark.parametrize("num_stages", PLANS)
-def test_every_schedule_gives_the_same_bits(num_stages: int) -> None:
-    found = []
-    for name, placement in PLANS[num_stages]:
-        for early in (False, True):
-            ranks = run(2, _results, name, placement, 4, early)
-            grads = {name: grad for _, by_name in ranks for name, grad in by_name.items()}
-            found.append((sum(loss for loss, _ in ranks), grads))
-    one_rank = _results(0, 1, "gpipe", (0,) * num_stages, 4, False)
-    assert set(found[0][1]) == set(one_rank[1])
-    assert all(other == one_rank for other in found)
+def together(found: list[tuple[float, dict[str, bytes]]]) -> tuple[float, dict[str, bytes]]:
+    return sum(loss for loss, _ in found), {n: g for _, grads in found for n, g in grads.items()}
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[float, dict[str, bytes]]:
+    return one_rank(2, MICROBATCHES)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_schedule_gives_the_same_bits(name: str, early: bool, alone: Any) -> None:
+    program = lowered(name, PLANS[name], MICROBATCHES, early)
+    assert together(run(2, bits, program)) == alone
+
+
+@pytest.mark.parametrize("held", ["recomputed", "moved", "both"])
+@pytest.mark.parametrize("name", ["looped_bfs", "gpipe", "dualpipe_v"])
+def test_what_is_recomputed_or_moved_gives_the_same_bits(name: str, held: str, alone: Any) -> None:
+    program = build_program(name, PLANS[name], MICROBATCHES)
+    program = program if held == "moved" else with_recompute(program)
+    program = program if held == "recomputed" else with_offload(program)
+    assert any(act.kind in (Kind.R, Kind.OFFLOAD) for act in program.ranks[0])
+    assert together(run(2, bits, with_sharding_actions(lower(program)))) == alone
+
+
+def test_a_weight_in_parts_gives_the_same_bits(alone: Any) -> None:
+    program = build_program("zb_h1", LINE, MICROBATCHES)
+    cut = [
+        [replace(act, part=part) for act in acts for part in range(3 if act.kind is Kind.W else 1)]
+        for acts in program.ranks
+    ]
+    program = replace(program, ranks=tuple(map(tuple, cut)))
+    assert together(run(2, bits, with_sharding_actions(lower(program)))) == alone
+
+
+def _sums(rank: int, world: int, program: Program) -> tuple[float, dict[str, Tensor]]:
+    loss, grads, _ = execute(rank, program)
+    return loss.item(), grads
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lowered("dualpipe", LINE, MICROBATCHES, False),
+        lowered("sliced_1f1b", LINE, MICROBATCHES, True, num_slices=3),
+        with_sharding_actions(
+            lower(with_recompute(build_program("sliced_1f1b", LINE, MICROBATCHES, num_slices=2)))
+        ),
+        with_sharding_actions(
+            lower(with_offload(build_program("sliced_1f1b", LINE, MICROBATCHES, num_slices=4)))
+        ),
+    ],
+    ids=["two copies", "slices", "slices recomputed", "slices moved"],
+)
+def test_other_orders_of_summation_are_as_good(program: Program) -> None:
+    loss, expected, _ = execute(0, lowered("gpipe", (0, 0), MICROBATCHES, False))
+    total: dict[str, Tensor] = {}
+    found = run(2, _sums, program)
+    for _, grads in found:
+        for name, grad in grads.items():
+            total[name] = total[name] + grad if name in total else grad
+    assert sum(part for part, _ in found) == pytest.approx(loss.item(), rel=1e-13)
+    assert set(total) == set(expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(total[name], grad, rtol=1e-12, atol=1e-14)
 
 
 def _hold(rank: int, world: int, program: Program) -> dict[str, int]:
@@ -147,7 +127,7 @@ def _hold(rank: int, world: int, program: Program) -> dict[str, int]:
 
     dist.irecv = watched
     try:
-        _execute(rank, program, watch)
+        execute(rank, program, watch)
     finally:
         dist.irecv = irecv
     return {
@@ -183,7 +163,7 @@ HOLDING = [
 def test_a_rank_holds_what_its_program_has_in_flight(
     name: str, placement: tuple[int, ...], early: bool
 ) -> None:
-    program = _program(name, placement, 8, early)
+    program = lowered(name, placement, 8, early)
     peaks = peak_in_flight(program)
     for rank, held in enumerate(run(2, _hold, program)):
         assert held["activations"] == peaks[rank]
@@ -195,26 +175,26 @@ def test_a_rank_holds_what_its_program_has_in_flight(
 
 def test_buffers_of_1f1b_do_not_grow_with_the_microbatches() -> None:
     for microbatches in (4, 16):
-        program = _program("1f1b", (0, 1, 2, 3), microbatches, True)
+        program = lowered("1f1b", (0, 1, 2, 3), microbatches, True)
         in_flight = peak_in_flight(program)
         buffers = [_buffers(acts) for acts in program.ranks]
         assert all(n <= peak + 2 for n, peak in zip(buffers, in_flight, strict=True))
 
 
 def _told(rank: int, world: int, program: Program) -> None:
-    _, _, gradients = _execute(rank, program)
+    _, _, gradients = execute(rank, program)
     for told in gradients.values():
         assert told.lasts == [False] * (program.num_microbatches - 1) + [True]
         assert told.reduced == 1
 
 
 def test_each_stage_is_told_its_last_backward_and_reduced_once() -> None:
-    run(2, _told, _program("interleaved_1f1b", (0, 1, 0, 1), 4, True))
+    run(2, _told, lowered("interleaved_1f1b", (0, 1, 0, 1), 4, True))
 
 
 def _evaluate(rank: int, world: int, placement: tuple[int, ...]) -> float:
     program = lower(build_program("gpipe", placement, 3, forward_only=True))
-    loss, grads, gradients = _execute(rank, program)
+    loss, grads, gradients = execute(rank, program)
     assert all(grad is None for grad in grads.values())
     assert not any(told.lasts or told.reduced for told in gradients.values())
     return loss.item()
@@ -224,3 +204,56 @@ def test_an_evaluation_leaves_no_gradients() -> None:
     parts = run(2, _evaluate, (0, 1, 0, 1))
     assert parts[0] == 0.0
     assert parts[1] == _evaluate(0, 1, (0, 0, 0, 0))
+
+
+def _measured_curve(rank: int, world: int, program: Program) -> list[int]:
+    """How many microbatches' activations live as each act starts and ends."""
+    held, seen = Held(), [0]
+
+    @contextmanager
+    def observe(act: Act) -> Iterator[None]:
+        seen.append(held.alive)
+        yield
+        seen.append(held.alive)
+
+    def watch(stages: dict[int, Stage]) -> None:
+        for stage in stages.values():
+            first = next(iter(stage.layers.values()))
+            first.input_layernorm.register_forward_hook(lambda m, args, y: held.add(y))
+
+    execute(rank, program, watch, observe=observe)
+    return [count for count, _ in groupby(seen)]
+
+
+CURVES = [
+    ("1f1b", (0, 1), False),
+    ("1f1b", (0, 1), True),
+    ("zb_h1", (0, 1), False),
+    ("zb_v", (0, 1, 1, 0), False),
+    ("dualpipe_v", (0, 1, 1, 0), False),
+    ("dualpipe", (0, 1), False),
+]
+
+
+@pytest.mark.parametrize(("name", "placement", "recompute"), CURVES)
+def test_the_measured_memory_is_the_simulated_one(
+    name: str, placement: tuple[int, ...], recompute: bool
+) -> None:
+    program = build_program(name, placement, 6)
+    program = with_recompute(program) if recompute else program
+    footprint = Footprint(checkpoint=0.0)
+    simulation = simulate(unpaired(program), Costs.uniform(program.num_stages))
+    curves = memory_curve(unpaired(program), simulation, footprint)
+    found = run(2, _measured_curve, with_sharding_actions(lower(program)))
+    for curve, measured in zip(curves, found, strict=True):
+        assert measured == [held for held, _ in groupby(held for _, held in curve)]
+
+
+def _peak(rank: int, world: int, program: Program) -> int:
+    return max(_measured_curve(rank, world, program))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_what_is_moved_is_not_held(name: str) -> None:
+    program = with_offload(build_program(name, (0, 1), 8))
+    assert tuple(run(2, _peak, with_sharding_actions(lower(program)))) == peak_in_flight(program)

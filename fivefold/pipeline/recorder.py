@@ -1,0 +1,74 @@
+"""Notes when each act of a step runs: the clock that the simulator is held against."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from fivefold.pipeline.ir import Act
+from fivefold.pipeline.measured import MeasuredAct
+
+Instant = Callable[[], float]
+"""A moment in seconds, known once the device has come that far."""
+
+
+class Recorder:
+    """An `executor.Observer` for one step of one pipeline, to be made right before the step.
+
+    On a GPU events are timed, so that nothing waits. Ranks of one machine share its clock; those of
+    several agree on the moment at which they all have met.
+
+    Args:
+        group: the pipeline group; None for one rank. Every rank of it must record.
+        device: of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._acts: list[tuple[Act, Instant, Instant]] = []
+        here = (socket.gethostname(), time.perf_counter())
+        met = [here]
+        if group is not None:
+            met = [here] * group.size()
+            dist.all_gather_object(met, here, group=group)
+        self._zero = max(clock for host, clock in met if host == here[0])
+        self._base: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._base = torch.cuda.Event(enable_timing=True)
+            self._base.record()
+        self._late = time.perf_counter() - self._zero
+
+    @contextmanager
+    def __call__(self, act: Act) -> Iterator[None]:
+        """Time what runs in the block as `act`."""
+        start = self._now()
+        yield
+        self._acts.append((act, start, self._now()))
+
+    def gather(self) -> list[MeasuredAct]:
+        """The acts of every rank; all of them call this after the step."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        rank = 0 if self._group is None else self._group.rank()
+        own = [
+            MeasuredAct(rank, str(act.kind), act.stage, act.mb, start(), end(), act.slice, act.part)
+            for act, start, end in self._acts
+        ]
+        if self._group is None:
+            return own
+        every: list[list[MeasuredAct]] = [[] for _ in range(self._group.size())]
+        dist.all_gather_object(every, own, group=self._group)
+        return [act for acts in every for act in acts]
+
+    def _now(self) -> Instant:
+        base = self._base
+        if base is None:
+            seconds = time.perf_counter() - self._zero
+            return lambda: seconds
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return lambda: self._late + base.elapsed_time(event) / 1000
