@@ -318,6 +318,7 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
         )
     _check_modules(config.memory, mistakes)
     _check_recompute(config, mistakes)
+    _check_compile(config, mistakes)
     if config.memory.cross_entropy_loss_fusion:
         with mistakes.collecting():
             vocab_split_sizes(os.environ)
@@ -370,6 +371,21 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
             f"the inputs of {' '.join(norms)} cannot be moved away where recompute_modules "
             "layernorm makes the norms' outputs of them",
             works=["--offload-modules core_attn attn_proj", "--recompute-modules core_attn mlp"],
+        )
+
+
+def _check_compile(config: Config, mistakes: Mistakes) -> None:
+    """Memory techniques whose hooks lie inside of what would be compiled."""
+    memory, hooks = config.memory, set[str]()
+    if memory.recompute_granularity == "selective":
+        hooks |= {"mlp", "layernorm"}.intersection(memory.recompute_modules)
+    if memory.fine_grained_activation_offloading:
+        hooks |= {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)
+    if config.training.compile and hooks:
+        mistakes.add(
+            f"compiled layers cannot recompute or move away {' '.join(sorted(hooks))}, which lie "
+            "inside of them",
+            works=["--no-compile", "--recompute-granularity full"],
         )
 
 

@@ -18,6 +18,7 @@ from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import piece_of
+from fivefold.model.compiled import compile_layers
 from fivefold.model.init import init_slice
 from fivefold.model.shape import canonical_name
 from fivefold.model.transformer import Stage
@@ -162,6 +163,10 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     if groups.cp is not None:
         _install_context(layout, groups, stages)
     _install_memory(layout, groups, stages, device)
+    if config.training.compile:
+        for stage in stages.values():
+            compile_layers(stage, config.training.compile_backend)
+        log.info("layers compiled with %s", config.training.compile_backend)
     gradients = {
         index: _install_data_parallel(layout, groups, stage, policy, device)
         for index, stage in stages.items()

@@ -32,6 +32,10 @@ class TrainingConfig:
     fp4_format: Literal["e2m1"] | None = option(
         None, "4-bit format of matrix multiplications on top of bf16"
     )
+    compile: bool = option(False, "compile each transformer layer (torch.compile)")
+    compile_backend: Literal["inductor", "aot_eager"] = option(
+        "inductor", "what torch.compile makes of a layer; aot_eager: its operations unchanged"
+    )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
     eval_interval: int = option(0, "steps between evaluations on the validation split; 0: never")
     eval_iters: int = option(4, "global batches per evaluation")

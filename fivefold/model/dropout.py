@@ -47,7 +47,7 @@ def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int) -> Tensor:
     return mixed < round(p * 2**64) - 2**63
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dropout:
     """The dropout of one microbatch.
 
@@ -77,7 +77,7 @@ class Dropout:
         return derive_seed(self.seed, "dropout", self.step, site)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadDropout:
     """The dropout of the attention probabilities of one layer and microbatch.
 

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def local(parameter: Tensor) -> Tensor:
     """What this rank computes with: a DTensor's local part, any other tensor itself."""
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Linear(nn.Module):

@@ -1,0 +1,30 @@
+"""Transformer layers through torch.compile."""
+
+from typing import Any
+
+import torch
+
+from fivefold.model.layers import plain_column, plain_row
+from fivefold.model.transformer import Stage, TransformerLayer
+
+
+def compile_layers(stage: Stage, backend: str) -> None:
+    """Compile the layers of a stage, each for itself, once all their seams are filled.
+
+    What has effects that a graph cannot show stays outside of it: collectives, weight gradients
+    that are put aside, and attention, whose cut into documents is another one in every batch.
+
+    Args:
+        stage: its layers' forwards are replaced; hooks of data parallelism remain around them.
+        backend: of torch.compile.
+    """
+    outside: Any = torch.compiler.disable
+    for layer in stage.layers.values():
+        assert isinstance(layer, TransformerLayer)
+        layer.self_attn.kernel = outside(layer.self_attn.kernel)
+        for module in (layer.self_attn, layer.mlp):
+            if module.column is not plain_column:
+                module.column = outside(module.column)
+            if module.row is not plain_row:
+                module.row = outside(module.row)
+        layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]

@@ -1,0 +1,41 @@
+"""Compiled layers compute what one device computes, whatever is installed in and around them."""
+
+from typing import Any
+
+import pytest
+
+from fivefold.check import check
+from fivefold.errors import ConfigError
+from tests.verify.cases import MODELS, config, flags, verify_in_pool
+
+COMPILED = {"compile": True, "compile_backend": "aot_eager"}
+FULL = {"recompute_granularity": "full"}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "nothing installed": (1, "llama", flags()),
+    "dropout, ZeRO-3, recomputed": (2, "gpt", flags(strategy="optim_grads_params") | FULL),
+    "tensor parallel, deferred weights, ZeRO-1": (
+        8,
+        "llama tied",
+        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim")
+        | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_layers_are_exact(case: str) -> None:
+    world, model, settings = CASES[case]
+    report = verify_in_pool(world, config(MODELS[model], **settings | COMPILED))
+    assert report.passed, report.text()
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
+        {"fine_grained_activation_offloading": True, "offload_modules": ("mlp_norm",)},
+    ],
+)
+def test_hooks_inside_of_compiled_layers_are_refused(memory: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="compiled layers cannot recompute or move away mlp"):
+        check(config(MODELS["llama"], **memory | COMPILED), 1)
