@@ -6,6 +6,11 @@ def human_bytes(n: float) -> str:
     return _scaled(n, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
+def human_bandwidth(n: float) -> str:
+    """Decimal multiples of bytes a second, as links are sold: 4.5e11 -> '450 GB/s'."""
+    return _scaled(n, 1000.0, ("B", "KB", "MB", "GB", "TB")) + "/s"
+
+
 def human_count(n: float) -> str:
     """Decimal multiples: 5_540_000 -> '5.54 M'."""
     return _scaled(n, 1000.0, ("", "K", "M", "B", "T", "P")).rstrip()

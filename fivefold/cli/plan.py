@@ -1,15 +1,25 @@
-"""`fivefold plan`: which layout, will it fit, how fast, and why not another one."""
+"""`fivefold plan`: which layout, will it fit, how fast, and why not another one?"""
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from fivefold.cli.style import paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import Loaded, load_with_origins
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import Mistakes
+from fivefold.files import write_atomic
 from fivefold.plan.cluster import load_cluster
+
+if TYPE_CHECKING:
+    from fivefold.plan.request import Request
+    from fivefold.plan.search import Result
+
+SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
@@ -25,51 +35,156 @@ class Options:
     )
     cluster: str = option("H100", "kind of GPU, or path of a cluster's .toml file")
     gpus: int | None = option(None, "GPUs (default: those of the cluster's file, or one node)")
-    top: int = option(10, "layouts to show")
+    top: int = option(10, "layouts to show, the best of each mesh")
+    why: str | None = option(
+        None, "settings such as 'tp=4 pp=8': say what they would cost against the best layout"
+    )
+    rules: bool = option(False, "say what the usual rules of thumb would choose, and its cost")
+    train_tokens: str | None = option(
+        None, "tokens to train on, such as 15T: GPU hours, days, checkpoints"
+    )
+    emit: Literal["fivefold", "megatron", "torchtitan", "deepspeed"] | None = option(
+        None, "print only the best layout's settings for this trainer"
+    )
+    html: str | None = option(None, "also write a page with timeline, memory and waterfall")
+    json: bool = option(False, "print the outcome as JSON")
+    calibrate: str | None = option(
+        None, "measure this machine, write it as a cluster's .toml file, and plan nothing"
+    )
+    nproc: int | None = option(None, "processes that --calibrate starts on this machine")
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
+    if any(word.partition("=")[0] == "--calibrate" for word in argv):
+        return _calibrate(argv)
     loaded = load_with_origins(argv, Options, models=True)
     options = loaded.options
-    if options.gpus is not None and options.gpus < 1:
-        raise ConfigError(f"--gpus must be at least 1, not {options.gpus}")
-    return _plan(loaded)
-
-
-def _plan(loaded: Loaded[Options]) -> int:
-    from fivefold.plan.request import request
+    tokens = _check(options)
+    asked = _request(loaded)
+    from fivefold.plan.explain import why_nothing
     from fivefold.plan.search import search
 
-    options = loaded.options
-    cluster = load_cluster(options.cluster, options.gpus)
-    asked = request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
     result = search(asked)
     if not result.found:
-        raise ConfigError(Mistake("nothing fits"))
-    print("\n".join(_report(result, options)))
+        raise why_nothing(result)
+    if options.html is not None:
+        from fivefold.plan.page import page
+
+        write_atomic(options.html, page(result, tokens))
+    if options.emit is not None:
+        _emit(result, options.emit)
+    elif options.json:
+        from fivefold.plan.record import as_json
+
+        print(json.dumps(as_json(result, tokens, options.top), indent=2))
+    else:
+        print("\n".join(_report(result, options, tokens)))
     return 0
 
 
-def _report(result, options) -> Iterator[str]:
+def _calibrate(argv: Sequence[str]) -> int:
+    """Measure instead of planning; the only part of this verb that loads torch."""
+    from fivefold.config.sources import load_options
+
+    options = load_options(argv, Options)
+    from fivefold.calibrate.run import calibrate
+
+    assert options.calibrate is not None
+    return calibrate(Path(options.calibrate), options.nproc)
+
+
+def _check(options: Options) -> float | None:
+    """What can be said before anything is searched; the token budget."""
+    mistakes = Mistakes()
+    for name, value in (("--gpus", options.gpus), ("--top", options.top)):
+        if value is not None and value < 1:
+            mistakes.add(f"{name} must be at least 1, not {value}")
+    tokens = None
+    if options.train_tokens is not None:
+        tokens = _number(options.train_tokens)
+        if tokens is None or tokens < 1:
+            mistakes.add(
+                f"--train-tokens must be a number of tokens, not {options.train_tokens!r}",
+                works=("15T", "100B", "3.5e11"),
+            )
+    if options.json and options.emit is not None:
+        mistakes.add("--json and --emit both say what to print", works=("one of the two",))
+    if options.html is not None and not Path(options.html).parent.is_dir():
+        mistakes.add(f"--html {options.html}: there is no folder {Path(options.html).parent}")
+    mistakes.raise_if_any()
+    return tokens
+
+
+def _number(text: str) -> float | None:
+    """'15T' -> 1.5e13; None: it is no number."""
+    scale = SUFFIXES.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        return None
+
+
+def _request(loaded: Loaded[Options]) -> "Request":
+    """The question, or everything that is wrong with it."""
+    from fivefold.config.model import check_model
+    from fivefold.config.values import check_values
+    from fivefold.plan.request import request
+
+    options = loaded.options
+    mistakes = Mistakes()
+    check_values(loaded.config, mistakes)
+    check_model(loaded.config.model, mistakes)
+    cluster = None
+    with mistakes.collecting():
+        cluster = load_cluster(options.cluster, options.gpus)
+    mistakes.raise_if_any()
+    assert cluster is not None
+    return request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
+
+
+def _emit(result: "Result", target: str) -> None:
+    """The settings alone on standard output, what they do not say beside them."""
+    from fivefold.plan.export import export
+
+    found = export(result.best.layout, target)
+    sys.stdout.write(found.text)
+    for missing in found.missing:
+        print(f"{paint('note:', 'yellow', sys.stderr)} {missing}", file=sys.stderr)
+
+
+def _report(result: "Result", options: Options, tokens: float | None) -> Iterator[str]:
     from fivefold.plan import answer
 
+    assert result.best.prediction is not None
     yield from answer.question(result)
-    yield ""
-    yield _title("layouts, the best of each mesh")
-    yield from answer.ranked(result.by_mesh()[: options.top])
-    yield ""
+    yield from _section("layouts, the best of each mesh", answer.ranked(result, options.top))
     yield answer.counts(result)
-    yield ""
-    yield _title("the best")
-    yield from answer.best(result)
-    yield ""
-    yield _title("where the time goes")
-    yield from answer.waterfall(result.best.prediction)
-    yield ""
-    yield _title("memory of each pipeline rank")
-    yield from answer.memory_table(result.best)
+    yield from _section("the best", answer.best(result))
+    yield from _section("where the time goes", answer.waterfall(result.best.prediction))
+    yield from _section("memory by pipeline rank", answer.memory_table(result.best))
+    yield from _section("why", answer.explained(result))
+    yield from _section("time for memory", answer.pareto(result))
+    yield from _section("a whole run", answer.cost_lines(result, tokens))
+    if options.rules:
+        from fivefold.plan.explain import rule_of_thumb
+
+        rule = rule_of_thumb(result.request)
+        yield from _section("the rule of thumb", answer.rules(result, rule))
+    if options.why is not None:
+        yield from _section(f"why not {options.why}?", _why(result, options.why))
 
 
-def _title(text: str) -> str:
-    return paint(text, "bold", sys.stdout)
+def _why(result: "Result", text: str) -> Iterator[str]:
+    from fivefold.plan import answer
+    from fivefold.plan.explain import changed
+    from fivefold.plan.search import search
+
+    other = search(changed(result.request, text))
+    return answer.why(result, other, text)
+
+
+def _section(title: str, lines: Iterator[str] | list[str]) -> Iterator[str]:
+    yield ""
+    yield paint(title, "bold", sys.stdout)
+    yield from lines

@@ -1,22 +1,28 @@
 """What a plan says, as text."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
 from textwrap import wrap
 
-from fivefold.check import Layout
 from fivefold.model.shape import count_parameters
-from fivefold.plan.memory_choices import describe
+from fivefold.plan.describe import ZERO, memory_words, summary
+from fivefold.plan.explain import (
+    Rule,
+    alternatives,
+    binding,
+    percent,
+    sensitivities,
+    shortfall,
+    slower,
+    why_nothing,
+)
+from fivefold.plan.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.plan.search import Candidate, Result
 from fivefold.plan.step import Prediction, precision_of
-from fivefold.units import human_bytes, human_count, human_flops, human_seconds
+from fivefold.units import human_bandwidth, human_bytes, human_count, human_flops, human_seconds
 
 WIDTH = 100
-ZERO = {
-    "no_shard": "-",
-    "optim": "ZeRO-1",
-    "optim_grads": "ZeRO-2",
-    "optim_grads_params": "ZeRO-3",
-}
 CONVENTION = (
     "MFU is model FLOPs (6 per matmul parameter and token with the output layer, causal attention "
     "counted once, none for recomputation) over the peak of the data sheet"
@@ -36,46 +42,9 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]
     ]
 
 
-def degrees(layout: Layout) -> str:
-    """The mesh in a few words: 'tp 8 pp 16 dp 128'."""
-    grid = layout.grid
-    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "ep": grid.ep, "etp": grid.etp}
-    words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    return " ".join([*words, f"dp {grid.dp}"])
-
-
-def summary(layout: Layout) -> str:
-    """A layout in one line."""
-    parallel, training = layout.config.parallel, layout.config.training
-    words = [degrees(layout), f"micro-batch {training.micro_batch_size}"]
-    if layout.grid.pp > 1:
-        virtual = layout.split.num_virtual
-        words.append(f"{layout.schedule}" + (f" x {virtual} stages" if virtual > 1 else ""))
-    strategy = ZERO[parallel.data_parallel_sharding_strategy]
-    if strategy != "-":
-        copies = parallel.num_distributed_optimizer_instances
-        words.append(strategy + (f" in {copies} groups" if copies > 1 else ""))
-    words += memory_words(layout)
-    return ", ".join(words)
-
-
-def memory_words(layout: Layout) -> list[str]:
-    """The memory techniques, if any."""
-    memory = layout.config.memory
-    words = []
-    if memory.recompute_granularity is not None:
-        words.append(describe(memory))
-    if memory.fine_grained_activation_offloading:
-        words.append(f"offload {' '.join(memory.offload_modules)}")
-    if memory.cross_entropy_loss_fusion:
-        words.append(f"fused loss ({memory.cross_entropy_fusion_impl})")
-    if memory.optimizer_cpu_offload:
-        words.append("optimizer on the host")
-    return words
-
-
-def ranked(candidates: Sequence[Candidate]) -> list[str]:
-    """The table of layouts, a line each."""
+def ranked(result: Result, most: int) -> list[str]:
+    """The best layout of each mesh, a line each, the recommended one first."""
+    candidates = result.by_mesh()[:most]
     head = ("", "tp", "cp", "pp", "ep", "dp", "mbs", "schedule", "shards", "memory saved by")
     rows = [(*head, "memory", "step", "MFU", "tokens/s/GPU")]
     for number, candidate in enumerate(candidates, 1):
@@ -124,22 +93,23 @@ def waterfall(prediction: Prediction) -> list[str]:
 
 
 def memory_table(candidate: Candidate) -> list[str]:
-    """What each pipeline rank's peak is made of; equal neighbours share a line."""
+    """What the peaks of pipeline ranks are made of: the first, the last and the fullest rank."""
     ranks = candidate.memory.ranks
-    names = list(dict.fromkeys(name for rank in ranks for name in rank.parts))
-    rows = [("rank", *names, "peak", "when")]
-    shown: list[tuple[str, ...]] = []
-    first = 0
-    for number, rank in enumerate(ranks):
-        cells = tuple(human_bytes(rank.parts.get(name, 0.0)) for name in names)
-        row = (*cells, human_bytes(rank.peak), rank.act if rank.act else rank.phase)
-        if shown and shown[-1] == row[:-1]:
-            rows[-1] = (f"{first}-{number}", *rows[-1][1:])
-            continue
-        first = number
-        shown.append(row[:-1])
-        rows.append((f"{number}", *row))
-    return table(rows, right=range(len(names) + 2))
+    fullest = candidate.memory.worst.pp_rank
+    shown = sorted({0, fullest, len(ranks) - 1} | set(range(len(ranks)) if len(ranks) <= 8 else ()))
+    names = list(dict.fromkeys(name for rank in shown for name in ranks[rank].parts))
+    rows = [("rank", *(str(rank) + "*" * (rank == fullest) for rank in shown))]
+    for name in names:
+        sizes = (human_bytes(ranks[rank].parts.get(name, 0.0)) for rank in shown)
+        rows.append((name, *sizes))
+    rows.append(("peak", *(human_bytes(ranks[rank].peak) for rank in shown)))
+    worst = candidate.memory.worst
+    return [
+        *table(rows, right=range(1, len(shown) + 1)),
+        f"the fullest is rank {fullest}, at {worst.act} ({worst.phase}); driver, NCCL and "
+        f"fragmentation take {human_bytes(candidate.memory.reserved)} more, of "
+        f"{human_bytes(candidate.memory.capacity)}",
+    ]
 
 
 def counts(result: Result) -> str:
@@ -152,11 +122,16 @@ def counts(result: Result) -> str:
     )
 
 
+def parameters(result: Result) -> int:
+    """Of the whole model."""
+    return count_parameters(result.request.config.model).total
+
+
 def question(result: Result) -> Iterator[str]:
     """What was asked, assumptions included."""
     request = result.request
     model, training, cluster = request.config.model, request.config.training, request.cluster
-    whole = count_parameters(model).total
+    whole = parameters(result)
     active = count_parameters(model, active=True).total
     of_them = "" if active == whole else f", {human_count(active)} of them active"
     yield f"model      {human_count(whole)} parameters{of_them}, {model.num_layers} layers"
@@ -164,8 +139,8 @@ def question(result: Result) -> Iterator[str]:
     yield (
         f"cluster    {request.world:,} x {cluster.gpu.name} "
         f"({human_bytes(cluster.gpu.memory_bytes)}), {nodes:,} nodes of {cluster.gpus_per_node}, "
-        f"{human_bytes(cluster.node_link.bandwidth)}/s inside, "
-        f"{human_bytes(cluster.network_link.bandwidth)}/s a GPU between"
+        f"{human_bandwidth(cluster.node_link.bandwidth)} inside, "
+        f"{human_bandwidth(cluster.network_link.bandwidth)} a GPU between"
     )
     tokens = training.global_batch_size * training.seq_length
     yield (
@@ -180,7 +155,7 @@ def question(result: Result) -> Iterator[str]:
 
 
 def best(result: Result) -> Iterator[str]:
-    """The recommended layout, with its time, its memory and where the time goes."""
+    """The recommended layout and its time."""
     candidate = result.best
     prediction = candidate.prediction
     assert prediction is not None
@@ -194,3 +169,159 @@ def best(result: Result) -> Iterator[str]:
         f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
     )
     yield from wrap(CONVENTION, WIDTH)
+    for note in prediction.notes:
+        yield f"note: {note}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a training run takes.
+
+    Attributes:
+        tokens: that are trained on.
+        steps: of the global batch.
+        seconds: of computing, no interruption counted.
+        gpu_hours: of that time.
+        price: of the GPU hours, interruptions included; None: the cluster has no price.
+        goodput: what interruptions leave; None: the cluster has no rate of them.
+    """
+
+    tokens: float
+    steps: int
+    seconds: float
+    gpu_hours: float
+    price: float | None
+    goodput: Goodput | None
+
+    @property
+    def wall(self) -> float:
+        """Seconds with interruptions."""
+        return self.seconds / self.goodput.share if self.goodput else self.seconds
+
+
+def cost(result: Result, tokens: float | None) -> Cost:
+    """What training on so many tokens takes (None: as many as `train_iters` steps have)."""
+    candidate, cluster = result.best, result.request.cluster
+    config = candidate.layout.config
+    batch = config.training.global_batch_size * config.training.seq_length
+    steps = ceil(tokens / batch) if tokens else config.training.train_iters
+    seconds = steps * candidate.seconds
+    world = result.request.world
+    kept = None
+    if cluster.interruptions_per_gpu_day:
+        nodes = -(-world // cluster.gpus_per_node)
+        kept = goodput(
+            world,
+            checkpoint_seconds(parameters(result), nodes),
+            device_mtbf=DAYS / cluster.interruptions_per_gpu_day,
+        )
+    wall = seconds / kept.share if kept else seconds
+    hourly = cluster.price_per_gpu_hour
+    return Cost(
+        tokens=steps * batch,
+        steps=steps,
+        seconds=seconds,
+        gpu_hours=seconds * world / HOURS,
+        price=None if hourly is None else wall * world / HOURS * hourly,
+        goodput=kept,
+    )
+
+
+def cost_lines(result: Result, tokens: float | None) -> Iterator[str]:
+    """The cost of a run, and its checkpoints."""
+    found = cost(result, tokens)
+    if tokens:
+        yield (
+            f"{human_count(found.tokens)} tokens are {found.steps:,} steps: "
+            f"{human_seconds(found.seconds)} of training, {found.gpu_hours:,.0f} GPU hours"
+        )
+    kept = found.goodput
+    if kept is None:
+        return
+    interruptions = found.wall / kept.mtbf
+    yield (
+        f"failures: one every {human_seconds(kept.mtbf)} at the rate of Llama 3's 54 days "
+        f"(419 on 16,384 GPUs, 78 % of them hardware)"
+    )
+    yield (
+        f"checkpoints: best every {human_seconds(kept.interval)} "
+        f"({max(1, round(kept.interval / result.best.seconds)):,} steps), if writing one stops "
+        f"training for {human_seconds(kept.checkpoint)} (12 bytes a parameter, 1 GB/s a node) and "
+        f"a restart takes {human_seconds(kept.restart)}"
+    )
+    yield f"goodput: {kept.share:.1%} of the time is training that counts"
+    if tokens:
+        price = f", {found.price:,.0f} at the cluster's price" if found.price else ""
+        yield (
+            f"in all: {human_seconds(found.wall)} by the clock, "
+            f"about {interruptions:,.0f} interruptions{price}"
+        )
+
+
+def explained(result: Result) -> Iterator[str]:
+    """What binds, what else there is, and what would change it."""
+    yield f"binding: {binding(result)}"
+    yield ""
+    others = [("not chosen", "because")]
+    others += [(summary(a.candidate.layout), a.reason) for a in alternatives(result)]
+    yield from table(others)
+    yield ""
+    rows = [("if", "step", "")]
+    for change in sensitivities(result):
+        layout = percent(change.seconds / result.best.seconds - 1)
+        if change.moves:
+            layout += f", by {summary(change.candidate.layout)}"
+        rows.append((change.change, human_seconds(change.seconds), layout))
+    yield from table(rows, right=(1,))
+
+
+def pareto(result: Result) -> list[str]:
+    """Layouts that trade time for memory."""
+    front = result.pareto()[:6]
+    rows = [("memory", "step", "")]
+    for candidate in front:
+        size = human_bytes(candidate.memory.device_total)
+        rows.append((size, human_seconds(candidate.seconds), summary(candidate.layout)))
+    return table(rows, right=(0, 1))
+
+
+def why(result: Result, other: Result, text: str) -> Iterator[str]:
+    """What a change of some settings would cost."""
+    best = result.best.prediction
+    assert best is not None
+    if other.found:
+        prediction = other.best.prediction
+        assert prediction is not None
+        yield f"with {text}: {summary(other.best.layout)}"
+        if other.best.layout.config == result.best.layout.config:
+            yield "that is the best layout"
+            return
+        yield (
+            f"step {human_seconds(other.best.seconds)} instead of "
+            f"{human_seconds(result.best.seconds)}, {slower(best, prediction)}"
+        )
+        used = other.best.memory.device_total - result.best.memory.device_total
+        sign = "more" if used >= 0 else "less"
+        yield f"memory {human_bytes(abs(used))} {sign} on the fullest GPU"
+        return
+    nearest = min(other.rejected, key=lambda c: c.memory.device_total, default=None)
+    if nearest is None:
+        yield f"with {text}: {why_nothing(other)}"
+        return
+    yield f"with {text} nothing fits; nearest: {summary(nearest.layout)}"
+    yield shortfall(nearest.memory)
+
+
+def rules(result: Result, rule: Rule) -> Iterator[str]:
+    """What the rule of thumb would take, and what it costs."""
+    if rule.candidate is None or rule.candidate.prediction is None:
+        yield "the rule of thumb finds nothing that fits"
+        return
+    best = result.best.prediction
+    assert best is not None
+    for step in rule.steps:
+        yield f"- {step}"
+    yield f"{summary(rule.candidate.layout)}"
+    yield (
+        f"step {human_seconds(rule.candidate.seconds)}, {slower(best, rule.candidate.prediction)}"
+    )

@@ -323,7 +323,7 @@ class _Kept:
         self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
 
     def _share(self, ranks: Ranks, which: int, chunks: Values) -> Values:
-        """The part of a rank's layers that so many chunks hold at least: all may be the thinnest."""
+        """The part of a rank's layers in so many chunks, at least: all may be the thinnest."""
         way = self.space.columns["way"]
         layers = ranks.held[way, which][:, : PREDICTION + 1].sum(axis=1)
         thinnest = ranks.thinnest[way, which]
@@ -403,7 +403,7 @@ def in_flight(space: Space, ranks: Ranks, which: int) -> Values:
 
 
 def waiting_chunks(space: Space, ranks: Ranks, which: int) -> Values:
-    """Chunks whose dW one of the ranks still has to compute, at least, with `in_flight` less one."""
+    """Chunks of one of the ranks that wait for dW, at least, beside one less than `in_flight`."""
     way, count = space.columns["way"], space.columns["microbatches"]
     p, r = ranks.size[way], ranks.index[way, which]
     late = {"zb_h1": r, "interleaved_zb": r, "zb_h2": 2 * r}

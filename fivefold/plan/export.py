@@ -229,7 +229,7 @@ def _torchtitan(layout: Layout) -> Export:
         degrees["pipeline_parallel_schedule"] = schedule
         degrees["pipeline_parallel_microbatch_size"] = training.micro_batch_size
         degrees["module_fqns_per_model_part"] = _modules(layout)
-    tables = {
+    tables: dict[str, dict[str, Any]] = {
         "model": {"name": "llama3", "flavor": "custom"},
         "optimizer": {"name": "AdamW", "lr": optimizer.lr, "eps": optimizer.adam_eps},
         "training": {

@@ -59,7 +59,8 @@ def refinements(
                     ),
                 )
     if not given & set(OFFLOAD):
-        modules = ("expert_fc1", "moe_act") if config.model.num_experts else ("core_attn",)
+        experts = config.model.num_experts is not None
+        modules: tuple[str, ...] = ("expert_fc1", "moe_act") if experts else ("core_attn",)
         yield MemoryChoice(
             f"offload {' '.join(modules)}",
             _settings(fine_grained_activation_offloading=True, offload_modules=modules),
@@ -91,7 +92,7 @@ def _selective(modules: tuple[str, ...]) -> MemoryChoice:
 
 def _module_sets(model: ModelConfig) -> list[tuple[str, ...]]:
     """Modules by what their recomputation costs for the bytes that it saves."""
-    cheap = ("layernorm",)
+    cheap: tuple[str, ...] = ("layernorm",)
     if model.multi_latent_attention:
         cheap += ("mla_up_proj",)
     if model.num_experts is None:

@@ -161,8 +161,7 @@ class _Search:
     def run(self) -> Result:
         began = perf_counter()
         request = self.request
-        widest = 2 * request.cluster.gpus_per_node
-        space = enumerate_space(request.config, request.world, request.given, widest)
+        space = self.space()
         legal = len(space)
         if not legal:
             return Result(request, (), (), 0, 0, 0, 0.0, 0.0, perf_counter() - began)
@@ -188,6 +187,12 @@ class _Search:
             smallest=smallest,
             seconds=perf_counter() - began,
         )
+
+    def space(self) -> Space:
+        """Every legal layout."""
+        request = self.request
+        widest = 2 * request.cluster.gpus_per_node
+        return enumerate_space(request.config, request.world, request.given, widest)
 
     def _look(self, space: Space, bounds: Values, states: Values) -> float:
         """Predict in the order of the bounds; the gap that is left.
@@ -215,7 +220,7 @@ class _Search:
             if family in seen.done or (known and bound * seen.excess.get(like, 1.0) >= best):
                 unseen = min(unseen, bound)
                 continue
-            candidate = self._candidate(space, row, bound)
+            candidate = self.candidate(space, row, bound)
             seen.look(candidate)
             if candidate.prediction is None:
                 self.rejected.append(candidate)
@@ -229,7 +234,7 @@ class _Search:
             best = min(best, candidate.seconds)
         return max(0.0, best / unseen - 1) if np.isfinite(unseen) else 0.0
 
-    def _candidate(self, space: Space, row: int, bound: float) -> Candidate:
+    def candidate(self, space: Space, row: int, bound: float) -> Candidate:
         """A row of the space; its layout is known, so that `check` need not find it again."""
         self.looks += 1
         config = space.config_of(row)
@@ -277,6 +282,15 @@ class _Search:
             ordered.remove(best)
             ordered.insert(0, best)
         return _legal(ordered, self.request)
+
+
+def smallest_layouts(request: Request, count: int = 3) -> list[Candidate]:
+    """A close look at the legal layouts whose memory bounds are lowest."""
+    run = _Search(request)
+    space = run.space()
+    memory = memory_bound(space, Ranks.of(request.config.model, space.ways))
+    rows = np.argsort(memory.bytes, kind="stable")[:count]
+    return [run.candidate(space, int(row), float("inf")) for row in rows]
 
 
 def capacity(request: Request) -> float:

@@ -41,7 +41,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
 )
 MAX_MICRO_BATCH = 16  # sequences that are tried
 MIN_SLICE = 256  # tokens of a sequence that context-parallel ranks keep at least
-FEW = 4  # numbers of sharding groups that are tried
+FEW = 2  # numbers of sharding groups, besides one, that are tried
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class _Axes:
         return self.sizes("pp", lambda n: n <= self.config.model.num_layers)
 
     def experts(self, tensor: Collection[int]) -> dict[str, list[int]]:
-        """Pairs of expert-parallel and expert-tensor-parallel sizes, the latter those of `tensor`."""
+        """Pairs of expert-parallel and expert-tensor-parallel sizes, these those of `tensor`."""
         experts = self.config.model.num_experts
         if experts is None:
             return {"ep": [1], "etp": [1]}

@@ -1,0 +1,369 @@
+"""Why a layout is the best, why not another one, what would change that, and why nothing fits."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fivefold.check import check, divisors
+from fivefold.config.config import Config
+from fivefold.config.flags import scan
+from fivefold.config.settings import Setting
+from fivefold.config.sources import config_settings
+from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.plan.cluster import Cluster, Link
+from fivefold.plan.describe import summary
+from fivefold.plan.memory import MemoryPrediction
+from fivefold.plan.request import LAYOUT, Request
+from fivefold.plan.search import (
+    Candidate,
+    Result,
+    capacity,
+    evaluate,
+    search,
+    smallest_layouts,
+)
+from fivefold.plan.space import enumerate_space
+from fivefold.plan.step import Prediction, predict
+from fivefold.units import human_bytes, human_seconds
+
+SOME = 8  # layouts that are predicted anew where the cluster changes
+GROWTH = (2, 4, 8, 16, 32, 64)  # times the GPUs, tried where nothing fits
+
+
+def differences(base: Prediction, other: Prediction, most: int = 3) -> list[str]:
+    """The parts of the step in which two layouts differ most, in words, the largest first."""
+    ours = {part.name: part.seconds for part in base.parts}
+    theirs = {part.name: part.seconds for part in other.parts}
+    changes = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in {**ours, **theirs}}
+    least = 0.002 * base.step_time
+    large = sorted((n for n in changes if abs(changes[n]) >= least), key=lambda n: -abs(changes[n]))
+    return [f"{name} {signed_seconds(changes[name])}" for name in large[:most]]
+
+
+def signed_seconds(seconds: float) -> str:
+    """'+120 ms' or '-1.2 s'."""
+    return f"{'-' if seconds < 0 else '+'}{human_seconds(abs(seconds))}"
+
+
+def shortfall(memory: MemoryPrediction) -> str:
+    """What a layout lacks on the fullest device, and of what it is made there."""
+    worst = memory.worst
+    missing = memory.device_total - memory.capacity
+    largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
+    made_of = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
+    return (
+        f"needs {human_bytes(memory.device_total)} on pipeline rank {worst.pp_rank}, "
+        f"{human_bytes(missing)} more than the device has: {made_of}"
+    )
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A layout that was not chosen.
+
+    Attributes:
+        candidate: which.
+        reason: why not, in a line.
+    """
+
+    candidate: Candidate
+    reason: str
+
+
+def alternatives(result: Result, most: int = 4) -> list[Alternative]:
+    """The nearest layouts of other meshes: slower ones, and faster ones that do not fit."""
+    best = result.best
+    assert best.prediction is not None
+    found = []
+    for other in result.by_mesh():
+        if other.mesh == best.mesh or other.prediction is None:
+            continue
+        found.append(Alternative(other, slower(best.prediction, other.prediction)))
+    missed: dict[tuple[int, ...], Candidate] = {}
+    for other in result.rejected:
+        if other.bound < best.seconds:
+            missed.setdefault(other.mesh, other)
+    tight = sorted(missed.values(), key=lambda c: c.memory.device_total)[: most // 2]
+    return [
+        *(Alternative(c, shortfall(c.memory)) for c in tight),
+        *found[: most - len(tight)],
+    ]
+
+
+def slower(best: Prediction, other: Prediction) -> str:
+    """By how much another layout is slower (or faster), and where."""
+    share = percent(other.step_time / best.step_time - 1)
+    where = ", ".join(differences(best, other))
+    return share + (f": {where}" if where else "")
+
+
+def percent(share: float) -> str:
+    """'+1.6%', or '0%' for less than can be shown."""
+    return f"{share:+.1%}" if abs(share) >= 5e-4 else "0%"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What another cluster would change.
+
+    Attributes:
+        change: of the cluster, in words.
+        seconds: of a step of the best layout there.
+        candidate: that layout.
+        moves: whether it is another layout than the best here.
+    """
+
+    change: str
+    seconds: float
+    candidate: Candidate
+    moves: bool
+
+
+def sensitivities(result: Result) -> list[Sensitivity]:
+    """The best of the layouts that were looked at, on clusters that differ in one thing."""
+    return [_under(result, change, cluster) for change, cluster in _changes(result.request.cluster)]
+
+
+def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    gpu = cluster.gpu
+
+    def faster(link: Link) -> Link:
+        return replace(link, bandwidth=link.bandwidth * 1.1)
+
+    yield "network between nodes +10 %", replace(cluster, network_link=faster(cluster.network_link))
+    yield "links inside nodes +10 %", replace(cluster, node_link=faster(cluster.node_link))
+    rates = replace(gpu, sustained=gpu.sustained * 1.1)
+    yield "multiplications +10 %", replace(cluster, gpu=rates)
+    memory = replace(gpu, memory_bandwidth=gpu.memory_bandwidth * 1.1)
+    yield "memory bandwidth +10 %", replace(cluster, gpu=memory)
+    for change, size in (("+10 GB", 1e10), ("-10 GB", -1e10)):
+        larger = replace(gpu, memory_bytes=gpu.memory_bytes + size)
+        yield f"device memory {change}", replace(cluster, gpu=larger)
+
+
+def _under(result: Result, change: str, cluster: Cluster) -> Sensitivity:
+    request = replace(result.request, cluster=cluster)
+    best = result.best
+    here = [*result.by_mesh()[:SOME], *result.found[:SOME], best]
+    if cluster.gpu.memory_bytes > result.request.cluster.gpu.memory_bytes:
+        faster = sorted(
+            (c for c in result.rejected if c.bound < best.seconds), key=lambda c: c.bound
+        )
+        here += faster[: 2 * SOME]
+    elif cluster.gpu.memory_bytes < result.request.cluster.gpu.memory_bytes:
+        here = list(result.found)
+    looked = []
+    for candidate in here:
+        memory = replace(candidate.memory, capacity=cluster.gpu.memory_bytes)
+        if memory.fits:
+            prediction = predict(candidate.layout, request.cluster)
+            looked.append(replace(candidate, memory=memory, prediction=prediction))
+    if not looked:
+        return Sensitivity(f"{change}: nothing that was looked at fits", 0.0, best, True)
+    fastest = min(looked, key=lambda c: (c.seconds, c.layout is not best.layout))
+    unmoved = [c for c in looked if c.layout is best.layout]
+    if unmoved and fastest.seconds > unmoved[0].seconds * 0.998:
+        fastest = unmoved[0]
+    return Sensitivity(change, fastest.seconds, fastest, fastest.layout is not best.layout)
+
+
+def binding(result: Result) -> str:
+    """What holds the best layout back most, in a sentence."""
+    best = result.best
+    assert best.prediction is not None
+    faster = [c for c in result.rejected if c.bound < best.seconds * 0.99]
+    parts = sorted(best.prediction.parts, key=lambda part: -part.seconds)
+    largest = next(part for part in parts if part.name != "ideal")
+    share = largest.seconds / best.seconds
+    time = f"{largest.name}, {share:.0%} of the step, is the largest loss"
+    if not faster:
+        return f"{time}; device memory does not stand in the way of a faster layout"
+    least = min(faster, key=lambda c: c.memory.device_total)
+    missing = least.memory.device_total - least.memory.capacity
+    gain = 1 - min(c.bound for c in faster) / best.seconds
+    return (
+        f"device memory: layouts that may be up to {gain:.1%} faster do not fit, the nearest of "
+        f"them by {human_bytes(missing)}; besides, {time}"
+    )
+
+
+def changed(request: Request, text: str) -> Request:
+    """The request with settings that a text such as "tp=4 pp=8" fixes.
+
+    Raises:
+        ConfigError: words that are no layout settings, or values of the wrong kind.
+    """
+    argv = [word for part in text.split() for word in _as_flag(part)]
+    mistakes = Mistakes()
+    given = scan(argv, _layout_settings(), mistakes)
+    for word in given.words:
+        mistakes.add(f"--why takes settings such as tp=4 pp=8, not {word!r}")
+    if not given.values and not given.words and not mistakes.found:
+        mistakes.add("--why takes settings such as tp=4 pp=8, and there are none")
+    mistakes.raise_if_any()
+    config = request.config.with_values(**given.values)
+    return replace(request, config=config, given=request.given | set(given.values))
+
+
+def _as_flag(part: str) -> list[str]:
+    name, has_value, value = part.partition("=")
+    if not has_value:
+        return [name if name.startswith("-") else f"--{name}"]
+    words = value.split(",")
+    return [name if name.startswith("-") else f"--{name}", *words]
+
+
+def _layout_settings() -> list[Setting]:
+    allowed = LAYOUT | {"micro_batch_size"}
+    return [s for section in config_settings().values() for s in section if s.name in allowed]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the rule of thumb takes.
+
+    Attributes:
+        candidate: the layout; None: following it to the end, nothing fits.
+        steps: what was decided, in order.
+    """
+
+    candidate: Candidate | None
+    steps: tuple[str, ...]
+
+
+def rule_of_thumb(request: Request) -> Rule:
+    """The layout that the usual advice leads to.
+
+    Tensor parallelism inside the node and as small as fits; then pipeline parallelism across nodes;
+    expert parallelism before expert tensor parallelism, as far as a node goes; data parallelism
+    with ZeRO-1 for the rest; micro-batch 1; recomputation only where nothing else helps.
+    """
+    model, node = request.config.model, request.cluster.gpus_per_node
+    ep = max((n for n in divisors(model.num_experts or 1) if n <= node), default=1)
+    tensor = [n for n in (1, 2, 4, 8) if n <= node]
+    widest = tensor[-1]
+    meshes = [(tp, 1) for tp in tensor]
+    meshes += [(widest, pp) for pp in divisors(request.world) if 1 < pp <= model.num_layers]
+    for recompute in (None, "full"):
+        for tp, pp in meshes:
+            settings: dict[str, Any] = {
+                "tensor_model_parallel_size": tp,
+                "sequence_parallel": tp > 1,
+                "pipeline_model_parallel_size": pp,
+                "context_parallel_size": 1,
+                "expert_model_parallel_size": ep,
+                "expert_tensor_parallel_size": 1,
+                "data_parallel_sharding_strategy": "optim",
+                "num_distributed_optimizer_instances": 1,
+                "micro_batch_size": 1,
+                "recompute_granularity": recompute,
+            }
+            found = _first_fit(request, settings)
+            if found is not None:
+                return Rule(found, tuple(_rule_steps(found, ep)))
+    return Rule(None, ())
+
+
+def _first_fit(request: Request, settings: Mapping[str, Any]) -> Candidate | None:
+    config = Config(request.config.model, training=request.config.training).with_values(**settings)
+    pp, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
+    virtual = [v for v in (4, 2, 1) if pp > 1 and layers % (pp * v) == 0] or [1]
+    ends = {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
+    shapes: list[dict[str, Any]] = [
+        {"num_virtual_stages_per_pipeline_rank": v if v > 1 else None} for v in virtual
+    ]
+    for shape in [*shapes, ends]:
+        try:
+            candidate = evaluate(request, config.with_values(**shape))
+        except ConfigError:
+            continue
+        if candidate.prediction is not None:
+            return candidate
+    return None
+
+
+def _rule_steps(found: Candidate, ep: int) -> Iterator[str]:
+    grid = found.layout.grid
+    yield f"tensor parallelism {grid.tp}: the smallest inside a node that fits"
+    if grid.pp > 1:
+        yield f"pipeline parallelism {grid.pp}: across nodes, since a node's GPUs are not enough"
+    if ep > 1:
+        yield f"expert parallelism {ep}, no expert tensor parallelism"
+    yield f"data parallelism {grid.dp} with ZeRO-1 for the rest, micro-batch 1"
+    if found.layout.config.memory.recompute_granularity:
+        yield "full recomputation: without it nothing fits"
+
+
+def why_nothing(result: Result) -> ConfigError:
+    """The error to raise where no layout fits, or none is legal."""
+    request = result.request
+    if not result.legal:
+        return _nothing_legal(request)
+    nearest = [*result.rejected, *smallest_layouts(request)]
+    best = min(nearest, key=lambda c: c.memory.device_total) if nearest else None
+    fixed = request.fixed()
+    why = [
+        f"{result.legal:,} layouts are legal, and the smallest of them needs at least "
+        f"{human_bytes(result.smallest)} of the {human_bytes(capacity(request))} that a "
+        f"{request.cluster.gpu.name} has to give"
+    ]
+    if best is not None:
+        why.append(f"nearest: {summary(best.layout)}")
+        why.append(shortfall(best.memory))
+    if fixed:
+        why.append("fixed: " + ", ".join(f"{name} = {value}" for name, value in fixed.items()))
+    works = _what_fits(request, best)
+    what = f"no layout of this model fits on {request.world:,} x {request.cluster.gpu.name}"
+    return ConfigError(Mistake(what, tuple(why), tuple(works)))
+
+
+def _nothing_legal(request: Request) -> ConfigError:
+    """What `check` says of the fixed settings alone, and device counts that are legal."""
+    counts = [n for n in _counts_near(request.world) if _any_legal(request, n)]
+    works = tuple(f"--gpus {n}" for n in counts)
+    try:
+        check(request.config, request.world, planned=True)
+    except ConfigError as error:
+        first, *rest = error.mistakes
+        return ConfigError(replace(first, works=(*first.works, *works)), *rest)
+    return ConfigError(
+        Mistake(f"no layout of this model is legal on {request.world:,} GPUs", works=works)
+    )
+
+
+def _counts_near(world: int) -> list[int]:
+    """Numbers of GPUs around one that has no layout: powers of two and whole nodes."""
+    power = 1 << (world.bit_length() - 1)
+    nodes = world // 8 * 8
+    return sorted({n for n in (power, 2 * power, nodes, nodes + 8) if n > 0 and n != world})
+
+
+def _any_legal(request: Request, world: int) -> bool:
+    return len(enumerate_space(request.config, world, request.given)) > 0
+
+
+def _what_fits(request: Request, best: Candidate | None) -> Iterator[str]:
+    """More GPUs, and techniques that the search does not try by itself."""
+    for times in GROWTH:
+        more = replace(request, cluster=replace(request.cluster, num_gpus=request.world * times))
+        if search(more).found:
+            yield f"--gpus {more.world}"
+            break
+    if best is None:
+        return
+    for words, settings in (
+        ("--optimizer-cpu-offload", {"optimizer_cpu_offload": True}),
+        (
+            "--recompute-granularity full",
+            {"recompute_granularity": "full", "recompute_method": "uniform"},
+        ),
+    ):
+        try:
+            candidate = evaluate(request, best.layout.config.with_values(**settings))
+        except ConfigError:
+            continue
+        if candidate.memory.fits:
+            yield words
