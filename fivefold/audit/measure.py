@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fivefold.audit.kept import KeptActivations
 from fivefold.audit.record import RankRecord, write_record
-from fivefold.audit.saved import SavedActivations
 from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.audit.work import Multiplications
 from fivefold.mesh.groups import Groups
@@ -50,9 +50,9 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(engine.device)
     hook = register_optimizer_step_pre_hook(before_update)
     traffic, work = Traffic(axes_of(engine.groups)), Multiplications()
-    saved = SavedActivations(dict(engine.model.stages))
+    kept = KeptActivations(dict(engine.model.stages))
     try:
-        with saved, work, traffic:
+        with kept, work, traffic:
             yield
     finally:
         hook.remove()
@@ -63,9 +63,9 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         parameters=sum(local_tensor(p).nbytes for p in engine.parameters.values()),
         gradients=gradients,
         optimizer=sum(piece.local.nbytes for piece in engine.optimizer.state_tensors().values()),
-        activations=saved.sizes,
+        activations=kept.sizes,
         multiplications=work.flops,
-        packed=saved.packed,
+        packed=kept.packed,
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
     )
     write_record(folder, record)

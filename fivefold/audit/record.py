@@ -11,13 +11,14 @@ from fivefold.errors import DataError
 from fivefold.files import write_atomic
 from fivefold.model.activations import (
     Running,
+    Saved,
     bookkeeping_bytes,
     embedding_bytes,
     loss_bytes,
     saved_activations,
     total,
 )
-from fivefold.model.shape import is_expert, local_shape, parameter_shapes
+from fivefold.model.shape import is_expert, layer_shapes, local_shape
 from fivefold.state import model_state, num_shards, stages_held
 from fivefold.volumes import by_axis, step_volumes
 
@@ -89,20 +90,22 @@ def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
     at = layout.grid.coordinates(measured.rank)
     shard = at["dp_shard"] * layout.grid.cp + at["cp"] if num_shards(layout) > 1 else 0
     state = model_state(layout, at["pp"], shard)
-    stages = stages_held(layout, at["pp"])
+    stages, on_gpu = stages_held(layout, at["pp"]), measured.peak_allocated is not None
     return replace(
         measured,
         sent=by_axis(step_volumes(layout, measured.rank)),
         parameters=state.masters,
         gradients=state.masters,  # as many and as wide, once they are reduced
         optimizer=state.optimizer,
-        activations={s: _activations(layout, s, packed=measured.packed) for s in stages},
+        activations={
+            s: _activations(layout, s, packed=measured.packed, on_host=not on_gpu) for s in stages
+        },
         multiplications=_multiplications(layout, at["pp"]),
     )
 
 
-def _activations(layout: Layout, stage: int, *, packed: bool) -> float:
-    """Kept by one forward of a stage."""
+def _activations(layout: Layout, stage: int, *, packed: bool, on_host: bool) -> float:
+    """Kept by one forward of a stage, on the host what is offloaded as well."""
     config, parts = layout.config, layout.split.stages[stage]
     running, model = Running.of(config), config.model
     tokens = config.training.micro_batch_size * config.training.seq_length / layout.grid.cp
@@ -112,12 +115,15 @@ def _activations(layout: Layout, stage: int, *, packed: bool) -> float:
     ]
     if parts.embedding:
         saved.append(total(embedding_bytes(model, running)))
+        if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
+            saved.append(Saved(kept=-8.0))
     if parts.head:
         saved.append(total(loss_bytes(model, running)))
     smoothed = config.training.label_smoothing > 0
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
     copies = sum(_copies(layout, layer, packed) for layer in parts.layers)
-    return tokens * (total(saved).kept + small + running.element_bytes * copies)
+    kept = total(saved).kept + small + running.element_bytes * copies
+    return tokens * (kept + (total(saved).offloaded if on_host else 0.0))
 
 
 def _copies(layout: Layout, layer: int, packed: bool) -> float:
@@ -142,25 +148,48 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
 def _multiplications(layout: Layout, pp_rank: int) -> float:
     """FLOPs of a rank's linear layers: forward, dX and dW, each 2 x weights x tokens.
 
-    Where key/value heads are fewer than ranks, a rank holds all of them and computes one.
+    What the backward makes again counts once more: whole layers, or what an MLP's last linear
+    takes. PyTorch's checkpoint stops where nothing more is needed, which is before the last linear
+    of a region; ours, which know their weight gradients or their collectives, are run through.
     """
     config, grid = layout.config, layout.grid
-    model, training = config.model, config.training
+    model, training, memory = config.model, config.training, config.memory
     tokens = training.micro_batch_size * training.seq_length / grid.cp
-    weights = 0.0
+    stops = grid.tp == 1 and not layout.defers_weights
+    remakes_mlp = memory.recompute_granularity == "selective" and "mlp" in memory.recompute_modules
+    passes = 0.0  # weights x times that a product with them is computed
     for stage in stages_held(layout, pp_rank):
         parts = layout.split.stages[stage]
-        names = dict(parameter_shapes(model, parts))
-        if parts.head and parts.embedding:  # a tied weight is listed once, as the embedding
-            names["lm_head.weight"] = names["embed_tokens.weight"]
-        for name, shape in names.items():
-            *_, module, kind = name.split(".")
-            if kind != "weight" or len(shape) < 2 or module.startswith("embed_"):
-                continue
-            size = prod(local_shape(model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp))
-            if module in ("k_proj", "v_proj") and model.num_kv_heads % grid.tp:
-                size //= model.num_kv_heads
-            if is_expert(name):
-                size = size * model.moe_router_topk // (model.num_experts or 1)
-            weights += size
-    return 6 * weights * tokens * layout.num_microbatches
+        if parts.head:
+            passes += 3 * model.padded_vocab_size // grid.tp * model.hidden_size
+        for group, again in memory.recomputed_groups(len(parts.layers)):
+            for place in group:
+                sizes = _linear_weights(layout, parts.layers[place])
+                passes += (3 + again) * sum(sizes.values())
+                last = place == group[-1]
+                if again and stops and last:
+                    passes -= sizes["mlp.down_proj.weight"]
+                if remakes_mlp:
+                    inner = ("gate", "up") if stops else ("gate", "up", "down")
+                    passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
+    return 2 * passes * tokens * layout.num_microbatches
+
+
+def _linear_weights(layout: Layout, layer: int) -> dict[str, int]:
+    """Name -> elements that a rank multiplies with for one token, of a layer's linear layers.
+
+    Where key/value heads are fewer than ranks, a rank holds all of them and computes one.
+    """
+    model, grid = layout.config.model, layout.grid
+    sizes = {}
+    for name, shape in layer_shapes(model, layer).items():
+        *_, module, kind = name.split(".")
+        if kind != "weight" or len(shape) < 2:
+            continue
+        size = prod(local_shape(model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp))
+        if module in ("k_proj", "v_proj") and model.num_kv_heads % grid.tp:
+            size //= model.num_kv_heads
+        if is_expert(name):
+            size = size * model.moe_router_topk // (model.num_experts or 1)
+        sizes[name] = size
+    return sizes

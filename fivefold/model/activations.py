@@ -155,18 +155,18 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     around = model.hidden_size / running.token_parts
     entries = model.padded_vocab_size / running.tensor_parallel
     wide = max(element, 4)
-    kept, busy = element * entries, 2 * wide * entries
+    kept, busy, sums = element * entries, 2 * wide * entries, wide
     if memory.cross_entropy_loss_fusion:
-        busy = wide * entries
+        busy, sums = wide * entries, 0.0  # the gradient is made at once
         if memory.cross_entropy_fusion_impl == "te":
             busy = 0.0
         elif memory.cross_entropy_fusion_impl == "linear":
-            kept, busy = 0.0, (element + wide) * min(entries, _LOSS_CHUNK)
+            kept, busy, sums = 0.0, (element + wide) * min(entries, _LOSS_CHUNK), wide
     return {
         "final_norm": Saved(kept=element * around),
         "output_layer": Saved(kept=runs * element * around),
         "logits": Saved(kept=runs * kept, remade=busy),
-        "log_sum_exp": Saved(kept=runs * wide),
+        "log_sum_exp": Saved(kept=runs * sums),
     }
 
 
@@ -175,8 +175,8 @@ def bookkeeping_bytes(
 ) -> float:
     """What Fivefold's modules keep besides, per token of a stage: in no published formula.
 
-    Row statistics of norms, RoPE tables, positions, labels, loss weights or logits of labels,
-    and masks of split vocabularies; `smoothed`: whether labels are.
+    Row statistics of norms, RoPE tables, copies of labels and loss weights, or of their logits
+    where the vocabulary is split, and its mask; `smoothed`: whether labels are.
     """
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
     # PyTorch's layer norm keeps mean and deviation, on a CPU in the compute type.
@@ -184,15 +184,18 @@ def bookkeeping_bytes(
     size, layer = 0.0, 2 * norm
     if model.qk_layernorm:
         layer += wide * (model.num_attention_heads / tp + max(model.num_kv_heads / tp, 1))
-    size += layer * len(parts.layers)
+    groups = running.memory.recomputed_groups(len(parts.layers))
+    size += layer * sum(len(group) for group, again in groups if not again)
     if model.position_embedding_type == "rope":
         size += running.element_bytes * 1.5 * model.head_dim  # cosines of all, sines of half
-    elif parts.embedding:
-        size += 8.0
     if parts.embedding and tp > 1:
         size += 1.0
     if parts.head:
-        size += norm + 8.0 + wide * (2 if smoothed and tp > 1 else 1)
+        size += norm
+        if not running.memory.cross_entropy_loss_fusion:
+            size += wide * (1 + smoothed) if tp > 1 else 8.0 + wide
+        elif running.memory.cross_entropy_fusion_impl == "linear":
+            size += wide * (2 + smoothed)
     return size
 
 

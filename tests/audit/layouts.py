@@ -26,6 +26,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 CONTEXT = ("p2p", "all_gather", "a2a")
+MEMORY: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"recompute_granularity": "full"},
+    {"recompute_granularity": "full", "recompute_method": "block"},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    {"cross_entropy_loss_fusion": True},
+    {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
+    {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
+)
 
 
 def random_layouts(seed: int) -> Iterator[Layout]:
@@ -79,6 +90,7 @@ def _settings(random: Random, world: int) -> dict[str, Any]:
         "seq_length": random.choice((16, 32)),
         "micro_batch_size": microbatch,
         "global_batch_size": microbatch * degrees["dp"] * random.choice((2, 4)),
+        **random.choice(MEMORY),
     }
 
 
