@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -59,12 +60,12 @@ def run(argv: Sequence[str]) -> int:
     if any(word.partition("=")[0] == "--calibrate" for word in argv):
         return _calibrate(argv)
     loaded = load_with_origins(argv, Options, models=True)
-    options = loaded.options
-    tokens = _check(options)
-    asked = _request(loaded)
-    from fivefold.plan.explain import why_nothing
+    options, tokens = loaded.options, _tokens(loaded.options.train_tokens)
+    asked = _request(loaded, tokens)
+    from fivefold.plan.explain import changed, why_nothing
     from fivefold.plan.search import search
 
+    other = None if options.why is None else changed(asked, options.why)
     result = search(asked)
     if not result.found:
         raise why_nothing(result)
@@ -79,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
 
         print(json.dumps(as_json(result, tokens, options.top), indent=2))
     else:
-        print("\n".join(_report(result, options, tokens)))
+        print("\n".join(_report(result, options, tokens, other)))
     return 0
 
 
@@ -94,39 +95,19 @@ def _calibrate(argv: Sequence[str]) -> int:
     return calibrate(Path(options.calibrate), options.nproc)
 
 
-def _check(options: Options) -> float | None:
-    """What can be said before anything is searched; the token budget."""
-    mistakes = Mistakes()
-    for name, value in (("--gpus", options.gpus), ("--top", options.top)):
-        if value is not None and value < 1:
-            mistakes.add(f"{name} must be at least 1, not {value}")
-    tokens = None
-    if options.train_tokens is not None:
-        tokens = _number(options.train_tokens)
-        if tokens is None or tokens < 1:
-            mistakes.add(
-                f"--train-tokens must be a number of tokens, not {options.train_tokens!r}",
-                works=("15T", "100B", "3.5e11"),
-            )
-    if options.json and options.emit is not None:
-        mistakes.add("--json and --emit both say what to print", works=("one of the two",))
-    if options.html is not None and not Path(options.html).parent.is_dir():
-        mistakes.add(f"--html {options.html}: there is no folder {Path(options.html).parent}")
-    mistakes.raise_if_any()
-    return tokens
-
-
-def _number(text: str) -> float | None:
-    """'15T' -> 1.5e13; None: it is no number."""
+def _tokens(text: str | None) -> float | None:
+    """'15T' -> 1.5e13; nan: it is no number of tokens."""
+    if text is None:
+        return None
     scale = SUFFIXES.get(text[-1:].upper(), 1.0)
     try:
         return float(text[:-1] if scale > 1 else text) * scale
     except ValueError:
-        return None
+        return nan
 
 
-def _request(loaded: Loaded[Options]) -> "Request":
-    """The question, or everything that is wrong with it."""
+def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
+    """The question, or everything that is wrong with it, before anything is searched."""
     from fivefold.config.model import check_model
     from fivefold.config.values import check_values
     from fivefold.plan.request import request
@@ -135,6 +116,18 @@ def _request(loaded: Loaded[Options]) -> "Request":
     mistakes = Mistakes()
     check_values(loaded.config, mistakes)
     check_model(loaded.config.model, mistakes)
+    for name, value in (("--gpus", options.gpus), ("--top", options.top)):
+        if value is not None and value < 1:
+            mistakes.add(f"{name} must be at least 1, not {value}")
+    if tokens is not None and not 1 <= tokens < inf:
+        mistakes.add(
+            f"--train-tokens must be a number of tokens, not {options.train_tokens!r}",
+            works=("15T", "100B", "3.5e11"),
+        )
+    if options.json and options.emit is not None:
+        mistakes.add("--json and --emit both say what to print", works=("one of the two",))
+    if options.html is not None and not Path(options.html).parent.is_dir():
+        mistakes.add(f"--html {options.html}: there is no folder {Path(options.html).parent}")
     cluster = None
     with mistakes.collecting():
         cluster = load_cluster(options.cluster, options.gpus)
@@ -153,7 +146,9 @@ def _emit(result: "Result", target: str) -> None:
         print(f"{paint('note:', 'yellow', sys.stderr)} {missing}", file=sys.stderr)
 
 
-def _report(result: "Result", options: Options, tokens: float | None) -> Iterator[str]:
+def _report(
+    result: "Result", options: Options, tokens: float | None, other: "Request | None"
+) -> Iterator[str]:
     from fivefold.plan import answer
 
     assert result.best.prediction is not None
@@ -171,20 +166,14 @@ def _report(result: "Result", options: Options, tokens: float | None) -> Iterato
 
         rule = rule_of_thumb(result.request)
         yield from _section("the rule of thumb", answer.rules(result, rule))
-    if options.why is not None:
-        yield from _section(f"why not {options.why}?", _why(result, options.why))
+    if other is not None:
+        from fivefold.plan.search import search
+
+        text = str(options.why)
+        yield from _section(f"why not {text}?", answer.why(result, search(other), text))
 
 
-def _why(result: "Result", text: str) -> Iterator[str]:
-    from fivefold.plan import answer
-    from fivefold.plan.explain import changed
-    from fivefold.plan.search import search
-
-    other = search(changed(result.request, text))
-    return answer.why(result, other, text)
-
-
-def _section(title: str, lines: Iterator[str] | list[str]) -> Iterator[str]:
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
     yield ""
     yield paint(title, "bold", sys.stdout)
     yield from lines

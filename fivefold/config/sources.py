@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from fivefold.config.config import SECTIONS, Config
 from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.model import ModelConfig
-from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model
+from fivefold.config.presets import resolve_model
 from fivefold.config.settings import Setting, settings_of
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 
@@ -105,7 +105,7 @@ def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = F
     given = scan(argv, [*settings_of(options), MODEL, *of_config], mistakes, SWITCHES)
     loaded = _options(options, given, mistakes)
     recipe = getattr(loaded, "recipe", None)
-    if models and recipe is not None and _names_a_model(recipe):
+    if models and recipe is not None and not _is_recipe(recipe):
         given.values.setdefault("model", recipe)
         recipe = None
     written = _written(recipe, mistakes)
@@ -117,12 +117,9 @@ def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = F
     return Loaded(loaded, config, by_flag, in_recipe - by_flag)
 
 
-def _names_a_model(name: str) -> bool:
-    """Whether it is no recipe, but a preset, a hub name, or the path of a Hugging Face model."""
-    path = Path(name).expanduser()
-    if name in recipe_names() or path.suffix == ".toml":
-        return False
-    return name in PRESETS or name in HUB_NAMES or path.exists()
+def _is_recipe(name: str) -> bool:
+    """Whether a name is meant as a recipe rather than as what --model takes."""
+    return name in recipe_names() or Path(name).suffix == ".toml"
 
 
 def read_config(recipe: str | Path | None = None, **values: Any) -> Config:

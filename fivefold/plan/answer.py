@@ -115,10 +115,11 @@ def memory_table(candidate: Candidate) -> list[str]:
 def counts(result: Result) -> str:
     """How much was searched, and what is left to be found."""
     kept = result.legal - result.too_large
+    left = f"more than {result.gap:.1%} faster" if result.gap >= 5e-4 else "faster"
     return (
         f"{result.legal:,} legal layouts: {result.too_large:,} too large by their lower bound, "
-        f"{kept:,} bounded in time, {result.looked_at:,} looked at closely; none of the others can "
-        f"be more than {result.gap:.1%} faster; {human_seconds(result.seconds)}"
+        f"{kept:,} bounded in time, {result.looked_at:,} looked at closely; by their bounds none "
+        f"of the others can be {left} ({human_seconds(result.seconds)})"
     )
 
 
@@ -138,7 +139,8 @@ def question(result: Result) -> Iterator[str]:
     nodes = -(-request.world // cluster.gpus_per_node)
     yield (
         f"cluster    {request.world:,} x {cluster.gpu.name} "
-        f"({human_bytes(cluster.gpu.memory_bytes)}), {nodes:,} nodes of {cluster.gpus_per_node}, "
+        f"({human_bytes(cluster.gpu.memory_bytes)}), {nodes:,} node{'s' * (nodes > 1)} of "
+        f"{cluster.gpus_per_node}, "
         f"{human_bandwidth(cluster.node_link.bandwidth)} inside, "
         f"{human_bandwidth(cluster.network_link.bandwidth)} a GPU between"
     )
@@ -264,8 +266,8 @@ def explained(result: Result) -> Iterator[str]:
     yield ""
     others = [("not chosen", "because")]
     others += [(summary(a.candidate.layout), a.reason) for a in alternatives(result)]
-    yield from table(others)
-    yield ""
+    if len(others) > 1:
+        yield from (*table(others), "")
     rows = [("if", "step", "")]
     for change in sensitivities(result):
         layout = percent(change.seconds / result.best.seconds - 1)

@@ -19,7 +19,6 @@ from fivefold.plan.search import (
     Result,
     capacity,
     evaluate,
-    search,
     smallest_layouts,
 )
 from fivefold.plan.space import enumerate_space
@@ -79,15 +78,16 @@ def alternatives(result: Result, most: int = 4) -> list[Alternative]:
         if other.mesh == best.mesh or other.prediction is None:
             continue
         found.append(Alternative(other, slower(best.prediction, other.prediction)))
-    missed: dict[tuple[int, ...], Candidate] = {}
-    for other in result.rejected:
-        if other.bound < best.seconds:
-            missed.setdefault(other.mesh, other)
-    tight = sorted(missed.values(), key=lambda c: c.memory.device_total)[: most // 2]
+    faster = [c for c in missed(result) if c.seconds < best.seconds]
+    tight = sorted(faster, key=lambda c: c.memory.device_total)[: most // 2]
     return [
-        *(Alternative(c, shortfall(c.memory)) for c in tight),
+        *(Alternative(c, f"{_sooner(c, best)}, but {shortfall(c.memory)}") for c in tight),
         *found[: most - len(tight)],
     ]
+
+
+def _sooner(candidate: Candidate, best: Candidate) -> str:
+    return f"{percent(candidate.seconds / best.seconds - 1)}"
 
 
 def slower(best: Prediction, other: Prediction) -> str:
@@ -171,20 +171,29 @@ def binding(result: Result) -> str:
     """What holds the best layout back most, in a sentence."""
     best = result.best
     assert best.prediction is not None
-    faster = [c for c in result.rejected if c.bound < best.seconds * 0.99]
     parts = sorted(best.prediction.parts, key=lambda part: -part.seconds)
     largest = next(part for part in parts if part.name != "ideal")
     share = largest.seconds / best.seconds
     time = f"{largest.name}, {share:.0%} of the step, is the largest loss"
+    faster = [c for c in missed(result) if c.seconds < best.seconds * 0.99]
     if not faster:
         return f"{time}; device memory does not stand in the way of a faster layout"
     least = min(faster, key=lambda c: c.memory.device_total)
     missing = least.memory.device_total - least.memory.capacity
-    gain = 1 - min(c.bound for c in faster) / best.seconds
     return (
-        f"device memory: layouts that may be up to {gain:.1%} faster do not fit, the nearest of "
-        f"them by {human_bytes(missing)}; besides, {time}"
+        f"device memory: with {human_bytes(missing)} more, {summary(least.layout)} would be "
+        f"{1 - least.seconds / best.seconds:.1%} faster; besides, {time}"
     )
+
+
+def missed(result: Result) -> list[Candidate]:
+    """Layouts that do not fit and may be faster than the best, timed as if they did."""
+    faster = [c for c in result.rejected if c.bound < result.best.seconds]
+    nearest = sorted(faster, key=lambda c: c.memory.device_total)[:SOME]
+    promising = sorted(faster, key=lambda c: c.bound)[:SOME]
+    cluster = result.request.cluster
+    distinct = {id(candidate): candidate for candidate in (*nearest, *promising)}
+    return [replace(c, prediction=predict(c.layout, cluster)) for c in distinct.values()]
 
 
 def changed(request: Request, text: str) -> Request:
@@ -198,7 +207,7 @@ def changed(request: Request, text: str) -> Request:
     given = scan(argv, _layout_settings(), mistakes)
     for word in given.words:
         mistakes.add(f"--why takes settings such as tp=4 pp=8, not {word!r}")
-    if not given.values and not given.words and not mistakes.found:
+    if not (given.values or given.words or mistakes.found):
         mistakes.add("--why takes settings such as tp=4 pp=8, and there are none")
     mistakes.raise_if_any()
     config = request.config.with_values(**given.values)
@@ -327,7 +336,7 @@ def _nothing_legal(request: Request) -> ConfigError:
     try:
         check(request.config, request.world, planned=True)
     except ConfigError as error:
-        first, *rest = error.mistakes
+        first, *rest = (replace(mistake, attempt=None) for mistake in error.mistakes)
         return ConfigError(replace(first, works=(*first.works, *works)), *rest)
     return ConfigError(
         Mistake(f"no layout of this model is legal on {request.world:,} GPUs", works=works)
@@ -349,7 +358,7 @@ def _what_fits(request: Request, best: Candidate | None) -> Iterator[str]:
     """More GPUs, and techniques that the search does not try by itself."""
     for times in GROWTH:
         more = replace(request, cluster=replace(request.cluster, num_gpus=request.world * times))
-        if search(more).found:
+        if any(candidate.memory.fits for candidate in smallest_layouts(more)):
             yield f"--gpus {more.world}"
             break
     if best is None:

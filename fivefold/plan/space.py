@@ -128,12 +128,16 @@ class _Axes:
     def __init__(self, config: Config, world: int, given: frozenset[str], widest: int) -> None:
         self.config, self.world, self.given, self.widest = config, world, given, widest
 
-    def sizes(self, axis: str, legal: Callable[[int], bool]) -> list[int]:
-        """Divisors of the world that are legal, or the one that was given."""
+    def sizes(
+        self, axis: str, legal: Callable[[int], bool], tried: Callable[[int], bool] = bool
+    ) -> list[int]:
+        """The legal ones of the divisors of the world that are tried, or of the one given."""
         if FIELDS[axis] in self.given:
             section = self.config.training if axis == "mbs" else self.config.parallel
-            return [getattr(section, FIELDS[axis])]
-        return [size for size in divisors(self.world) if legal(size)]
+            sizes = [getattr(section, FIELDS[axis])]
+        else:
+            sizes = [size for size in divisors(self.world) if tried(size)]
+        return [size for size in sizes if legal(size)]
 
     def passes(self, world: int, **settings: Any) -> bool:
         """Whether `check` lets a layout pass that sets nothing but this."""
@@ -152,7 +156,7 @@ class _Axes:
     def tensor(self) -> list[int]:
         """Tensor-parallel sizes."""
         field = FIELDS["tp"]
-        return self.sizes("tp", lambda n: n <= self.widest and self.passes(n, **{field: n}))
+        return self.sizes("tp", lambda n: self.passes(n, **{field: n}), lambda n: n <= self.widest)
 
     def context(self) -> list[int]:
         """Context-parallel sizes."""
@@ -164,7 +168,8 @@ class _Axes:
         length = self.config.training.seq_length
         return self.sizes(
             "cp",
-            lambda n: n == 1 or (length >= n * MIN_SLICE and self.passes(n, **{field: n}, **way)),
+            lambda n: n == 1 or self.passes(n, **{field: n}, **way),
+            lambda n: length >= n * MIN_SLICE,
         )
 
     def pipeline(self) -> list[int]:
