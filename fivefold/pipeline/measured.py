@@ -11,6 +11,7 @@ from fivefold.errors import ConfigError
 from fivefold.files import write_atomic
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.exchange import program_of
+from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
 from fivefold.pipeline.simulate import Simulation, replay
 from fivefold.pipeline.validate import validate
@@ -111,3 +112,14 @@ def median_costs(program: Program, simulation: Simulation) -> Costs:
     backward = tuple(max(of(Kind.B, s) * slices, _LEAST) for s in stages)
     weights = tuple(of(Kind.W, s) * parts * slices for s in stages)
     return Costs(forward, backward, weights, simulation.median_flight)
+
+
+def explained_makespan(program: Program, simulation: Simulation) -> float:
+    """How long the program takes if each act takes the time that was measured of it.
+
+    What was measured beyond that is neither an act nor a wait for one: messages, and the machine.
+    """
+    graph = dependency_graph(program)
+    times = [timed.end - timed.start for row in simulation.timeline for timed in row]
+    _, ends = graph.longest_paths([*times, *(simulation.median_flight for _ in graph.messages)])
+    return max(ends)

@@ -1,0 +1,64 @@
+"""Real steps on this machine beside the simulator: `python benchmarks/timeline.py`.
+
+Two ranks, one thread each, train with every schedule that two ranks take; `--profile` notes when
+each act runs. The same program is simulated twice: with the time that each act took, and with the
+median time of each stage's acts, which is what a plan knows.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from fivefold.pipeline.measured import (
+    explained_makespan,
+    measured_program,
+    median_costs,
+    read_measured,
+)
+from fivefold.pipeline.simulate import simulate
+
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "eager_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+    "synthesised",
+)
+STEPS = 8
+
+
+def measure(schedule: str, folder: Path, step: int) -> tuple[float, float, float]:
+    """Seconds of one step: measured, simulated with each act's time, with median times."""
+    command = f"""train debug --nproc 2 --pp 2 --pipeline-schedule {schedule} --precision fp32
+        --hidden-size 256 --seq-length 256 --micro-batch-size 2 --global-batch-size 16
+        --train-iters {step} --profile --profile-step-start {step} --profile-step-end {step + 1}
+        --save {folder}"""
+    subprocess.run(
+        [sys.executable, "-m", "fivefold", *command.split()], check=True, stdout=subprocess.DEVNULL
+    )
+    program, measured = measured_program(read_measured(folder))
+    with_medians = simulate(program, median_costs(program, measured))
+    return measured.makespan, explained_makespan(program, measured), with_medians.makespan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("schedules", nargs="*", default=SCHEDULES)
+    chosen = parser.parse_args().schedules
+    print(f"{'schedule':<14} {'measured':>9} {'own times':>16} {'median times':>16}")
+    for schedule in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            measured, own, median = measure(schedule, Path(folder) / "run", STEPS)
+        cells = [f"{value:>8.3f}s {measured / value:>6.3f}" for value in (own, median)]
+        print(f"{schedule:<14} {measured:>8.3f}s {' '.join(cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
