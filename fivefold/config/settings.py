@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+_SPELLINGS = MappingProxyType({"allgather": "all_gather"})  # a word that Megatron-LM has both ways
 NONE = "none"  # how flags and TOML, which has no null, spell None
 
 
@@ -96,6 +97,8 @@ class Setting:
         return str(value).lower() if isinstance(value, bool) else repr(value)
 
     def _checked(self, value: Any) -> Any:
+        if self.choices and value not in self.choices:
+            value = _SPELLINGS.get(value, value)
         if self.choices and value not in self.choices:
             raise ValueError(value)
         if isinstance(value, float) and not math.isfinite(value):

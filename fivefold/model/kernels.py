@@ -148,8 +148,8 @@ class Padded:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
         """See `Kernel`."""
-        padded = (_padded(x, q) for x in (v, out))
-        dq, dk, dv = self.kernel.backward(_padded(grad, q), q, k, *padded, lse, block)
+        grad, wide_v, out = (_padded(x, q) for x in (grad, v, out))
+        dq, dk, dv = self.kernel.backward(grad, q, k, wide_v, out, lse, block)
         return dq, dk, dv[..., : v.shape[-1]]
 
 

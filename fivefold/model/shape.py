@@ -236,7 +236,8 @@ def forward_flops(
 
     2 x weights of the linear layers (router, chosen experts and output layer among them), and per
     layer 2 x sequence x heads x (key + value features of a head) for attention, of which a causal
-    one computes half. The output layer runs once for each token that is predicted.
+    one computes half, and one with a window what is in it. The output layer runs once for each
+    token that is predicted.
     """
     parts = parts or whole_model(model)
     layers = len(parts.layers) + parts.mtp
@@ -245,8 +246,16 @@ def forward_flops(
     weights += linear.prediction * parts.mtp
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
-    attention = 2 * seq_length * (model.q_size + model.attention_size) * layers
-    return Flops(matmul=2 * weights, attention=attention // 2 if causal else attention)
+    attention = 2 * (model.q_size + model.attention_size) * layers
+    return Flops(2 * weights, int(attention * _mean_keys(model, seq_length, causal)))
+
+
+def _mean_keys(model: ModelConfig, seq_length: int, causal: bool) -> float:
+    """How many keys a query sees in the mean: half of all, or its window where that is less."""
+    if not causal:
+        return seq_length
+    window = min(model.window_size or seq_length, seq_length)
+    return window - window**2 / (2 * seq_length)
 
 
 def training_flops(

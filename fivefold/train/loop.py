@@ -1,5 +1,6 @@
 """The training loop of one rank: data in, steps, evaluations, checkpoints, metrics out."""
 
+import json
 import resource
 import sys
 import time
@@ -228,7 +229,7 @@ def device_peak(device: torch.device, precision: str) -> float | None:
 
 
 def _same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
-    now = asdict(model)
+    now = json.loads(json.dumps(asdict(model)))  # as it was saved: tuples are lists
     changed = [
         f"{name}: was {saved.get(name)}, is {now.get(name)}"
         for name in {**saved, **now}

@@ -145,3 +145,9 @@ def test_every_field_has_a_help_and_a_type_that_flags_can_say() -> None:
 
 def test_recipes_are_found_by_name() -> None:
     assert {"debug", "demo", "gpt2", "llama3-405b", "llama3-8b", "qwen3-8b"} == set(recipe_names())
+
+
+def test_a_word_that_megatron_has_both_ways() -> None:
+    given = ["debug", "--cp-comm-type", "p2p", "allgather", "p2p", "a2a"]
+    assert load(given).parallel.cp_comm_type == ("p2p", "all_gather", "p2p", "a2a")
+    assert load(["debug", "--moe-token-dispatcher-type", "allgather"])

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.model.attention import plain_attention
+from fivefold.model.blocks import Sight
 from fivefold.model.shape import (
     WholeModel,
     count_parameters,
@@ -78,6 +79,14 @@ def test_flops_of_stages_add_up_and_causal_attention_is_half() -> None:
     whole = training_flops(LLAMA, 64)
     assert sum(training_flops(LLAMA, 64, parts).total for parts in cuts) == whole.total
     assert 2 * whole.attention == training_flops(LLAMA, 64, causal=False).attention
+
+
+def test_flops_of_a_window_are_those_of_the_pairs_in_it() -> None:
+    windowed = replace(LLAMA, window_size=100)
+    pairs = Sight((0, 4096), window=100).area((0, 4096)) / 4096
+    ratio = forward_flops(windowed, 4096).attention / forward_flops(LLAMA, 4096).attention
+    assert ratio == pytest.approx(pairs / 2048, rel=0.02)
+    assert forward_flops(replace(LLAMA, window_size=9000), 4096) == forward_flops(LLAMA, 4096)
 
 
 def test_training_flops_of_a_published_model() -> None:
