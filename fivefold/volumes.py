@@ -256,6 +256,7 @@ class _Volumes:
         latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
         keys = heads * (model.query_dim + model.value_dim)
         for spec in self.stages.values():
+            remade = self._remade_attention(spec.layers)
             for layer in spec.layers:
                 kind = kinds[layer % len(kinds)]
                 # A ring adds the gradients of many ranks up on their way; others add them at home.
@@ -270,8 +271,17 @@ class _Volumes:
                     inner=sizes[0] if sizes else 1,
                     seen=self._seen(sizes[0] if kind == "a2a+p2p" else 1),
                 )
-                both = volumes.forward + volumes.backward
+                passes = 2 if layer in remade else 1
+                both = passes * volumes.forward + volumes.backward
                 yield Flow("cp", "keys, values and heads", self.microbatches * both)
+
+    def _remade_attention(self, layers: tuple[int, ...]) -> set[int]:
+        """Those of a stage's layers whose attention the backward computes again."""
+        memory = self.layout.config.memory
+        if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
+            return set(layers)
+        groups = memory.recomputed_groups(len(layers))
+        return {layers[place] for group, again in groups if again for place in group}
 
     def _seen(self, inner: int) -> tuple[float, float] | None:
         """How many times its KV a rank sends and gets under a sliding window; None without one."""

@@ -121,8 +121,12 @@ def _activations(layout: Layout, stage: int, *, packed: bool, on_host: bool) -> 
         saved.append(total(loss_bytes(model, running)))
     smoothed = config.training.label_smoothing > 0
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
-    copies = sum(_copies(layout, layer, packed) for layer in parts.layers)
+    groups = config.memory.recomputed_groups(len(parts.layers))
+    kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
+    copies = sum(_copies(layout, layer, packed) for layer in kept_whole)
     kept = total(saved).kept + small + running.element_bytes * copies
+    if model.hidden_dropout and layout.grid.cp > 1 and len(kept_whole) < len(parts.layers):
+        kept += 8.0  # numbers of this rank's tokens, which dropout needs when it is repeated
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0))
 
 
@@ -135,6 +139,9 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
     output = model.attention_size / grid.tp
+    memory = layout.config.memory
+    if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
+        return 0.0
     if grid.cp == 1:
         return output if packed else 0.0
     if kind not in ("a2a", "a2a+p2p"):
