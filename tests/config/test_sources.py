@@ -148,6 +148,7 @@ def test_recipes_are_found_by_name() -> None:
 
 
 def test_a_word_that_megatron_has_both_ways() -> None:
-    given = ["debug", "--cp-comm-type", "p2p", "allgather", "p2p", "a2a"]
-    assert load(given).parallel.cp_comm_type == ("p2p", "all_gather", "p2p", "a2a")
-    assert load(["debug", "--moe-token-dispatcher-type", "allgather"])
+    kinds = ["--cp-comm-type", "p2p", "allgather", "p2p", "a2a"]
+    _, config = load(["debug", *kinds, "--moe-token-dispatcher-type", "allgather"], Options)
+    assert config.parallel.cp_comm_type == ("p2p", "all_gather", "p2p", "a2a")
+    assert config.parallel.moe_token_dispatcher_type == "allgather"
