@@ -1,0 +1,104 @@
+"""What of a forward is still there when it has ended: what waits for the backward."""
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class KeptActivations(TorchDispatchMode):
+    """Counts, in the first forward of each stage, the bytes that outlive it.
+
+    A dispatch mode sees every storage that is made in the forward; those that are still alive at
+    its end wait for the backward, whoever holds them: autograd, a checkpoint, a pool in host
+    memory. The stage's input counts with them, its output and gathered parameters do not, and
+    nothing of the batch that was there before.
+
+    Args:
+        stages: the modules by index.
+
+    Attributes:
+        sizes: bytes by stage.
+        packed: whether any of these forwards had rows of several documents.
+    """
+
+    def __init__(self, stages: dict[int, nn.Module]) -> None:
+        super().__init__()
+        self._stages = stages
+        self._exit = ExitStack()
+        self._born: dict[int, StorageWeakRef] | None = None
+        self._foreign: dict[int, StorageWeakRef] = {}
+        self.sizes: dict[int, float] = {}
+        self.packed = False
+
+    def __enter__(self) -> "KeptActivations":
+        for index, stage in self._stages.items():
+            begin, end = partial(self._begin, index), partial(self._end, index)
+            self._exit.callback(stage.register_forward_pre_hook(begin).remove)
+            self._exit.callback(stage.register_forward_hook(end).remove)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._exit.close()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if self._born is None:
+            return func(*args, **(kwargs or {}))
+        for tensor in _tensors((args, kwargs)):
+            self._know(tensor, self._foreign)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._know(tensor, self._born)
+        return result
+
+    def _know(self, tensor: Tensor, place: dict[int, StorageWeakRef]) -> None:
+        """Take a storage into `place`, unless a living one is known by that address."""
+        storage = tensor.untyped_storage()
+        assert self._born is not None
+        for known in (self._born, self._foreign):
+            if storage._cdata in known and not known[storage._cdata].expired():
+                return
+        place[storage._cdata] = StorageWeakRef(storage)
+
+    def _begin(self, index: int, stage: nn.Module, arguments: Any) -> None:
+        if torch.is_grad_enabled() and index not in self.sizes:
+            self._born, self._foreign = {}, {}
+
+    def _end(self, index: int, stage: nn.Module, arguments: Any, output: Tensor) -> None:
+        if self._born is None:
+            return
+        born, self._born = self._born, None
+        x_TH, batch = arguments[:2]
+        others = {output.untyped_storage()._cdata, *map(_address, stage.parameters())}
+        size = 0 if x_TH is None else x_TH.untyped_storage().nbytes()
+        for address, reference in born.items():
+            if address not in others and not reference.expired():
+                size += torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
+        self.sizes[index] = float(size)
+        self.packed |= batch.packing is not None
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _address(parameter: nn.Parameter) -> int:
+    """Of the memory that a stage computes with, as FSDP2 may have gathered it."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.untyped_storage()._cdata
