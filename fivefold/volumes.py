@@ -5,7 +5,7 @@ reduce-scatter (P-1)/P N, all-reduce 2 (P-1)/P N, all-to-all (P-1)/P of what the
 N. These are what bandwidth-optimal algorithms send, and NCCL's rings do.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import comb, prod
@@ -16,6 +16,7 @@ from fivefold.config.training import ELEMENT_BYTES
 from fivefold.context.balance import split
 from fivefold.model.blocks import Sight, num_tokens
 from fivefold.model.shape import StageParts, is_expert, local_shape, parameter_shapes
+from fivefold.pipeline.ir import Kind
 from fivefold.state import held, num_expert_shards, num_shards
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
@@ -154,7 +155,9 @@ class _Volumes:
         config, grid = layout.config, layout.grid
         self.layout, self.model, self.parallel = layout, config.model, config.parallel
         self.at = grid.coordinates(rank)
-        self.tp, self.microbatches = grid.tp, layout.num_microbatches
+        # Each copy of the model takes its share of the microbatches.
+        self.tp, self.microbatches = grid.tp, layout.num_microbatches // layout.num_copies
+        self.slices = self.parallel.num_sequence_slices
         self.data = grid.dp * grid.cp
         self.shards = num_shards(layout)
         self.shard = self.at["dp_shard"] * grid.cp + self.at["cp"] if self.shards > 1 else 0
@@ -162,7 +165,7 @@ class _Volumes:
         self.master = max(self.element, 4)
         self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
         self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
-        self.stages = {i: layout.split.stages[i] for i in layout.split.stages_of(self.at["pp"])}
+        self.stages = layout.stages_of(self.at["pp"])
 
     def data_parallel(self) -> Iterator[Flow]:
         """Gathers of parameters and reductions of gradients, with the padding of uneven shards.
@@ -173,18 +176,21 @@ class _Volumes:
         """
         strategy = self.parallel.data_parallel_sharding_strategy
         shards, replicas = self.shards, self.data // self.shards
-        padded = sum(
-            -(-shape[0] // shards) * prod(shape[1:])
-            for spec in self.stages.values()
-            for name, shape in self._shapes(spec).items()
-            if not is_expert(name)
-        )
-        gathers = 2 * self.microbatches if strategy == "optim_grads_params" else 1
-        often = strategy in ("optim_grads", "optim_grads_params")
-        reductions = self.microbatches if often else 1
+        often = self._gathers()
+        padded = gathers = 0
+        for stage, spec in self.stages.items():
+            size = sum(
+                -(-shape[0] // shards) * prod(shape[1:])
+                for name, shape in self._shapes(spec).items()
+                if not is_expert(name)
+            )
+            padded += size
+            gathers += often[stage] * size
+        often_reduced = strategy in ("optim_grads", "optim_grads_params")
+        reductions = self.microbatches * self.slices if often_reduced else 1
         axis = "data" if replicas == 1 else "dp_shard_cp"
-        gathered = wire_bytes("all_gather", shards * padded * self.element, shards)
-        yield Flow(axis, "gathered parameters", gathers * gathered)
+        gathered = wire_bytes("all_gather", shards * gathers * self.element, shards)
+        yield Flow(axis, "gathered parameters", gathered)
         reduced = wire_bytes("reduce_scatter", shards * padded * self.wire, shards)
         yield Flow(axis, "reduced gradients", reductions * reduced)
         # FSDP2 sums replicas in the reduction type; only our buckets and reduce-scatter narrow it.
@@ -195,6 +201,15 @@ class _Volumes:
             "gradients summed over replicas",
             wire_bytes("all_reduce", summed, replicas),
         )
+
+    def _gathers(self) -> dict[int, int]:
+        """How often each stage's parameters are gathered: as the program says, where it does."""
+        if self.parallel.data_parallel_sharding_strategy != "optim_grads_params":
+            return dict.fromkeys(self.stages, 1)
+        if self.parallel.pipeline_max_unsharded_stages is None:
+            return dict.fromkeys(self.stages, 2 * self.microbatches * self.slices)
+        acts = self.layout.program().ranks[self.at["pp"]]
+        return Counter(act.stage for act in acts if act.kind is Kind.UNSHARD)
 
     def tensor_parallel(self) -> Iterator[Flow]:
         """Per microbatch and hidden state of N bytes, in units of (t-1)/t N.
@@ -339,9 +354,17 @@ class _Volumes:
         """Hidden states and their gradients, [T, H] or its part, and tied embeddings."""
         messages = [m for m in self.layout.program().messages if m.src_rank == self.at["pp"]]
         parts = self.tp if self.parallel.sequence_parallel else 1
-        size = self.tokens // parts * self.model.hidden_size * self.element
+        size = self.tokens // self.slices // parts * self.model.hidden_size * self.element
         yield Flow("pp", "hidden states and gradients", len(messages) * size)
         ends = self.layout.split.placement[0], self.layout.split.placement[-1]
+        # The pair of ranks is all of the pipeline where that has two.
+        pair = "pp" if self.layout.grid.pp == 2 else "mirror"
+        if self.layout.num_copies > 1:
+            shapes = [s for spec in self.stages.values() for s in self._shapes(spec).values()]
+            size = sum(map(self._held, shapes)) * self.master
+            copies = wire_bytes("all_reduce", size, 2)
+            yield Flow(pair, "gradients of both copies of the model", copies)
+            return
         tied = not self.model.untie_embeddings_and_output_weights
         if tied and ends[0] != ends[1] and self.at["pp"] in ends:
             shape = self.model.padded_vocab_size // self.tp, self.model.hidden_size

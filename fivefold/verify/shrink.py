@@ -137,7 +137,8 @@ def _fewer_tokens(layout: Layout, config: Config) -> Config:
     """Short sequences, and the fewest microbatches that relate to the pipeline as before."""
     training, tp = config.training, config.parallel.tensor_model_parallel_size
     cp, window = config.parallel.context_parallel_size, config.model.window_size
-    length = min(training.seq_length, lcm(32, 2 * cp * tp if cp > 1 else tp))
+    slices = config.parallel.num_sequence_slices
+    length = min(training.seq_length, lcm(32, 2 * cp * tp if cp > 1 else tp) * slices)
     if window is not None:
         window = max(1, window * length // training.seq_length)
     each = min(training.micro_batch_size, 2)

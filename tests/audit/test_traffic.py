@@ -86,6 +86,7 @@ PP = "pipeline_model_parallel_size"
 CP = "context_parallel_size"
 KIND = "cp_comm_type"
 SIZES = "hierarchical_context_parallel_sizes"
+SCHEDULE = "pipeline_schedule"
 V = "num_virtual_stages_per_pipeline_rank"
 ZERO = "data_parallel_sharding_strategy"
 HSDP = "num_distributed_optimizer_instances"
@@ -138,6 +139,25 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {PP: 2, V: 2, ZERO: "optim_grads_params", "num_layers": 8, "global_batch_size": 8},
     ),
     "pp + optim_grads_params": (8, {PP: 4, ZERO: "optim_grads_params", "num_layers": 8}),
+    "two copies of the model": (2, {PP: 2, SCHEDULE: "dualpipe", "global_batch_size": 4}),
+    "two copies of a tied model, sharded": (
+        8,
+        {PP: 4, SCHEDULE: "dualpipe", ZERO: "optim_grads_params", "global_batch_size": 16} | GPT,
+    ),
+    "slices + optim_grads_params": (
+        4,
+        {PP: 2, SCHEDULE: "sliced_1f1b", "num_sequence_slices": 2, ZERO: "optim_grads_params"},
+    ),
+    "stages kept gathered": (
+        4,
+        {
+            PP: 2,
+            SCHEDULE: "zb_v",
+            ZERO: "optim_grads_params",
+            "global_batch_size": 6,
+            "pipeline_max_unsharded_stages": 1,
+        },
+    ),
     "one microbatch of optim_grads_params": (
         2,
         {ZERO: "optim_grads_params", "global_batch_size": 2},
