@@ -1,10 +1,12 @@
 """Every number that a layout implies, with the product or sum that gives it."""
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
 from fivefold.model.shape import WholeModel, count_parameters, forward_flops, training_flops
+from fivefold.pipeline.ir import Kind
 from fivefold.state import model_state
 from fivefold.units import human_bytes, human_count, human_flops
 
@@ -19,6 +21,7 @@ def describe(layout: Layout) -> list[Row]:
         *_parameters(layout),
         *_flops(layout),
         *_memory(layout),
+        *_deferred(layout),
     ]
 
 
@@ -156,4 +159,27 @@ def _memory(layout: Layout) -> list[Row]:
             f"of {human_count(state.parameters)} parameters after tp {layout.grid.tp}{where}, "
             f"{parallel.data_parallel_sharding_strategy}, {layout.config.training.precision}",
         ),
+    ]
+
+
+def _deferred(layout: Layout) -> list[Row]:
+    """What a schedule costs in memory that leaves dW for longer than dX takes to be sent."""
+    program = layout.compute_program()
+    last = program.num_weight_parts - 1
+    changes = {(Kind.B, 0): 1, (Kind.W, last): -1}
+    most = 0
+    for acts in program.ranks:
+        kids = (kid for act in acts for kid in act.elementary)
+        most = max(most, *accumulate(changes.get((kid.kind, kid.part), 0) for kid in kids))
+    if not most:
+        return []
+    strategy = layout.config.parallel.data_parallel_sharding_strategy
+    sharded = strategy in ("optim_grads", "optim_grads_params")
+    return [
+        (
+            "dW waits",
+            f"{most} x microbatch",
+            "at most, on a rank: x and dY of every linear layer of a stage; "
+            + ("reduced block by block when computed" if sharded else "summed unsharded"),
+        )
     ]

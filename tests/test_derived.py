@@ -25,6 +25,26 @@ def test_every_number_comes_with_its_product() -> None:
     assert told["largest stage"] == ("131 K", "of 131 K + 131 K")
 
 
+def test_the_microbatches_whose_weight_gradients_wait_are_told() -> None:
+    def waits(pp: int, schedule: str, strategy: str = "no_shard") -> tuple[str, str]:
+        settings = config(
+            "debug-llama",
+            global_batch_size=16,
+            pipeline_model_parallel_size=pp,
+            pipeline_schedule=schedule,
+            data_parallel_sharding_strategy=strategy,
+        )
+        rows = {name: (value, why) for name, value, why in describe(check(settings, 4))}
+        return rows.get("dW waits", ("", ""))
+
+    assert waits(1, "1f1b") == ("", "")
+    assert waits(4, "1f1b") == ("", "")  # W follows B at once
+    # On rank r of ZB-H1, W lags r backwards; B runs before the W that makes room.
+    assert waits(4, "zb_h1")[0] == "4 x microbatch"
+    assert waits(2, "zb_h1", "optim")[1].endswith("summed unsharded")
+    assert waits(2, "zb_h1", "optim_grads")[1].endswith("reduced block by block when computed")
+
+
 def test_experts_and_what_a_token_sees_of_them_are_told() -> None:
     sizes = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     settings = config("deepseek-v3", expert_model_parallel_size=8, global_batch_size=8, **sizes)
