@@ -25,15 +25,14 @@ DATA = Path(__file__).parent / "data" / "published_runs.csv"
 Constants = Mapping[str, float]
 FITTED = ("sustained", "sustained_narrow", "attention_forward")
 BACKWARD = 0.82  # of attention's forward rate, as published kernels reach it
-FACTORS = (0.85, 0.93, 0.97, 1.03, 1.07, 1.15)  # by which a constant is tried to change
-FAMILIES = ("A100", "H100-96", "H", "B", "GB")  # of one silicon each, by the start of the name
+FACTORS = (0.93, 0.98, 1.02, 1.07)  # by which a constant is tried to change
+FAMILIES = ("A100", "H100-96", "H", "B200", "B300")  # of one silicon each, by the start of the name
 
 
 def family(case: Case) -> str:
     """Kinds of GPU that share their constants."""
     name = cluster_of(case.row).gpu.name
-    found = next((start for start in FAMILIES if name.startswith(start)), name)
-    return "B" if found == "GB" else found
+    return next((start for start in FAMILIES if name.removeprefix("G").startswith(start)), name)
 
 
 def with_constants(cluster: Cluster, constants: Constants) -> Cluster:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 GB = 1e9
 _TERA = 1e12
@@ -83,7 +84,7 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    sustained=0.887,
+    sustained=0.865,
     attention_forward=0.58,
     attention_backward=0.5,
 )
@@ -94,8 +95,8 @@ _H100 = Gpu(
     peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
     multiprocessors=132,
-    sustained=0.772,
-    sustained_narrow=0.912,
+    sustained=0.74,
+    sustained_narrow=0.88,
     attention_forward=0.409,
     attention_backward=0.335,
 )
@@ -106,8 +107,8 @@ _B200 = Gpu(
     peak=_rates(bf16=2250, fp8=4500, fp4=9000),
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
     multiprocessors=148,
-    sustained=0.55,
-    sustained_narrow=0.8,
+    sustained=0.535,
+    sustained_narrow=0.78,
     attention_forward=0.5,
     attention_backward=0.41,
 )
@@ -119,6 +120,14 @@ _GB200 = replace(
     matmul=_rates(bf16=1822, fp8=3616, fp4=7000, fp32=60),
     multiprocessors=152,
 )
+
+# More power, and twice the units that attention's exponentials need.
+_BLACKWELL_ULTRA: dict[str, Any] = {
+    "sustained": 0.637,
+    "sustained_narrow": 0.929,
+    "attention_forward": 0.607,
+    "attention_backward": 0.498,
+}
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
@@ -141,8 +150,8 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 name="H100-96",
                 memory_bytes=96 * GB,
                 memory_bandwidth=2400 * GB,
-                sustained=0.745,
-                sustained_narrow=0.756,
+                sustained=0.72,
+                sustained_narrow=0.745,
                 attention_forward=0.212,
                 attention_backward=0.174,
             ),
@@ -150,6 +159,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             replace(
                 _B200,
                 name="B300",
+                **_BLACKWELL_ULTRA,
                 memory_bytes=270 * GB,
                 peak=_rates(bf16=2250, fp8=4500, fp4=13500, fp32=75),
                 matmul=_rates(bf16=1745, fp8=3433, fp4=9500, fp32=60),
@@ -158,6 +168,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             replace(
                 _GB200,
                 name="GB300",
+                **_BLACKWELL_ULTRA,
                 memory_bytes=277 * GB,
                 peak=_rates(bf16=2500, fp8=5000, fp4=15000, fp32=80),
                 matmul=_rates(bf16=1822, fp8=3616, fp4=10500, fp32=60),

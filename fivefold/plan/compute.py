@@ -13,7 +13,7 @@ from fivefold.hardware import Gpu
 
 # Tiles that libraries choose from, (rows, columns, share of the full rate that they reach).
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
-_DEPTH = 384  # of k, in which a tile's pipeline fills and drains
+_DEPTH = 192  # of k, in which a tile's pipeline fills and drains
 ELEMENT = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
 
 

@@ -4,11 +4,13 @@ The program is run event by event with the times of `plan.layer`; before it lies
 parameters, after it the reduction of gradients and the optimizer, each as far as it is not hidden.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp, log, prod, sqrt
 
 from fivefold.check import Layout
+from fivefold.hardware import GPUS
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.lowering import eager_dx, lower
@@ -312,10 +314,8 @@ class _Predictor:
             Part("jitter", jitter),
         )
         step = sum(part.seconds for part in parts)
-        kind = "experts" if layout.config.model.num_experts else "dense"
-        width = _INTERVAL[
-            "narrow" if kind == "dense" and precision_of(layout) in ("fp8", "fp4") else kind
-        ]
+        notes = tuple(_notes(layout, self.cluster))
+        width = _INTERVAL[_kind(layout)] * (1.5 if notes else 1.0)
         return Prediction(
             layout,
             self.cluster,
@@ -326,7 +326,37 @@ class _Predictor:
             step * exp(width),
             parts,
             flops,
+            notes,
         )
+
+
+def _kind(layout: Layout) -> str:
+    """Which published rows a layout is like."""
+    if layout.config.model.num_experts:
+        return "experts"
+    return "narrow" if precision_of(layout) in ("fp8", "fp4") else "dense"
+
+
+_FITTED = frozenset(
+    {"A100-80", "H100", "H100-96", "H800", "H200", "B200", "B300", "GB200", "GB300"}
+)
+_SEEN_GPUS = 16384  # of the largest published run
+_SEEN_SCHEDULES = ("1f1b", "interleaved_1f1b")
+
+
+def _notes(layout: Layout, cluster: Cluster) -> Iterator[str]:
+    """In what a layout lies outside of the published runs that the constants were fitted on."""
+    gpu, grid = cluster.gpu, layout.grid
+    if GPUS.get(gpu.name) == gpu and gpu.name not in _FITTED:
+        yield f"no run on {gpu.name} was fitted: its kernels are taken to be like others"
+    if grid.world_size > _SEEN_GPUS:
+        yield f"{grid.world_size:,} GPUs are more than the {_SEEN_GPUS:,} of any published run"
+    if grid.pp > 1 and layout.schedule not in _SEEN_SCHEDULES:
+        yield f"no published run used {layout.schedule}"
+    if grid.ep * grid.etp > cluster.gpus_per_node:
+        yield "experts are spread over nodes, where published runs differ most"
+    if layout.config.training.fp4_format:
+        yield "few runs with 4-bit multiplications were published"
 
 
 @dataclass(frozen=True)

@@ -10,66 +10,72 @@ from functools import lru_cache
 
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
-from fivefold.pipeline.ir import Program
+from fivefold.pipeline.ir import Act, Program
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import SCHEDULES, build_program
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """A program's compute acts in an order in which each follows all that it waits for.
+    """A program as rows to be walked once, each after all that it waits for.
 
     Attributes:
         program: of which.
-        waits: of each act, the acts that it waits for: before it on its rank or handed over there,
-            and those whose message it needs.
+        kinds: an act of every cost that occurs; the first stands for no cost.
+        rows: of each act two rows before it that it waits for (row 0 is the start of the step),
+            whether the second one's message has to travel, and its kind.
     """
 
     program: Program
-    order: tuple[int, ...]
-    local: tuple[tuple[int, ...], ...]
-    remote: tuple[tuple[int, ...], ...]
+    kinds: tuple[Act | None, ...]
+    rows: tuple[tuple[int, int, int, int], ...]
 
     @classmethod
     def of(cls, program: Program) -> "Timetable":
         """The timetable of a compute-only program."""
         graph = dependency_graph(program)
         computes = len(graph.computes)
-        local: list[list[int]] = [[] for _ in range(computes)]
-        remote: list[list[int]] = [[] for _ in range(computes)]
+        waits: list[list[tuple[int, int]]] = [[] for _ in range(computes)]
         for node in range(computes):
             for after in graph.successors[node]:
                 if after < computes:
-                    local[after].append(node)
+                    waits[after].append((node, 0))
         for message, producer in enumerate(graph.producers, computes):
             for after in graph.successors[message]:
-                remote[after].append(producer)
-        order = tuple(node for node in graph.order() if node < computes)
-        return cls(program, order, tuple(map(tuple, local)), tuple(map(tuple, remote)))
+                waits[after].append((producer, 1))
+        kinds: dict[object, int] = {None: 0}
+        examples: list[Act | None] = [None]
+        rows: list[tuple[int, int, int, int]] = []
+        row_of = [0] * computes
+        for node in graph.order():
+            if node >= computes:
+                continue
+            act = graph.computes[node][1]
+            key = tuple((kid.kind, kid.stage) for kid in act.elementary)
+            if key not in kinds:
+                kinds[key] = len(examples)
+                examples.append(act)
+            before, travels = 0, [(row_of[n], hop) for n, hop in waits[node]]
+            for other, hop in travels[:-1]:  # more than two: rows that only wait
+                if hop or before:
+                    rows.append((before, other, hop, 0))
+                    before = len(rows)
+                else:
+                    before = other
+            other, hop = travels[-1] if travels else (0, 0)
+            rows.append((before, other, hop, kinds[key]))
+            row_of[node] = len(rows)
+        return cls(program, tuple(examples), tuple(rows))
 
     def makespan(self, costs: Costs) -> float:
         """As `simulate(program, costs).makespan`."""
-        program, hop = self.program, costs.hop
-        parts, slices = program.num_weight_parts, program.num_slices
-        known: dict[tuple[object, ...], float] = {}
-        weights = []
-        for acts in program.ranks:
-            for act in acts:
-                key = (act.kind, act.stage, tuple((kid.kind, kid.stage) for kid in act.kids))
-                if key not in known:
-                    known[key] = costs.of(act, parts, slices)
-                weights.append(known[key])
-        ends = [0.0] * len(weights)
-        local, remote = self.local, self.remote
-        for node in self.order:
-            start = 0.0
-            for before in local[node]:
-                if ends[before] > start:
-                    start = ends[before]
-            for before in remote[node]:
-                if ends[before] + hop > start:
-                    start = ends[before] + hop
-            ends[node] = start + weights[node]
+        parts, slices = self.program.num_weight_parts, self.program.num_slices
+        times = [0.0 if act is None else costs.of(act, parts, slices) for act in self.kinds]
+        hops = (0.0, costs.hop)
+        ends = [0.0]
+        for before, other, hop, kind in self.rows:
+            start, arrival = ends[before], ends[other] + hops[hop]
+            ends.append((start if start > arrival else arrival) + times[kind])
         return max(ends)
 
 
@@ -99,7 +105,8 @@ def makespan(
     size = group or ranks
     interleaved = len(placement) > ranks and placement[ranks] == 0
     a_round = size if interleaved else SCHEDULES[schedule].num_copies
-    short = microbatches % a_round + a_round * -(-(2 * ranks + 2) // a_round)
+    rounds = 2 if interleaved else -(-(2 * ranks + 2) // a_round)
+    short = microbatches % a_round + a_round * rounds
     if microbatches <= short + a_round:
         return timetable(schedule, placement, microbatches, group, eager).makespan(costs)
     base = timetable(schedule, placement, short, group, eager).makespan(costs)
@@ -109,7 +116,7 @@ def makespan(
 
 
 def _least(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float:
-    """What a rank's work takes after its first input: the slowest may take over after the warm-up."""
+    """What a rank's work takes after its first input: the slowest may rule only late."""
     least = 0.0
     for rank in range(max(placement) + 1):
         own = [stage for stage, owner in enumerate(placement) if owner == rank]
