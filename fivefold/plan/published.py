@@ -25,6 +25,7 @@ from fivefold.model.shape import count_parameters, training_flops
 from fivefold.plan.cluster import Cluster, preset
 from fivefold.plan.layer import Software
 from fivefold.plan.ways import balanced_layout
+from fivefold.state import StatePolicy, fsdp2_policy, megatron_policy
 
 COLUMNS = [
     "src",
@@ -227,6 +228,22 @@ def software_of(row: Row) -> Software:
         reduces_once=True,
         imbalance=1.2 if "dropless" in note else 1.0,
     )
+
+
+def policy_of(row: Row, layout: Layout) -> StatePolicy:
+    """What the row's framework keeps of weights, gradients and optimizer state."""
+    if "torchtitan" in row.source.lower():
+        return fsdp2_policy(pipelined=layout.grid.pp > 1)
+    return megatron_policy(layout.config.parallel.data_parallel_sharding_strategy != "no_shard")
+
+
+def loss_of(row: Row) -> dict[str, Any]:
+    """How its loss is computed, as far as memory goes: Megatron-LM's works in one fp32 copy of the
+    logits, and fused in the logits themselves."""
+    if "torchtitan" in row.source.lower():
+        return {}
+    fused = "te" if "ce fusion" in row.text("note") else "native"
+    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": fused}
 
 
 def measured_seconds(row: Row, layout: Layout) -> float | None:

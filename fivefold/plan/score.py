@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from math import exp, log
@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from fivefold.check import Layout
 from fivefold.errors import FivefoldError
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.memory import peak_memory
@@ -18,8 +19,10 @@ from fivefold.plan.published import (
     Choice,
     Row,
     cluster_of,
+    loss_of,
     measured_bytes,
     measured_seconds,
+    policy_of,
     read_rows,
     row_layouts,
     software_of,
@@ -250,19 +253,25 @@ def prepare(
             if measured_seconds(row, choices[0].layout) is None:
                 skipped.append((row, "no time was published"))
                 continue
-            cases.append(Case(row, _that_fit(choices, hardware(row))))
+            cases.append(Case(row, _that_fit(row, choices, hardware(row))))
         except FivefoldError as error:
             skipped.append((row, str(error).splitlines()[0]))
     return cases, skipped
 
 
-def _that_fit(choices: Sequence[Choice], cluster: Cluster) -> tuple[Choice, ...]:
+def _that_fit(row: Row, choices: Sequence[Choice], cluster: Cluster) -> tuple[Choice, ...]:
     if len(choices) == 1:
         return tuple(choices)
     limit = MEMORY_DOUBT * cluster.gpu.memory_bytes
-    peaks = [peak_memory(choice.layout, cluster).max_allocated for choice in choices]
+    peaks = [_peak(row, choice.layout, cluster) for choice in choices]
     fitting = [choice for choice, peak in zip(choices, peaks, strict=True) if peak <= limit]
     return tuple(fitting or choices)
+
+
+def _peak(row: Row, layout: Layout, cluster: Cluster) -> float:
+    """Bytes that the framework of a row has allocated at most."""
+    run = replace(layout, config=layout.config.with_values(**loss_of(row)))
+    return peak_memory(run, cluster, policy=policy_of(row, layout)).max_allocated
 
 
 def score(case: Case, hardware: Hardware = cluster_of, *, with_memory: bool = True) -> Scored:
@@ -275,7 +284,7 @@ def score(case: Case, hardware: Hardware = cluster_of, *, with_memory: bool = Tr
     held = measured_bytes(case.row) if with_memory else None
     memory = None
     if held is not None:
-        memory = peak_memory(best.layout, cluster).max_allocated, held
+        memory = _peak(case.row, best.layout, cluster), held
     complete = case.choices[0].complete
     return Scored(case.row, best, measured, complete, memory)
 
