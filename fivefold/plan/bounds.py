@@ -296,7 +296,10 @@ def _parameters(config: Config) -> list[float]:
         kind: prediction_shapes(model) if kind == PREDICTION else layer_shapes(model, layer)
         for kind, layer in sample_layers(model).items()
     }
-    shapes |= {EMBEDDING: embedding_shapes(model), HEAD: head_shapes(model)}
+    # A tied output weight is the embedding itself where both are on one rank.
+    untied = model.untie_embeddings_and_output_weights
+    head = {name: shape for name, shape in head_shapes(model).items() if untied or "norm" in name}
+    shapes |= {EMBEDDING: embedding_shapes(model), HEAD: head}
     sizes = [0.0] * (2 * KINDS)
     for kind, named in shapes.items():
         for name, shape in named.items():

@@ -23,6 +23,7 @@ from fivefold.plan.search import (
 )
 from fivefold.plan.space import enumerate_space
 from fivefold.plan.step import Prediction, predict
+from fivefold.plan.ways import balanced_layout
 from fivefold.units import human_bytes, human_seconds
 
 SOME = 8  # layouts that are predicted anew where the cluster changes
@@ -120,8 +121,28 @@ class Sensitivity:
 
 
 def sensitivities(result: Result) -> list[Sensitivity]:
-    """The best of the layouts that were looked at, on clusters that differ in one thing."""
-    return [_under(result, change, cluster) for change, cluster in _changes(result.request.cluster)]
+    """Other clusters, with the best of what was looked at; and techniques that are not searched."""
+    changes = _changes(result.request.cluster)
+    return [*(_under(result, change, cluster) for change, cluster in changes), *_techniques(result)]
+
+
+def _techniques(result: Result) -> Iterator[Sensitivity]:
+    """The best layout with one more setting each, where it makes a difference and was not given."""
+    best, given = result.best, result.request.given
+    for change, settings in (
+        ("--tp-comm-overlap", {"tp_comm_overlap": True}),
+        ("--moe-token-dispatcher-type flex", {"moe_token_dispatcher_type": "flex"}),
+        ("--fp8-format hybrid", {"fp8_format": "hybrid"}),
+    ):
+        config = best.layout.config.with_values(**settings)
+        if given & set(settings) or config == best.layout.config:
+            continue
+        try:
+            candidate = evaluate(result.request, config, always=True)
+        except ConfigError:
+            continue
+        if candidate.memory.fits and abs(candidate.seconds / best.seconds - 1) >= 1e-3:
+            yield Sensitivity(change, candidate.seconds, candidate, False)
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -244,47 +265,53 @@ def rule_of_thumb(request: Request) -> Rule:
     """The layout that the usual advice leads to.
 
     Tensor parallelism inside the node and as small as fits; then pipeline parallelism across nodes;
-    expert parallelism before expert tensor parallelism, as far as a node goes; data parallelism
-    with ZeRO-1 for the rest; micro-batch 1; recomputation only where nothing else helps.
+    expert parallelism before expert tensor parallelism, inside a node if that fits; data
+    parallelism with ZeRO-1 for the rest; micro-batch 1; recomputation where nothing else helps.
     """
     model, node = request.config.model, request.cluster.gpus_per_node
-    ep = max((n for n in divisors(model.num_experts or 1) if n <= node), default=1)
     tensor = [n for n in (1, 2, 4, 8) if n <= node]
-    widest = tensor[-1]
     meshes = [(tp, 1) for tp in tensor]
-    meshes += [(widest, pp) for pp in divisors(request.world) if 1 < pp <= model.num_layers]
+    pipelines = [pp for pp in divisors(request.world) if 1 < pp <= model.num_layers]
+    meshes += [(tensor[-1], pp) for pp in pipelines]
+    expert = divisors(model.num_experts or 1)
+    inside = max(n for n in expert if n <= node)
     for recompute in (None, "full"):
-        for tp, pp in meshes:
-            settings: dict[str, Any] = {
-                "tensor_model_parallel_size": tp,
-                "sequence_parallel": tp > 1,
-                "pipeline_model_parallel_size": pp,
-                "context_parallel_size": 1,
-                "expert_model_parallel_size": ep,
-                "expert_tensor_parallel_size": 1,
-                "data_parallel_sharding_strategy": "optim",
-                "num_distributed_optimizer_instances": 1,
-                "micro_batch_size": 1,
-                "recompute_granularity": recompute,
-            }
-            found = _first_fit(request, settings)
-            if found is not None:
-                return Rule(found, tuple(_rule_steps(found, ep)))
+        for ep in (n for n in expert if n >= inside):
+            for tp, pp in meshes:
+                found = _first_fit(request, _by_rule(tp, pp, ep, recompute))
+                if found is not None:
+                    return Rule(found, tuple(_rule_steps(found)))
     return Rule(None, ())
 
 
+def _by_rule(tp: int, pp: int, ep: int, recompute: str | None) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+        "data_parallel_sharding_strategy": "optim",
+        "num_distributed_optimizer_instances": 1,
+        "micro_batch_size": 1,
+        "recompute_granularity": recompute,
+    }
+
+
 def _first_fit(request: Request, settings: Mapping[str, Any]) -> Candidate | None:
+    """The layout with the most stages a rank that is legal and fits; balanced if need be."""
     config = Config(request.config.model, training=request.config.training).with_values(**settings)
     pp, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
-    virtual = [v for v in (4, 2, 1) if pp > 1 and layers % (pp * v) == 0] or [1]
-    ends = {
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    }
     shapes: list[dict[str, Any]] = [
-        {"num_virtual_stages_per_pipeline_rank": v if v > 1 else None} for v in virtual
+        {"num_virtual_stages_per_pipeline_rank": virtual}
+        for virtual in (4, 2)
+        if pp > 1 and layers % (pp * virtual) == 0
     ]
-    for shape in [*shapes, ends]:
+    shapes.append({})
+    if pp > 1:
+        shapes.append({"pipeline_model_parallel_layout": balanced_layout(config, pp)})
+    for shape in shapes:
         try:
             candidate = evaluate(request, config.with_values(**shape))
         except ConfigError:
@@ -294,13 +321,13 @@ def _first_fit(request: Request, settings: Mapping[str, Any]) -> Candidate | Non
     return None
 
 
-def _rule_steps(found: Candidate, ep: int) -> Iterator[str]:
+def _rule_steps(found: Candidate) -> Iterator[str]:
     grid = found.layout.grid
     yield f"tensor parallelism {grid.tp}: the smallest inside a node that fits"
     if grid.pp > 1:
         yield f"pipeline parallelism {grid.pp}: across nodes, since a node's GPUs are not enough"
-    if ep > 1:
-        yield f"expert parallelism {ep}, no expert tensor parallelism"
+    if grid.ep > 1:
+        yield f"expert parallelism {grid.ep}: a node, or the smallest that fits; none of tensors"
     yield f"data parallelism {grid.dp} with ZeRO-1 for the rest, micro-batch 1"
     if found.layout.config.memory.recompute_granularity:
         yield "full recomputation: without it nothing fits"

@@ -25,8 +25,6 @@ Column = NDArray[np.int64]
 Columns = dict[str, Column]
 
 STRATEGIES: tuple[str, ...] = get_args(ShardingStrategy)
-SPLIT_BACKWARD = frozenset({"zb_h1", "zb_h2", "interleaved_zb", "zb_v", "v_half", "v_min"})
-BIDIRECTIONAL = frozenset({"dualpipe", "dualpipe_v"})
 
 FIELDS: Mapping[str, str] = MappingProxyType(
     {
@@ -116,7 +114,7 @@ def enumerate_space(
     stage = columns["dp"] * columns["cp"] * columns["tp"]
     columns = _where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
     columns = _join(columns, axes.sharding())
-    columns = _where(columns, _sharding_holds(columns, found))
+    columns = _where(columns, _sharding_holds(columns))
     choices = memory_choices(config, given)
     columns = _join(columns, {"memory": range(len(choices))})
     return Space(config, world, found, choices, columns)
@@ -243,13 +241,13 @@ def _runnable(columns: Columns, found: Sequence[Way]) -> Columns:
     return _where(columns, takes[way, microbatches])
 
 
-def _sharding_holds(columns: Columns, found: Sequence[Way]) -> NDArray[np.bool_]:
-    """Groups divide dp, shard something, and keep what the schedule needs whole."""
-    dp, instances, strategy = columns["dp"], columns["instances"], columns["strategy"]
-    whole = (dp % instances == 0) & ((instances == 1) | (dp // instances * columns["cp"] > 1))
-    alone = (dp * columns["cp"] == 1) & (strategy > 0)
-    split = np.array([w.schedule in SPLIT_BACKWARD | BIDIRECTIONAL for w in found], bool)
-    return whole & ~alone & ~(split[columns["way"]] & (strategy > 1))
+def _sharding_holds(columns: Columns) -> NDArray[np.bool_]:
+    """Groups divide dp and have something to shard."""
+    dp, instances = columns["dp"], columns["instances"]
+    ranks = dp * columns["cp"]
+    whole = (dp % instances == 0) & ((instances == 1) | (ranks > instances))
+    found: NDArray[np.bool_] = whole & ((ranks > 1) | (columns["strategy"] == 0))
+    return found
 
 
 def _table(columns: Mapping[str, Iterable[int]]) -> Columns:
