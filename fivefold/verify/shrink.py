@@ -60,6 +60,9 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     config = config.with_values(
         lr=LEARNING_RATE, lr_decay_style="constant", lr_warmup_iters=0, adam_eps=ADAM_EPS
     )
+    if config.memory.fine_grained_activation_offloading:
+        config = config.with_values(min_offloaded_tensor_size=1)
+        changes.append("activations of any size are moved")
     changes.append(f"AdamW at a constant rate of {LEARNING_RATE:g} with an epsilon of {ADAM_EPS:g}")
     return check(config, world_size), tuple(changes)
 

@@ -113,3 +113,10 @@ def test_a_small_recipe_keeps_its_model_and_batch() -> None:
     assert small.config.model == large.config.model
     assert small.config.training == large.config.training
     assert len(changes) == 1 and changes[0].startswith("AdamW at a constant rate")
+
+
+def test_small_activations_move_too() -> None:
+    moved = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
+    layout, changes = prepare(layout_of("debug-llama", 1, **moved))
+    assert layout.config.memory.min_offloaded_tensor_size == 1
+    assert "activations of any size are moved" in changes
