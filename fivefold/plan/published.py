@@ -384,6 +384,9 @@ def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
         settings["expert_model_parallel_size"] = row.whole("ep") or 1
         across = settings["expert_model_parallel_size"] > cluster_of(row).gpus_per_node
         settings["overlap_moe_expert_parallel_comm"] = "1f1b overlap" in note
+        if "deepseek" in source:  # its report describes DualPipe, which hides the all-to-alls
+            settings["overlap_moe_expert_parallel_comm"] = True
+            settings["pipeline_schedule"] = "dualpipe"
         settings["moe_token_dispatcher_type"] = "flex" if across or "deepep" in note else "alltoall"
     hsdp = re.search(r"hsdp\s*(\d+)x(\d+)", zero)
     if hsdp:
