@@ -39,6 +39,17 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
             "num_sequence_slices and context_parallel_size both cut every sequence",
             works=["--num-sequence-slices 1", "--context-parallel-size 1"],
         )
+    for name, value in (
+        ("multi_latent_attention", config.model.multi_latent_attention),
+        ("mtp_num_layers", config.model.mtp_num_layers > 0),
+        ("recompute_granularity full", config.memory.recompute_granularity == "full"),
+    ):
+        if slices > 1 and value:
+            mistakes.add(
+                f"num_sequence_slices does not go with {name}: slices share keys and values only, "
+                "which must outlive the forward of their layer",
+                works=["--num-sequence-slices 1"],
+            )
     limit = parallel.pipeline_in_flight_limit
     if limit is not None and schedule != SYNTHESISED:
         mistakes.add(

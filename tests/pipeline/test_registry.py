@@ -168,3 +168,16 @@ def test_weight_gradients_are_summed_in_the_order_of_the_microbatches(name: str)
             if kid.kind in (Kind.W, Kind.BW):
                 summed.setdefault(kid.stage, []).append(kid.mb)
     assert all(order == sorted(order) for order in summed.values())
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_stage_adds_its_microbatches_up_in_order(name):
+    program = build_program(name, placement_for(name, 4, 2), 12, group_size=4)
+    for kinds in ((Kind.B, Kind.BW), (Kind.W, Kind.BW)):
+        added = {}
+        for acts in program.ranks:
+            for kid in (kid for act in acts for kid in act.elementary):
+                if kid.kind in kinds:
+                    added.setdefault(kid.stage, []).append(kid.mb)
+        assert all(mbs == sorted(mbs) for mbs in added.values())
+        assert len(added) == program.num_stages
