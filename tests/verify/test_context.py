@@ -15,6 +15,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 WHOLE = {"reset_attention_mask": False}  # rows of one document: rings, and dense gathers
 WINDOW = {"window_size": 3}
+UNCUT = {"pipeline_model_parallel_layout": None, "num_layers": 4, "micro_batch_size": 1}
 
 
 def context(cp: int, kind: str, **more: Any) -> dict[str, Any]:
@@ -63,6 +64,42 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         flags(dp=2, strategy="optim_grads_params") | context(2, "p2p", **WHOLE),
     ),
     "hsdp": (4, "gpt", flags(dp=2, strategy="optim", replicas=2) | context(2, "a2a")),
+    "zero bubbles": (
+        4,
+        "gpt",
+        flags(pp=2) | {"pipeline_schedule": "zb_v", **UNCUT} | context(2, "p2p", **WHOLE),
+    ),
+    "two copies of the model": (
+        4,
+        "llama",
+        flags(pp=2) | {"pipeline_schedule": "dualpipe", **UNCUT} | context(2, "a2a"),
+    ),
+    "recomputed whole": (
+        2,
+        "llama",
+        {"recompute_granularity": "full", "recompute_method": "uniform"}
+        | {"recompute_num_layers": 1}
+        | context(2, "p2p", **WHOLE),
+    ),
+    "attention recomputed": (
+        2,
+        "gpt",
+        {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
+        | context(2, "a2a"),
+    ),
+    "norms recomputed, loss fused": (
+        2,
+        "llama",
+        {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}
+        | {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+        | context(2, "all_gather"),
+    ),
+    "attention offloaded": (
+        2,
+        "llama",
+        {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
+        | context(2, "p2p"),
+    ),
     "everything": (
         8,
         "llama",
