@@ -184,6 +184,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         {ZERO: "optim_grads_params", "recompute_num_layers": 2} | FULL,
     ),
     "zero bubbles + optim_grads": (4, {PP: 2, ZERO: "optim_grads", "pipeline_schedule": "zb_h1"}),
+    "zero bubbles + hsdp optim_grads": (
+        8,
+        {PP: 2, ZERO: "optim_grads", HSDP: 2, "pipeline_schedule": "zb_h1"},
+    ),
+    "zero bubbles + tp + sp, layers recomputed": (
+        4,
+        SP | FULL | {PP: 2, "pipeline_schedule": "zb_h2", "global_batch_size": 4},
+    ),
     "zero bubbles + optim_grads_params": (
         4,
         {PP: 2, ZERO: "optim_grads_params", "pipeline_schedule": "zb_h1"},
