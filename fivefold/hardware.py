@@ -70,7 +70,7 @@ class Gpu:
     attention_backward: float = 0.45
     memory_efficiency: float = 0.85
     launch: float = 3e-6
-    overlap_slowdown: float = 0.2
+    overlap_slowdown: float = 0.1
 
 
 def _rates(**tflops: float) -> Rates:

@@ -448,7 +448,7 @@ def _virtual(row: Row, layers: int, pp: int) -> list[int]:
         return [1]
     if "interleaved" in row.text("note"):
         return [2]
-    even = [v for v in range(1, 9) if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
+    even = [v for v in range(1, 25) if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
     return even or [1]
 
 
