@@ -125,8 +125,6 @@ def _llama_like(reader: _Reader, kind: str) -> ModelConfig:
             ("attention_bias", attention_bias) if kind != "llama" else ("mlp_bias", mlp_bias)
         )
         reader.unsupported(name, value, [not value])
-    if kind != "gpt_oss":
-        _refuse_sliding_window(reader, kind)
     return ModelConfig(
         num_layers=reader.size("num_hidden_layers"),
         hidden_size=reader.size("hidden_size"),
@@ -145,6 +143,7 @@ def _llama_like(reader: _Reader, kind: str) -> ModelConfig:
         qk_layernorm=kind in ("qwen3", "qwen3_moe"),
         untie_embeddings_and_output_weights=not reader.get("tie_word_embeddings", False),
         attention_dropout=reader.get("attention_dropout", 0.0),
+        window_size=None if kind == "gpt_oss" else _window(reader, kind),
         init_method_std=reader.get("initializer_range", 0.02),
         **_rope(reader, defaults.get("rope_theta", 10000.0), leave_out=kind == "gpt_oss"),
     )
@@ -262,15 +261,23 @@ def _deepseek_experts(reader: _Reader, kind: str, layers: int) -> dict[str, Any]
     }
 
 
-def _refuse_sliding_window(reader: _Reader, kind: str) -> None:
-    """A window that no sequence outgrows is no window; any other changes the attention."""
+def _window(reader: _Reader, kind: str) -> int | None:
+    """The same window in every layer; one that no sequence outgrows is none.
+
+    Hugging Face counts the token itself, Megatron-LM only those before it.
+    """
     layer_types = set(reader.get("layer_types", ["full_attention"]))
     if layer_types != {"full_attention"}:
         reader.unsupported("layer_types", sorted(layer_types), [["full_attention"]])
     window = reader.get("sliding_window", None)
     used = kind in ("mistral", "mixtral") or reader.get("use_sliding_window", False)
-    if kind != "llama" and used and window and window < reader.get("max_position_embeddings", 0):
+    if kind == "llama" or not used or not window:
+        return None
+    if window >= reader.get("max_position_embeddings", 0):
+        return None
+    if kind not in ("mistral", "mixtral"):  # Qwen's begins at some layer
         reader.unsupported("sliding_window", window, [None])
+    return int(window) - 1
 
 
 def _rope(reader: _Reader, theta: float, *, leave_out: bool) -> dict[str, Any]:

@@ -299,13 +299,21 @@ def test_absent_fields_take_the_defaults_of_their_family() -> None:
 
 
 def test_a_window_longer_than_the_model_is_no_window() -> None:
-    assert from_hf_config({**MISTRAL, "sliding_window": 131072}).num_layers == 32
+    assert from_hf_config({**MISTRAL, "sliding_window": 131072}).window_size is None
+
+
+@pytest.mark.parametrize("fields", [MISTRAL, MIXTRAL])
+def test_a_window_counts_the_tokens_before(fields: dict) -> None:
+    assert from_hf_config({**fields, "sliding_window": 4096}).window_size == 4095
 
 
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        ({**MISTRAL, "sliding_window": 4096}, "sliding_window = 4096"),
+        (
+            {**QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096},
+            "sliding_window = 4096",
+        ),
         ({**QWEN3_8B, "layer_types": ["sliding_attention"]}, "layer_types"),
         ({**LLAMA31_8B, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
         ({**LLAMA31_8B, "rope_scaling": {"rope_type": "llama3"}}, "llama3 RoPE scaling needs"),
@@ -315,7 +323,6 @@ def test_a_window_longer_than_the_model_is_no_window() -> None:
         ({**GPT2, "embd_pdrop": 0.0}, "embd_pdrop = 0.0"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({**DEEPSEEK_V3, "attention_bias": True}, "attention_bias = True"),
-        ({**MIXTRAL, "sliding_window": 4096}, "sliding_window = 4096"),
         ({**MIXTRAL, "rope_scaling": YARN}, "rope_type = 'yarn'"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "moe_router_topk 9 exceeds num_experts 8"),
         ({**GPT_OSS, "attention_bias": False}, "attention_bias = False"),

@@ -122,6 +122,18 @@ def test_a_kernel_that_cannot_says_why() -> None:
         choose_kernel(q, q, name="flash_cuda")
 
 
+def test_the_kernel_for_cuda_is_called_as_it_wants() -> None:
+    """On tensors without contents, where there is no such device: shapes and types only."""
+    q, k = (torch.empty(2, n, 64, 32, dtype=torch.bfloat16, device="meta") for n in (8, 2))
+    kernel, lacking = KERNELS["flash_cuda"]
+    assert "CUDA" in lacking(q, k)
+    for block in cut(((0, 64),), ((0, 64),), Sight((0, 64))):
+        out, lse = kernel.forward(q, k, k, block)
+        assert out.shape == q.shape and lse.shape == q.shape[:3]
+        grads = kernel.backward(out, q, k, k, out, lse, block)
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+
+
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("packed", [False, True])
 def test_local_attention_is_the_definition(window: int | None, packed: bool) -> None:
