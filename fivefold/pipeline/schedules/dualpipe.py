@@ -42,7 +42,10 @@ def dualpipe(task: Task) -> Orders:
             Mistake(
                 f"dualpipe needs an even number of pipeline ranks, not {ranks}",
                 works=(
-                    *nearest_choices("--pipeline-model-parallel-size", (ranks - 1, ranks + 1)),
+                    *nearest_choices(
+                        "--pipeline-model-parallel-size",
+                        (n for n in (ranks - 1, ranks + 1) if n),
+                    ),
                     "dualpipe_v",
                 ),
             )
