@@ -378,7 +378,8 @@ def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
         "tp_comm_overlap": tp > 1 and ("async" in note or nvidia),
         "data_parallel_sharding_strategy": _strategy(row),
         "overlap_grad_reduce": not row.is_old_megatron,
-        "overlap_param_gather": not row.is_old_megatron,
+        # nanotron gathers its shards after the optimizer's step.
+        "overlap_param_gather": not row.is_old_megatron and "nanotron" not in source,
     }
     if model.num_experts:
         settings["expert_model_parallel_size"] = row.whole("ep") or 1
@@ -470,22 +471,20 @@ def _recompute(row: Row, model: ModelConfig) -> list[dict[str, Any]]:
     if text == "full":
         return [{"recompute_granularity": "full"}]
     if text == "selective":
-        return [{"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}]
+        return [_selective("core_attn")]
     if text == "selective-op":
         # Every second multiplication runs again: about what the first half of the MLP is.
-        modules = ("layernorm", "mlp")
-        return [{"recompute_granularity": "selective", "recompute_modules": modules}]
+        return [_selective("layernorm", "mlp")]
     if text.startswith("none"):
         return [{}]
     if row.text("flops_conv") == "hfu96":
         return [{"recompute_granularity": "full"}]  # which the convention counts
     modules = tuple(_MODULES[w] for w in re.findall(r"[a-z_]+", text) if w in _MODULES)
     if modules:
-        return [{"recompute_granularity": "selective", "recompute_modules": modules}]
-    light = {
-        "recompute_granularity": "selective",
-        "recompute_modules": ("layernorm", "moe_act")
-        if model.num_experts
-        else ("layernorm", "mlp"),
-    }
+        return [_selective(*modules)]
+    light = _selective("layernorm", "moe_act" if model.num_experts else "mlp")
     return [{}, light, {"recompute_granularity": "full"}]
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}

@@ -79,6 +79,16 @@ class Scored:
         )
 
     @property
+    def predicted_rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.prediction.tokens_per_second_per_gpu
+
+    @property
+    def measured_rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.predicted_rate * self.prediction.step_time / self.measured
+
+    @property
     def measured_mfu(self) -> float:
         """Model FLOPs over the peak of the precision, in the measured time."""
         return self.prediction.mfu * self.prediction.step_time / self.measured
@@ -100,17 +110,19 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How well a sweep of layouts of one model on one cluster is put in order.
+    """How well a source's sweeps are put in order: runs of one model on one kind of GPU.
 
     Attributes:
-        name: of the sweep.
-        rows: layouts.
-        tau: Kendall's, of predicted against measured tokens per second and GPU.
-        regret: how much slower the planner's first choice is than the best one, as measured.
+        source: of the sweeps.
+        sweeps: of at least three runs each.
+        pairs: of runs of the same sweep.
+        tau: Kendall's over these pairs, of predicted against measured tokens per second and GPU.
+        regret: how much slower, at most, the run that the planner puts first is than the best one.
     """
 
-    name: str
-    rows: int
+    source: str
+    sweeps: int
+    pairs: int
     tau: float
     regret: float
 
@@ -165,14 +177,16 @@ class Report:
         return dict(found)
 
     def rankings(self) -> list[Ranking]:
-        """Of the sweeps: rows that differ in nothing but their layout, at least three."""
-        sweeps: defaultdict[tuple[str, ...], list[Scored]] = defaultdict(list)
+        """Of every source that has sweeps."""
+        sweeps: defaultdict[str, defaultdict[tuple[str, ...], list[Scored]]]
+        sweeps = defaultdict(lambda: defaultdict(list))
         for row in self.rows:
-            sweeps[sweep_of(row.row)].append(row)
+            key = tuple(row.row.cells[column].strip() for column in _SWEEP)
+            sweeps[row.row.source][key].append(row)
         return [
-            ranking(" ".join(filter(None, key)), rows)
-            for key, rows in sweeps.items()
-            if len(rows) >= 3
+            ranking(source, long)
+            for source, found in sweeps.items()
+            if (long := [rows for rows in found.values() if len(rows) >= 3])
         ]
 
     def table(self) -> str:
@@ -190,9 +204,13 @@ class Report:
             )
         rankings = self.rankings()
         if rankings:
-            lines += ["", f"{'sweep':<58}{'rows':>5}{'tau':>7}{'regret':>8}"]
             lines += [
-                f"{r.name[:57]:<58}{r.rows:>5}{r.tau:>7.2f}{r.regret:>8.1%}" for r in rankings
+                "",
+                f"{'order of sweeps':<40}{'sweeps':>7}{'pairs':>7}{'tau':>7}{'regret':>8}",
+            ]
+            lines += [
+                f"{r.source[:39]:<40}{r.sweeps:>7}{r.pairs:>7}{r.tau:>7.2f}{r.regret:>8.1%}"
+                for r in rankings
             ]
         if self.skipped:
             lines += ["", "not used:"]
@@ -289,23 +307,21 @@ def score(case: Case, hardware: Hardware = cluster_of, *, with_memory: bool = Tr
     return Scored(case.row, best, measured, complete, memory)
 
 
-_SWEEP = ("src", "gpu", "ngpu", "model", "seq", "gbs", "prec")
+_SWEEP = ("gpu", "model", "seq")
 
 
-def sweep_of(row: Row) -> tuple[str, ...]:
-    """What the rows of a sweep have in common."""
-    return tuple(row.cells[column].strip() for column in _SWEEP)
-
-
-def ranking(name: str, rows: Sequence[Scored]) -> Ranking:
-    """Kendall's tau and the regret of trusting the planner's first choice."""
+def ranking(source: str, sweeps: Sequence[Sequence[Scored]]) -> Ranking:
+    """Kendall's tau over all pairs inside the sweeps, and the worst regret."""
     signs = [
-        _sign(a.prediction.step_time - b.prediction.step_time) * _sign(a.measured - b.measured)
+        _sign(a.predicted_rate - b.predicted_rate) * _sign(a.measured_rate - b.measured_rate)
+        for rows in sweeps
         for a, b in combinations(rows, 2)
     ]
-    chosen = min(rows, key=lambda row: row.prediction.step_time)
-    best = min(row.measured for row in rows)
-    return Ranking(name, len(rows), fmean(signs), chosen.measured / best - 1)
+    regrets = []
+    for rows in sweeps:
+        chosen = max(rows, key=lambda row: row.predicted_rate)
+        regrets.append(1 - chosen.measured_rate / max(row.measured_rate for row in rows))
+    return Ranking(source, len(sweeps), len(signs), fmean(signs), max(regrets))
 
 
 def _sign(x: float) -> int:

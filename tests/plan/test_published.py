@@ -108,7 +108,7 @@ def test_what_is_not_said_becomes_several_configurations():
     memory = {choice.layout.config.memory.recompute_granularity for choice in choices}
     assert training == {1, 2, 4, 8}
     assert memory == {None, "selective", "full"}
-    assert {choice.layout.split.num_virtual for choice in choices} == {1, 2, 4, 8}
+    assert {choice.layout.split.num_virtual for choice in choices} == {1, 2, 4, 8, 16}
 
 
 def test_degrees_that_do_not_make_up_the_gpus_are_refused():

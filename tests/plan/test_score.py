@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,5 +63,10 @@ def test_tables_and_json_tell_the_same(some):
 
 def test_rankings_count_pairs_in_order(some):
     rows = [row for row in some.rows if row.row.source.startswith("nanotron")]
-    found = ranking("sizes", rows)
-    assert (found.rows, found.tau, found.regret) == (3, 1.0, 0.0)
+    found = ranking("sizes", [rows])
+    assert (found.sweeps, found.pairs, found.tau, found.regret) == (1, 3, 1.0, 0.0)
+    upside_down = [
+        replace(row, measured=row.predicted_rate**2 * row.prediction.step_time) for row in rows
+    ]
+    assert ranking("worst", [upside_down]).tau == -1.0
+    assert not some.rankings()  # no model was run three times
