@@ -8,6 +8,7 @@ N. These are what bandwidth-optimal algorithms send, and NCCL's rings do.
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import comb, prod
 
 from fivefold.check import Layout
@@ -271,14 +272,14 @@ class _Volumes:
         latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
         keys = heads * (model.query_dim + model.value_dim)
         for spec in self.stages.values():
-            remade = self._remade_attention(spec.layers)
+            whole, kernels = self._remade_attention(spec.layers)
             for layer in spec.layers:
                 kind = kinds[layer % len(kinds)]
                 # A ring adds the gradients of many ranks up on their way; others add them at home.
-                volumes = context_volumes(
+                volumes = partial(
+                    context_volumes,
                     kind,
                     grid.cp,
-                    query=self.tokens * (model.q_size + model.attention_size) / self.tp,
                     key_value=self.tokens * (latent if model.multi_latent_attention else keys),
                     element=self.element,
                     grad_element=self.element if kind == "all_gather" else self.master,
@@ -286,17 +287,22 @@ class _Volumes:
                     inner=sizes[0] if sizes else 1,
                     seen=self._seen(sizes[0] if kind == "a2a+p2p" else 1),
                 )
-                passes = 2 if layer in remade else 1
-                both = passes * volumes.forward + volumes.backward
-                yield Flow("cp", "keys, values and heads", self.microbatches * both)
+                queries = self.tokens * model.q_size / self.tp
+                both = queries + self.tokens * model.attention_size / self.tp
+                once = volumes(query=both)
+                # A kernel by itself is repeated up to its result, which is not sent again.
+                again = volumes(query=queries if layer in kernels else both).forward
+                size = once.forward + once.backward
+                size += again if layer in whole | kernels else 0.0
+                yield Flow("cp", "keys, values and heads", self.microbatches * size)
 
-    def _remade_attention(self, layers: tuple[int, ...]) -> set[int]:
-        """Those of a stage's layers whose attention the backward computes again."""
+    def _remade_attention(self, layers: tuple[int, ...]) -> tuple[set[int], set[int]]:
+        """Those of a stage's layers that the backward repeats whole, or only their attention."""
         memory = self.layout.config.memory
         if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
-            return set(layers)
+            return set(), set(layers)
         groups = memory.recomputed_groups(len(layers))
-        return {layers[place] for group, again in groups if again for place in group}
+        return {layers[place] for group, again in groups if again for place in group}, set()
 
     def _seen(self, inner: int) -> tuple[float, float] | None:
         """How many times its KV a rank sends and gets under a sliding window; None without one."""

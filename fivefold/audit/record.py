@@ -157,12 +157,13 @@ def _multiplications(layout: Layout, pp_rank: int) -> float:
 
     What the backward makes again counts once more: whole layers, or what an MLP's last linear
     takes. PyTorch's checkpoint stops where nothing more is needed, which is before the last linear
-    of a region; ours, which know their weight gradients or their collectives, are run through.
+    of a region, unless that is one of ours, which knows its weight gradient or its collective, or
+    a dropout follows.
     """
     config, grid = layout.config, layout.grid
     model, training, memory = config.model, config.training, config.memory
     tokens = training.micro_batch_size * training.seq_length / grid.cp
-    stops = grid.tp == 1 and not layout.defers_weights
+    stops = grid.tp == 1 and not layout.defers_weights and not model.hidden_dropout
     remakes_mlp = memory.recompute_granularity == "selective" and "mlp" in memory.recompute_modules
     passes = 0.0  # weights x times that a product with them is computed
     for stage in stages_held(layout, pp_rank):

@@ -26,6 +26,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 CONTEXT = ("p2p", "all_gather", "a2a")
+SCHEDULES = (
+    ("auto",),
+    ("auto", "gpipe", "eager_1f1b", "zb_h1", "dualpipe"),
+    ("auto", "looped_bfs", "combined_1f1b", "interleaved_zb"),
+)
 MEMORY: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -74,11 +79,13 @@ def _settings(random: Random, world: int) -> dict[str, Any]:
     sharding = random.choice(STRATEGIES)
     hybrid = degrees["dp"] > 1 and sharding != "no_shard" and random.random() < 0.3
     microbatch = random.choice((1, 2))
+    virtual = random.choice((1, 2)) if degrees["pp"] > 1 else 1
     return {
         "tensor_model_parallel_size": degrees["tp"],
         "sequence_parallel": degrees["tp"] > 1 and random.random() < 0.6,
         "pipeline_model_parallel_size": degrees["pp"],
-        "num_virtual_stages_per_pipeline_rank": random.choice((1, 2)) if degrees["pp"] > 1 else 1,
+        "num_virtual_stages_per_pipeline_rank": virtual,
+        "pipeline_schedule": random.choice(SCHEDULES[virtual if degrees["pp"] > 1 else 0]),
         "context_parallel_size": degrees["cp"],
         "cp_comm_type": (random.choice(CONTEXT),),
         "data_parallel_sharding_strategy": sharding,
