@@ -10,7 +10,7 @@ from fivefold.model.attention import Scope, plain_attention
 from fivefold.model.batch import Documents
 from fivefold.model.blocks import Kind, Sight, Span, common, cut, joined
 from fivefold.model.blockwise import local_attention
-from fivefold.model.kernels import KERNELS, Plain, choose_kernel, visible
+from fivefold.model.kernels import KERNELS, Kernel, Plain, choose_kernel, visible
 
 
 def seen_by_definition(sight: Sight, query: int, key: int) -> bool:
@@ -93,24 +93,38 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
     return [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "plain"])
-@pytest.mark.parametrize("shared", [1, 2, 8])
-def test_kernels_equal_the_plain_one(name: str, shared: int) -> None:
-    (probe,) = tensors((1, 1, 1, 6))
-    if KERNELS[name][1](probe, probe):
-        pytest.skip(KERNELS[name][1](probe, probe))
-    kernel, plain = KERNELS[name][0], Plain()
-    q, k, v, grad = tensors((2, 8, 300, 6), *[(2, 8 // shared, 300, 6)] * 2, (2, 8, 300, 6))
+def compare(kernel: Kernel, inputs: list[torch.Tensor], tolerance: float) -> None:
+    """Outputs and gradients of blocks of every kind against the plain kernel's in fp64."""
     for block in cut(((0, 300),), ((0, 300),), Sight((0, 100, 300), 90), tile=150):
         rows, keys = slice(*block.q), slice(*block.k)
-        own = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-        out, lse = kernel.forward(*own, block)
-        expected = plain.forward(*own, block)
-        torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
-        outside = out + 0.1, lse + 0.7  # over more keys than these
-        grads = kernel.backward(grad[:, :, rows], *own, *outside, block)
-        of_plain = plain.backward(grad[:, :, rows], *own, *outside, block)
-        torch.testing.assert_close(grads, of_plain, rtol=1e-12, atol=1e-12)
+        q, k, v, grad = (
+            x[:, :, span] for x, span in zip(inputs, (rows, keys, keys, rows), strict=True)
+        )
+        wide = [x.double() for x in (q, k, v, grad)]
+        out, lse = Plain().forward(*wide[:3], block)
+        found = [x.double() for x in kernel.forward(q, k, v, block)]
+        torch.testing.assert_close(found, [out, lse], rtol=tolerance, atol=tolerance)
+        out, lse = out + 0.1, lse + 0.7  # as over more keys than these
+        expected = Plain().backward(wide[3], *wide[:3], out, lse, block)
+        narrow = out.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+        grads = kernel.backward(grad, q, k, v, *narrow, block)
+        torch.testing.assert_close(
+            [x.double() for x in grads], list(expected), rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("shared", [1, 2, 8])
+def test_the_kernel_for_cpus_equals_the_plain_one(shared: int) -> None:
+    shapes = (2, 8, 300, 6), *[(2, 8 // shared, 300, 6)] * 2, (2, 8, 300, 6)
+    compare(KERNELS["flash_cpu"][0], tensors(*shapes), 1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("shared", [1, 2, 8])
+def test_the_kernel_for_cuda_equals_the_plain_one(shared: int) -> None:
+    shapes = (2, 8, 300, 64), *[(2, 8 // shared, 300, 64)] * 2, (2, 8, 300, 64)
+    inputs = [x.to("cuda", torch.bfloat16) for x in tensors(*shapes)]
+    compare(KERNELS["flash_cuda"][0], inputs, 3e-2)
 
 
 def test_a_kernel_that_cannot_says_why() -> None:
