@@ -72,55 +72,37 @@ class Problem:
         return max(self.placement) + 1
 
 
-class ListScheduler:
-    """One run. Microbatches pass every stage in order, so that counters are all the state.
+class Run:
+    """A program against the clock, as lists.
 
-    Args:
-        problem: what to schedule.
-        policy: what to prefer.
-        starts: of each rank, (kind index, stage) of its first acts; where they name a W, none is
-            done in the gaps between them.
+    Microbatches pass every stage in order, so that an act is named by its kind and stage.
 
     Attributes:
-        makespan: the time of the step; infinite where the first acts led to a dead end.
+        makespan: the time of the step; infinite if it came to a dead end.
         orders: of each rank, (kind index, stage) of each act; its microbatch is the count.
         times: when each of them starts.
         peaks: what each rank holds at most.
     """
 
-    def __init__(
-        self, problem: Problem, policy: Policy, starts: Sequence[Sequence[tuple[int, int]]] = ()
-    ) -> None:
+    def __init__(self, problem: Problem) -> None:
         placement, costs = problem.placement, problem.costs
-        self._problem, self._policy = problem, policy
+        self._problem = problem
         stages, ranks = range(len(placement)), range(problem.num_ranks)
-        self._chunks = [stages_on(placement, rank) for rank in ranks]
         self._times = (costs.f, costs.b, costs.w)
         self._sizes = [problem.footprint.size(stage) for stage in stages]
         self._early = [problem.footprint.freed_by_b * size for size in self._sizes]
         self._late = [size - early for size, early in zip(self._sizes, self._early, strict=True)]
-        self._totals = [sum(self._sizes[s] for s in chunks) for chunks in self._chunks]
-        # Room for rounding, and none for an act more.
-        self._cap = problem.cap * (1 + 1e-9)
-        self._ready = [[0] * len(stages) for _ in range(2)]
-        self._ready[0][0] = problem.num_microbatches
-        self._done = [[0] * len(stages) for _ in range(3)]
-        self._starts = [deque(start) for start in starts] or [deque() for _ in ranks]
-        self._named = [any(kind == 2 for kind, _ in start) for start in self._starts]
-        self._weights: list[deque[int]] = [deque() for _ in ranks]
         self._held = [0.0] * len(ranks)
-        self._reclaimable = [0.0] * len(ranks)
-        self._arrivals: list[list[float]] = [[] for _ in ranks]
-        self._events: list[tuple[float, int]] = []
-        self._first_rank = 2 * len(stages)
-        self._free = [True] * len(ranks)
+        self._done = [[0] * len(stages) for _ in _KINDS]
         self.orders: list[list[tuple[int, int]]] = [[] for _ in ranks]
         self.times: list[list[float]] = [[] for _ in ranks]
         self.peaks = [0.0] * len(ranks)
         self.makespan = inf
-        self._run()
-        if sum(len(order) for order in self.orders) < 3 * len(stages) * problem.num_microbatches:
-            self.makespan = inf
+
+    @property
+    def _complete(self) -> bool:
+        acts = sum(len(order) for order in self.orders)
+        return acts == len(_KINDS) * len(self._sizes) * self._problem.num_microbatches
 
     def program(self) -> Program:
         """The program that was run."""
@@ -133,6 +115,103 @@ class ListScheduler:
                 counts[kind][stage] += 1
             ranks.append(tuple(acts))
         return Program(self._problem.placement, self._problem.num_microbatches, tuple(ranks))
+
+
+class Replay(Run):
+    """The run of given orders, whatever they hold: each rank goes as far as what it needs is there.
+
+    Args:
+        problem: what is scheduled; its cap does not count.
+        orders: of each rank, (kind index, stage) of all its acts.
+    """
+
+    def __init__(self, problem: Problem, orders: Sequence[Sequence[tuple[int, int]]]) -> None:
+        super().__init__(problem)
+        self.orders = [list(order) for order in orders]
+        last, total = len(self._sizes) - 1, problem.num_microbatches
+        # When the input, and the dY, of each stage's next microbatches arrive.
+        self._arrivals: list[list[list[float]]] = [[[] for _ in self._sizes] for _ in range(2)]
+        self._arrivals[0][0] = [0.0] * total
+        self._last = last
+        self._clocks = [0.0] * problem.num_ranks
+        waiting = dict.fromkeys(range(problem.num_ranks))
+        while waiting:
+            rank = next(iter(waiting))
+            del waiting[rank]
+            waiting.update(dict.fromkeys(self._advance(rank)))
+        if all(len(t) == len(order) for t, order in zip(self.times, self.orders, strict=True)):
+            self.makespan = max(self._clocks)
+
+    def _advance(self, rank: int) -> set[int]:
+        """Run a rank up to what is not there yet; the ranks that have got something to do."""
+        order, times, clock = self.orders[rank], self.times[rank], self._clocks[rank]
+        placement, hop = self._problem.placement, self._problem.costs.hop
+        held, peak = self._held[rank], self.peaks[rank]
+        fed = set()
+        while len(times) < len(order):
+            kind, stage = order[len(times)]
+            if kind < 2:
+                done, there = self._done[kind], self._arrivals[kind][stage]
+                if done[stage] == len(there):
+                    break
+                clock = max(clock, there[done[stage]])
+                done[stage] += 1
+            times.append(clock)
+            clock += self._times[kind][stage]
+            if kind == 2:
+                held -= self._late[stage]
+                continue
+            if kind == 0:
+                held += self._sizes[stage]
+                peak = max(peak, held)
+            else:
+                held -= self._early[stage]
+            target = stage + 1 - 2 * kind
+            if target > self._last:
+                self._arrivals[1][stage].append(clock)  # the loss: its backward can follow
+            elif target >= 0:
+                receiver = placement[target]
+                self._arrivals[kind][target].append(clock + hop * (receiver != rank))
+                if receiver != rank:
+                    fed.add(receiver)
+        self._clocks[rank], self._held[rank], self.peaks[rank] = clock, held, peak
+        return fed
+
+
+class ListScheduler(Run):
+    """One run of a policy: counters are all the state.
+
+    Args:
+        problem: what to schedule.
+        policy: what to prefer.
+        starts: of each rank, (kind index, stage) of its first acts; where they name a W, none is
+            done in the gaps between them. They may lead to a dead end.
+    """
+
+    def __init__(
+        self, problem: Problem, policy: Policy, starts: Sequence[Sequence[tuple[int, int]]] = ()
+    ) -> None:
+        super().__init__(problem)
+        placement = problem.placement
+        self._policy = policy
+        stages, ranks = range(len(placement)), range(problem.num_ranks)
+        self._chunks = [stages_on(placement, rank) for rank in ranks]
+        self._totals = [sum(self._sizes[s] for s in chunks) for chunks in self._chunks]
+        # Room for rounding, and none for an act more.
+        self._cap = problem.cap * (1 + 1e-9)
+        self._ready = [[0] * len(stages) for _ in range(2)]
+        self._ready[0][0] = problem.num_microbatches
+        self._starts = [deque(start) for start in starts] or [deque() for _ in ranks]
+        self._named = [any(kind == 2 for kind, _ in start) for start in self._starts]
+        self._weights: list[deque[int]] = [deque() for _ in ranks]
+        self._reclaimable = [0.0] * len(ranks)
+        self._arrivals: list[list[float]] = [[] for _ in ranks]
+        self._events: list[tuple[float, int]] = []
+        self._first_rank = 2 * len(stages)
+        self._free = [True] * len(ranks)
+        self._run()
+        if not self._complete:
+            self.makespan = inf
 
     def _run(self) -> None:
         """Events: 2 * stage: its input arrives; 2 * stage + 1: its dY; then: a rank is free."""

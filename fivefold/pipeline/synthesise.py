@@ -17,7 +17,7 @@ from random import Random
 from fivefold.errors import ConfigError
 from fivefold.pipeline.bounds import Bounds, Paths, lower_bounds
 from fivefold.pipeline.ir import Act, Kind, Program, stages_on
-from fivefold.pipeline.list_scheduler import ListScheduler, Policy, Problem
+from fivefold.pipeline.list_scheduler import ListScheduler, Policy, Problem, Replay, Run
 from fivefold.pipeline.schedules.automatic import TASTES, AutomaticZeroBubble, Taste
 from fivefold.pipeline.schedules.fixed import Orders
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
@@ -26,6 +26,7 @@ _Starts = list[list[tuple[int, int]]]
 _INDEX = {Kind.F: (0,), Kind.B: (1,), Kind.W: (2,), Kind.BW: (1, 2)}
 _TRIES = 40  # that a search should have at least
 _CLIMBERS = 2
+_NEAR = 0.005  # of the bound: below it, orders found on few microbatches rarely carry over to many
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,17 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
     fixed = dict(_fixed(problem))
     found = [(run.makespan, name, run) for name, run in fixed.items()]
     bounds = lower_bounds(problem)
-    if min(found, default=(inf,))[0] <= bounds.best * (1 + 1e-9):
-        effort = 0  # nothing can be better
     few = _search_size(problem, effort)
+    enough = 1e-9 if few == problem.num_microbatches else _NEAR
+    if min(found, default=(inf,))[0] <= bounds.best * (1 + enough):
+        effort = 0  # nothing can be better, or not by enough to be found on few microbatches
     search = _Search(replace(problem, num_microbatches=few), effort, Random(seed))
     kitchen = _Kitchen(problem, fixed)
     for recipe in search.best():
         run = kitchen.cook(recipe)
         if run.makespan < inf:
             # Its order without its waiting, some of which came to nothing.
-            run = _replayed(problem, run.orders)
+            run = Replay(problem, run.orders)
             found.append((run.makespan, str(recipe), run))
     makespan, name, run = min(found, key=lambda entry: entry[0])
     makespans = {name: run.makespan for name, run in fixed.items()}
@@ -125,7 +127,7 @@ def _search_size(problem: Problem, effort: int) -> int:
     return min(problem.num_microbatches, max(affordable, enough))
 
 
-def _fixed(problem: Problem) -> Iterator[tuple[str, ListScheduler]]:
+def _fixed(problem: Problem) -> Iterator[tuple[str, Run]]:
     """Every fixed schedule that takes the placement and fits, with dX sent before dW."""
     total = problem.num_microbatches
     for name, schedule in SCHEDULES.items():
@@ -158,18 +160,20 @@ def _automatic(problem: Problem) -> Orders | None:
     return best.orders if best.makespan < inf else None
 
 
-def _timed(problem: Problem, ranks: Sequence[Sequence[Act]]) -> ListScheduler:
+def _timed(problem: Problem, ranks: Sequence[Sequence[Act]]) -> Run:
     """A whole program as a run; a BW becomes B and W, and an FB its two halves."""
-    orders = [
-        [(index, kid.stage) for act in acts for kid in act.elementary for index in _INDEX[kid.kind]]
-        for acts in ranks
-    ]
-    return _replayed(problem, orders)
-
-
-def _replayed(problem: Problem, orders: _Starts) -> ListScheduler:
-    policy = Policy((), (), (), (inf,) * problem.num_ranks)
-    return ListScheduler(replace(problem, cap=inf), policy, orders)
+    return Replay(
+        problem,
+        [
+            [
+                (index, kid.stage)
+                for act in acts
+                for kid in act.elementary
+                for index in _INDEX[kid.kind]
+            ]
+            for acts in ranks
+        ],
+    )
 
 
 class _Kitchen:
@@ -180,7 +184,7 @@ class _Kitchen:
         fixed: the runs whose beginnings a recipe may ask for.
     """
 
-    def __init__(self, problem: Problem, fixed: dict[str, ListScheduler]) -> None:
+    def __init__(self, problem: Problem, fixed: dict[str, Run]) -> None:
         self.problem, self.fixed = problem, fixed
         costs, placement = problem.costs, problem.placement
         self._paths = Paths(problem)
@@ -190,7 +194,7 @@ class _Kitchen:
             for rank in range(problem.num_ranks)
         )
 
-    def cook(self, recipe: _Recipe) -> ListScheduler:
+    def cook(self, recipe: _Recipe) -> Run:
         """The run of a recipe."""
         stages, total = range(len(self.problem.placement)), self.problem.num_microbatches
         forward, backward, pace = self._keys(recipe.style)
