@@ -1,0 +1,176 @@
+"""Where the layouts of published runs come out in the planner's ranking, and how long it searches.
+
+    python -m benchmarks.planner_search
+
+For each run: the best layout of the published degrees, its place among the meshes that were looked
+at and the share of all legal layouts whose lower bound is below its time; what the planner would
+change, and why; CPU seconds of the search on one core. Then the bounds of a million layouts.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.plan.bounds import Ranks, memory_bound, time_bound
+from fivefold.plan.cluster import load_cluster
+from fivefold.plan.describe import summary
+from fivefold.plan.explain import shortfall, slower
+from fivefold.plan.layer import Software
+from fivefold.plan.request import Request, request
+from fivefold.plan.search import Candidate, capacity, search
+from fivefold.plan.space import enumerate_space
+from fivefold.units import human_seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run.
+
+    Attributes:
+        name: and source.
+        model: preset.
+        gpu: kind.
+        gpus: how many.
+        published: its degrees of parallelism, by field name.
+        settings: batch, length and types.
+    """
+
+    name: str
+    model: str
+    gpu: str
+    gpus: int
+    published: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+RUNS = (
+    Run(
+        "Llama 3.1 405B (Llama 3 Herd of Models, table 4)",
+        "llama3-405b",
+        "H100",
+        16_384,
+        {
+            "tensor_model_parallel_size": 8,
+            "context_parallel_size": 1,
+            "pipeline_model_parallel_size": 16,
+        },
+        {"seq_length": 8192, "global_batch_size": 2048},
+    ),
+    Run(
+        "DeepSeek-V3 (technical report, section 3.2)",
+        "deepseek-v3",
+        "H800",
+        2048,
+        {
+            "context_parallel_size": 1,
+            "pipeline_model_parallel_size": 16,
+            "expert_model_parallel_size": 64,
+        },
+        {
+            "seq_length": 4096,
+            "global_batch_size": 15_360,
+            "fp8_format": "e4m3",
+            "moe_token_dispatcher_type": "flex",
+        },
+    ),
+    Run(
+        "GPT 1T (Narayanan et al. 2021, table 1)",
+        "gpt-1t",
+        "A100",
+        3072,
+        {
+            "tensor_model_parallel_size": 8,
+            "context_parallel_size": 1,
+            "pipeline_model_parallel_size": 64,
+        },
+        {"seq_length": 2048, "global_batch_size": 3072},
+    ),
+)
+
+
+def question(run: Run) -> Request:
+    """What the planner is asked: the model and the batch, no layout."""
+    config = Config(PRESETS[run.model]).with_values(**run.settings)
+    return request(config, load_cluster(run.gpu, run.gpus), by_flag=run.settings)
+
+
+def restricted(asked: Request, published: dict[str, Any]) -> Request:
+    """The same with the published degrees."""
+    config = asked.config.with_values(**published)
+    return replace(asked, config=config, given=asked.given | set(published))
+
+
+def faster_share(asked: Request, seconds: float) -> float:
+    """Of all legal layouts, those that may fit and be faster, by their bounds."""
+    space = enumerate_space(asked.config, asked.world, asked.given)
+    ranks = Ranks.of(asked.config.model, space.ways)
+    fits = np.flatnonzero(memory_bound(space, ranks).bytes <= capacity(asked))
+    bounds = time_bound(space.take(fits), ranks, asked.cluster, Software())
+    return float((bounds < seconds).sum() / len(space))
+
+
+def report(run: Run) -> Iterator[str]:
+    """Lines on one run."""
+    asked = question(run)
+    began = time.process_time()
+    result = search(asked)
+    cpu = time.process_time() - began
+    yield f"## {run.name}"
+    yield f"{run.gpus:,} x {run.gpu}; searched {result.legal:,} legal layouts in {cpu:.1f} CPU s"
+    best = result.best
+    assert best.prediction is not None
+    yield f"planner:   {summary(best.layout)}: {human_seconds(best.seconds)}, MFU " + (
+        f"{best.prediction.mfu:.1%}"
+    )
+    found = search(restricted(asked, run.published))
+    if not found.found:
+        nearest = min(found.rejected, key=lambda c: c.memory.device_total)
+        yield f"published: {summary(nearest.layout)} {shortfall(nearest.memory)}"
+        return
+    published: Candidate = found.best
+    assert published.prediction is not None
+    place = 1 + sum(c.seconds < published.seconds for c in result.by_mesh())
+    yield f"published: {summary(published.layout)}: {human_seconds(published.seconds)}, MFU " + (
+        f"{published.prediction.mfu:.1%}"
+    )
+    yield (
+        f"place {place} of {len(result.by_mesh())} meshes looked at; at most "
+        f"{faster_share(asked, published.seconds):.2%} of the legal layouts are faster"
+    )
+    yield f"against the planner's: {slower(best.prediction, published.prediction)}"
+
+
+def speed() -> Iterator[str]:
+    """How long it takes to bound a million layouts."""
+    asked = question(RUNS[1])
+    began = time.process_time()
+    space = enumerate_space(asked.config, asked.world)
+    ranks = Ranks.of(asked.config.model, space.ways)
+    enumerated = time.process_time()
+    few = space.take(np.arange(min(len(space), 1_000_000)))
+    memory_bound(few, ranks)
+    memory = time.process_time()
+    time_bound(few, ranks, asked.cluster, Software())
+    end = time.process_time()
+    yield "## Bounds"
+    yield (
+        f"{len(space):,} layouts enumerated in {enumerated - began:.1f} CPU s; {len(few):,} of "
+        f"them bounded in memory in {memory - enumerated:.1f} s and in time in {end - memory:.1f} s"
+    )
+
+
+def main() -> int:
+    for run in RUNS:
+        print("\n".join(report(run)), flush=True)
+    print("\n".join(speed()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
