@@ -326,6 +326,9 @@ class LayerTimes:
             backward = overlapped(self.gpu, times.dx / cp, 2 * hop)
             return Phases((cp - 1) * forward, (cp - 1) * backward)
         if kind == "all_gather":
+            if model.multi_latent_attention:  # the latents travel, and one rotary key for all heads
+                latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
+                kv = self.tokens * ELEMENT * latent
             whole = gather(self.cluster, self.cp, kv * cp)
             return Phases(whole, 2 * whole)
         heads = self.tokens * ELEMENT * 2 * (model.q_size + model.k_size) / self.grid.tp

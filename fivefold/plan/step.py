@@ -14,6 +14,7 @@ from fivefold.hardware import GPUS
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.plan.cluster import Cluster
@@ -213,7 +214,7 @@ class _Predictor:
     @cached_property
     def costs(self) -> Costs:
         """Of the program's acts; a recomputation is part of its backward."""
-        totals = [stage.total for stage in self.stages]
+        totals = [stage.total for stage in self.stages * self.layout.num_copies]
         smallest = 1e-9  # of an empty stage
         return Costs(
             tuple(max(t.forward, smallest) for t in totals),

@@ -112,6 +112,8 @@ def makespan(
     base = timetable(schedule, placement, short, group, eager).makespan(costs)
     more = timetable(schedule, placement, short + a_round, group, eager).makespan(costs)
     steady = base + (more - base) * (microbatches - short) / a_round
+    if SCHEDULES[schedule].num_copies > 1:
+        return steady
     return max(steady, _least(placement, microbatches, costs))
 
 

@@ -65,6 +65,7 @@ def test_the_simulation_is_of_the_whole_program():
         ("zb_v", 4, 2),
         ("v_half", 4, 2),
         ("dualpipe_v", 4, 2),
+        ("dualpipe", 4, 1),
     ],
 )
 def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
