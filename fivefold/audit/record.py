@@ -90,7 +90,13 @@ def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
     at = layout.grid.coordinates(measured.rank)
     shard = at["dp_shard"] * layout.grid.cp + at["cp"] if num_shards(layout) > 1 else 0
     state = model_state(layout, at["pp"], shard)
-    stages, on_gpu = stages_held(layout, at["pp"]), measured.peak_allocated is not None
+    on_gpu, count = measured.peak_allocated is not None, len(layout.split.stages)
+    # A second copy of the model has its own stages, numbered on from those of the first.
+    stages = [
+        stage + copy * count
+        for copy, stage in enumerate(stages_held(layout, at["pp"]))
+        if layout.num_copies > 1
+    ] or stages_held(layout, at["pp"])
     return replace(
         measured,
         sent=by_axis(step_volumes(layout, measured.rank)),
@@ -98,7 +104,8 @@ def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
         gradients=state.masters,  # as many and as wide, once they are reduced
         optimizer=state.optimizer,
         activations={
-            s: _activations(layout, s, packed=measured.packed, on_host=not on_gpu) for s in stages
+            s: _activations(layout, s % count, packed=measured.packed, on_host=not on_gpu)
+            for s in stages
         },
         multiplications=_multiplications(layout, at["pp"]),
     )
@@ -180,7 +187,7 @@ def _multiplications(layout: Layout, pp_rank: int) -> float:
                 if remakes_mlp:
                     inner = ("gate", "up") if stops else ("gate", "up", "down")
                     passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
-    return 2 * passes * tokens * layout.num_microbatches
+    return 2 * passes * tokens * layout.num_microbatches / layout.num_copies
 
 
 def _linear_weights(layout: Layout, layer: int) -> dict[str, int]:

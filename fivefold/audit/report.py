@@ -233,16 +233,14 @@ def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     note = "what autograd keeps is not what model/activations.py counts"
     if layout.config.model.attention_dropout:
         note = "dropping attention probabilities keeps S x S matrices, whose number is approximate"
-    for stage in range(len(layout.split.stages)):
-        held = [pair for pair in pairs if stage in pair[1].activations]
-        if held:
-            yield _compare(
-                f"activations of stage {stage}",
-                held,
-                partial(_kept_by, stage),
-                tolerance=ACTIVATION_TOLERANCE,
-                note=note,
-            )
+    for stage in sorted({stage for _, record in pairs for stage in record.activations}):
+        yield _compare(
+            f"activations of stage {stage}",
+            [pair for pair in pairs if stage in pair[1].activations],
+            partial(_kept_by, stage),
+            tolerance=ACTIVATION_TOLERANCE,
+            note=note,
+        )
 
 
 def _kept_by(stage: int, record: RankRecord) -> float:
