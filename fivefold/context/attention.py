@@ -4,7 +4,7 @@ Shapes: B rows, S tokens of this rank, N query heads, G key/value heads, D head 
 them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,11 +120,11 @@ class Heads:
             # A kernel of one device takes packed rows as they were, not end to end.
             rows = len(q) if scope.documents is None else len(scope.documents.ids_BS)
             q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
-            out = self.inner(q, k, v, Scope(scope.documents, scope.window), drop)
+            out = self.inner(q, k, v, replace(scope, part=None), drop)
             out = out.reshape(part.shards.rows, -1, *out.shape[2:])
         else:
             outer = Part(part.shards.merged(self.group.size()), self.outer_rank)
-            out = self.inner(q, k, v, Scope(scope.documents, scope.window, outer), drop)
+            out = self.inner(q, k, v, replace(scope, part=outer), drop)
         back: Tensor = _ToTokens.apply(out.flatten(2), deal)
         return back.unflatten(2, (q_BSND.shape[2], -1))
 

@@ -25,21 +25,23 @@ from fivefold.model.shards import Part
 
 @dataclass(frozen=True)
 class Scope:
-    """Which keys a query sees, beside that none comes after it.
+    """Which keys a query sees.
 
     Attributes:
         documents: of the L keys; None if every row is one.
         window: how many tokens before itself it sees; None: all.
         part: what this rank holds of rows that are divided over ranks; None if it has all of them.
+        causal: it sees nothing after itself. False: all of its document, then without a window.
     """
 
     documents: Documents | None = None
     window: int | None = None
     part: Part | None = None
+    causal: bool = True
 
 
 class Kernel(Protocol):
-    """softmax(q k^T / sqrt(D)) v, causal inside every document."""
+    """softmax(q k^T / sqrt(D)) v inside every document."""
 
     def __call__(
         self,
@@ -93,23 +95,26 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
 
     A slice that reaches back is computed as one, with a mask; otherwise windows reach everything.
     """
-    S = q_BSND.shape[1]
+    S, documents = q_BSND.shape[1], scope.documents
     if k_BLGD.shape[1] > S:
-        return _fused(q_BSND, k_BLGD, v_BLGD, _seen(S, k_BLGD, scope))
-    documents = scope.documents
+        return _fused(q_BSND, k_BLGD, v_BLGD, False, _seen(S, k_BLGD, scope))
     if documents is None:
-        return _fused(q_BSND, k_BLGD, v_BLGD)
+        return _fused(q_BSND, k_BLGD, v_BLGD, scope.causal)
     lengths = [end - start for start, end in pairwise(documents.starts)]
     # One split, not slices: its backward joins the gradients instead of adding padded ones.
     pieces = (x.flatten(0, 1).split(lengths) for x in (q_BSND, k_BLGD, v_BLGD))
-    outputs = [_fused(*(x[None] for x in document))[0] for document in zip(*pieces, strict=True)]
+    outputs = [
+        _fused(q[None], k[None], v[None], scope.causal)[0] for q, k, v in zip(*pieces, strict=True)
+    ]
     return torch.cat(outputs).view(q_BSND.shape)
 
 
 def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
     """Which keys each of the last S tokens attends to: [S, L], or [B, 1, S, L] with documents."""
     L = k_BLGD.shape[1]
-    seen = torch.ones(S, L, dtype=torch.bool, device=k_BLGD.device).tril(L - S)
+    seen = torch.ones(S, L, dtype=torch.bool, device=k_BLGD.device)
+    if scope.causal:
+        seen = seen.tril(L - S)
     if scope.window is not None:
         seen = seen.triu(L - S - scope.window)
     if scope.documents is None:
@@ -118,11 +123,13 @@ def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
     return (seen & (ids_BL[:, L - S :, None] == ids_BL[:, None, :]))[:, None]
 
 
-def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, seen: Tensor | None = None) -> Tensor:
+def _fused(
+    q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool, seen: Tensor | None = None
+) -> Tensor:
     q, k, v = q_BSND.transpose(1, 2), k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=shared
+        q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=shared
     ).transpose(1, 2)
 
 

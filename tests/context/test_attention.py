@@ -36,6 +36,7 @@ class Case:
     lengths: tuple[tuple[int, ...], ...] = ()
     window: int | None = None
     dropout: float = 0.0
+    causal: bool = True
     dtype: torch.dtype = torch.float64
 
 
@@ -58,6 +59,8 @@ SEEN: dict[str, Any] = {
     "a window": {"window": 5},
     "a window of one token": {"window": 1, "rows": 2},
     "a window beyond the row": {"window": 40},
+    "later tokens too": {"rows": 2, "causal": False},
+    "later tokens in documents": {"lengths": ((5, 20, 7),), "causal": False},
     "a window in documents": {"window": 3, "lengths": ((5, 20, 7),)},
     **PACKED,
 }
@@ -78,8 +81,9 @@ def documents_of(case: Case) -> Documents | None:
 def part_of(case: Case, ranks: int, rank: int) -> Part:
     documents = documents_of(case)
     if documents is None:
-        return Part(split(case.rows, Sight((0, case.length), case.window), ranks), rank)
-    return Part(split(1, Sight(documents.starts, case.window), ranks), rank)
+        sight = Sight((0, case.length), case.window, case.causal)
+        return Part(split(case.rows, sight, ranks), rank)
+    return Part(split(1, Sight(documents.starts, case.window, case.causal), ranks), rank)
 
 
 def errors(rank: int, world: int, cases: list[Case]) -> list[float]:
@@ -101,7 +105,8 @@ def error(rank: int, world: int, case: Case) -> float:
     if case.dropout:
         ids = 100 + torch.arange(case.rows * case.length).view(shape)
         drop = Dropout(3, 1, ids.flatten(), ids).heads(case.dropout, "site", 2, case.heads + 2)
-    expected = plain_attention(q, k, v, Scope(documents, case.window), drop)
+    whole = Scope(documents, case.window, causal=case.causal)
+    expected = plain_attention(q, k, v, whole, drop)
     true = [expected, *torch.autograd.grad(expected, (q, k, v), grad)]
     with shared_groups():
         sizes = tuple(n if n > 0 else world // 2 for n in case.sizes)
@@ -109,7 +114,7 @@ def error(rank: int, world: int, case: Case) -> float:
         part = part_of(case, world, rank)
         kernel = make_kernel(case.kind, groups)
         own = [taken(x, part).detach().requires_grad_() for x in (q, k, v)]
-        out = kernel(*own, Scope(documents, case.window, part), drop)
+        out = kernel(*own, replace(whole, part=part), drop)
         found = [out, *torch.autograd.grad(out, own, taken(grad, part))]
     off = [
         float((a - taken(b, part)).abs().max() / b.abs().max())
