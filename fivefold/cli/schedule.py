@@ -216,7 +216,7 @@ def _results(options: Options, study: Study) -> list[Result]:
     assert options.name is not None
     path = Path(options.name)
     if path.is_dir() or path.suffix == ".jsonl":
-        return measured_results(read_measured(path), path.name)
+        return measured_results(read_measured(path), path.resolve().name)
     if path.suffix == ".csv" or path.is_file():
         program = read_csv(path)
         return [timed(_resized(study, program), program, path.name, dx_first=options.dx_first)]
