@@ -14,7 +14,6 @@ from fivefold.hardware import GPUS
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.lowering import eager_dx, lower
-from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.plan.cluster import Cluster
