@@ -42,7 +42,7 @@ from fivefold.plan.communication import Span, all_reduce, gather, span
 from fivefold.plan.compute import Phases, elementwise
 from fivefold.plan.layer import LayerTimes, Software
 from fivefold.plan.memory import waiting_bytes
-from fivefold.plan.space import STRATEGIES, Column, Space
+from fivefold.plan.space import STRATEGIES, Column, Space, codes
 from fivefold.plan.ways import FUSED, Way
 from fivefold.state import engine_policy
 
@@ -152,16 +152,6 @@ def _deferred(schedule: str, rank: int) -> float:
     return {"zb_h1": rank + 1, "interleaved_zb": rank + 1, "zb_h2": 2 * rank + 1}.get(schedule, inf)
 
 
-def _codes(column: Column) -> tuple[Column, int]:
-    """Each value's place among those that occur, and how many there are; faster than sorting."""
-    if not len(column):
-        return column, 0
-    occurs = np.zeros(int(column.max()) + 1, bool)
-    occurs[column] = True
-    places = np.cumsum(occurs) - 1
-    return places[column], int(places[-1]) + 1
-
-
 class Cells:
     """What depends on few columns, computed once for each of their combinations.
 
@@ -174,14 +164,8 @@ class Cells:
     def __init__(
         self, space: Space, names: Sequence[str], compute: Callable[[Config], Sequence[float]]
     ) -> None:
-        key = np.zeros(len(space), np.int64)
-        for name in names:
-            codes, count = _codes(space.columns[name])
-            key = key * count + codes
-        self.index, count = _codes(key)
-        rows = np.zeros(count, np.int64)
-        rows[self.index] = np.arange(len(space))
-        values = [compute(space.config_of(int(row))) for row in rows]
+        few, self.index = space.distinct(names)
+        values = [compute(few.config_of(row)) for row in range(len(few))]
         self.table: Values = np.array(values, float)
 
     def column(self, number: int) -> Values:
@@ -220,21 +204,28 @@ def memory_bound(space: Space, ranks: Ranks) -> MemoryBound:
     and of what is there while the gradients of a layer's weights arrive: one chunk less, what its
     schedule leaves waiting for dW, and those gradients.
     """
-    state, kept = _State(space), _Kept(space)
-    each = []
+    sharded, of_sharded = space.distinct(_SHARDING)
+    run, of_run = space.distinct(_RUNNING)
+    state, kept = _State(sharded), _Kept(run)
+    best = MemoryBound(*(np.zeros(len(space)) for _ in range(3)))
     for which in range(3):
-        flying = kept.flying(ranks, which)
-        arriving = kept.less_one(ranks, which) + kept.waiting(ranks, which)
-        arriving += state.arriving(ranks, which)
-        each.append((state.on(ranks, which), np.maximum(flying, arriving)))
-    totals = np.stack([s + k for s, k in each])
-    worst = totals.argmax(axis=0)
-    rows = np.arange(len(space))
-    return MemoryBound(
-        bytes=totals[worst, rows],
-        state=np.stack([s for s, _ in each])[worst, rows],
-        activations=np.stack([k for _, k in each])[worst, rows],
-    )
+        flying = kept.flying(ranks, which)[of_run]
+        behind = kept.less_one(ranks, which) + kept.waiting(ranks, which)
+        arriving = behind[of_run] + state.arriving(ranks, which)[of_sharded]
+        own, held = state.on(ranks, which)[of_sharded], np.maximum(flying, arriving)
+        more = own + held > best.bytes
+        best = MemoryBound(
+            np.where(more, own + held, best.bytes),
+            np.where(more, own, best.state),
+            np.where(more, held, best.activations),
+        )
+    return best
+
+
+_SHARDING = ("way", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
+"""The columns that model state depends on."""
+_RUNNING = ("way", "tp", "sp", "cp", "etp", "mbs", "microbatches", "memory")
+"""The columns that activations depend on."""
 
 
 class _State:
@@ -523,9 +514,9 @@ class _DataParallel:
         self, collective: Callable[[Cluster, Span, float], float], size: Column, stride: Column
     ) -> tuple[Values, Values]:
         """Seconds of an empty collective over each group, and seconds a byte of large ones."""
-        sizes, _ = _codes(size)
-        strides, more = _codes(stride)
-        index, groups = _codes(sizes * more + strides)
+        sizes, _ = codes(size)
+        strides, more = codes(stride)
+        index, groups = codes(sizes * more + strides)
         rows = np.zeros(groups, np.int64)
         rows[index] = np.arange(len(index))
         table = []

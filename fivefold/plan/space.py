@@ -42,6 +42,16 @@ MIN_SLICE = 256  # tokens of a sequence that context-parallel ranks keep at leas
 FEW = 2  # numbers of sharding groups, besides one, that are tried
 
 
+def codes(column: Column) -> tuple[Column, int]:
+    """Each value's place among those that occur, and how many there are; faster than sorting."""
+    if not len(column):
+        return column, 0
+    occurs = np.zeros(int(column.max()) + 1, bool)
+    occurs[column] = True
+    places = np.cumsum(occurs) - 1
+    return places[column], int(places[-1]) + 1
+
+
 @dataclass(frozen=True)
 class Space:
     """Candidates, and what their numbers stand for.
@@ -74,6 +84,17 @@ class Space:
         """Some of the candidates, in that order."""
         columns = {name: column[index] for name, column in self.columns.items()}
         return Space(self.config, self.world, self.ways, self.memory, columns)
+
+    def distinct(self, names: Sequence[str]) -> tuple["Space", Column]:
+        """Candidates that differ in these columns, one each; and which of them each one is like."""
+        index = np.zeros(len(self), np.int64)
+        count = 1
+        for name in names:
+            places, more = codes(self.columns[name])
+            index, count = codes(index * more + places)
+        rows = np.zeros(count, np.int64)
+        rows[index] = np.arange(len(self))
+        return self.take(rows), index
 
     def settings(self, row: int) -> dict[str, Any]:
         """What a candidate sets, by field name."""
