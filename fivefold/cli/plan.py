@@ -52,6 +52,9 @@ class Options:
     calibrate: str | None = option(
         None, "measure this machine, write it as a cluster's .toml file, and plan nothing"
     )
+    score: str | None = option(
+        None, "predict every run of a .csv file of published ones, print the errors, plan nothing"
+    )
     nproc: int | None = option(None, "processes that --calibrate starts on this machine")
 
 
@@ -59,6 +62,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
     if any(word.partition("=")[0] == "--calibrate" for word in argv):
         return _calibrate(argv)
+    if any(word.partition("=")[0] == "--score" for word in argv):
+        return _score(argv)
     loaded = load_with_origins(argv, Options, models=True)
     options, tokens = loaded.options, _tokens(loaded.options.train_tokens)
     asked = _request(loaded, tokens)
@@ -81,6 +86,19 @@ def run(argv: Sequence[str]) -> int:
         print(json.dumps(as_json(result, tokens, options.top), indent=2))
     else:
         print("\n".join(_report(result, options, tokens, other)))
+    return 0
+
+
+def _score(argv: Sequence[str]) -> int:
+    """Look back instead of ahead: how far off the planner is on runs that others published."""
+    from fivefold.config.sources import load_options
+    from fivefold.plan.score import report
+
+    options = load_options(argv, Options)
+
+    assert options.score is not None
+    found = report(Path(options.score))
+    print(found.as_json() if options.json else found.table())
     return 0
 
 
