@@ -213,6 +213,7 @@ def _speed() -> Iterator[Finding]:
         f"{human_flops(bf16)}/s, {bf16 / fp32:.1f} x fp32{advice}",
     )
     yield _fused_adamw(device)
+    yield _attention(device)
 
 
 def _matmul_speed(dtype: "torch.dtype", size: int, device: str) -> float:
@@ -244,6 +245,20 @@ def _fused_adamw(device: str) -> Finding:
     except RuntimeError as error:
         return Finding("note", "fused AdamW", f"not on {device}: {error}")
     return Finding("ok", "fused AdamW", f"works on {device}")
+
+
+def _attention(device: str) -> Finding:
+    """Which kernel computes attention in bf16, and what faster ones lack."""
+    import torch
+
+    from fivefold.model.kernels import KERNELS
+
+    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    lacks = {name: lacking(q, q) for name, (_, lacking) in KERNELS.items()}
+    chosen = next(name for name, missing in lacks.items() if not missing)
+    others = [f"{name}: {missing}" for name, missing in lacks.items() if missing]
+    verdict: Verdict = "note" if chosen == "plain" else "ok"
+    return Finding(verdict, "attention", "; ".join([f"{chosen} in blocks", *others]))
 
 
 def _dotted(version: tuple[int, ...]) -> str:

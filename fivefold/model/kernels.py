@@ -36,23 +36,14 @@ class Kernel(Protocol):
         """Of queries, keys and values; `out` and `lse` are those over all keys."""
 
 
-def choose_kernel(
-    q: Tensor, v: Tensor, drop: Drop | None = None, name: str | None = None
-) -> Kernel:
-    """The fastest kernel for queries and values like these, or the one of that name.
-
-    Raises:
-        ValueError: the one of that name cannot, and why.
-    """
-    for known, (kernel, lacking) in KERNELS.items():
-        if name in (None, known):
-            lacks = "it drops nothing" if drop is not None else lacking(q, v)
-            if not lacks:
-                equal = known == "plain" or q.shape[-1] == v.shape[-1]
-                return kernel if equal else Padded(kernel)
-            if name is not None:
-                raise ValueError(f"attention kernel {name}: {lacks}")
-    return Plain(drop)
+def choose_kernel(q: Tensor, v: Tensor, drop: Drop | None = None) -> Kernel:
+    """The fastest kernel for queries and values like these; only the plain one drops."""
+    if drop is not None:
+        return Plain(drop)
+    name = next(name for name, (_, lacking) in KERNELS.items() if not lacking(q, v))
+    kernel = KERNELS[name][0]
+    equal = name == "plain" or q.shape[-1] == v.shape[-1]
+    return kernel if equal else Padded(kernel)
 
 
 def visible(block: Block, device: torch.device) -> Tensor | None:
