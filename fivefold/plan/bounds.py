@@ -415,27 +415,67 @@ def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software)
     all its work to do, and its last dX still has to come down to stage 0; only as many dW as its
     schedule leaves for later may run beside that.
     """
+    run, of_run = space.distinct(_TIMING)
+    sharded, of_sharded = space.distinct(_SHARDING)
     names = ("tp", "sp", "cp", "ep", "etp", "mbs", "memory")
-    cells = Cells(space, names, lambda config: _seconds(config, cluster, software))
-    data = _DataParallel(space, cluster)
-    way, microbatches = space.columns["way"], space.columns["microbatches"]
-    hop = _hop(space, cells, cluster)
-    best = _path(space, ranks, cells)
+    cells = Cells(run, names, lambda config: _seconds(config, cluster, software))
+    data = _DataParallel(sharded, cluster)
+    strategy, microbatches = space.columns["strategy"], space.columns["microbatches"]
+    best = _path(run, ranks, cells)[of_run]
     around = np.zeros(len(space))
-    first = cells.weighted(ranks.first[way], 2 * KINDS)
     for which in range(3):
-        held, before = ranks.held[way, which], ranks.before[way, which]
-        forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
-        hops = hop * ranks.index[way, which]
-        head, tail = (cells.weighted(before, phase * KINDS) + hops for phase in range(2))
-        every, once = data.exposed(held, forward, dx + dw)
-        work = microbatches * (forward + dx + dw + every)
-        later = ranks.deferred[way, which] * cells.weighted(ranks.own[way, which], 2 * KINDS)
-        through = work - np.minimum(microbatches * dw, later) + tail + first
-        best = np.maximum(best, head + np.maximum(work, through))
+        pipeline, forward, backward = _pipeline(run, ranks, cells, cluster, which)
+        gathered, reduced = (move[of_sharded] for move in data.moves(ranks, which))
+        every, once = _exposed(
+            strategy, forward[of_run], backward[of_run], gathered, reduced, cluster
+        )
+        best = np.maximum(best, pipeline[of_run] + microbatches * every)
         around = np.maximum(around, once)
     waits = 1 + cluster.jitter * sqrt(2 * log(space.world))
-    return best * waits + around + data.optimizer(ranks)
+    return best * waits + around + data.optimizer(ranks)[of_sharded]
+
+
+_TIMING = ("way", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory")
+"""The columns that the pipeline's time depends on, sharding in every microbatch apart."""
+
+
+def _pipeline(
+    space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
+) -> tuple[Values, Values, Values]:
+    """Seconds of the program as one rank bounds it, and of its forwards and backwards."""
+    way, microbatches = space.columns["way"], space.columns["microbatches"]
+    held, before = ranks.held[way, which], ranks.before[way, which]
+    forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
+    hops = _hop(space, cells, cluster) * ranks.index[way, which]
+    head, tail = (cells.weighted(before, phase * KINDS) + hops for phase in range(2))
+    work = microbatches * (forward + dx + dw)
+    later = ranks.deferred[way, which] * cells.weighted(ranks.own[way, which], 2 * KINDS)
+    first = cells.weighted(ranks.first[way], 2 * KINDS)
+    through = work - np.minimum(microbatches * dw, later) + tail + first
+    return head + np.maximum(work, through), forward, dx + dw
+
+
+def _exposed(
+    strategy: Column,
+    forward: Values,
+    backward: Values,
+    gathered: Values,
+    reduced: Values,
+    cluster: Cluster,
+) -> tuple[Values, Values]:
+    """What data parallelism leaves exposed in every microbatch, and once a step."""
+    slowdown = cluster.gpu.overlap_slowdown
+
+    def hidden(work: Values, moved: Values) -> Values:
+        """As `compute.overlapped`, which is convex: less for a sum than for its parts."""
+        found: Values = np.maximum(0, moved - work) + slowdown * np.minimum(work, moved)
+        return found
+
+    gathering, reducing = hidden(forward, gathered), hidden(backward, reduced)
+    both = gathering + hidden(backward, gathered + reduced)
+    often = np.select([strategy == 2, strategy == 3], [reducing, both], 0.0)
+    once = np.select([strategy <= 1, strategy == 2], [gathering + reducing, gathering], 0.0)
+    return often, once
 
 
 def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
@@ -527,8 +567,9 @@ class _DataParallel:
         values = np.array(table).reshape(-1, 2)[index]
         return values[:, 0], values[:, 1]
 
-    def exposed(self, held: Values, forward: Values, backward: Values) -> tuple[Values, Values]:
-        """Seconds of every microbatch and seconds of every step, on a rank that holds `held`."""
+    def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
+        """Seconds to gather the parameters of one of the ranks, and to reduce its gradients."""
+        held = ranks.held[self.space.columns["way"], which]
         dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
 
         def seconds(kind: str, size: float) -> Values:
@@ -541,35 +582,10 @@ class _DataParallel:
             )
             return total
 
-        gathered = seconds("gather", self.copy)
-        reduced = np.where(
-            self.space.columns["strategy"] == 0,
-            seconds("reduce", self.wire),
-            seconds("gather", self.wire),
-        )
-        strategy = self.space.columns["strategy"]
-        gathered = np.where(strategy == 0, 0.0, gathered)
-        hidden = self._exposed
-        often = np.select(
-            [strategy == 2, strategy == 3],
-            [
-                hidden(backward, reduced),
-                hidden(forward, gathered) + hidden(backward, gathered + reduced),
-            ],
-            0.0,
-        )
-        once = np.select(
-            [strategy <= 1, strategy == 2],
-            [hidden(forward, gathered) + hidden(backward, reduced), hidden(forward, gathered)],
-            0.0,
-        )
-        return often, once
-
-    def _exposed(self, work: Values, moved: Values) -> Values:
-        """As `compute.overlapped`, which is convex: less for a sum than for its parts."""
-        slowdown = self.cluster.gpu.overlap_slowdown
-        found: Values = np.maximum(0, moved - work) + slowdown * np.minimum(work, moved)
-        return found
+        whole = self.space.columns["strategy"] == 0
+        gathered = np.where(whole, 0.0, seconds("gather", self.copy))
+        reduced = np.where(whole, seconds("reduce", self.wire), seconds("gather", self.wire))
+        return gathered, reduced
 
     def optimizer(self, ranks: Ranks) -> Values:
         """Seconds of the update on the rank with the most parameters."""
