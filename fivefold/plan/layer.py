@@ -18,19 +18,35 @@ from fivefold.plan.compute import Phases, attention, elementwise, matmul, overla
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 
 
+_NOTHING = Phases()
+
+
+def _plus(a: Phases, b: Phases) -> Phases:
+    """The sum, which is often one of the two."""
+    return a if b is _NOTHING else b if a is _NOTHING else a + b
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds by cause: computation, its repetition, and communication that nothing hides."""
 
-    compute: Phases = Phases()
-    recompute: Phases = Phases()
-    tp: Phases = Phases()
-    cp: Phases = Phases()
-    ep: Phases = Phases()
-    dp: Phases = Phases()
+    compute: Phases = _NOTHING
+    recompute: Phases = _NOTHING
+    tp: Phases = _NOTHING
+    cp: Phases = _NOTHING
+    ep: Phases = _NOTHING
+    dp: Phases = _NOTHING
 
     def __add__(self, other: "Times") -> "Times":
-        return Times(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        # Written out: a search adds them some hundred thousand times, most of them nothing.
+        return Times(
+            _plus(self.compute, other.compute),
+            _plus(self.recompute, other.recompute),
+            _plus(self.tp, other.tp),
+            _plus(self.cp, other.cp),
+            _plus(self.ep, other.ep),
+            _plus(self.dp, other.dp),
+        )
 
     def __mul__(self, count: float) -> "Times":
         return Times(*(getattr(self, f.name) * count for f in fields(self)))
@@ -202,10 +218,16 @@ class LayerTimes:
             for name, shape in layer_shapes(self.model, layer).items()
         }
 
-    def _linear(self, weight: tuple[int, ...], tokens: int, batch: int = 1) -> Phases:
+    def _linear(
+        self,
+        weight: tuple[int, ...],
+        tokens: int,
+        batch: int = 1,
+        precision: str | None = None,
+    ) -> Phases:
         """A linear layer [out, in] on `tokens` rows (each of a batch of them has)."""
         n, k = weight
-        gpu, kind = self.gpu, self.precision
+        gpu, kind = self.gpu, precision or self.precision
         forward = matmul(gpu, tokens, n, k, kind, batch)
         dx = matmul(gpu, tokens, k, n, kind, batch)
         dw = matmul(gpu, n, k, tokens, kind, batch, 8.0)  # accumulates in fp32
@@ -407,10 +429,10 @@ class LayerTimes:
         model, fusion = self.model, self.memory.cross_entropy_loss_fusion
         entries = model.padded_vocab_size // self.grid.tp
         logits = float(self.tokens) * entries
-        kept = self.precision
-        self.precision = self.training.precision  # 8-bit recipes leave the output layer alone
-        linear = self._linear((entries, model.hidden_size), self.tokens)
-        self.precision = kept
+        # 8-bit recipes leave the output layer alone.
+        linear = self._linear(
+            (entries, model.hidden_size), self.tokens, precision=self.training.precision
+        )
         loss = self._elementwise((8 if fusion else 24) * logits, (6 if fusion else 10) * logits)
         once = self._norm() + self._column(linear) + loss
         if fusion and self.memory.cross_entropy_fusion_impl == "linear":
