@@ -8,16 +8,12 @@ be independent of each other and of age, so that a run on n devices fails n time
 from dataclasses import dataclass
 from math import exp, sqrt
 
+from fivefold.plan.cluster import INTERRUPTIONS_PER_GPU_DAY
+
 HOURS = 3600.0
 DAYS = 24 * HOURS
-
-INTERRUPTIONS = 419
-OBSERVED_DEVICES = 16_384
-OBSERVED_SECONDS = 54 * DAYS
-HARDWARE_SHARE = 0.78
-DEVICE_MTBF = OBSERVED_DEVICES * OBSERVED_SECONDS / INTERRUPTIONS
+DEVICE_MTBF = DAYS / INTERRUPTIONS_PER_GPU_DAY
 """Seconds between two interruptions of one device: 5.8 years."""
-
 CHECKPOINT_BYTES = 12
 """Per parameter: the fp32 master weight and both moments of AdamW."""
 STORAGE_BANDWIDTH = 1e9
