@@ -23,12 +23,14 @@ from fivefold.plan.memory_choices import MemoryChoice, refinements
 from fivefold.plan.request import Request
 from fivefold.plan.space import Column, Space, enumerate_space
 from fivefold.plan.step import Prediction, predict
+from fivefold.plan.ways import FUSED
 
 CLOSE_LOOKS = 200  # layouts that are predicted at most
-WORK = 150_000  # acts of programs that are swept and timed at most, each look counted as LOOK
+WORK = 300_000  # acts of programs that are swept and timed at most, each look counted as LOOK
 LOOK = 1_000
 LONG = 15_000  # acts of a program that is looked at only after all shorter ones
 MESHES = 10  # of which the best layout is shown
+TRIES = 4  # plain layouts of each of them that are looked at first
 ALIKE = 0.004  # share of a step by which a simpler layout may be slower and still be preferred
 
 
@@ -201,27 +203,29 @@ class _Search:
         one does not fit, none fits that shards less. A layout whose like took so much longer than
         their bounds that it cannot win is passed over, and counts for the gap.
         """
-        order = np.lexsort((bounds, _acts(space) > LONG))
+        ordered = np.lexsort((bounds, _acts(space) > LONG))
+        order = np.concatenate([_plain_first(space, ordered), ordered])
         families = _numbered(space, (*_DEGREES, "sp", "mbs", "way", "memory"))
         likes = _numbered(space, ("tp", "cp", "mbs", "way"))
         meshes = _numbered(space, _DEGREES)
         seen = _Seen()
         best, unseen, predicted = np.inf, np.inf, 0
-        for row in order.tolist():
+        for place, row in enumerate(order.tolist()):
             family, like, bound = int(families[row]), int(likes[row]), float(bounds[row])
             known = int(meshes[row]) in seen.meshes
             if bound >= best and (len(seen.meshes) >= MESHES or bound > 1.5 * best):
                 continue
             if predicted >= CLOSE_LOOKS or seen.work > WORK:
-                unseen = min(unseen, bound)
+                unseen = min(unseen, float(bounds[order[place:]].min()))
                 break
-            if states[row] >= seen.missed.get(family, np.inf):
+            if row in seen.rows or states[row] >= seen.missed.get(family, np.inf):
                 continue
             if family in seen.done or (known and bound * seen.excess.get(like, 1.0) >= best):
                 unseen = min(unseen, bound)
                 continue
             candidate = self.candidate(space, row, bound)
             seen.look(candidate)
+            seen.rows.add(row)
             if candidate.prediction is None:
                 self.rejected.append(candidate)
                 seen.missed[family] = float(states[row])
@@ -312,6 +316,7 @@ class _Seen:
         meshes: that have a layout that fits.
         work: acts that were swept.
         programs: that were built for it.
+        rows: that were looked at.
     """
 
     done: set[int] = field(default_factory=set)
@@ -320,6 +325,7 @@ class _Seen:
     meshes: set[int] = field(default_factory=set)
     work: int = 0
     programs: set[tuple[object, ...]] = field(default_factory=set)
+    rows: set[int] = field(default_factory=set)
 
     def look(self, candidate: Candidate) -> None:
         """Count the work of a look: programs are kept from one look to the next."""
@@ -330,6 +336,25 @@ class _Seen:
         if program not in self.programs:
             self.programs.add(program)
             self.work += min(layout.num_microbatches, 4 * ranks) * stages * 3
+
+
+def _plain_first(space: Space, ordered: Column) -> Column:
+    """A few layouts of each promising mesh, with the usual schedules and one sharding group.
+
+    They nearly always fit where their bounds do, and so soon give a time for others to beat.
+    """
+    c = space.columns
+    usual = np.array([way.schedule in FUSED for way in space.ways])[c["way"]]
+    plain = usual & (c["instances"] == 1) & (c["strategy"] <= 1) & (_acts(space) <= LONG)
+    meshes = _numbered(space, _DEGREES)
+    taken: dict[int, list[int]] = {}
+    for row in ordered[plain[ordered]].tolist():
+        rows = taken.setdefault(int(meshes[row]), [])
+        if len(rows) < TRIES:
+            rows.append(row)
+        if len(taken) > MESHES:
+            break
+    return np.array([row for rows in taken.values() for row in rows], np.int64)
 
 
 def _acts(space: Space) -> Column:
