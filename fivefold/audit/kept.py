@@ -26,6 +26,7 @@ class KeptActivations(TorchDispatchMode):
     Attributes:
         sizes: bytes by stage.
         packed: whether any of these forwards had rows of several documents.
+        any_packed: whether any forward had, later ones too.
     """
 
     def __init__(self, stages: dict[int, nn.Module]) -> None:
@@ -36,6 +37,7 @@ class KeptActivations(TorchDispatchMode):
         self._foreign: dict[int, StorageWeakRef] = {}
         self.sizes: dict[int, float] = {}
         self.packed = False
+        self.any_packed = False
 
     def __enter__(self) -> "KeptActivations":
         for index, stage in self._stages.items():
@@ -77,6 +79,7 @@ class KeptActivations(TorchDispatchMode):
         place[storage._cdata] = StorageWeakRef(storage)
 
     def _begin(self, index: int, stage: nn.Module, arguments: Any) -> None:
+        self.any_packed |= arguments[1].packing is not None
         if torch.is_grad_enabled() and index not in self.sizes:
             self._born, self._foreign = {}, {}
 

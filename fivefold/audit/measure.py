@@ -66,6 +66,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         activations=kept.sizes,
         multiplications=work.flops,
         packed=kept.packed,
+        any_packed=kept.any_packed,
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
     )
     write_record(folder, record)

@@ -37,6 +37,7 @@ class RankRecord:
         activations: kept between forward and backward of one microbatch, by stage.
         multiplications: floating-point operations of matrix products, attention's apart.
         packed: whether rows of the microbatch that `activations` are of held several documents.
+        any_packed: whether rows of any microbatch of the step did.
         peak_allocated: of the device's memory in the step; None where nobody counts.
     """
 
@@ -49,6 +50,7 @@ class RankRecord:
     activations: Mapping[int, float]
     multiplications: float
     packed: bool = False
+    any_packed: bool = False
     peak_allocated: float | None = None
 
 

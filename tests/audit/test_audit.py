@@ -75,6 +75,27 @@ def test_activations_may_be_three_percent_off(tmp_path: Path) -> None:
         assert audit("", layout, [changed], None, None).passed == passes
 
 
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
+def test_what_documents_keep_at_home_is_told_but_not_judged(kind: str, tmp_path: Path) -> None:
+    layout = next(
+        layout
+        for layout in random_layouts(7)
+        if layout.grid.cp > 1 and layout.config.parallel.cp_comm_type == (kind,)
+    )
+    records = _records(layout, 2, tmp_path)
+    report = audit("", layout, records, None, None)
+    assert report.passed, report.text()
+    (sent,) = [finding for finding in report.findings if finding.name == "sent over cp"]
+    assert sent.predicted is not None and sent.measured is not None
+    if kind == "a2a":  # heads of all tokens are exchanged, whatever their documents
+        assert sent.tolerance == 0 and sent.measured == sent.predicted
+        return
+    assert sent.tolerance is None and sent.measured < sent.predicted
+    assert "told, not judged" in report.text()
+    whole = [replace(record, packed=False, any_packed=False) for record in records]
+    assert "sent over cp" in audit("", layout, whole, None, None).text().splitlines()[-1]
+
+
 def test_a_run_that_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="train with --audit"):
         read_records(tmp_path)
