@@ -26,7 +26,7 @@ from fivefold.plan.step import Prediction, predict
 from fivefold.plan.ways import FUSED
 
 CLOSE_LOOKS = 200  # layouts that are predicted at most
-WORK = 300_000  # acts of programs that are swept and timed at most, each look counted as LOOK
+WORK = 120_000  # acts of programs that are swept and timed at most, each look counted as LOOK
 LOOK = 1_000
 LONG = 15_000  # acts of a program that is looked at only after all shorter ones
 MESHES = 10  # of which the best layout is shown
