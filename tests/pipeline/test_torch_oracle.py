@@ -22,7 +22,7 @@ from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral
 from tests.model.models import LLAMA, batch_of, build
-from tests.pipeline.test_executor import NoReduction
+from tests.pipeline.runs import NoReduction
 from tests.pool import run
 
 MODEL = replace(LLAMA, num_layers=4)
