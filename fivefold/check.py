@@ -4,26 +4,24 @@
 that will run. It raises one ConfigError with everything that is wrong.
 """
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Any
 
 from fivefold.config.config import Config
-from fivefold.config.memory import MemoryConfig, check_memory, vocab_split_sizes
+from fivefold.config.memory import check_memory
 from fivefold.config.model import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
+from fivefold.data_parallel.rules import check_data_parallel
 from fivefold.errors import ConfigError, Mistakes
+from fivefold.memory.rules import check_techniques
+from fivefold.mesh.degrees import infer_degrees
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import (
     check_context,
     check_experts,
     check_tensor_parallel,
-    divisors,
-    tensor_parallel_sizes,
 )
 from fivefold.pipeline.automatic_split import AUTO, automatic_split
 from fivefold.pipeline.ir import Kind, Program, stages_on
@@ -136,6 +134,14 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     Raises:
         ConfigError: everything that is wrong, with the sums and the nearest valid choices.
     """
+
+    def passes(other: Config) -> bool:
+        try:
+            check(other, world_size, planned=planned)
+        except ConfigError:
+            return False
+        return True
+
     mistakes = Mistakes()
     check_values(config, mistakes)
     if world_size < 1:
@@ -143,13 +149,13 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     check_model(config.model, mistakes)
     mistakes.raise_if_any()
     check_memory(config.memory, config.model, mistakes)
-    parallel = _infer(config, world_size, mistakes, planned)
+    parallel = infer_degrees(config, world_size, passes, mistakes)
     if not planned:
         _check_built(config, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
-    _check_data_parallel(parallel, config.training.precision, mistakes)
+    check_data_parallel(parallel, config.training.precision, mistakes)
     _check_sequence(config, mistakes)
     check_schedule(config, parallel, mistakes)
     _check_profile(config, world_size, mistakes)
@@ -208,107 +214,6 @@ def _grid(parallel: ParallelConfig) -> Grid:
     )
 
 
-_DEGREES = {
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "dp_replicate": "num_distributed_optimizer_instances",
-    "dp_shard": "data_parallel_shard_size",
-}
-
-
-def _infer(config: Config, world_size: int, mistakes: Mistakes, planned: bool) -> ParallelConfig:
-    """Fill in the degree that is -1, and see that the product is the world."""
-    parallel = config.parallel
-    sizes = {axis: getattr(parallel, name) for axis, name in _DEGREES.items()}
-    wrong = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
-    for axis, size in wrong.items():
-        mistakes.add(f"{_DEGREES[axis]} must be at least 1, or -1 to infer it, not {size}")
-    unknown = [axis for axis, size in sizes.items() if size == -1]
-    if len(unknown) > 1:
-        mistakes.add(
-            f"only one degree can be inferred, but {' and '.join(unknown)} are -1",
-            works=[f"--{_DEGREES[axis].replace('_', '-')} N" for axis in unknown],
-        )
-    changes: dict[str, Any]
-    if wrong or len(unknown) > 1:
-        changes = {_DEGREES[axis]: 1 for axis in (*wrong, *unknown)}
-        return replace(parallel, **changes)
-    known = prod(size for size in sizes.values() if size != -1)
-    if unknown and world_size % known == 0:
-        sizes[unknown[0]] = world_size // known
-    elif unknown or known != world_size:
-        _explain_world(config, sizes, world_size, mistakes, planned)
-        sizes.update(dict.fromkeys(unknown, 1))
-    return replace(parallel, **{_DEGREES[axis]: size for axis, size in sizes.items()})
-
-
-def _explain_world(
-    config: Config, sizes: dict[str, int], world_size: int, mistakes: Mistakes, planned: bool
-) -> None:
-    unknown = [axis for axis, size in sizes.items() if size == -1]
-    given = {axis: size for axis, size in sizes.items() if size != -1}
-    known = prod(given.values())
-    named = " ".join(f"{a}={s}" for a, s in given.items() if s != 1) or "tp=1 pp=1 dp=1"
-    product = " x ".join(f"{axis} {size}" for axis, size in given.items())
-    if unknown:
-        result = f"{world_size} / {known} = {world_size / known:.4g} ({unknown[0]} must be whole)"
-        nproc = -(-world_size // known) * known
-    else:
-        result, nproc = f"{known} is not {world_size}", known
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    mistakes.add(
-        f"{ranks} cannot be split as {named}",
-        f"{product} = {known}, and {result}",
-        works=_splits_near(config, sizes, world_size, planned),
-        attempt=f"--nproc {nproc}",
-    )
-
-
-def _splits_near(
-    config: Config, sizes: dict[str, int], world_size: int, planned: bool
-) -> list[str]:
-    """Up to three splits of the world that pass every check and change tp and pp least."""
-    tp, pp = max(sizes["tp"], 1), max(sizes["pp"], 1)
-    rest = max(sizes["cp"], 1) * max(sizes["dp_replicate"], 1)
-    near = sorted(
-        (abs(t - tp) / tp + abs(p - pp) / pp, t, p)
-        for t in tensor_parallel_sizes(config.model)
-        if world_size % t == 0
-        for p in divisors(world_size // t)
-        if (world_size // (t * p)) % rest == 0
-    )
-    found: list[str] = []
-    for _, t, p in near:
-        changes = {
-            "tensor_model_parallel_size": t,
-            "pipeline_model_parallel_size": p,
-            "data_parallel_shard_size": world_size // (t * p * rest),
-            "num_distributed_optimizer_instances": max(sizes["dp_replicate"], 1),
-        }
-        found += _passing(config.with_values(**changes), world_size, planned)
-        if len(found) == 3:
-            break
-    return found
-
-
-def _passing(config: Config, world_size: int, planned: bool) -> Iterator[str]:
-    """The split in words if it passes, with another global batch if it needs one."""
-    parallel, training = config.parallel, config.training
-    dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
-    unit = training.micro_batch_size * dp
-    batch = max(training.global_batch_size // unit, 1) * unit
-    try:
-        check(config.with_values(global_batch_size=batch), world_size, planned=planned)
-    except ConfigError:
-        return
-    split = (
-        f"tp={parallel.tensor_model_parallel_size} pp={parallel.pipeline_model_parallel_size} "
-        f"dp={dp}"
-    )
-    yield split if batch == training.global_batch_size else f"{split} gbs={batch}"
-
-
 def _check_built(config: Config, mistakes: Mistakes) -> None:
     """Settings that the planner reckons with and no room of the engine fills yet."""
     if config.model.unmodelled:
@@ -316,12 +221,7 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             f"this description of the model leaves out {', '.join(config.model.unmodelled)}: "
             "Fivefold plans with it, and does not train it"
         )
-    _check_modules(config.memory, mistakes)
-    _check_recompute(config, mistakes)
-    _check_compile(config, mistakes)
-    if config.memory.cross_entropy_loss_fusion:
-        with mistakes.collecting():
-            vocab_split_sizes(os.environ)
+    check_techniques(config, mistakes)
     for name, what, default in _NOT_BUILT:
         value = next(getattr(s, name) for _, s in config.sections() if hasattr(s, name))
         if value != default:
@@ -331,62 +231,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
                 "train with it yet",
                 works=[shown],
             )
-
-
-def _check_modules(memory: MemoryConfig, mistakes: Mistakes) -> None:
-    """Modules of lists, of which some are not built yet."""
-    for name, used, built in (
-        (
-            "recompute_modules",
-            memory.recompute_granularity == "selective",
-            ("core_attn", "mlp", "layernorm"),
-        ),
-        (
-            "offload_modules",
-            memory.fine_grained_activation_offloading,
-            ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
-        ),
-    ):
-        others = [module for module in getattr(memory, name) if module not in built]
-        if used and others:
-            mistakes.add(
-                f"{name} {', '.join(others)}: this version of Fivefold plans with them, and does "
-                "not train with them yet",
-                works=[f"--{name.replace('_', '-')} {' '.join(built)}"],
-            )
-
-
-def _check_recompute(config: Config, mistakes: Mistakes) -> None:
-    memory, slices = config.memory, config.parallel.num_sequence_slices
-    if memory.recompute_granularity == "full" and slices > 1:
-        mistakes.add(
-            "full recomputation of layers would attend to keys and values of later slices",
-            f"num_sequence_slices = {slices}",
-            works=["--recompute-granularity selective", "--num-sequence-slices 1"],
-        )
-    norms = sorted({"attn_norm", "mlp_norm"}.intersection(memory.offload_modules))
-    remade = memory.recompute_granularity == "selective" and "layernorm" in memory.recompute_modules
-    if memory.fine_grained_activation_offloading and remade and norms:
-        mistakes.add(
-            f"the inputs of {' '.join(norms)} cannot be moved away where recompute_modules "
-            "layernorm makes the norms' outputs of them",
-            works=["--offload-modules core_attn attn_proj", "--recompute-modules core_attn mlp"],
-        )
-
-
-def _check_compile(config: Config, mistakes: Mistakes) -> None:
-    """Memory techniques whose hooks lie inside of what would be compiled."""
-    memory, hooks = config.memory, set[str]()
-    if memory.recompute_granularity == "selective":
-        hooks |= {"mlp", "layernorm"}.intersection(memory.recompute_modules)
-    if memory.fine_grained_activation_offloading:
-        hooks |= {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)
-    if config.training.compile and hooks:
-        mistakes.add(
-            f"compiled layers cannot recompute or move away {' '.join(sorted(hooks))}, which lie "
-            "inside of them",
-            works=["--no-compile", "--recompute-granularity full"],
-        )
 
 
 _NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
@@ -417,26 +261,6 @@ def _check_profile(config: Config, world_size: int, mistakes: Mistakes) -> None:
     for rank in logging.profile_ranks:
         if rank not in range(world_size):
             mistakes.add(f"profile_ranks names rank {rank} of {world_size}")
-
-
-def _check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:
-    instances = parallel.num_distributed_optimizer_instances
-    replicated = parallel.data_parallel_sharding_strategy == "no_shard"
-    if parallel.grad_reduce_in_bf16 and replicated and precision == "bf16":
-        mistakes.add(
-            "grad_reduce_in_bf16 has no effect on no_shard with bf16: the all-reduce of fp32 "
-            "gradients would sum in bf16",
-            works=["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim"],
-        )
-    if instances > 1 and replicated:
-        mistakes.add(
-            f"num_distributed_optimizer_instances = {instances} replicates a sharding group, "
-            "and no_shard has none",
-            works=[
-                f"--data-parallel-sharding-strategy {s}"
-                for s in ("optim", "optim_grads", "optim_grads_params")
-            ],
-        )
 
 
 def _check_sequence(config: Config, mistakes: Mistakes) -> None:

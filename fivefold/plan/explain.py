@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.check import check, divisors
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.flags import scan
 from fivefold.config.settings import Setting
 from fivefold.config.sources import config_settings
 from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.mesh.rules import divisors
 from fivefold.plan.cluster import Cluster, Link
 from fivefold.plan.describe import summary
 from fivefold.plan.memory import MemoryPrediction

@@ -14,10 +14,11 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.check import check, divisors
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.parallel import ShardingStrategy
 from fivefold.errors import ConfigError
+from fivefold.mesh.rules import divisors
 from fivefold.plan.memory_choices import MemoryChoice, memory_choices
 from fivefold.plan.ways import Way, ways
 

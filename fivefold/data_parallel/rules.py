@@ -1,0 +1,25 @@
+"""What the settings of data parallelism must satisfy; torch-free."""
+
+from fivefold.config.parallel import ParallelConfig
+from fivefold.errors import Mistakes
+
+
+def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:
+    """Settings of gradients and replicas that the sharding strategy leaves without effect."""
+    instances = parallel.num_distributed_optimizer_instances
+    replicated = parallel.data_parallel_sharding_strategy == "no_shard"
+    if parallel.grad_reduce_in_bf16 and replicated and precision == "bf16":
+        mistakes.add(
+            "grad_reduce_in_bf16 has no effect on no_shard with bf16: the all-reduce of fp32 "
+            "gradients would sum in bf16",
+            works=["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim"],
+        )
+    if instances > 1 and replicated:
+        mistakes.add(
+            f"num_distributed_optimizer_instances = {instances} replicates a sharding group, "
+            "and no_shard has none",
+            works=[
+                f"--data-parallel-sharding-strategy {s}"
+                for s in ("optim", "optim_grads", "optim_grads_params")
+            ],
+        )

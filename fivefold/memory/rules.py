@@ -1,0 +1,73 @@
+"""Which memory techniques can be installed, alone and with each other; torch-free."""
+
+import os
+
+from fivefold.config.config import Config
+from fivefold.config.memory import MemoryConfig, vocab_split_sizes
+from fivefold.errors import Mistakes
+
+
+def check_techniques(config: Config, mistakes: Mistakes) -> None:
+    """Add what the engine cannot recompute, move away or fuse, though it may be planned with."""
+    _check_modules(config.memory, mistakes)
+    _check_recompute(config, mistakes)
+    _check_compile(config, mistakes)
+    if config.memory.cross_entropy_loss_fusion:
+        with mistakes.collecting():
+            vocab_split_sizes(os.environ)
+
+
+def _check_modules(memory: MemoryConfig, mistakes: Mistakes) -> None:
+    """Modules of lists, of which some are not built yet."""
+    for name, used, built in (
+        (
+            "recompute_modules",
+            memory.recompute_granularity == "selective",
+            ("core_attn", "mlp", "layernorm"),
+        ),
+        (
+            "offload_modules",
+            memory.fine_grained_activation_offloading,
+            ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+        ),
+    ):
+        others = [module for module in getattr(memory, name) if module not in built]
+        if used and others:
+            mistakes.add(
+                f"{name} {', '.join(others)}: this version of Fivefold plans with them, and does "
+                "not train with them yet",
+                works=[f"--{name.replace('_', '-')} {' '.join(built)}"],
+            )
+
+
+def _check_recompute(config: Config, mistakes: Mistakes) -> None:
+    memory, slices = config.memory, config.parallel.num_sequence_slices
+    if memory.recompute_granularity == "full" and slices > 1:
+        mistakes.add(
+            "full recomputation of layers would attend to keys and values of later slices",
+            f"num_sequence_slices = {slices}",
+            works=["--recompute-granularity selective", "--num-sequence-slices 1"],
+        )
+    norms = sorted({"attn_norm", "mlp_norm"}.intersection(memory.offload_modules))
+    remade = memory.recompute_granularity == "selective" and "layernorm" in memory.recompute_modules
+    if memory.fine_grained_activation_offloading and remade and norms:
+        mistakes.add(
+            f"the inputs of {' '.join(norms)} cannot be moved away where recompute_modules "
+            "layernorm makes the norms' outputs of them",
+            works=["--offload-modules core_attn attn_proj", "--recompute-modules core_attn mlp"],
+        )
+
+
+def _check_compile(config: Config, mistakes: Mistakes) -> None:
+    """Memory techniques whose hooks lie inside of what would be compiled."""
+    memory, hooks = config.memory, set[str]()
+    if memory.recompute_granularity == "selective":
+        hooks |= {"mlp", "layernorm"}.intersection(memory.recompute_modules)
+    if memory.fine_grained_activation_offloading:
+        hooks |= {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)
+    if config.training.compile and hooks:
+        mistakes.add(
+            f"compiled layers cannot recompute or move away {' '.join(sorted(hooks))}, which lie "
+            "inside of them",
+            works=["--no-compile", "--recompute-granularity full"],
+        )

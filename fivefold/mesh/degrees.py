@@ -1,0 +1,134 @@
+"""How many ranks each axis of the mesh has: what is inferred, and what the world allows."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from fivefold.config.config import Config
+from fivefold.config.parallel import ParallelConfig
+from fivefold.errors import Mistakes
+from fivefold.mesh.rules import divisors, tensor_parallel_sizes
+
+_DEGREES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp_replicate": "num_distributed_optimizer_instances",
+    "dp_shard": "data_parallel_shard_size",
+}
+
+
+def infer_degrees(
+    config: Config, world_size: int, passes: Callable[[Config], bool], mistakes: Mistakes
+) -> ParallelConfig:
+    """Fill in the degree that is -1, and see that the product is the world.
+
+    Args:
+        config: what is asked for.
+        world_size: ranks.
+        passes: whether another configuration passes every check, to name those that do.
+        mistakes: what is wrong is added here.
+
+    Returns:
+        The degrees; those that cannot be known are 1.
+    """
+    parallel = config.parallel
+    sizes = {axis: getattr(parallel, name) for axis, name in _DEGREES.items()}
+    wrong = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
+    for axis, size in wrong.items():
+        mistakes.add(f"{_DEGREES[axis]} must be at least 1, or -1 to infer it, not {size}")
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        mistakes.add(
+            f"only one degree can be inferred, but {' and '.join(unknown)} are -1",
+            works=[f"--{_DEGREES[axis].replace('_', '-')} N" for axis in unknown],
+        )
+    changes: dict[str, Any]
+    if wrong or len(unknown) > 1:
+        changes = {_DEGREES[axis]: 1 for axis in (*wrong, *unknown)}
+        return replace(parallel, **changes)
+    known = prod(size for size in sizes.values() if size != -1)
+    if unknown and world_size % known == 0:
+        sizes[unknown[0]] = world_size // known
+    elif unknown or known != world_size:
+        _explain_world(config, sizes, world_size, passes, mistakes)
+        sizes.update(dict.fromkeys(unknown, 1))
+    return replace(parallel, **{_DEGREES[axis]: size for axis, size in sizes.items()})
+
+
+def _explain_world(
+    config: Config,
+    sizes: dict[str, int],
+    world_size: int,
+    passes: Callable[[Config], bool],
+    mistakes: Mistakes,
+) -> None:
+    """Say why the ranks cannot be split so, and how they can."""
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    given = {axis: size for axis, size in sizes.items() if size != -1}
+    known = prod(given.values())
+    named = " ".join(f"{a}={s}" for a, s in given.items() if s != 1) or "tp=1 pp=1 dp=1"
+    product = " x ".join(f"{axis} {size}" for axis, size in given.items())
+    if unknown:
+        result = f"{world_size} / {known} = {world_size / known:.4g} ({unknown[0]} must be whole)"
+        nproc = -(-world_size // known) * known
+    else:
+        result, nproc = f"{known} is not {world_size}", known
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    mistakes.add(
+        f"{ranks} cannot be split as {named}",
+        f"{product} = {known}, and {result}",
+        works=_splits_near(config, sizes, world_size, passes),
+        attempt=f"--nproc {nproc}",
+    )
+
+
+def _splits_near(
+    config: Config, sizes: dict[str, int], world_size: int, passes: Callable[[Config], bool]
+) -> list[str]:
+    """Up to three splits of the world that pass every check and change tp and pp least."""
+    tp, pp = max(sizes["tp"], 1), max(sizes["pp"], 1)
+    rest = max(sizes["cp"], 1) * max(sizes["dp_replicate"], 1)
+    near = sorted(
+        (abs(t - tp) / tp + abs(p - pp) / pp, t, p)
+        for t in tensor_parallel_sizes(config.model)
+        if world_size % t == 0
+        for p in divisors(world_size // t)
+        if (world_size // (t * p)) % rest == 0
+    )
+    found: list[str] = []
+    for _, t, p in near:
+        changes = {
+            "tensor_model_parallel_size": t,
+            "pipeline_model_parallel_size": p,
+            "data_parallel_shard_size": world_size // (t * p * rest),
+            "num_distributed_optimizer_instances": max(sizes["dp_replicate"], 1),
+        }
+        changed = _with_whole_batch(config.with_values(**changes))
+        if passes(changed):
+            found.append(_in_words(changed, config.training.global_batch_size))
+        if len(found) == 3:
+            break
+    return found
+
+
+def _with_whole_batch(config: Config) -> Config:
+    """With the global batch that its data-parallel ranks can share, if its own is none."""
+    training = config.training
+    unit = training.micro_batch_size * _data_parallel(config.parallel)
+    return config.with_values(global_batch_size=max(training.global_batch_size // unit, 1) * unit)
+
+
+def _in_words(config: Config, batch: int) -> str:
+    """The split, and its global batch if that is not the one asked for."""
+    parallel, own = config.parallel, config.training.global_batch_size
+    split = (
+        f"tp={parallel.tensor_model_parallel_size} pp={parallel.pipeline_model_parallel_size} "
+        f"dp={_data_parallel(parallel)}"
+    )
+    return split if own == batch else f"{split} gbs={own}"
+
+
+def _data_parallel(parallel: ParallelConfig) -> int:
+    return parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
