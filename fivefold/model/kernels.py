@@ -15,6 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.blocks import Block, Kind
+from fivefold.model.cuda_kernels import (
+    CudnnOnCuda,
+    Differentiated,
+    FlashOnCuda,
+    Flex,
+    lacking_cudnn,
+    lacking_flash,
+    lacking_flex,
+)
 
 Drop = Callable[[Tensor, Block, slice], Tensor]
 """Drops probabilities [B, N, rows, k] of some rows of a block's queries, and scales the rest."""
@@ -179,83 +188,28 @@ def _bias(q: Tensor, block: Block) -> Tensor | None:
     )
 
 
-class FlashOnCuda:
-    """PyTorch's FlashAttention for CUDA; a BAND is computed by the plain kernel."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        if block.kind == Kind.BAND:
-            return Plain().forward(q, k, v, block)
-        k, v = _per_query_head(q, k), _per_query_head(q, v)
-        causal = block.kind == Kind.CAUSAL
-        out, lse, *_ = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        return out, lse
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
-    ) -> Grads:
-        """See `Kernel`."""
-        if block.kind == Kind.BAND:
-            return Plain().backward(grad, q, k, v, out, lse, block)
-        shared = k.shape[1]
-        k, v = _per_query_head(q, k), _per_query_head(q, v)
-        # No dropout, no ragged lengths: neither a random state nor cumulated lengths.
-        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = ATEN._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            block.kind == Kind.CAUSAL,
-            unused,
-            unused,
-        )
-        return dq, _summed_heads(dk, shared), _summed_heads(dv, shared)
+def _lacking_on_cpu(q: Tensor) -> str:
+    return "" if q.device.type == "cpu" else "it runs on CPUs"
 
 
-def _per_query_head(q: Tensor, x: Tensor) -> Tensor:
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+def _with_values(lacking: Callable[[Tensor], str]) -> Callable[[Tensor, Tensor], str]:
+    """What a kernel for heads of one size lacks, its values being padded to that of its queries."""
 
+    def lacks(q: Tensor, v: Tensor) -> str:
+        if v.shape[-1] <= q.shape[-1]:
+            return lacking(q)
+        sizes = f"{v.shape[-1]} > {q.shape[-1]}"
+        return lacking(q) or f"values must not have more features than queries, {sizes}"
 
-def _summed_heads(grad: Tensor, heads: int) -> Tensor:
-    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
-
-
-def _lacking_on_cpu(q: Tensor, v: Tensor) -> str:
-    if q.device.type != "cpu":
-        return "it runs on CPUs"
-    return _lacking_heads(q, v)
-
-
-def _lacking_on_cuda(q: Tensor, v: Tensor) -> str:
-    if not q.is_cuda:
-        return "it runs on CUDA devices"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bf16 and fp16, not in {q.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        return f"heads must have a multiple of 8 features and at most 256, not {q.shape[-1]}"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "it needs compute capability 8.0"
-    return _lacking_heads(q, v)
-
-
-def _lacking_heads(q: Tensor, v: Tensor) -> str:
-    if v.shape[-1] > q.shape[-1]:
-        return f"values must not have more features than queries, {v.shape[-1]} > {q.shape[-1]}"
-    return ""
+    return lacks
 
 
 KERNELS: Mapping[str, tuple[Kernel, Callable[[Tensor, Tensor], str]]] = MappingProxyType(
     {
-        "flash_cpu": (FlashOnCpu(), _lacking_on_cpu),
-        "flash_cuda": (FlashOnCuda(), _lacking_on_cuda),
+        "flash_cpu": (FlashOnCpu(), _with_values(_lacking_on_cpu)),
+        "cudnn": (CudnnOnCuda(), _with_values(lacking_cudnn)),
+        "flash_cuda": (FlashOnCuda(), _with_values(lacking_flash)),
+        "flex": (Differentiated(Flex()), _with_values(lacking_flex)),
         "plain": (Plain(), lambda q, v: ""),
     }
 )

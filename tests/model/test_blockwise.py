@@ -8,8 +8,9 @@ import torch
 
 from fivefold.model.attention import Scope, plain_attention
 from fivefold.model.batch import Documents
-from fivefold.model.blocks import Kind, Sight, Span, common, cut, joined
+from fivefold.model.blocks import Block, Kind, Sight, Span, common, cut, joined
 from fivefold.model.blockwise import local_attention
+from fivefold.model.cuda_kernels import Differentiated, Flex, _window
 from fivefold.model.kernels import KERNELS, Kernel, Plain, choose_kernel, visible
 
 
@@ -93,9 +94,18 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
     return [torch.randn(s, generator=generator, dtype=dtype) for s in shapes]
 
 
-def compare(kernel: Kernel, inputs: list[torch.Tensor], tolerance: float) -> None:
-    """Outputs and gradients of blocks of every kind against the plain kernel's in fp64."""
-    for block in cut(((0, 300),), ((0, 300),), Sight((0, 100, 300), 90), tile=150):
+BLOCKS = cut(((0, 300),), ((0, 300),), Sight((0, 100, 300), 90), tile=150)
+"""Of every kind."""
+
+
+def compare(
+    kernel: Kernel,
+    inputs: list[torch.Tensor],
+    tolerance: float,
+    blocks: tuple[Block, ...] = BLOCKS,
+) -> None:
+    """Outputs and gradients of blocks against the plain kernel's in fp64."""
+    for block in blocks:
         rows, keys = slice(*block.q), slice(*block.k)
         q, k, v, grad = (
             x[:, :, span] for x, span in zip(inputs, (rows, keys, keys, rows), strict=True)
@@ -119,12 +129,59 @@ def test_the_kernel_for_cpus_equals_the_plain_one(shared: int) -> None:
     compare(KERNELS["flash_cpu"][0], tensors(*shapes), 1e-12)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("shared", [1, 2, 8])
-def test_the_kernel_for_cuda_equals_the_plain_one(shared: int) -> None:
-    shapes = (2, 8, 300, 64), *[(2, 8 // shared, 300, 64)] * 2, (2, 8, 300, 64)
-    inputs = [x.to("cuda", torch.bfloat16) for x in tensors(*shapes)]
-    compare(KERNELS["flash_cuda"][0], inputs, 3e-2)
+def test_the_backward_of_a_kernel_that_autograd_differentiates(shared: int) -> None:
+    """With output and log-sum-exp from outside, through the block's own."""
+    shapes = (2, 8, 300, 6), *[(2, 8 // shared, 300, 6)] * 2, (2, 8, 300, 6)
+    compare(Differentiated(Plain().forward), tensors(*shapes), 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: float) -> None:
+    """Not compiled; on CPUs it has no backward."""
+    q, k, v = tensors((2, 8, 300, 6), *[(2, 2, 300, 6)] * 2, dtype=dtype)
+    for block in BLOCKS:
+        inputs = [x[:, :, slice(*at)] for x, at in ((q, block.q), (k, block.k), (v, block.k))]
+        found, expected = Flex(compiled=False)(*inputs, block), Plain().forward(*inputs, block)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+ON_CUDA = [("cudnn", torch.bfloat16), ("flash_cuda", torch.bfloat16), ("flex", torch.float32)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("name", "dtype"), ON_CUDA)
+@pytest.mark.parametrize("shared", [1, 2, 8])
+def test_kernels_for_cuda_equal_the_plain_one(name: str, dtype: torch.dtype, shared: int) -> None:
+    shapes = (2, 8, 512, 64), *[(2, 8 // shared, 512, 64)] * 2, (2, 8, 512, 64)
+    q, k, v, grad = (x.to("cuda", dtype) for x in tensors(*shapes))
+    kernel, lacking = KERNELS[name]
+    if why := lacking(q, v):
+        pytest.skip(why)
+    regular = Block((0, 512), (0, 512), Kind.CAUSAL), Block((256, 512), (0, 256), Kind.FULL)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    compare(kernel, [q, k, v, grad], tolerance, BLOCKS + regular)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_band_is_a_window_as_flash_attention_counts(seed: int) -> None:
+    """From the diagonal that ends with the last query and key; a negative one has no end."""
+    rng = random.Random(seed)
+    length = rng.randint(2, 24)
+    queries, keys = random_spans(rng, length)
+    blocks = cut(queries, keys, Sight((0, length), rng.randint(1, 8)), tile=rng.choice([2, 3, 8]))
+    for block in blocks:
+        if block.kind == Kind.BAND:
+            window = _window(block)
+            left, right = window["window_size_left"], window["window_size_right"]
+            assert left >= 0 and right >= 0
+            num_q, num_k = block.q[1] - block.q[0], block.k[1] - block.k[0]
+            all_pairs = torch.ones(num_q, num_k, dtype=torch.bool)
+            seen = all_pairs.triu(num_k - num_q - left).tril(num_k - num_q + right)
+            assert seen.equal(visible(block, torch.device("cpu")) & all_pairs)
+        else:
+            assert _window(block) == {}
 
 
 def test_a_kernel_that_cannot_says_why() -> None:
@@ -135,21 +192,28 @@ def test_a_kernel_that_cannot_says_why() -> None:
     lacking = {name: lacks(q, v) for name, (_, lacks) in KERNELS.items()}
     assert lacking == {
         "flash_cpu": "values must not have more features than queries, 8 > 6",
+        "cudnn": "it runs on CUDA devices",
         "flash_cuda": "it runs on CUDA devices",
+        "flex": "it runs on CUDA devices",
         "plain": "",
     }
 
 
-def test_the_kernel_for_cuda_is_called_as_it_wants() -> None:
+@pytest.mark.parametrize("name", ["cudnn", "flash_cuda"])
+def test_kernels_for_cuda_are_called_as_they_want(name: str) -> None:
     """On tensors without contents, where there is no such device: shapes and types only."""
-    q, k = (torch.empty(2, n, 64, 32, dtype=torch.bfloat16, device="meta") for n in (8, 2))
-    kernel, lacking = KERNELS["flash_cuda"]
+    q, k = (torch.empty(2, n, 512, 32, dtype=torch.bfloat16, device="meta") for n in (8, 2))
+    kernel, lacking = KERNELS[name]
     assert "CUDA" in lacking(q, k)
-    for block in cut(((0, 64),), ((0, 64),), Sight((0, 64))):
-        out, lse = kernel.forward(q, k, k, block)
-        assert out.shape == q.shape and lse.shape == q.shape[:3]
-        grads = kernel.backward(out, q, k, k, out, lse, block)
-        assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+    kinds = set()
+    for block in cut(((0, 512),), ((0, 512),), Sight((0, 512), 150), tile=128):
+        kinds.add(block.kind)
+        own, keys = q[:, :, slice(*block.q)], k[:, :, slice(*block.k)]
+        out, lse = kernel.forward(own, keys, keys, block)
+        assert out.shape == own.shape and lse.shape == own.shape[:3]
+        grads = kernel.backward(out, own, keys, keys, out, lse, block)
+        assert [grad.shape for grad in grads] == [own.shape, keys.shape, keys.shape]
+    assert kinds == {Kind.FULL, Kind.CAUSAL, Kind.BAND}
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])

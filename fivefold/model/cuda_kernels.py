@@ -1,0 +1,246 @@
+"""Kernels of `model.kernels` for CUDA devices; which one can compute what is asked says itself.
+
+All take the gradient of a block from the output and the log-sum-exp over *all* keys. Shapes:
+B batch, N query heads, G key/value heads, q queries, k keys, D features.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.model.blocks import Block, Kind
+
+ATEN = torch.ops.aten
+PLANNED = 128
+"""Blocks of so many tokens, or a multiple, are for cuDNN, which makes a plan for each new shape."""
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class FlashOnCuda:
+    """FlashAttention as `torch.nn.attention.varlen` calls it: its window is a BAND of any shift.
+
+    Called below that function because its backward keeps to its own log-sum-exp.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `model.kernels.Kernel`."""
+        out, lse, *_ = ATEN._flash_attention_forward(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            block.kind == Kind.CAUSAL,
+            False,
+            **_window(block),
+        )
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """See `model.kernels.Kernel`."""
+        # No dropout: no random state.
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = ATEN._flash_attention_backward(
+            *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
+            lse.contiguous(),
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            block.kind == Kind.CAUSAL,
+            unused,
+            unused,
+            **_window(block),
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _window(block: Block) -> dict[str, int]:
+    """A BAND as FlashAttention counts: from the diagonal that ends with the last query and key."""
+    if block.kind != Kind.BAND:
+        return {}
+    last = (block.k[1] - block.k[0]) - (block.q[1] - block.q[0])
+    return {
+        "window_size_left": last - block.shift + block.window,
+        "window_size_right": block.shift - last,
+    }
+
+
+class CudnnOnCuda:
+    """cuDNN's kernel, the faster one on Hopper and later, for large regular blocks.
+
+    Others, bands and odd lengths of documents, are computed by FlashAttention.
+    """
+
+    others = FlashOnCuda()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `model.kernels.Kernel`."""
+        if not _regular(q, k, block):
+            return self.others.forward(q, k, v, block)
+        causal = block.kind == Kind.CAUSAL
+        out, lse, *_ = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+        return out, lse[..., 0]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """See `model.kernels.Kernel`."""
+        if not _regular(q, k, block):
+            return self.others.backward(grad, q, k, v, out, lse, block)
+        # No dropout: the random state is of no account.
+        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        grads: Grads = ATEN._scaled_dot_product_cudnn_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse[..., None].contiguous(),
+            state,
+            state,
+            None,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            block.kind == Kind.CAUSAL,
+        )
+        return grads
+
+
+def _regular(q: Tensor, k: Tensor, block: Block) -> bool:
+    return block.kind != Kind.BAND and q.shape[2] % PLANNED == 0 == k.shape[2] % PLANNED
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor]]
+"""Output [B, N, q, D] and log-sum-exp [B, N, q] of a block, both differentiable."""
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A kernel whose backward takes no log-sum-exp from outside: autograd's, of the block alone.
+
+    Of all keys' output o = sum_b s_b o_b with the share s_b = exp(l_b - l) of each block b, the
+    gradient is s_b do for o_b, and s_b do (o_b - o) for l_b. It costs the block's forward again.
+
+    Attributes:
+        attend: the forward.
+    """
+
+    attend: Attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `model.kernels.Kernel`."""
+        with torch.no_grad():
+            return self.attend(q, k, v, block)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
+    ) -> Grads:
+        """See `model.kernels.Kernel`."""
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            own_out, own_lse = self.attend(q, k, v, block)
+        grad = grad * (own_lse.detach() - lse).exp()[..., None]
+        d_lse = (grad * (own_out.detach() - out)).sum(-1)
+        grads = grad.to(own_out.dtype), d_lse.to(own_lse.dtype)
+        dq, dk, dv = torch.autograd.grad((own_out, own_lse), (q, k, v), grads)
+        return dq, dk, dv
+
+
+@dataclass(frozen=True)
+class Flex:
+    """FlexAttention (Dong et al. 2024): any type but fp64, only tiles in which something is seen.
+
+    Attributes:
+        compiled: False: with the matrix of scores, as it runs anywhere, CPUs in fp64 too.
+    """
+
+    compiled: bool = True
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """See `Attend`."""
+        attention, make_mask, request = self._functions
+        mask, lengths = None, (q.shape[2], k.shape[2])
+        if block.kind != Kind.FULL:
+            window = block.window if block.kind == Kind.BAND else lengths[1]
+            # Numbers of a block in tensors: a new value is nothing to compile for.
+            shift, reach = (torch.tensor(x, device=q.device) for x in (block.shift, window))
+
+            def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                return (j <= i + shift) & (i + shift - j <= reach)
+
+            mask = make_mask(seen, None, None, *lengths, device=q.device)
+        shared = q.shape[1] != k.shape[1]
+        out, more = attention(
+            q, k, v, block_mask=mask, enable_gqa=shared, return_aux=request(lse=True)
+        )
+        return out, more.lse
+
+    @cached_property
+    def _functions(self) -> tuple[Any, Any, Any]:
+        """Imported, and compiled for lengths that vary, where they are needed."""
+        from torch.nn.attention.flex_attention import (
+            AuxRequest,
+            create_block_mask,
+            flex_attention,
+        )
+
+        if not self.compiled:
+            return flex_attention, create_block_mask, AuxRequest
+        attention = torch.compile(flex_attention, dynamic=True)
+        make_mask = torch.compile(create_block_mask, dynamic=True)
+        return attention, make_mask, AuxRequest
+
+
+def lacking_flash(q: Tensor) -> str:
+    """What FlashAttention lacks for queries [B, N, q, D] like these; '' if nothing."""
+    if not q.is_cuda:
+        return _ELSEWHERE
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in bf16 and fp16, not in {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"heads must have a multiple of 8 features and at most 256, not {q.shape[-1]}"
+    return _lacking_capability(q, 8)
+
+
+def lacking_cudnn(q: Tensor) -> str:
+    """What cuDNN, and FlashAttention beside it, lack."""
+    if lacking := lacking_flash(q):
+        return lacking
+    if q.shape[-1] > 128:
+        return f"heads must have at most 128 features, not {q.shape[-1]}"
+    if (torch.backends.cudnn.version() or 0) < 90000:
+        return "it needs cuDNN 9"
+    return _lacking_capability(q, 9)
+
+
+def lacking_flex(q: Tensor) -> str:
+    """What FlexAttention lacks."""
+    if not q.is_cuda:
+        return _ELSEWHERE
+    if q.dtype == torch.float64:
+        return "it does not compute in fp64"
+    if q.shape[-1] not in (16, 32, 64, 128, 256):
+        return f"heads must have 16, 32, 64, 128 or 256 features, not {q.shape[-1]}"
+    return "" if find_spec("triton") else "it needs Triton"
+
+
+_ELSEWHERE = "it runs on CUDA devices"
+
+
+def _lacking_capability(q: Tensor, major: int) -> str:
+    found = torch.cuda.get_device_capability(q.device)
+    return "" if found >= (major, 0) else f"it needs compute capability {major}.0"
