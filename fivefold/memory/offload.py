@@ -1,8 +1,7 @@
 """Activations that wait in host memory for their backward, module by module.
 
 What the named modules save is copied to the host and freed; the backward of a module takes it back,
-and starts what the module before it needs, so that copies run beside compute. On a CPU a second
-tensor plays the host: bytes, order and values are the same.
+and starts what the module before it needs, so that copies run beside compute.
 """
 
 import weakref
@@ -16,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig
+from fivefold.memory.host import HostLink
 from fivefold.model.layers import local
 from fivefold.model.transformer import Block, Norm, Stage, TransformerLayer
 
@@ -57,21 +57,20 @@ class _MovingBlock:
 
 
 class Host:
-    """What this rank has moved, and the streams to and from it.
+    """What this rank has moved, and the way there.
 
     Args:
         device: where activations live.
         min_elements: smaller tensors stay.
 
     Attributes:
+        link: copies to and from the host.
         moved_bytes: to the host so far; memory that is saved twice moves once.
     """
 
     def __init__(self, device: torch.device, min_elements: int) -> None:
         self._least = min_elements
-        on_cuda = device.type == "cuda"
-        self.out = torch.cuda.Stream(device) if on_cuda else None
-        self.back = torch.cuda.Stream(device) if on_cuda else None
+        self.link = HostLink(device)
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Copy]]] = {}
         self._latest: weakref.ref[_Group] | None = None
         self.moved_bytes = 0
@@ -133,39 +132,21 @@ class _Copy:
     """A storage on the host, and again on the device once it is fetched."""
 
     def __init__(self, host: Host, flat: Tensor) -> None:
-        self._host, self._device = host, flat.device
+        self._link, self._device = host.link, flat.device
+        self._kept, self._mark = host.link.out(flat, let_go=True)
         self._fetched: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-        if host.out is None:
-            self._kept = flat.clone()
-            return
-        self._kept = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        host.out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(host.out):
-            self._kept.copy_(flat, non_blocking=True)
-        flat.record_stream(host.out)  # its memory is given away only once the copy has ended
 
     def fetch(self) -> None:
         """Start moving it back, unless it is under way."""
-        if self._fetched is not None:
-            return
-        if self._host.back is None or self._host.out is None:
-            self._fetched = self._kept.clone()
-            return
-        fetched = torch.empty_like(self._kept, device=self._device, pin_memory=False)
-        self._host.back.wait_stream(self._host.out)
-        self._host.back.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._host.back):
-            fetched.copy_(self._kept, non_blocking=True)
-            self._event = self._host.back.record_event()
-        self._fetched = fetched
+        if self._fetched is None:
+            self._fetched = torch.empty_like(self._kept, device=self._device, pin_memory=False)
+            self._mark = self._link.back(self._kept, self._fetched, after=self._mark)
 
     def take(self) -> Tensor:
         """It, flat, on the device."""
         self.fetch()
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
         assert self._fetched is not None
+        self._link.wait(self._mark)
         return self._fetched
 
 

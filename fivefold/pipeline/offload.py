@@ -5,12 +5,14 @@ emptied where it is and filled again later, so that whatever shares it needs to 
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
+
+from fivefold.memory.host import HostLink, Mark
 
 Piece = tuple[int, int, int]
 """Stage, microbatch, slice."""
@@ -22,14 +24,14 @@ class _Kept:
 
     storages: dict[int, UntypedStorage] = field(default_factory=dict)
     copies: list[tuple[UntypedStorage, Tensor]] = field(default_factory=list)
-    event: torch.cuda.Event | None = None  # the end of the copy under way
+    mark: Mark = None  # of the last copy under way
 
 
 class HostStore:
-    """Moves what the forwards of some pieces saved, beside compute on CUDA.
+    """Moves what the forwards of some pieces saved.
 
     An OFFLOAD frees memory at the end of the compute act that follows it, a RELOAD takes it at
-    once; both as the simulator has it. Each direction has a stream of its own.
+    once; both as the simulator has it.
 
     Args:
         pieces: that will be offloaded.
@@ -39,10 +41,7 @@ class HostStore:
     def __init__(self, pieces: Collection[Piece], device: torch.device) -> None:
         self._kept = {piece: _Kept() for piece in pieces}
         self._leaving: list[Piece] = []
-        self._device = device
-        on_cuda = device.type == "cuda" and bool(pieces)
-        self._out = torch.cuda.Stream(device) if on_cuda else None
-        self._back = torch.cuda.Stream(device) if on_cuda else None
+        self._link = HostLink(device)
 
     @contextmanager
     def noting(self, piece: Piece) -> Iterator[None]:
@@ -72,21 +71,17 @@ class HostStore:
         if also is not None:
             kept.storages[also.untyped_storage().data_ptr()] = also.untyped_storage()
         others = {tensor.untyped_storage().data_ptr() for tensor in stay}
-        with self._beside(self._out):
-            for storage in kept.storages.values():
-                if storage.nbytes() and storage.data_ptr() not in others:
-                    pinned = self._out is not None
-                    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
-                    host.copy_(_bytes_of(storage), non_blocking=True)
-                    kept.copies.append((storage, host))
-            kept.event = self._mark()
+        for storage in kept.storages.values():
+            if storage.nbytes() and storage.data_ptr() not in others:
+                host, kept.mark = self._link.out(_bytes_of(storage))
+                kept.copies.append((storage, host))
         kept.storages = {}
         self._leaving.append(piece)
 
     def settle(self) -> None:
         """A compute act has ended: free what was leaving beside it."""
         for piece in self._leaving:
-            self._await(self._kept[piece])
+            self.wait(piece)
             for storage, _ in self._kept[piece].copies:
                 storage.resize_(0)
         self._leaving = []
@@ -98,31 +93,13 @@ class HostStore:
         kept = self._kept[piece]
         for storage, host in kept.copies:
             storage.resize_(host.numel())
-        with self._beside(self._back):
-            for storage, host in kept.copies:
-                _bytes_of(storage).copy_(host, non_blocking=True)
-            kept.event = self._mark()
+            kept.mark = self._link.back(host, _bytes_of(storage))
         kept.copies = []
 
     def wait(self, piece: Piece) -> None:
         """Let what follows see a piece whole."""
         if piece in self._kept:
-            self._await(self._kept[piece])
-
-    def _await(self, kept: _Kept) -> None:
-        if kept.event is not None:
-            torch.cuda.current_stream(self._device).wait_event(kept.event)
-
-    @contextmanager
-    def _beside(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """On a stream that has waited for what is issued already; on a CPU in place."""
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            yield
-
-    def _mark(self) -> torch.cuda.Event | None:
-        return None if self._out is None else torch.cuda.current_stream().record_event()
+            self._link.wait(self._kept[piece].mark)
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
