@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 GB = 1e9
+_GIB = 2.0**30
 _TERA = 1e12
 
 
@@ -42,7 +43,7 @@ class Gpu:
 
     Attributes:
         name: as the planner knows it.
-        memory_bytes: of device memory, as sold.
+        memory_bytes: of device memory, as CUDA reports it: less than the label says.
         memory_bandwidth: bytes/s of device memory, data sheet.
         peak: FLOP/s of dense multiplications, data sheet.
         matmul: FLOP/s that large multiplications reach.
@@ -79,7 +80,7 @@ def _rates(**tflops: float) -> Rates:
 
 _A100 = Gpu(
     "A100-80",
-    memory_bytes=80 * GB,
+    memory_bytes=79.2 * _GIB,
     memory_bandwidth=2040 * GB,
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
@@ -90,7 +91,7 @@ _A100 = Gpu(
 )
 _H100 = Gpu(
     "H100",
-    memory_bytes=80 * GB,
+    memory_bytes=79.1 * _GIB,
     memory_bandwidth=3350 * GB,
     peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
@@ -102,7 +103,7 @@ _H100 = Gpu(
 )
 _B200 = Gpu(
     "B200",
-    memory_bytes=180 * GB,
+    memory_bytes=178.4 * _GIB,
     memory_bandwidth=8000 * GB,
     peak=_rates(bf16=2250, fp8=4500, fp4=9000),
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
@@ -115,7 +116,7 @@ _B200 = Gpu(
 _GB200 = replace(
     _B200,
     name="GB200",
-    memory_bytes=186 * GB,
+    memory_bytes=184 * _GIB,
     peak=_rates(bf16=2500, fp8=5000, fp4=10000, fp32=80),
     matmul=_rates(bf16=1822, fp8=3616, fp4=7000, fp32=60),
     multiprocessors=152,
@@ -133,14 +134,14 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         gpu.name: gpu
         for gpu in (
-            replace(_A100, name="A100-40", memory_bytes=40 * GB, memory_bandwidth=1555 * GB),
+            replace(_A100, name="A100-40", memory_bytes=39.4 * _GIB, memory_bandwidth=1555 * GB),
             _A100,
             _H100,
             replace(_H100, name="H800"),
             replace(
                 _H100,
                 name="H200",
-                memory_bytes=141 * GB,
+                memory_bytes=139.7 * _GIB,
                 memory_bandwidth=4800 * GB,
                 matmul=_rates(bf16=794, fp8=1453, fp32=50),
             ),
@@ -148,7 +149,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             replace(
                 _H100,
                 name="H100-96",
-                memory_bytes=96 * GB,
+                memory_bytes=94.9 * _GIB,
                 memory_bandwidth=2400 * GB,
                 sustained=0.72,
                 sustained_narrow=0.745,
@@ -160,7 +161,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 _B200,
                 name="B300",
                 **_BLACKWELL_ULTRA,
-                memory_bytes=270 * GB,
+                memory_bytes=268 * _GIB,
                 peak=_rates(bf16=2250, fp8=4500, fp4=13500, fp32=75),
                 matmul=_rates(bf16=1745, fp8=3433, fp4=9500, fp32=60),
             ),
@@ -169,13 +170,13 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 _GB200,
                 name="GB300",
                 **_BLACKWELL_ULTRA,
-                memory_bytes=277 * GB,
+                memory_bytes=277 * _GIB,
                 peak=_rates(bf16=2500, fp8=5000, fp4=15000, fp32=80),
                 matmul=_rates(bf16=1822, fp8=3616, fp4=10500, fp32=60),
             ),
             Gpu(
                 "MI300X",
-                192 * GB,
+                192 * _GIB,
                 5300 * GB,
                 _rates(bf16=1307, fp8=2615, fp32=163, fp64=163),
                 _rates(bf16=668, fp8=1300, fp32=100),
@@ -183,7 +184,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             ),
             Gpu(
                 "L40S",
-                48 * GB,
+                44.4 * _GIB,
                 864 * GB,
                 _rates(bf16=362, fp8=733, fp32=91.6),
                 _rates(bf16=250, fp8=450, fp32=60),
@@ -191,7 +192,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             ),
             Gpu(
                 "RTX 4090",
-                24 * GB,
+                23.6 * _GIB,
                 1008 * GB,
                 _rates(bf16=165, fp8=330, fp32=82.6),
                 _rates(bf16=150, fp8=290, fp32=60),

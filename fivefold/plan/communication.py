@@ -44,8 +44,9 @@ def _rate(cluster: Cluster, group: Span) -> float:
 
 
 def _ring_latency(cluster: Cluster, group: Span) -> float:
+    """A piece visits every rank in turn, one node after the other (as NCCL's own tuner counts)."""
     inside = (group.size - group.nodes) * cluster.node_link.latency
-    return inside / group.nodes + (group.nodes - 1) * cluster.network_link.latency
+    return inside + (group.nodes - 1) * cluster.network_link.latency
 
 
 def gather(cluster: Cluster, group: Span, size: float) -> float:

@@ -78,15 +78,16 @@ def _memory_rate(gpu: Gpu) -> float:
     return gpu.memory_bandwidth * gpu.memory_efficiency
 
 
-def attention(gpu: Gpu, flops: float, length: int) -> Phases:
+def attention(gpu: Gpu, flops: float, length: int, precision: str = "bf16") -> Phases:
     """Seconds of fused attention; its backward does 2.5 times the arithmetic.
 
     Args:
         gpu: on which.
         flops: of the forward, as done: causal attention counts half.
         length: of the queries that a kernel sees, in tokens; short ones fill the device less.
+        precision: of its operands, which 8- and 4-bit training leaves alone: bf16, fp32, fp64.
     """
-    peak = gpu.peak.of("bf16") * length / (length + 512)
+    peak = gpu.peak.of(precision) * length / (length + 512)
     forward = flops / (peak * gpu.attention_forward) + gpu.launch
     backward = 2.5 * flops / (peak * gpu.attention_backward) + 2 * gpu.launch
     return Phases(forward, backward)

@@ -12,8 +12,9 @@ from math import comb
 from fivefold.check import Layout
 from fivefold.model.shape import layer_shapes, local_shape
 from fivefold.plan.cluster import Cluster
-from fivefold.plan.communication import all_reduce, all_to_all, gather, send, span
-from fivefold.plan.compute import Phases, attention, elementwise, matmul, overlapped
+from fivefold.plan.communication import all_reduce, all_to_all, gather, span
+from fivefold.plan.compute import Phases, elementwise, matmul, overlapped
+from fivefold.plan.context import configured_way
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 
@@ -73,6 +74,8 @@ class Software:
         gradient_bytes: of a gradient on the wire; None: as the settings say.
         reduces_once: with a pipeline, parameters are gathered and gradients reduced once a step,
             however they are sharded; Fivefold does so for each microbatch under ZeRO-2 and ZeRO-3.
+        by_tensor: each parameter is gathered and its gradient reduced by itself; otherwise a
+            layer's together.
         imbalance: tokens of the busiest rank's experts, over their even share.
     """
 
@@ -82,6 +85,7 @@ class Software:
     eager_dx: bool | None = None
     gradient_bytes: float | None = None
     reduces_once: bool = False
+    by_tensor: bool = False
     imbalance: float = 1.0
 
 
@@ -98,6 +102,7 @@ class LayerTimes:
 
     def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
         config, grid = layout.config, layout.grid
+        self.config = config
         self.cluster, self.gpu, self.software = cluster, cluster.gpu, software
         self.model, self.parallel, self.grid = config.model, config.parallel, grid
         self.memory, self.training = config.memory, config.training
@@ -107,7 +112,6 @@ class LayerTimes:
         narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
         self.precision = narrow or training.precision
         self.tp = span(cluster, grid.tp, 1)
-        self.cp = span(cluster, grid.cp, grid.tp)
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
         self._known: dict[tuple[bool, bool], Times] = {}
@@ -316,10 +320,8 @@ class LayerTimes:
         )
         if model.attention_dropout and not self.software.fused_attention:
             return rotary + Times(self._score_matrices(heads, length))
-        features = model.query_dim + model.value_dim
-        flops = 2.0 * self.tokens * length * heads * features / 2  # causal
-        times = attention(self.gpu, flops, length // self.grid.cp)
-        return rotary + Times(times, cp=self._context(times))
+        way = configured_way(self.config, self.cluster)
+        return rotary + Times(way.attention, cp=way.exposed)
 
     def _score_matrices(self, heads: int, length: int) -> Phases:
         """Attention with its [S, S] scores in memory: products, masked softmax, dropout."""
@@ -331,33 +333,6 @@ class LayerTimes:
         forward = scores + mixed + elementwise(gpu, 9 * size, 2)
         backward = 2 * (scores + mixed) + elementwise(gpu, 11 * size, 2)
         return Phases(forward, backward)
-
-    def _context(self, times: Phases) -> Phases:
-        """What context parallelism leaves exposed, by its kind."""
-        cp = self.grid.cp
-        if cp == 1:
-            return Phases()
-        model = self.model
-        kind = self.parallel.cp_comm_type[0]
-        kv = self.tokens * ELEMENT * max(model.k_size + model.v_size, 1) / self.grid.tp
-        if kind == "p2p":
-            hop = send(
-                self.cluster, self.grid.tp if self.cp.nodes == 1 else self.cluster.gpus_per_node, kv
-            )
-            forward = overlapped(self.gpu, times.forward / cp, hop)
-            backward = overlapped(self.gpu, times.dx / cp, 2 * hop)
-            return Phases((cp - 1) * forward, (cp - 1) * backward)
-        if kind == "all_gather":
-            if model.multi_latent_attention:  # the latents travel, and one rotary key for all heads
-                latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
-                kv = self.tokens * ELEMENT * latent
-            whole = gather(self.cluster, self.cp, kv * cp)
-            return Phases(whole, 2 * whole)
-        heads = self.tokens * ELEMENT * 2 * (model.q_size + model.k_size) / self.grid.tp
-        inside = heads * (self.cp.inner - 1) / cp
-        across = heads * (cp - self.cp.inner) / cp
-        moved = all_to_all(self.cluster, self.cp, inside, across)
-        return Phases(moved, moved)
 
     def _experts(self) -> dict[str, Times]:
         """Router, dispatch, the experts, combine, and the experts that see every token."""

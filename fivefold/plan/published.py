@@ -197,9 +197,11 @@ def _from_shape(row: Row, layers: int, hidden: int, heads: int) -> ModelConfig:
         hidden_dropout=0.1,
         attention_dropout=0.1 if row.is_old_megatron else 0.0,
     )
-    if gpt:
-        return old
     wanted = re.search(r"(\d+(?:\.\d+)?)\s*b\b", name)
+    if gpt:
+        apart = replace(old, untie_embeddings_and_output_weights=True)
+        far = wanted and count_parameters(old).total < 0.95e9 * float(wanted.group(1))
+        return apart if far else old
     tied = replace(base, untie_embeddings_and_output_weights=False)
     if wanted is None:
         return base
@@ -226,6 +228,7 @@ def software_of(row: Row) -> Software:
         eager_dx=False,
         gradient_bytes=2.0 if row.text("prec") == "fp16" else None,
         reduces_once=True,
+        by_tensor="nanotron" in source,
         imbalance=1.2 if "dropless" in note else 1.0,
     )
 
@@ -377,8 +380,10 @@ def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
         "sequence_parallel": sequence,
         "tp_comm_overlap": tp > 1 and ("async" in note or nvidia),
         "data_parallel_sharding_strategy": _strategy(row),
-        "overlap_grad_reduce": not row.is_old_megatron,
-        # nanotron gathers its shards after the optimizer's step.
+        # nanotron has no hooks on gradients that it shards and sums in fp32, and gathers its shards
+        # after the optimizer's step.
+        "overlap_grad_reduce": not row.is_old_megatron
+        and not ("nanotron" in source and _strategy(row) == "optim"),
         "overlap_param_gather": not row.is_old_megatron and "nanotron" not in source,
     }
     if model.num_experts:

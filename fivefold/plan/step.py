@@ -124,6 +124,7 @@ class _Predictor:
         self.times = LayerTimes(layout, cluster, software)
         self.policy = engine_policy(self.parallel, layout.config.training.precision)
         known: dict[StageKind, Times] = {}
+        self._known_moves: dict[StageKind, tuple[float, float]] = {}
         stages = []
         for spec in layout.split.stages:
             kind = self._kind(spec)
@@ -167,19 +168,29 @@ class _Predictor:
 
     def _moves(self, spec: StageParts) -> tuple[float, float]:
         """Seconds to gather a stage's parameters once, and to reduce its gradients once."""
+        kind = self._kind(spec)
+        if kind not in self._known_moves:
+            self._known_moves[kind] = self._moved(spec)
+        return self._known_moves[kind]
+
+    def _moved(self, spec: StageParts) -> tuple[float, float]:
         shard, replica, expert = self._data_groups()
-        dense = experts = 0
-        for block in stage_blocks(self.layout, spec):
-            dense += block.count * sum(map(prod, block.dense))
-            experts += block.count * sum(map(prod, block.experts))
         wire = self.software.gradient_bytes or (2 if self.parallel.grad_reduce_in_bf16 else 4)
         cluster = self.cluster
-        if self.parallel.data_parallel_sharding_strategy == "no_shard":
-            together = all_reduce(cluster, shard, dense * wire)
-            return 0.0, together + all_reduce(cluster, expert, experts * wire)
-        gathered = gather(cluster, shard, dense * 2) + gather(cluster, expert, experts * 2)
-        reduced = gather(cluster, shard, dense * wire) + gather(cluster, expert, experts * wire)
-        reduced += all_reduce(cluster, replica, dense * wire / shard.size)
+        whole = self.parallel.data_parallel_sharding_strategy == "no_shard"
+        gathered = reduced = 0.0
+        for block in stage_blocks(self.layout, spec):
+            for group, shapes in ((shard, block.dense), (expert, block.experts)):
+                sizes = [prod(shape) for shape in shapes]
+                for size in sizes if self.software.by_tensor else [sum(sizes)] if sizes else []:
+                    if whole:
+                        reduced += block.count * all_reduce(cluster, group, size * wire)
+                        continue
+                    gathered += block.count * gather(cluster, group, size * 2)
+                    reduced += block.count * gather(cluster, group, size * wire)
+                    if group is shard:
+                        share = size * wire / shard.size
+                        reduced += block.count * all_reduce(cluster, replica, share)
         return gathered, reduced
 
     @property

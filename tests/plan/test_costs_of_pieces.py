@@ -82,6 +82,18 @@ def test_collectives_cost_what_their_bytes_and_links_say():
     assert all_to_all(CLUSTER, alone, size, 0) == 0
 
 
+def test_an_empty_ring_visits_every_rank():
+    inside, across = CLUSTER.node_link.latency, CLUSTER.network_link.latency
+    assert gather(CLUSTER, span(CLUSTER, 64, 1), 0.0) == pytest.approx(56 * inside + 7 * across)
+    assert gather(CLUSTER, span(CLUSTER, 8, 8), 0.0) == pytest.approx(7 * across)
+
+
+def test_attention_runs_at_the_rate_of_its_precision():
+    narrow, single = (attention(GPU, 1e15, 8192, kind) for kind in ("bf16", "fp32"))
+    ratio = GPU.peak.of("bf16") / GPU.peak.of("fp32")
+    assert single.forward / narrow.forward == pytest.approx(ratio, rel=1e-3)
+
+
 def test_both_kinds_of_link_deal_out_tokens_at_once():
     group = span(CLUSTER, 16, 1)
     slow = all_to_all(CLUSTER, group, 0, 1e9)

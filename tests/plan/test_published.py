@@ -73,6 +73,10 @@ def test_a_shape_is_completed_so_that_it_has_the_parameters_of_its_name():
     gpt = model_of(row(model="GPT-1.3B", L="16", **shape))
     assert not gpt.gated_linear_unit and gpt.attention_dropout == 0
     assert model_of(row(model="GPT-1.3B", L="16", flops_conv="HFU96", **shape)).attention_dropout
+    wide = {"h": "4096", "heads": "32", "kv": "8", "vocab": "131072"}
+    apart = model_of(row(model="GPT-7B", L="32", **wide))
+    assert apart.untie_embeddings_and_output_weights
+    assert count_parameters(apart).total / 1e9 == pytest.approx(6.7, rel=0.01)
 
 
 def test_a_model_with_fewer_layers_keeps_one_without_experts():

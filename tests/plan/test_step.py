@@ -178,6 +178,15 @@ def test_what_no_published_run_covers_is_said_and_widens_the_interval():
     assert unseen.high / unseen.step_time > seen.high / seen.step_time
 
 
+def test_gathering_each_tensor_by_itself_takes_longer():
+    layout = planned("llama3-8b", 64, gbs=64, data_parallel_sharding_strategy="optim")
+    one, many = (
+        part(predict(layout, CLUSTER, Software(by_tensor=apart)), "DP communication")
+        for apart in (False, True)
+    )
+    assert many > one
+
+
 def test_two_hundred_large_layouts_take_less_than_four_seconds():
     layout = planned(
         "llama3-405b",
