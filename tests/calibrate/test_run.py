@@ -1,5 +1,7 @@
 """What is measured becomes a cluster file that the planner reads back."""
 
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -91,6 +93,7 @@ def _calibrate(rank: int, world_size: int, path: Path) -> None:
         patch.multiple(measure, SECONDS=0.0, SUSTAINED_SECONDS=0.0, SHAPES=small),
         patch.multiple(measure, BUFFER={"cpu": 1 << 16}, MESSAGES=(4096, 65536)),
         patch.object(run, "init_process_group", lambda env, kind: run.torch.device(kind)),
+        redirect_stdout(StringIO()),
     ):
         run._calibrate_on_rank(env, path=path)
 
