@@ -23,7 +23,7 @@ from fivefold.plan.describe import summary
 from fivefold.plan.explain import shortfall, slower
 from fivefold.plan.layer import Software
 from fivefold.plan.request import Request, request
-from fivefold.plan.search import Candidate, capacity, search
+from fivefold.plan.search import Candidate, capacity, search, with_context
 from fivefold.plan.space import enumerate_space
 from fivefold.units import human_seconds
 
@@ -108,7 +108,7 @@ def restricted(asked: Request, published: dict[str, Any]) -> Request:
 
 def faster_share(asked: Request, seconds: float) -> float:
     """Of all legal layouts, those that may fit and be faster, by their bounds."""
-    space = enumerate_space(asked.config, asked.world, asked.given)
+    space = with_context(enumerate_space(asked.config, asked.world, asked.given), asked)
     ranks = Ranks.of(asked.config.model, space.ways)
     fits = np.flatnonzero(memory_bound(space, ranks).bytes <= capacity(asked))
     bounds = time_bound(space.take(fits), ranks, asked.cluster, Software())

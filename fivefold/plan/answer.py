@@ -6,7 +6,8 @@ from math import ceil
 from textwrap import wrap
 
 from fivefold.model.shape import count_parameters
-from fivefold.plan.describe import ZERO, memory_words, summary
+from fivefold.plan.context import configured_way, context_ways
+from fivefold.plan.describe import ZERO, context_words, memory_words, summary
 from fivefold.plan.explain import (
     Rule,
     alternatives,
@@ -61,7 +62,7 @@ def ranked(result: Result, most: int) -> list[str]:
             (
                 f"{number}",
                 f"{grid.tp}",
-                f"{grid.cp}",
+                f"{grid.cp}" + (f" {context_words(layout)}" if grid.cp > 1 else ""),
                 f"{grid.pp}",
                 expert,
                 f"{grid.dp}",
@@ -171,8 +172,14 @@ def best(result: Result) -> Iterator[str]:
         f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
     )
     yield from wrap(CONVENTION, WIDTH)
-    for note in prediction.notes:
-        yield f"note: {note}"
+    notes = list(prediction.notes)
+    if candidate.layout.config.parallel.overlap_moe_expert_parallel_comm:
+        notes.append(
+            "experts' all-to-alls count as hidden in every forward and backward, also where the "
+            "warm-up has nothing to run beside them"
+        )
+    for note in notes:
+        yield from wrap(f"note: {note}", WIDTH)
 
 
 @dataclass(frozen=True)
@@ -262,7 +269,8 @@ def cost_lines(result: Result, tokens: float | None) -> Iterator[str]:
 
 def explained(result: Result) -> Iterator[str]:
     """What binds, what else there is, and what would change it."""
-    yield f"binding: {binding(result)}"
+    yield from wrap(f"binding: {binding(result)}", WIDTH)
+    yield from context(result)
     yield ""
     others = [("not chosen", "because")]
     others += [(summary(a.candidate.layout), a.reason) for a in alternatives(result)]
@@ -275,6 +283,40 @@ def explained(result: Result) -> Iterator[str]:
             layout += f", by {summary(change.candidate.layout)}"
         rows.append((change.change, human_seconds(change.seconds), layout))
     yield from table(rows, right=(1,))
+
+
+def context(result: Result) -> Iterator[str]:
+    """Why keys and values travel as they do."""
+    config, cluster = result.best.layout.config, result.request.cluster
+    if result.best.layout.grid.cp == 1:
+        return
+    chosen = configured_way(config, cluster)
+    ways = context_ways(config, cluster)
+    yield (
+        f"context parallelism by {chosen.name}; a layer and microbatch, forward and backward, has "
+        f"{human_seconds(chosen.attention.total)} of attention, and:"
+    )
+    rows = [("", "sends", "exposed", "with attention")]
+    for way in ways:
+        sent = human_bytes(way.sent.forward + way.sent.backward)
+        mark = "*" if way.name == chosen.name else ""
+        rows.append(
+            (
+                way.name + mark,
+                sent,
+                human_seconds(way.exposed.total),
+                human_seconds(way.seconds),
+            )
+        )
+    yield from table(rows, right=(1, 2, 3))
+    own = config.training.seq_length // result.best.layout.grid.cp
+    ring = next((way for way in ways if way.kind == "p2p"), None)
+    if ring is not None:
+        hides = "hides" if own >= ring.tokens else "does not hide"
+        yield (
+            f"a ring {hides} its hops: that takes {ring.tokens:,.0f} tokens of a sequence on a "
+            f"rank (2 k/a F/B), which has {own:,}"
+        )
 
 
 def pareto(result: Result) -> list[str]:

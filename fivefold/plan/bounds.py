@@ -40,7 +40,7 @@ from fivefold.pipeline.layout import split_layers
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, span
 from fivefold.plan.compute import Phases, elementwise
-from fivefold.plan.layer import LayerTimes, Software
+from fivefold.plan.layer import LayerTimes, Software, Times
 from fivefold.plan.memory import waiting_bytes
 from fivefold.plan.space import STRATEGIES, Column, Space, codes
 from fivefold.plan.ways import FUSED, Way
@@ -417,8 +417,9 @@ def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software)
     """
     run, of_run = space.distinct(_TIMING)
     sharded, of_sharded = space.distinct(_SHARDING)
-    names = ("tp", "sp", "cp", "ep", "etp", "mbs", "memory")
-    cells = Cells(run, names, lambda config: _seconds(config, cluster, software))
+    names = ("tp", "sp", "cp", "ep", "etp", "mbs", "memory", "pairs")
+    known: dict[tuple[object, ...], dict[str, Times]] = {}
+    cells = Cells(run, names, lambda config: _seconds(config, cluster, software, known))
     data = _DataParallel(sharded, cluster)
     strategy, microbatches = space.columns["strategy"], space.columns["microbatches"]
     best = _path(run, ranks, cells)[of_run]
@@ -500,10 +501,15 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     return found
 
 
-def _seconds(config: Config, cluster: Cluster, software: Software) -> list[float]:
+def _seconds(
+    config: Config,
+    cluster: Cluster,
+    software: Software,
+    known: dict[tuple[object, ...], dict[str, Times]],
+) -> list[float]:
     """Seconds of a microbatch in a block of each kind: forwards, dX, dW; bytes of its message."""
     model = config.model
-    times = LayerTimes(one_stage(config), cluster, software)
+    times = LayerTimes(one_stage(config), cluster, software, known)
     full = config.memory.recompute_granularity == "full"
     found = {
         kind: times.layer(model.is_moe(layer), full and kind != PREDICTION).total

@@ -29,6 +29,8 @@ def summary(layout: Layout) -> str:
     """A layout in one line."""
     parallel, training = layout.config.parallel, layout.config.training
     words = [degrees(layout), f"micro-batch {training.micro_batch_size}"]
+    if layout.grid.cp > 1:
+        words.append(f"cp by {context_words(layout)}")
     if layout.grid.pp > 1:
         virtual = layout.split.num_virtual
         words.append(f"{layout.schedule}" + (f" x {virtual} stages" if virtual > 1 else ""))
@@ -38,6 +40,14 @@ def summary(layout: Layout) -> str:
         words.append(strategy + (f" in {copies} groups" if copies > 1 else ""))
     words += memory_words(layout)
     return ", ".join(words)
+
+
+def context_words(layout: Layout) -> str:
+    """In which ways context parallelism communicates: 'a2a+p2p 8x2'."""
+    parallel = layout.config.parallel
+    kinds = "/".join(dict.fromkeys(parallel.cp_comm_type))
+    sizes = "x".join(map(str, parallel.hierarchical_context_parallel_sizes))
+    return f"{kinds} {sizes}".strip()
 
 
 def memory_words(layout: Layout) -> list[str]:

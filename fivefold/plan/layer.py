@@ -5,6 +5,7 @@ group that `mesh.grid` lays out. What a module costs is split into computation a
 of parallelism leaves exposed of its communication.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import comb
@@ -98,9 +99,23 @@ RECIPE_RATE = {"delayed": 1.0, "tensorwise": 1.0, "mxfp8": 0.95, "blockwise": 0.
 
 
 class LayerTimes:
-    """The times of a layout's layers and ends on a cluster; each is computed once."""
+    """The times of a layout's layers and ends on a cluster; each is computed once.
 
-    def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
+    Args:
+        layout: of which.
+        cluster: on what.
+        software: that runs it.
+        known: blocks' modules by the degrees that they depend on, to share among layouts of one
+            model on one cluster.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        cluster: Cluster,
+        software: Software,
+        known: dict[tuple[object, ...], dict[str, Times]] | None = None,
+    ) -> None:
         config, grid = layout.config, layout.grid
         self.config = config
         self.cluster, self.gpu, self.software = cluster, cluster.gpu, software
@@ -115,6 +130,7 @@ class LayerTimes:
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
         self._known: dict[tuple[bool, bool], Times] = {}
+        self._blocks = {} if known is None else known
 
     @cached_property
     def hidden_bytes(self) -> float:
@@ -162,8 +178,19 @@ class LayerTimes:
         return times + Times(compute=wait)
 
     def _modules(self, is_moe: bool) -> dict[str, Times]:
-        mlp = self._experts() if is_moe else self._dense_mlp()
-        return self._attention_block() | mlp
+        key = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
+        attention = self._once(("attention", *key), self._attention_block)
+        if is_moe:
+            key = (*key, self.grid.ep, self.grid.etp)
+            return attention | self._once(("experts", *key), self._experts)
+        return attention | self._once(("dense", *key), self._dense_mlp)
+
+    def _once(
+        self, key: tuple[object, ...], block: Callable[[], dict[str, Times]]
+    ) -> dict[str, Times]:
+        if key not in self._blocks:
+            self._blocks[key] = block()
+        return self._blocks[key]
 
     def _attention_block(self) -> dict[str, Times]:
         model = self.model

@@ -20,16 +20,19 @@ class MemoryChoice:
     Attributes:
         name: for people.
         settings: that ask for it.
+        is_full: whether it repeats whole layers.
     """
 
     name: str
     settings: Mapping[str, Any] = field(compare=False)
+    is_full: bool = False
 
 
 def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
     """What the search tries everywhere: nothing, cheap modules, costly modules, whole layers."""
     if given & set(RECOMPUTE):
-        return [MemoryChoice(describe(config.memory), {})]
+        is_full = config.memory.recompute_granularity == "full"
+        return [MemoryChoice(describe(config.memory), {}, is_full)]
     return [
         MemoryChoice("no recompute", _settings(recompute_granularity=None)),
         *(_selective(modules) for modules in _module_sets(config.model)),
@@ -38,6 +41,7 @@ def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
             _settings(
                 recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
             ),
+            is_full=True,
         ),
     ]
 

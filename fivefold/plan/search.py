@@ -17,6 +17,7 @@ from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.mesh.grid import Grid
 from fivefold.plan.bounds import Ranks, Values, memory_bound, time_bound
+from fivefold.plan.context import SETTINGS, best_context
 from fivefold.plan.layer import Software
 from fivefold.plan.memory import MemoryPrediction, peak_memory
 from fivefold.plan.memory_choices import MemoryChoice, refinements
@@ -194,7 +195,8 @@ class _Search:
         """Every legal layout."""
         request = self.request
         widest = 2 * request.cluster.gpus_per_node
-        return enumerate_space(request.config, request.world, request.given, widest)
+        space = enumerate_space(request.config, request.world, request.given, widest)
+        return with_context(space, request)
 
     def _look(self, space: Space, bounds: Values, states: Values) -> float:
         """Predict in the order of the bounds; the gap that is left.
@@ -295,6 +297,21 @@ def smallest_layouts(request: Request, count: int = 3) -> list[Candidate]:
     memory = memory_bound(space, Ranks.of(request.config.model, space.ways))
     rows = np.argsort(memory.bytes, kind="stable")[:count]
     return [run.candidate(space, int(row), float("inf")) for row in rows]
+
+
+def with_context(space: Space, request: Request) -> Space:
+    """The space, in which context parallelism communicates in the fastest way, unless it is given.
+
+    How fast a way is depends on few columns, and on nothing that is added around attention.
+    """
+    if request.given & SETTINGS or not len(space):
+        return space
+    few, _ = space.distinct(("tp", "cp", "mbs"))
+    context = {}
+    for row in np.flatnonzero(few.columns["cp"] > 1).tolist():
+        key = tuple(int(few.columns[name][row]) for name in ("tp", "cp", "mbs"))
+        context[key] = best_context(few.config_of(row), request.cluster)
+    return replace(space, context=context)
 
 
 def capacity(request: Request) -> float:

@@ -6,7 +6,7 @@ one axis is asked of `check`, which has the last word on every layout that is lo
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, get_args
@@ -20,7 +20,7 @@ from fivefold.config.parallel import ShardingStrategy
 from fivefold.errors import ConfigError
 from fivefold.mesh.rules import divisors
 from fivefold.plan.memory_choices import MemoryChoice, memory_choices
-from fivefold.plan.ways import Way, ways
+from fivefold.plan.ways import PAIRED, Way, ways
 
 Column = NDArray[np.int64]
 Columns = dict[str, Column]
@@ -40,6 +40,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
 )
 MAX_MICRO_BATCH = 16  # sequences that are tried
 MIN_SLICE = 256  # tokens of a sequence that context-parallel ranks keep at least
+DENSE, SPARSE = 64, 1 << 22  # numbers that are taken as they come; numbers that are counted anew
 FEW = 2  # numbers of sharding groups, besides one, that are tried
 
 
@@ -62,7 +63,9 @@ class Space:
         world: devices.
         ways: that the column `way` counts.
         memory: recompute and offload choices that the column `memory` counts.
-        columns: tp, cp, pp, dp, ep, etp, mbs, microbatches, strategy, instances, way, memory.
+        columns: tp, sp, cp, pp, dp, ep, etp, mbs, microbatches, strategy, instances, way, memory,
+            and pairs: whether experts' messages hide behind the other half of a pair.
+        context: (tp, cp, mbs) -> settings of the way in which context parallelism communicates.
     """
 
     config: Config
@@ -70,6 +73,9 @@ class Space:
     ways: Sequence[Way]
     memory: Sequence[MemoryChoice]
     columns: Columns
+    context: Mapping[tuple[int, int, int], Mapping[str, Any]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
 
     def __len__(self) -> int:
         return len(self.columns["tp"])
@@ -84,15 +90,21 @@ class Space:
     def take(self, index: Column) -> "Space":
         """Some of the candidates, in that order."""
         columns = {name: column[index] for name, column in self.columns.items()}
-        return Space(self.config, self.world, self.ways, self.memory, columns)
+        return replace(self, columns=columns)
 
     def distinct(self, names: Sequence[str]) -> tuple["Space", Column]:
         """Candidates that differ in these columns, one each; and which of them each one is like."""
         index = np.zeros(len(self), np.int64)
         count = 1
         for name in names:
-            places, more = codes(self.columns[name])
-            index, count = codes(index * more + places)
+            column = self.columns[name]
+            more = int(column.max(initial=0)) + 1
+            if more > DENSE:
+                column, more = codes(column)
+            if count * more > SPARSE:
+                index, count = codes(index)
+            index, count = index * more + column, count * more
+        index, count = codes(index)
         rows = np.zeros(count, np.int64)
         rows[index] = np.arange(len(self))
         return self.take(rows), index
@@ -105,6 +117,9 @@ class Space:
         settings["data_parallel_shard_size"] = at["dp"] // at["instances"]
         settings["data_parallel_sharding_strategy"] = STRATEGIES[at["strategy"]]
         settings["sequence_parallel"] = bool(at["sp"])
+        if at["pairs"]:
+            settings["overlap_moe_expert_parallel_comm"] = True
+        settings |= self.context.get((at["tp"], at["cp"], at["mbs"]), {})
         return {**settings, **way.settings, **choice.settings}
 
     def config_of(self, row: int) -> Config:
@@ -139,6 +154,7 @@ def enumerate_space(
     columns = _where(columns, _sharding_holds(columns))
     choices = memory_choices(config, given)
     columns = _join(columns, {"memory": range(len(choices))})
+    columns = _paired(columns, config, given, found, choices)
     return Space(config, world, found, choices, columns)
 
 
@@ -261,6 +277,27 @@ def _runnable(columns: Columns, found: Sequence[Way]) -> Columns:
     for number in set(microbatches.tolist()):
         takes[:, number] = [w.takes(number) for w in found]
     return _where(columns, takes[way, microbatches])
+
+
+def _paired(
+    columns: Columns,
+    config: Config,
+    given: frozenset[str],
+    found: Sequence[Way],
+    choices: Sequence[MemoryChoice],
+) -> Columns:
+    """With the column of pairs; without 1F1B in pairs that have nothing to hide.
+
+    Full recomputation starts a backward with a forward of its own, which forms no pair.
+    """
+    names = np.array([way.schedule for way in found], str)[columns["way"]]
+    whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
+    hides = (columns["ep"] > 1) & ~whole & np.isin(names, PAIRED)
+    asked = "overlap_moe_expert_parallel_comm" in given
+    columns["pairs"] = (hides & (not asked)).astype(np.int64)
+    if asked or "pipeline_schedule" in given:
+        return columns
+    return _where(columns, hides | (names != "combined_1f1b"))
 
 
 def _sharding_holds(columns: Columns) -> NDArray[np.bool_]:

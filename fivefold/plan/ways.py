@@ -28,6 +28,8 @@ CUTTING = (
 LINE = ("1f1b", "zb_h1", "zb_h2")
 LOOP = ("interleaved_1f1b", "interleaved_zb", "combined_1f1b")
 V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v")
+PAIRED = ("combined_1f1b", "dualpipe", "dualpipe_v")
+"""Schedules in which a forward and a backward run beside each other."""
 FUSED = frozenset({"gpipe", "looped_bfs", "1f1b", "eager_1f1b", "interleaved_1f1b"})
 """Schedules whose dW follows its dX at once."""
 
@@ -88,8 +90,12 @@ def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[
         names = ("1f1b",)
     else:
         names = (*LINE, *LOOP, *V_SHAPED)
+    parallel = config.parallel
+    may_pair = parallel.overlap_moe_expert_parallel_comm or (
+        config.model.num_experts is not None and "overlap_moe_expert_parallel_comm" not in given
+    )
     for name in names:
-        if name == "combined_1f1b" and not config.parallel.overlap_moe_expert_parallel_comm:
+        if name == "combined_1f1b" and len(names) > 1 and not may_pair:
             continue
         if name in LOOP and split.num_virtual == 1 and len(names) > 1:
             continue
