@@ -26,7 +26,7 @@ from fivefold.mesh.rules import (
 from fivefold.pipeline.automatic_split import AUTO, automatic_split
 from fivefold.pipeline.ir import Kind, Program, stages_on
 from fivefold.pipeline.layout import Split, StageSpec, split_layers
-from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.lowering import eager_dx, lower, unpaired
 from fivefold.pipeline.modelled import modelled_problem
 from fivefold.pipeline.rules import SYNTHESISED, check_schedule
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program, with_copies
@@ -80,7 +80,8 @@ class Layout:
         Raises:
             ConfigError: the schedule cannot take that many microbatches.
         """
-        program = self.compute_program(num_microbatches, forward_only=forward_only)
+        # The executor runs the halves of a pair in turn: the second's messages may come later.
+        program = unpaired(self.compute_program(num_microbatches, forward_only=forward_only))
         if self.defers_weights:
             program = eager_dx(program)
         gathered = self.config.parallel.pipeline_max_unsharded_stages

@@ -8,8 +8,10 @@ from fivefold.check import Layout, check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
+from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import Kind, v_placement
-from fivefold.pipeline.simulate import peak_in_flight
+from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.simulate import peak_in_flight, simulate
 from fivefold.pipeline.validate import validate
 
 MODEL = ModelConfig(num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=512)
@@ -59,6 +61,19 @@ def test_a_search_finds_the_same_program_on_every_rank() -> None:
     little = layout(pipeline_schedule="synthesised", pipeline_in_flight_limit=2.0)
     assert max(peak_in_flight(little.compute_program())) <= 2
     assert little.program(forward_only=True).num_microbatches == 8
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "dualpipe_v", "combined_1f1b"])
+def test_the_second_half_of_a_pair_waits_for_its_own_message_only(schedule: str) -> None:
+    virtual = 2 if schedule == "combined_1f1b" else None
+    found = layout(pipeline_schedule=schedule, num_virtual_stages_per_pipeline_rank=virtual)
+    paired, run = found.compute_program(), found.program()
+    assert any(act.kind is Kind.FB for acts in paired.ranks for act in acts)
+    assert not any(act.kind is Kind.FB for acts in run.ranks for act in acts)
+    validate(run)
+    costs = Costs.uniform(run.num_stages, hop=0.1)
+    together, apart = (simulate(p, costs).makespan for p in (eager_dx(paired), run))
+    assert apart < together
 
 
 def test_stages_are_gathered_where_the_program_says() -> None:
