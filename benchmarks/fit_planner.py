@@ -2,116 +2,238 @@
 
     python -m benchmarks.fit_planner [FILE.csv]
 
-Fitted are, of each kind of GPU, the shares of achievable rates that training keeps (`sustained`,
-`sustained_narrow`, fused attention), by least absolute logarithmic error over the dense rows. A
-source counts by the square root of its rows, so that a long sweep does not decide for all. Nothing
-is fitted to a row or to a source. The result is printed, to be written into fivefold/hardware.py;
-beside it the errors of every source when the constants are fitted without it.
+Fitted are, of each kind of silicon, the shares of achievable rates that training keeps
+(`sustained`, `sustained_narrow`, fused attention) and what communication takes from computation
+beside it, over dense rows; then, for all kinds together, the time of one operation of the host,
+over rows with experts. The loss is the mean absolute logarithmic error of a source, and of these
+the mean over sources: a long sweep counts no more than a short table. Nothing is fitted to a row or
+to a source. Of several configurations that a row may mean, the fastest at the start counts.
+
+Printed are the constants, to be written into fivefold/hardware.py and fivefold/plan/cluster.py, and
+for every source its error with them, and with those that are fitted without it.
 """
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from math import log, sqrt
+from dataclasses import dataclass, replace
+from math import exp, log
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+from fivefold.check import Layout
 from fivefold.plan.cluster import Cluster
-from fivefold.plan.published import Row, cluster_of, read_rows
-from fivefold.plan.score import Case, prepare, score
+from fivefold.plan.layer import Software
+from fivefold.plan.published import software_of
+from fivefold.plan.row import read_rows
+from fivefold.plan.score import prepare, score
+from fivefold.plan.step import predict
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"
 Constants = Mapping[str, float]
-FITTED = ("sustained", "sustained_narrow", "attention_forward")
+Apply = Callable[[Constants], Callable[[Cluster], Cluster]]
+RANGES = {
+    "sustained": (0.3, 1.0),
+    "sustained_narrow": (0.3, 1.0),
+    "attention_forward": (0.15, 0.8),
+    "overlap_slowdown": (0.02, 0.4),
+}
 BACKWARD = 0.82  # of attention's forward rate, as published kernels reach it
-FACTORS = (0.93, 0.98, 1.02, 1.07)  # by which a constant is tried to change
+HOST_RANGE = {"host_operation": (1e-6, 50e-6)}
+RATES = ("sustained", "sustained_narrow", "attention_forward")
+STEPS = (1.1, 1.03, 1.01, 1.003)  # factors by which a constant is tried to change, coarse to fine
+NUDGE = 1.02  # of a constant, to see what it moves
+ROUNDS = 3  # of tangents and descent
 FAMILIES = ("A100", "H100-96", "H", "B200", "B300")  # of one silicon each, by the start of the name
 
 
-def family(case: Case) -> str:
-    """Kinds of GPU that share their constants."""
-    name = cluster_of(case.row).gpu.name
-    return next((start for start in FAMILIES if name.removeprefix("G").startswith(start)), name)
+@dataclass(frozen=True)
+class Run:
+    """A published run, and the configuration that it is taken to be."""
+
+    source: str
+    layout: Layout
+    cluster: Cluster
+    software: Software
+    measured: float
+    has_experts: bool
+
+    @property
+    def family(self) -> str:
+        """Kinds of GPU that share their constants."""
+        name = self.cluster.gpu.name
+        return next((f for f in FAMILIES if name.removeprefix("G").startswith(f)), name)
+
+    def log_error(self, changed: Callable[[Cluster], Cluster]) -> float:
+        """Logarithm of the predicted time over the measured one."""
+        time = predict(self.layout, changed(self.cluster), self.software).step_time
+        return log(time / self.measured)
 
 
-def with_constants(cluster: Cluster, constants: Constants) -> Cluster:
-    """The cluster with other constants."""
-    backward = BACKWARD * constants["attention_forward"]
-    gpu = replace(cluster.gpu, attention_backward=backward, **constants)
-    return replace(cluster, gpu=gpu)
+def with_gpu(constants: Constants) -> Callable[[Cluster], Cluster]:
+    """Puts other constants of its GPU into a cluster."""
+    values: dict[str, Any] = {
+        **constants,
+        "attention_backward": BACKWARD * constants["attention_forward"],
+    }
+    return lambda cluster: replace(cluster, gpu=replace(cluster.gpu, **values))
 
 
-def loss(cases: Sequence[Case], constants: Constants) -> float:
-    """Mean absolute logarithmic error, sources weighted by the square root of their rows."""
-    hardware = _hardware(constants)
-    count = Counter(case.row.source for case in cases)
-    total = weights = 0.0
-    for case in cases:
-        weight = 1 / sqrt(count[case.row.source])
-        scored = score(case, hardware, with_memory=False)
-        total += weight * abs(log(1 + scored.error))
-        weights += weight
-    return total / weights
+def with_host(constants: Constants) -> Callable[[Cluster], Cluster]:
+    """Puts another time of a host's operation into a cluster."""
+    values: dict[str, Any] = dict(constants)
+    return lambda cluster: replace(cluster, **values)
 
 
-def _hardware(constants: Constants) -> Callable[[Row], Cluster]:
-    return lambda row: with_constants(cluster_of(row), constants)
+@dataclass(frozen=True)
+class Tangent:
+    """Predicted time over measured time of a run, near some constants.
+
+    A step's time is a sum of times that are each in inverse proportion to a rate, so a tangent in
+    the reciprocals of the rates holds far from where it touches; it breaks only where the larger of
+    two times changes. The constants that are times or shares of time count as they are.
+    """
+
+    source: str
+    ratio: float
+    at: tuple[float, ...]
+    slopes: tuple[float, ...]
+
+    def log_error(self, coordinates: Sequence[float]) -> float:
+        """At other constants."""
+        moves = (x - own for x, own in zip(coordinates, self.at, strict=True))
+        ratio = self.ratio + sum(s * move for s, move in zip(self.slopes, moves, strict=True))
+        return abs(log(max(ratio, 1e-3)))
 
 
-def start(case: Case) -> dict[str, float]:
-    """The constants as they are now."""
-    gpu = cluster_of(case.row).gpu
-    return {name: getattr(gpu, name) for name in FITTED}
+def coordinate(name: str, value: float) -> float:
+    """In which the time of a step is nearly linear."""
+    return 1 / value if name in RATES else value
 
 
-def fit(cases: Sequence[Case]) -> dict[str, float]:
-    """Coordinate descent from the present constants, over the rows of one kind of GPU."""
-    constants = start(cases[0])
-    best = loss(cases, constants)
-    improved = True
-    while improved:
-        improved = False
-        for name in FITTED:
-            for factor in FACTORS:
-                tried = constants | {name: constants[name] * factor}
-                if 0.2 < tried[name] <= 1 and (found := loss(cases, tried)) < best - 1e-4:
+def tangent(run: Run, constants: Constants, apply: Apply) -> Tangent:
+    """Where a run stands, and how each constant moves it."""
+    ratio = exp(run.log_error(apply(constants)))
+    at, slopes = [], []
+    for name, value in constants.items():
+        moved = exp(run.log_error(apply({**constants, name: value * NUDGE})))
+        here = coordinate(name, value)
+        at.append(here)
+        slopes.append((moved - ratio) / (coordinate(name, value * NUDGE) - here))
+    return Tangent(run.source, ratio, tuple(at), tuple(slopes))
+
+
+def loss(tangents: Sequence[Tangent], constants: Constants) -> float:
+    """Mean over sources of the mean absolute logarithmic error."""
+    coordinates = [coordinate(name, value) for name, value in constants.items()]
+    errors = defaultdict(list)
+    for one in tangents:
+        errors[one.source].append(one.log_error(coordinates))
+    return fmean(map(fmean, errors.values()))
+
+
+def descend(
+    tangents: Sequence[Tangent], start: Constants, ranges: Mapping[str, tuple[float, float]]
+) -> dict[str, float]:
+    """The least loss, by moving one or two constants at a time with steps that shrink."""
+    constants = dict(start)
+    best = loss(tangents, constants)
+    singles = [{name: sign} for name in ranges for sign in (1, -1)]
+    pairs = [a | b for a in singles for b in singles if len(a | b) == 2]
+    for step in STEPS:
+        improved = True
+        while improved:
+            improved = False
+            for move in singles + pairs:
+                tried = dict(constants)
+                for name, sign in move.items():
+                    low, high = ranges[name]
+                    tried[name] = min(high, max(low, tried[name] * step**sign))
+                if (found := loss(tangents, tried)) < best - 1e-6:
                     constants, best, improved = tried, found, True
     return constants
 
 
-def fixed(cases: Sequence[Case]) -> list[Case]:
-    """The dense rows, each with the configuration that is now the fastest of those that fit."""
-    chosen = []
-    for case in cases:
+def fit(
+    runs: Sequence[Run],
+    start: Constants,
+    ranges: Mapping[str, tuple[float, float]],
+    apply: Apply,
+) -> tuple[dict[str, float], list[Tangent]]:
+    """The constants, and the tangents at the place where the last descent began."""
+    constants = dict(start)
+    for _ in range(ROUNDS):
+        tangents = [tangent(run, constants, apply) for run in runs]
+        constants = descend(tangents, constants, ranges)
+    return constants, tangents
+
+
+def mape(runs: Sequence[Run], changed: Callable[[Cluster], Cluster]) -> float:
+    """Mean absolute relative error."""
+    return fmean(abs(exp(run.log_error(changed)) - 1) for run in runs)
+
+
+def study(
+    name: str,
+    runs: Sequence[Run],
+    start: Constants,
+    ranges: Mapping[str, tuple[float, float]],
+    apply: Apply,
+) -> Constants:
+    """Fit, print, and print every source's error with and without it; the constants."""
+    fitted, tangents = fit(runs, start, ranges, apply)
+    sources = sorted({run.source for run in runs})
+    shown = ", ".join(f"{key} {value:.3g}" for key, value in fitted.items())
+    print(f"\n{name}: {len(runs)} rows of {len(sources)} sources, {shown}", flush=True)
+    print(f"  {'source':<28}{'rows':>5}{'before':>9}{'fitted':>9}{'left out':>10}", flush=True)
+    for source in sources:
+        own = [run for run in runs if run.source == source]
+        rest = [one for one in tangents if one.source != source]
+        errors = [f"{mape(own, apply(constants)):.1%}" for constants in (start, fitted)]
+        errors.append(f"{mape(own, apply(descend(rest, fitted, ranges))):.1%}" if rest else "-")
+        before, after, without = errors
+        print(f"  {source[:27]:<28}{len(own):>5}{before:>9}{after:>9}{without:>10}", flush=True)
+    return fitted
+
+
+def read(path: Path) -> list[Run]:
+    """The rows that can be predicted."""
+    runs = []
+    for case in prepare(read_rows(path))[0]:
         scored = score(case, with_memory=False)
-        if not scored.kind.startswith("experts"):
-            layout = scored.prediction.layout
-            only = tuple(choice for choice in case.choices if choice.layout is layout)
-            chosen.append(Case(case.row, only))
-    return chosen
+        prediction = scored.prediction
+        runs.append(
+            Run(
+                case.row.source,
+                prediction.layout,
+                prediction.cluster,
+                software_of(case.row),
+                scored.measured,
+                scored.kind == "experts",
+            )
+        )
+    return runs
 
 
 def main() -> None:
     """Print constants, errors, and errors of sources that were left out."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else DATA
-    cases, _ = prepare(read_rows(path))
-    dense = fixed(cases)
-    for name in sorted({family(case) for case in dense}):
-        own = [case for case in dense if family(case) == name]
-        constants = fit(own)
-        shown = ", ".join(f"{key} {value:.3f}" for key, value in constants.items())
-        print(f"{name}: {len(own)} rows, error {loss(own, constants):.1%} with {shown}", flush=True)
-        sources = sorted({case.row.source for case in own})
-        for source in sources if len(sources) > 1 else ():
-            inside = [case for case in own if case.row.source != source]
-            outside = [case for case in own if case.row.source == source]
-            hardware = _hardware(fit(inside))
-            errors = [score(case, hardware, with_memory=False).error for case in outside]
-            print(
-                f"  left out {source}: {len(outside)} rows, MAPE {fmean(map(abs, errors)):.1%}",
-                flush=True,
-            )
+    runs = read(Path(sys.argv[1]) if len(sys.argv) > 1 else DATA)
+    changes: dict[str, Callable[[Cluster], Cluster]] = {}
+    for family in sorted({run.family for run in runs}):
+        dense = [run for run in runs if run.family == family and not run.has_experts]
+        if dense:
+            gpu = dense[0].cluster.gpu
+            start = {name: getattr(gpu, name) for name in RANGES}
+            changes[family] = with_gpu(study(family, dense, start, RANGES, with_gpu))
+    experts = [
+        replace(run, cluster=changes[run.family](run.cluster)) if run.family in changes else run
+        for run in runs
+        if run.has_experts
+    ]
+    if experts:
+        host = {"host_operation": experts[0].cluster.host_operation}
+        study("experts, all kinds", experts, host, HOST_RANGE, with_host)
 
 
 if __name__ == "__main__":

@@ -1,221 +1,28 @@
-"""Published runs: rows of a CSV, as configurations that could have made them.
+"""What a published run may have been: configurations, its framework's habits, what was measured.
 
-The columns are those of benchmarks/data/README.md. Cells are as people write them: "1 (2)" gives a
-value and an alternative, of which the first counts; "n/a" and an empty cell were not published.
 What a row leaves open (micro-batch, stages per rank, recomputation) becomes several configurations;
 what no column can say (kernels of an era, a framework's habits) follows from general marks of the
 row, never from its figures.
 """
 
-import csv
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from fivefold.check import Layout, check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError, DataError, FivefoldError
-from fivefold.model.shape import count_parameters, training_flops
-from fivefold.plan.cluster import Cluster, preset
+from fivefold.model.shape import training_flops
 from fivefold.plan.layer import Software
+from fivefold.plan.row import Row, cluster_of, model_of
 from fivefold.plan.ways import balanced_layout
 from fivefold.state import StatePolicy, fsdp2_policy, megatron_policy
 
-COLUMNS = [
-    "src",
-    "id",
-    "cert",
-    "gpu",
-    "ngpu",
-    "model",
-    "L",
-    "h",
-    "ffn",
-    "heads",
-    "kv",
-    "vocab",
-    "E",
-    "topk",
-    "seq",
-    "gbs",
-    "mbs",
-    "tp",
-    "pp",
-    "vpp",
-    "cp",
-    "ep",
-    "dp",
-    "zero",
-    "sp",
-    "recomp",
-    "prec",
-    "tflops",
-    "mfu",
-    "tps_gpu",
-    "step_s",
-    "mem",
-    "mem_unit",
-    "flops_conv",
-    "note",
-]
 _TERA = 1e12
-
-
-@dataclass(frozen=True)
-class Row:
-    """One published run: its cells by column, and the line of the file that it stands in."""
-
-    line: int
-    cells: Mapping[str, str]
-
-    def text(self, column: str) -> str:
-        """The cell, in lower case."""
-        return self.cells[column].strip().lower()
-
-    def number(self, column: str) -> float | None:
-        """The first number of a cell, or None."""
-        found = re.search(r"-?\d+(\.\d+)?(e[+-]?\d+)?", self.text(column))
-        return float(found.group()) if found else None
-
-    def whole(self, column: str) -> int | None:
-        """The first number of a cell as a whole one."""
-        number = self.number(column)
-        return None if number is None else int(number)
-
-    @property
-    def source(self) -> str:
-        """Where it was published."""
-        return self.cells["src"].strip()
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        layout = " ".join(
-            f"{axis}{self.cells[axis]}"
-            for axis in ("tp", "pp", "cp", "ep", "mbs")
-            if self.cells[axis]
-        )
-        return f"{self.cells['model']} on {self.cells['ngpu']} {self.cells['gpu']} {layout}"
-
-    @property
-    def is_old_megatron(self) -> bool:
-        """Of 2021 and 2022: attention with its scores in memory, dropout, nothing overlapped."""
-        return self.text("flops_conv") == "hfu96" or (
-            self.text("prec") == "fp16" and self.text("gpu").startswith("a100")
-        )
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a file.
-
-    Raises:
-        DataError: it cannot be read, or lacks a column.
-    """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
-            if missing:
-                raise DataError(f"{path} has no column {', '.join(missing)}")
-            return [
-                Row(reader.line_num, MappingProxyType({c: cells[c] or "" for c in COLUMNS}))
-                for cells in reader
-            ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
-
-
-def model_of(row: Row) -> ModelConfig:
-    """The architecture: from its shape where the row gives it, else the preset of that name.
-
-    Raises:
-        DataError: neither is possible.
-    """
-    base = _preset(row.text("model"))
-    layers, hidden, heads = row.whole("L"), row.whole("h"), row.whole("heads")
-    if base is not None:
-        dropout = base.attention_dropout if row.is_old_megatron else 0.0  # else inside the kernel
-        vocab = row.whole("vocab") or base.vocab_size
-        changed = replace(base, vocab_size=vocab, attention_dropout=dropout)
-        if layers in (None, base.num_layers) and hidden in (None, base.hidden_size):
-            return changed
-        if hidden in (None, base.hidden_size):
-            return _cut_down(changed, layers or base.num_layers)
-    if not (layers and hidden and heads):
-        raise DataError(f"neither a shape nor a known model: {row.cells['model']!r}")
-    return _from_shape(row, layers, hidden, heads)
-
-
-def _preset(name: str) -> ModelConfig | None:
-    """The preset that a name such as "LLAMA3.1_405B" or "Qwen3-235B" means."""
-    plain = re.sub(r"\(.*?\)|moe", "", name).replace("llama3.1", "llama3")
-    key = re.sub(r"[^a-z0-9]", "", plain)
-    known = {re.sub(r"[^a-z0-9]", "", preset): preset for preset in PRESETS}
-    exact = known.get(key)
-    if exact is None:
-        longer = [preset for short, preset in known.items() if short.startswith(key)]
-        exact = longer[0] if len(longer) == 1 else None
-    return None if exact is None else PRESETS[exact]
-
-
-def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:
-    """With fewer layers; of a model whose first layers have no experts one stays so."""
-    changes: dict[str, Any] = {"num_layers": layers}
-    if model.num_experts and not model.is_moe(0):
-        changes |= {"moe_layer_freq": f"[0]*1+[1]*{layers - 1}", "mtp_num_layers": 0}
-    return replace(model, **changes)
-
-
-def _from_shape(row: Row, layers: int, hidden: int, heads: int) -> ModelConfig:
-    """A dense model; what the columns do not say is chosen to meet the parameters in its name."""
-    name = row.text("model")
-    gpt = any(word in name for word in ("gpt", "mt-nlg", "mpt", "opt", "bloom"))
-    length = row.whole("seq") or 4096
-    base = ModelConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=row.whole("kv"),
-        ffn_hidden_size=row.whole("ffn"),
-        vocab_size=row.whole("vocab") or 51200,
-        max_position_embeddings=length,
-    )
-    old = replace(
-        base,
-        normalization="LayerNorm",
-        position_embedding_type="learned_absolute",
-        activation_func="gelu",
-        gated_linear_unit=False,
-        add_bias_linear=True,
-        untie_embeddings_and_output_weights=False,
-        hidden_dropout=0.1,
-        attention_dropout=0.1 if row.is_old_megatron else 0.0,
-    )
-    wanted = re.search(r"(\d+(?:\.\d+)?)\s*b\b", name)
-    if gpt:
-        apart = replace(old, untie_embeddings_and_output_weights=True)
-        far = wanted and count_parameters(old).total < 0.95e9 * float(wanted.group(1))
-        return apart if far else old
-    tied = replace(base, untie_embeddings_and_output_weights=False)
-    if wanted is None:
-        return base
-    target = float(wanted.group(1)) * 1e9
-    return min((base, tied), key=lambda model: abs(count_parameters(model).total - target))
-
-
-def cluster_of(row: Row) -> Cluster:
-    """The cluster of a row's GPUs.
-
-    Raises:
-        ConfigError: they are not known.
-    """
-    return preset(row.cells["gpu"].strip(), row.whole("ngpu"))
 
 
 def software_of(row: Row) -> Software:

@@ -17,16 +17,14 @@ from fivefold.plan.cluster import Cluster
 from fivefold.plan.memory import peak_memory
 from fivefold.plan.published import (
     Choice,
-    Row,
-    cluster_of,
     loss_of,
     measured_bytes,
     measured_seconds,
     policy_of,
-    read_rows,
     row_layouts,
     software_of,
 )
+from fivefold.plan.row import Row, cluster_of, read_rows
 from fivefold.plan.step import Prediction, precision_of, predict
 
 Hardware = Callable[[Row], Cluster]
@@ -250,7 +248,7 @@ def report(path: Path, hardware: Hardware = cluster_of) -> Report:
     """The score on a file of published runs.
 
     Args:
-        path: of a CSV with the columns of `published.COLUMNS`.
+        path: of a CSV with the columns of `row.COLUMNS`.
         hardware: the cluster of a row, where it is not the preset.
 
     Raises:

@@ -6,17 +6,8 @@ import pytest
 
 from fivefold.errors import DataError
 from fivefold.model.shape import count_parameters
-from fivefold.plan.published import (
-    COLUMNS,
-    Row,
-    cluster_of,
-    measured_bytes,
-    measured_seconds,
-    model_of,
-    read_rows,
-    row_layouts,
-    software_of,
-)
+from fivefold.plan.published import measured_bytes, measured_seconds, row_layouts, software_of
+from fivefold.plan.row import COLUMNS, Row, cluster_of, model_of, read_rows
 
 GIVEN = {
     "src": "someone",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.plan.published import COLUMNS
+from fivefold.plan.row import COLUMNS
 from fivefold.plan.score import ranking, report
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
