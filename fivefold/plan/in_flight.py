@@ -8,6 +8,7 @@ no other one dominates are kept.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import ge
 
 from fivefold.check import Layout
 from fivefold.pipeline.ir import COMPUTE, Kind, Program
@@ -36,10 +37,10 @@ class Moment:
     remade: tuple[float, ...]
     waiting: tuple[float, ...]
 
-    def covers(self, other: "Moment") -> bool:
-        """Whether at least as much of everything is held as in another one."""
-        mine, others = (m.kept + m.remade + m.waiting for m in (self, other))
-        return all(a >= b for a, b in zip(mine, others, strict=True))
+    @property
+    def held(self) -> tuple[float, ...]:
+        """Everything, in a row."""
+        return self.kept + self.remade + self.waiting
 
 
 def moments(layout: Layout, *, splits_backward: bool) -> tuple[tuple[Moment, ...], ...]:
@@ -59,7 +60,7 @@ def _enough(layout: Layout, group: int) -> int:
     count = layout.num_microbatches
     if layout.schedule in ("gpipe", "looped_bfs") or count % group:
         return count
-    return min(count, 4 * max(layout.grid.pp, group))
+    return min(count, 3 * max(layout.grid.pp, group))
 
 
 @lru_cache(maxsize=256)
@@ -78,13 +79,20 @@ def _moments(
 
 def _peaks(program: Program, rank: int) -> list[Moment]:
     """The moments of a rank, without those that an earlier or larger one covers."""
-    found: dict[tuple[object, ...], list[Moment]] = {}
-    for moment in dict.fromkeys(_sweep(program, rank)):  # the steady state repeats itself
-        alike = found.setdefault((moment.acts, moment.phase), [])
-        if not any(other.covers(moment) for other in alike):
-            alike[:] = [other for other in alike if not moment.covers(other)]
-            alike.append(moment)
-    return [moment for alike in found.values() for moment in alike]
+    found: dict[tuple[object, ...], dict[tuple[float, ...], Moment]] = {}
+    for moment in _sweep(program, rank):
+        alike, held = found.setdefault((moment.acts, moment.phase), {}), moment.held
+        if held in alike or any(_covers(other, held) for other in alike):
+            continue
+        for other in [other for other in alike if _covers(held, other)]:
+            del alike[other]
+        alike[held] = moment
+    return [moment for alike in found.values() for moment in alike.values()]
+
+
+def _covers(mine: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    """Whether at least as much of everything is held; a search asks some hundred thousand times."""
+    return all(map(ge, mine, others))
 
 
 def _sweep(program: Program, rank: int) -> Iterator[Moment]:
