@@ -24,10 +24,10 @@ from typing import Any
 
 from fivefold.check import Layout
 from fivefold.plan.cluster import Cluster
-from fivefold.plan.layer import Software
 from fivefold.plan.published import software_of
 from fivefold.plan.row import read_rows
 from fivefold.plan.score import prepare, score
+from fivefold.plan.software import Software
 from fivefold.plan.step import predict
 
 DATA = Path(__file__).parent / "data" / "published_runs.csv"

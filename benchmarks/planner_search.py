@@ -21,9 +21,9 @@ from fivefold.plan.bounds import Ranks, memory_bound, time_bound
 from fivefold.plan.cluster import load_cluster
 from fivefold.plan.describe import summary
 from fivefold.plan.explain import shortfall, slower
-from fivefold.plan.layer import Software
 from fivefold.plan.request import Request, request
 from fivefold.plan.search import Candidate, capacity, search, with_context
+from fivefold.plan.software import Software
 from fivefold.plan.space import enumerate_space
 from fivefold.units import human_seconds
 

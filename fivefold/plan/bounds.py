@@ -40,9 +40,11 @@ from fivefold.pipeline.layout import split_layers
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, span
 from fivefold.plan.compute import Phases, elementwise
-from fivefold.plan.layer import LayerTimes, Software, Times
+from fivefold.plan.layer import LayerTimes
 from fivefold.plan.memory import waiting_bytes
+from fivefold.plan.software import Software
 from fivefold.plan.space import STRATEGIES, Column, Space, codes
+from fivefold.plan.times import Times
 from fivefold.plan.ways import FUSED, Way
 from fivefold.state import engine_policy
 

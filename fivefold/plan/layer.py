@@ -6,7 +6,7 @@ of parallelism leaves exposed of its communication.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cached_property
 from math import comb
 
@@ -16,80 +16,10 @@ from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import all_reduce, all_to_all, gather, span
 from fivefold.plan.compute import Phases, elementwise, matmul, overlapped
 from fivefold.plan.context import configured_way
+from fivefold.plan.software import Software
+from fivefold.plan.times import Times, repeated
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
-
-
-_NOTHING = Phases()
-
-
-def _plus(a: Phases, b: Phases) -> Phases:
-    """The sum, which is often one of the two."""
-    return a if b is _NOTHING else b if a is _NOTHING else a + b
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds by cause: computation, its repetition, and communication that nothing hides."""
-
-    compute: Phases = _NOTHING
-    recompute: Phases = _NOTHING
-    tp: Phases = _NOTHING
-    cp: Phases = _NOTHING
-    ep: Phases = _NOTHING
-    dp: Phases = _NOTHING
-
-    def __add__(self, other: "Times") -> "Times":
-        # Written out: a search adds them some hundred thousand times, most of them nothing.
-        return Times(
-            _plus(self.compute, other.compute),
-            _plus(self.recompute, other.recompute),
-            _plus(self.tp, other.tp),
-            _plus(self.cp, other.cp),
-            _plus(self.ep, other.ep),
-            _plus(self.dp, other.dp),
-        )
-
-    def __mul__(self, count: float) -> "Times":
-        return Times(*(getattr(self, f.name) * count for f in fields(self)))
-
-    @property
-    def total(self) -> Phases:
-        """All causes together."""
-        return sum((getattr(self, f.name) for f in fields(self)), Phases())
-
-
-@dataclass(frozen=True)
-class Software:
-    """What a framework does, as far as Fivefold's settings do not say it.
-
-    Attributes:
-        fused: norms, residuals, activations and the loss are one kernel each; otherwise each
-            elementwise operation reads and writes memory by itself.
-        fused_attention: attention never holds the matrix of scores; dropping probabilities with
-            a kernel that cannot needs it.
-        overlaps_backward_tp: the backward of column-parallel layers gathers X again behind dX, and
-            sums dX behind dW; otherwise X is kept whole, and the sum is exposed.
-        eager_dx: the gradient of a stage's input leaves before that of its weights is computed;
-            None: as the layout says (`Layout.defers_weights`).
-        gradient_bytes: of a gradient on the wire; None: as the settings say.
-        reduces_once: with a pipeline, parameters are gathered and gradients reduced once a step,
-            however they are sharded; Fivefold does so for each microbatch under ZeRO-2 and ZeRO-3.
-        by_tensor: each parameter is gathered and its gradient reduced by itself; otherwise a
-            layer's together.
-        imbalance: tokens of the busiest rank's experts, over their even share.
-    """
-
-    fused: bool = True
-    fused_attention: bool = True
-    overlaps_backward_tp: bool = True
-    eager_dx: bool | None = None
-    gradient_bytes: float | None = None
-    reduces_once: bool = False
-    by_tensor: bool = False
-    imbalance: float = 1.0
-
-
 UNFUSED_TRAFFIC = 2.0  # times the bytes of a fused elementwise kernel
 TP_OVERLAP = 0.6
 """Share of a collective that cutting it and its multiplication into pieces hides: the first piece
@@ -147,7 +77,7 @@ class LayerTimes:
                 chosen = self.memory.recompute_modules if selective else ()
                 names = {name for module in chosen for name in RERUN[module]}
                 again = sum((modules[name] for name in names if name in modules), Times())
-            times = self._overlapped(plain + _repeated(again))
+            times = self._overlapped(plain + repeated(again))
             self._known[is_moe, recomputed] = self._issued(times, is_moe)
         return self._known[is_moe, recomputed]
 
@@ -461,20 +391,6 @@ RERUN: dict[str, tuple[str, ...]] = {
     "mla_up_proj": ("mla_up",),
 }
 """Module of recompute_modules -> what runs again in the backward."""
-
-
-def _repeated(times: Times) -> Times:
-    """The forward again, in the backward: its communication counts where it belongs."""
-
-    def again(phases: Phases) -> Phases:
-        return Phases(0.0, phases.forward)
-
-    return Times(
-        recompute=again(times.compute),
-        tp=again(times.tp),
-        cp=again(times.cp),
-        ep=again(times.ep),
-    )
 
 
 def _reached(experts: int, topk: int, parts: int) -> float:

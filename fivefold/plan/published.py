@@ -17,8 +17,8 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, DataError, FivefoldError
 from fivefold.model.shape import training_flops
-from fivefold.plan.layer import Software
 from fivefold.plan.row import Row, cluster_of, model_of
+from fivefold.plan.software import Software
 from fivefold.plan.ways import balanced_layout
 from fivefold.state import StatePolicy, fsdp2_policy, megatron_policy
 

@@ -18,10 +18,10 @@ from fivefold.errors import ConfigError
 from fivefold.mesh.grid import Grid
 from fivefold.plan.bounds import Ranks, Values, memory_bound, time_bound
 from fivefold.plan.context import SETTINGS, best_context
-from fivefold.plan.layer import Software
 from fivefold.plan.memory import MemoryPrediction, peak_memory
 from fivefold.plan.memory_choices import MemoryChoice, refinements
 from fivefold.plan.request import Request
+from fivefold.plan.software import Software
 from fivefold.plan.space import Column, Space, enumerate_space
 from fivefold.plan.step import Prediction, predict
 from fivefold.plan.ways import FUSED

@@ -19,7 +19,9 @@ from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, send, span
 from fivefold.plan.compute import Phases, elementwise, overlapped
-from fivefold.plan.layer import LayerTimes, Software, Times
+from fivefold.plan.layer import LayerTimes
+from fivefold.plan.software import Software
+from fivefold.plan.times import Times
 from fivefold.plan.timetable import makespan
 from fivefold.state import engine_policy, stage_blocks
 

@@ -12,8 +12,8 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.plan.bounds import Ranks, memory_bound, time_bound
 from fivefold.plan.cluster import load_cluster
-from fivefold.plan.layer import Software
 from fivefold.plan.memory import peak_memory
+from fivefold.plan.software import Software
 from fivefold.plan.space import Space, enumerate_space
 from fivefold.plan.step import predict
 

@@ -8,7 +8,7 @@ import pytest
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.simulate import simulate
 from fivefold.plan.cluster import preset
-from fivefold.plan.layer import Software
+from fivefold.plan.software import Software
 from fivefold.plan.step import predict, stage_costs
 from fivefold.plan.timetable import makespan, timetable
 from tests.plan.layouts import planned
