@@ -12,7 +12,7 @@ from fivefold.mesh.groups import Groups
 from fivefold.model.attention import Attention, Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.blocks import Sight
-from fivefold.model.shards import Part
+from fivefold.model.shards import Part, Shards
 from fivefold.model.transformer import Stage
 
 
@@ -54,9 +54,14 @@ def divide(batch: Batch, window: int | None, group: dist.ProcessGroup) -> Batch:
         window: tokens before itself that a token attends to; None: all.
         group: of context parallelism.
     """
+    return batch.divided(Part(shards_of(batch, window, group.size()), group.rank()))
+
+
+def shards_of(batch: Batch, window: int | None, ranks: int) -> Shards:
+    """How a whole microbatch is divided over so many ranks."""
     rows, length = batch.tokens.shape
     if batch.packing is None:
         sight = Sight((0, length), window)
     else:
         rows, sight = 1, Sight(batch.packing.starts, window)
-    return batch.divided(Part(split(rows, sight, group.size()), group.rank()))
+    return split(rows, sight, ranks)

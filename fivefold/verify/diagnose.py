@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.config.config import Config
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
+from fivefold.model.transformer import Stage
 from fivefold.parallelize import TIED_NAMES
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
+from fivefold.verify.diagnose_context import losses_by_mistake, of_rank
 from fivefold.verify.reference import (
     ReferenceStep,
     Tensors,
@@ -126,11 +129,13 @@ def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
 def _gradients_of_samples(
     engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[tuple[str, Tensors]]:
-    """What gradients are without a data-parallel sum: those of some samples only."""
+    """What gradients are without a data-parallel sum: those of some samples or tokens only."""
     config, grid = engine.layout.config, engine.layout.grid
     here = grid.coordinates(engine.groups.rank)
     batch = global_batch(config, step)
-    hypotheses: dict[str, tuple[str, ...]] = {"data parallelism": ("dp_replicate", "dp_shard")}
+    name = "data parallelism" if grid.cp == 1 else "data and context parallelism"
+    name = name if grid.dp > 1 else "context parallelism"
+    hypotheses: dict[str, tuple[str, ...]] = {name: ("dp_replicate", "dp_shard")}
     if grid.dp_replicate > 1 and grid.dp_shard > 1:
         hypotheses |= {"dp_shard": ("dp_shard",), "dp_replicate": ("dp_replicate",)}
     for missing, alike in hypotheses.items():
@@ -139,15 +144,25 @@ def _gradients_of_samples(
             for rank in range(grid.world_size)
             if all(grid.coordinates(rank)[axis] == here[axis] for axis in alike)
         }
-        if len(dp_ranks) < grid.dp:
+        if len(dp_ranks) < grid.dp or grid.cp > 1:
             rows = [rows_of(config, dp_rank, grid.dp) for dp_rank in sorted(dp_ranks)]
             samples = [sample for part in rows for sample in microbatches(config, batch, part)]
-            model = plain_model(config, torch.float64)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    parameter.copy_(reference.before[name])
-            _, grads = gradients(model, samples, step, valid_tokens(batch))
-            yield f"is that of some samples: the sum over {missing} is missing", grads
+            part = "samples"
+            if grid.cp > 1:
+                # Near the loss; before the last attention tokens of other ranks come in.
+                samples = [of_rank(config, sample, here["cp"], step) for sample in samples]
+                part = "tokens"
+            _, grads = gradients(_plain(config, reference), samples, step, valid_tokens(batch))
+            yield f"is that of some {part}: the sum over {missing} is missing", grads
+
+
+def _plain(config: Config, reference: ReferenceStep) -> Stage:
+    """The plain model with the weights before the step."""
+    model = plain_model(config, torch.float64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(reference.before[name])
+    return model
 
 
 def _shared(every: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
@@ -199,9 +214,15 @@ def _loss_findings(
         sums = reference.losses.view(parts, -1).sum(1)
         return float((sums / tokens.view(parts, -1).sum(1).clamp_min(1)).sum())
 
+    told = f"the loss is {result.loss / reference.loss:.4g} times the right one: "
+    if grid.cp > 1:
+        model, deviation = _plain(config, reference), abs(result.loss - reference.loss)
+        for text, loss in losses_by_mistake(config, model, samples, step):
+            # It must explain the deviation, which may be small, not only the loss.
+            if abs(result.loss - loss / valid_tokens(batch)) <= match * deviation:
+                return [told + text]
     if abs(result.loss - reference.loss) <= match * abs(reference.loss):
         return []
-    told = f"the loss is {result.loss / reference.loss:.4g} times the right one: "
     for value, text in (
         (means(grid.dp), "each data-parallel rank divides by its own tokens, not by all"),
         (means(grid.dp) / grid.dp, "a mean of the data-parallel ranks' means, not of the tokens"),

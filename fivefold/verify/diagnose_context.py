@@ -1,0 +1,193 @@
+"""What one device computes if it makes a mistake of context parallelism, to compare a run with.
+
+Each mistake is made on the plain model, without a message: if its loss is the run's, it is named.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fivefold.config.config import Config
+from fivefold.context.install import shards_of
+from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.model.attention import Attention, Scope, attention
+from fivefold.model.batch import Batch, taken
+from fivefold.model.blockwise import Keys, Queries
+from fivefold.model.dropout import HeadDropout
+from fivefold.model.shards import Part, Shards
+from fivefold.model.transformer import Stage
+from fivefold.train.engine import as_batch
+
+
+def losses_by_mistake(
+    config: Config, model: Stage, samples: Sequence[Microbatch], step: int
+) -> Iterator[tuple[str, float]]:
+    """A mistake in words, and the summed loss of the samples if one device makes it.
+
+    Args:
+        config: of the run, with context parallelism.
+        model: plain, with the run's weights; it is left as it was.
+        samples: microbatches.
+        step: from 0, which dropout depends on.
+    """
+    batches = [as_batch(sample, step) for sample in samples]
+    yield (
+        "positions are counted from the first token of each context-parallel rank",
+        _loss(model, [_miscounted(config, batch) for batch in batches]),
+    )
+    kinds = config.parallel.cp_comm_type
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    for text, mistakes in _MISTAKES.items():
+        wrong = [module for module in layers if kinds[module.layer % len(kinds)] in mistakes]
+        if not wrong:
+            continue
+        total = 0.0
+        for batch in batches:
+            shards = _shards(config, batch)
+            for module in wrong:
+                kind = kinds[module.layer % len(kinds)]
+                module.kernel = mistakes[kind](shards, _inner_size(config, kind), batch.token_ids)
+            total += _loss(model, [batch])
+        for module in wrong:
+            module.kernel = attention
+        yield text, total
+
+
+def of_rank(config: Config, sample: Microbatch, rank: int, step: int) -> Microbatch:
+    """A microbatch in which only the tokens of one context-parallel rank take a loss."""
+    batch = as_batch(sample, step)
+    own = torch.zeros(batch.tokens.shape, dtype=torch.bool)
+    shards = _shards(config, batch)
+    for start, stop in shards.chunks[rank]:
+        own.view(shards.rows, -1)[:, start:stop] = True
+    return replace(sample, labels_BS=np.where(own.numpy(), sample.labels_BS, IGNORED))
+
+
+def _loss(model: Stage, batches: Sequence[Batch]) -> float:
+    with torch.no_grad():
+        return sum(float(model(None, batch)) for batch in batches)
+
+
+def _shards(config: Config, batch: Batch) -> Shards:
+    return shards_of(batch, config.model.window_size, config.parallel.context_parallel_size)
+
+
+def _inner_size(config: Config, kind: str) -> int:
+    """Ranks that exchange heads for tokens."""
+    sizes = config.parallel.hierarchical_context_parallel_sizes
+    everybody = config.parallel.context_parallel_size
+    return {"p2p": 1, "a2a": everybody}.get(kind) or sizes[0]
+
+
+def _miscounted(config: Config, batch: Batch) -> Batch:
+    shards = _shards(config, batch)
+    positions = torch.empty_like(batch.positions)
+    for rank in range(len(shards.chunks)):
+        part = Part(shards, rank)
+        place = torch.arange(taken(positions, part).shape[1])
+        _put(positions, part, place.expand(shards.rows, -1))
+    return replace(batch, positions=positions)
+
+
+@dataclass(frozen=True)
+class _SkipsLast:
+    """Queries lack the keys that would reach their rank last.
+
+    Attributes:
+        shards: how the microbatch is divided.
+        inner: ranks that are as one.
+        ids: of the tokens [B, S], which dropout depends on.
+    """
+
+    shards: Shards
+    inner: int
+    ids: Tensor
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scope: Scope, drop: HeadDropout | None
+    ) -> Tensor:
+        """See `model.attention.Kernel`."""
+        shards = self.shards.merged(self.inner)
+        out = torch.empty_like(q)
+        for rank in range(len(shards.chunks)):
+            part = Part(shards, rank)
+            queries = Queries(taken(q, part), k.shape[2], drop, taken(self.ids, part))
+            queries.begin(v.shape[-1])
+            arriving = _sources(part)
+            for source in arriving[:-1] or arriving:
+                there = Part(shards, source)
+                blocks = shards.blocks(rank, there.spans)
+                keys, values, ids = (taken(x, there) for x in (k, v, self.ids))
+                queries.meet(Keys(keys, values, blocks, there.spans, ids=ids))
+            _put(out, part, queries.out)
+        return out
+
+
+def _sources(part: Part) -> list[int]:
+    """Ranks whose keys reach a rank, in their order, its own first."""
+    size = len(part.shards.chunks)
+    others = [(part.rank - step) % size for step in range(1, size)]
+    whole = part.shards.sight.whole
+    return [part.rank, *(rank for rank in others if whole or part.shards.sent(rank, part.rank))]
+
+
+@dataclass(frozen=True)
+class _InRankOrder:
+    """Tokens that ranks exchange for heads lie as the ranks had them, and are taken for a row.
+
+    Attributes: see `_SkipsLast`.
+    """
+
+    shards: Shards
+    inner: int
+    ids: Tensor
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scope: Scope, drop: HeadDropout | None
+    ) -> Tensor:
+        """See `model.attention.Kernel`."""
+        order = self._order()
+        rows = self.shards.rows
+        q, k, v = (x.reshape(rows, -1, *x.shape[2:])[:, order].view(x.shape) for x in (q, k, v))
+        out = attention(q, k, v, scope, drop)
+        back = torch.empty_like(out).view(rows, -1, *out.shape[2:])
+        back[:, order] = out.reshape(back.shape)
+        return back.view(out.shape)
+
+    def _order(self) -> Tensor:
+        """Which token of a row is taken for each."""
+        chunks = self.shards.chunks
+        order = torch.empty(self.shards.sight.starts[-1], dtype=torch.int64)
+        for first in range(0, len(chunks), self.inner):
+            spans = [span for own in chunks[first : first + self.inner] for span in own]
+            exchanged = torch.cat([torch.arange(*span) for span in spans])
+            order[exchanged.sort().values] = exchanged
+        return order
+
+
+def _put(values: Tensor, part: Part, own: Tensor) -> None:
+    """The inverse of `taken`: set a rank's part of values of all tokens."""
+    rows = values.view(part.shards.rows, -1, *values.shape[2:])
+    at = 0
+    for start, stop in part.spans:
+        rows[:, start:stop] = own[:, at : at + stop - start]
+        at += stop - start
+
+
+Mistake = Callable[[Shards, int, Tensor], _SkipsLast | _InRankOrder]
+_MISTAKES: Mapping[str, Mapping[str, Mistake]] = MappingProxyType(
+    {
+        "queries lack the keys that reach a context-parallel rank last": {
+            "p2p": _SkipsLast,
+            "a2a+p2p": _SkipsLast,
+        },
+        "tokens exchanged for heads are in the order of the ranks, not of the rows": {
+            "a2a": _InRankOrder,
+            "a2a+p2p": _InRankOrder,
+        },
+    }
+)
