@@ -9,11 +9,11 @@ from pathlib import Path
 from fivefold.audit.record import read_records
 from fivefold.audit.report import Outlook, audit, usual_seconds
 from fivefold.check import Layout, check
+from fivefold.cli.runs import run_config
 from fivefold.cli.style import paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
-from fivefold.config.sources import load_options, read_config
-from fivefold.errors import DataError, did_you_mean
+from fivefold.config.sources import load_options
 from fivefold.plan.cluster import load_cluster
 from fivefold.plan.memory import peak_memory
 from fivefold.plan.step import predict
@@ -41,14 +41,9 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
     options = load_options(argv, Options)
     folder = Path(options.run)
-    config_file = folder / "config.toml"
-    if not config_file.is_file():
-        near = [p.name for p in folder.parent.glob("*") if (p / "config.toml").is_file()]
-        raise DataError(
-            f"{folder} is not a run folder: it has no config.toml{did_you_mean(folder.name, near)}"
-        )
+    config = run_config(folder)
     records = read_records(folder / "audit")
-    layout = check(read_config(config_file), len(records), planned=True)
+    layout = check(config, len(records), planned=True)
     step = records[0].step
     report = audit(
         f"{folder}, step {step}; {describe(layout)}",

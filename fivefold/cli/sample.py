@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fivefold.cli.runs import run_config
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
-from fivefold.errors import CheckpointError, Mistakes, did_you_mean
+from fivefold.errors import Mistakes
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,4 @@ def _check(options: Options) -> None:
         if value < least:
             mistakes.add(f"--{name.replace('_', '-')} must be at least {least}, not {value:g}")
     mistakes.raise_if_any()
-    folder = Path(options.run)
-    if not (folder / "config.toml").is_file():
-        near = [p.name for p in folder.parent.glob("*") if (p / "config.toml").is_file()]
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.toml{did_you_mean(folder.name, near)}"
-        )
+    run_config(Path(options.run))

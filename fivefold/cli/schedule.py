@@ -5,10 +5,13 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from textwrap import fill
+from typing import TYPE_CHECKING
 
+from fivefold.check import check
+from fivefold.cli.runs import run_config
 from fivefold.cli.style import paint, shows_styles
 from fivefold.config.parallel import option
 from fivefold.config.presets import resolve_model
@@ -17,6 +20,7 @@ from fivefold.config.sources import load_options
 from fivefold.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.files import write_atomic
+from fivefold.mesh.degrees import DEGREES
 from fivefold.pipeline.balance_study import Cut, cut_figures, cut_lines, cut_model
 from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.draw import picture
@@ -25,8 +29,8 @@ from fivefold.pipeline.draw_svg import to_svg
 from fivefold.pipeline.exchange import read_csv, to_csv, to_torch_csv, to_trace
 from fivefold.pipeline.figures import comparison, comparison_json, figures, listing, report
 from fivefold.pipeline.ir import Program
-from fivefold.pipeline.measured import read_measured
-from fivefold.pipeline.parts import read_costs
+from fivefold.pipeline.measured import measured_program, median_costs, read_measured
+from fivefold.pipeline.parts import joined, read_costs
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.study import (
     AUTO,
@@ -37,6 +41,9 @@ from fivefold.pipeline.study import (
     run_schedule,
     timed,
 )
+
+if TYPE_CHECKING:
+    from fivefold.pipeline.measured_parts import MeasuredPieces
 
 PLAIN_WIDTH = 120  # of a picture that no terminal shows
 MOST = 1 << 18  # stages x microbatches
@@ -90,6 +97,11 @@ class Options:
         "with --balance: costs by kind, such as dense=0.55,moe=1,mtp=1.8,head=0.7, where --costs "
         "are of cost 1; without it they go by FLOPs, and --costs are a rank's mean",
     )
+    measured: str | None = option(
+        None,
+        "with --balance: the folder of a run of such layers, made by fivefold train --profile, "
+        "whose stages tell what each kind of piece takes; instead of --costs",
+    )
     seq_length: int = option(4096, "with --balance: tokens of a microbatch")
     memory_gib: float | None = option(
         None, "with --balance: what a rank may hold, at 18 bytes a parameter"
@@ -108,14 +120,24 @@ def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
     options = load_options(argv, Options)
     study = _study(options)
-    cut = _cut(options, study)
+    measured = _measured(options)
+    if measured:
+        study = replace(study, hop=options.latency or measured.hop)
+    cut = _cut(options, study, measured)
     if cut:
-        study = replace(study, placement=cut.balance.split.placement, stages=cut.stages)
+        placement, stages = cut.balance.split.placement, cut.stages
+        times = study.times
+        if measured:
+            whole = joined(stages)
+            ranks = study.num_ranks
+            times = (whole.f / ranks, whole.b / ranks, whole.w / ranks)
+        study = replace(study, placement=placement, stages=stages, times=times)
         alone = options.name is None and not options.compare
         if alone and options.json:
             print(json.dumps(cut_figures(cut), indent=2))
         elif not options.json:
-            print("\n".join([*cut_lines(cut), *([] if alone else [""])]))
+            derived = [] if measured is None else [*measured.lines(), ""]
+            print("\n".join([*derived, *cut_lines(cut), *([] if alone else [""])]))
         if alone:
             return 0
     if options.compare:
@@ -187,12 +209,32 @@ def _study(options: Options) -> Study:
     )
 
 
-def _cut(options: Options, study: Study) -> Cut | None:
+def _measured(options: Options) -> "MeasuredPieces | None":
+    """What the stages of a profiled run tell of a model's pieces, if there is one."""
+    if options.measured is None or options.balance is None:
+        return None
+    if options.layer_costs is not None:
+        raise ConfigError("--measured and --layer-costs both say what pieces take")
+    # What follows takes numpy, which no other schedule needs.
+    from fivefold.pipeline.measured_parts import check_same_pieces, measured_pieces
+
+    folder = Path(options.measured)
+    config = run_config(folder)
+    world = prod(getattr(config.parallel, name) for name in DEGREES.values())
+    layout = check(config, world, planned=True)
+    check_same_pieces(config.model, resolve_model(options.balance))
+    program, simulation = measured_program(read_measured(folder))
+    stages = layout.split.stages
+    return measured_pieces(config.model, stages, median_costs(program, simulation))
+
+
+def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> Cut | None:
     """The model that is to be cut into stages, if there is one."""
     if options.balance is None:
         about_a_model = {
             "--layout": options.layout,
             "--layer-costs": options.layer_costs,
+            "--measured": options.measured,
             "--memory-gib": options.memory_gib,
         }
         given = [flag for flag, value in about_a_model.items() if value is not None]
@@ -206,6 +248,7 @@ def _cut(options: Options, study: Study) -> Cut | None:
         schedule=_schedule_name(options.name or ""),
         layout=options.layout,
         costs=None if options.layer_costs is None else read_costs(options.layer_costs),
+        measured=None if measured is None else measured.kinds,
         seq_length=options.seq_length,
         memory=inf if options.memory_gib is None else options.memory_gib * 2**30,
     )

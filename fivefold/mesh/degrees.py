@@ -10,13 +10,14 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import divisors, tensor_parallel_sizes
 
-_DEGREES = {
+DEGREES = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "dp_replicate": "num_distributed_optimizer_instances",
     "dp_shard": "data_parallel_shard_size",
 }
+"""The setting of each axis whose sizes multiply to the world."""
 
 
 def infer_degrees(
@@ -34,19 +35,19 @@ def infer_degrees(
         The degrees; those that cannot be known are 1.
     """
     parallel = config.parallel
-    sizes = {axis: getattr(parallel, name) for axis, name in _DEGREES.items()}
+    sizes = {axis: getattr(parallel, name) for axis, name in DEGREES.items()}
     wrong = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
     for axis, size in wrong.items():
-        mistakes.add(f"{_DEGREES[axis]} must be at least 1, or -1 to infer it, not {size}")
+        mistakes.add(f"{DEGREES[axis]} must be at least 1, or -1 to infer it, not {size}")
     unknown = [axis for axis, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         mistakes.add(
             f"only one degree can be inferred, but {' and '.join(unknown)} are -1",
-            works=[f"--{_DEGREES[axis].replace('_', '-')} N" for axis in unknown],
+            works=[f"--{DEGREES[axis].replace('_', '-')} N" for axis in unknown],
         )
     changes: dict[str, Any]
     if wrong or len(unknown) > 1:
-        changes = {_DEGREES[axis]: 1 for axis in (*wrong, *unknown)}
+        changes = {DEGREES[axis]: 1 for axis in (*wrong, *unknown)}
         return replace(parallel, **changes)
     known = prod(size for size in sizes.values() if size != -1)
     if unknown and world_size % known == 0:
@@ -54,7 +55,7 @@ def infer_degrees(
     elif unknown or known != world_size:
         _explain_world(config, sizes, world_size, passes, mistakes)
         sizes.update(dict.fromkeys(unknown, 1))
-    return replace(parallel, **{_DEGREES[axis]: size for axis, size in sizes.items()})
+    return replace(parallel, **{DEGREES[axis]: size for axis, size in sizes.items()})
 
 
 def _explain_world(

@@ -9,7 +9,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.balance import Balance, Room, balance, schedule_clock, weigh
 from fivefold.pipeline.layout import layout_string, split_layers, stage_table
-from fivefold.pipeline.parts import Part, Parts, modelled_parts, stated_parts
+from fivefold.pipeline.parts import Part, Parts, modelled_parts, parts_of_kinds, stated_parts
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.study import Study
@@ -54,6 +54,7 @@ def cut_model(
     schedule: str | None = None,
     layout: str | None = None,
     costs: Mapping[str, float] | None = None,
+    measured: Mapping[str, Part] | None = None,
     seq_length: int = 4096,
     memory: float = inf,
 ) -> Cut:
@@ -66,6 +67,7 @@ def cut_model(
         schedule: decides the placement, and what is in flight; None: 1f1b, or interleaved.
         layout: to be weighed instead.
         costs: by kind of piece (see `parts.KINDS`); None: in proportion to forward FLOPs.
+        measured: times of a piece of each kind, instead of the study's and of `costs`.
         seq_length: tokens of a microbatch.
         memory: bytes that a rank may hold.
 
@@ -73,8 +75,10 @@ def cut_model(
         ConfigError: a layout that is not the model's, or no cut that fits.
     """
     parts = _timed(modelled_parts(model, seq_length), study)
-    if costs is not None:
-        kinds = ["moe" if model.is_moe(layer) else "dense" for layer in range(model.num_layers)]
+    kinds = ["moe" if model.is_moe(layer) else "dense" for layer in range(model.num_layers)]
+    if measured is not None:
+        parts = _with_times(parts, parts_of_kinds(kinds, model.mtp_num_layers, measured))
+    elif costs is not None:
         stated = stated_parts(kinds, model.mtp_num_layers, costs, study.times)
         parts = _with_times(parts, stated)
     if layout is not None:

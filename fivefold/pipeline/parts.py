@@ -162,11 +162,25 @@ def stated_parts(
         f, b, w = (cost * time for time in times)
         return Part(f, b, w, held=held)
 
+    held = {"embedding": 0.0, "head": 0.0}
+    return parts_of_kinds(
+        kinds, num_predictions, {kind: part(kind, held.get(kind, 1.0)) for kind in KINDS}
+    )
+
+
+def parts_of_kinds(kinds: Sequence[str], num_predictions: int, pieces: Mapping[str, Part]) -> Parts:
+    """Pieces of which those of a kind are alike.
+
+    Args:
+        kinds: "dense" or "moe", of each layer.
+        num_predictions: layers of multi-token prediction.
+        pieces: one of each of `KINDS` that there are.
+    """
     return Parts(
-        part("embedding", 0.0),
-        tuple(part(kind, 1.0) for kind in kinds),
-        (part("mtp", 1.0),) * num_predictions,
-        part("head", 0.0),
+        pieces["embedding"],
+        tuple(pieces[kind] for kind in kinds),
+        (pieces["mtp"],) * num_predictions if num_predictions else (),
+        pieces["head"],
     )
 
 

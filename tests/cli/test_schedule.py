@@ -4,9 +4,14 @@ import re
 
 import pytest
 
+from fivefold.check import check
 from fivefold.cli.main import main
-from fivefold.pipeline.measured import FILE
+from fivefold.config.sources import read_config, to_toml
+from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.measured import FILE, MeasuredAct
 from fivefold.pipeline.schedules.registry import SCHEDULES
+from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.study import Study
 from tests.pipeline.test_measured import acts_of, write_measured
 
@@ -85,6 +90,40 @@ def test_a_model_is_cut(capsys):
     assert "rank 0  E" in drawn and "flush makespan" in drawn
 
 
+def test_a_model_is_cut_by_the_times_of_a_run(capsys, tmp_path):
+    """Embedding 1 s, a layer 2 s, the head 4 s: 1 + 5 x 2 = 11 and 3 x 2 + 4 = 10 are best."""
+    run = read_config(
+        model="debug-llama",
+        num_layers=6,
+        pipeline_model_parallel_size=3,
+        pipeline_model_parallel_layout="Ett|ttt|tL",
+        global_batch_size=8,
+    )
+    forward = (5.0, 6.0, 6.0)
+    program = eager_dx(check(run, 3).compute_program())
+    timeline = simulate(program, Costs(forward, forward, forward, 0.25)).timeline
+    acts = [
+        MeasuredAct(rank, str(t.act.kind), t.act.stage, t.act.mb, t.start, t.end)
+        for rank, row in enumerate(timeline)
+        for t in row
+    ]
+    write_measured(tmp_path / FILE, acts)
+    (tmp_path / "config.toml").write_text(to_toml(check(run, 3).config))
+    flags = ["--balance", "debug-llama", "--stages", "2", "--measured", str(tmp_path)]
+    told = json.loads(said(capsys, *flags, "--json"))
+    loads = {"E": 1.0, "t": 2.0, "L": 4.0}
+    layers = told["layers"]
+    assert told["loads"] == pytest.approx(
+        [3 * (loads["E"] + 2 * layers[0]), 3 * (2 * layers[1] + loads["L"])]
+    )
+    assert layers[0] - layers[1] in (1, 2)
+    text = said(capsys, "1f1b", *flags)
+    assert "a message 250 ms" in text and "latency 0.25" in text
+    assert "both say what pieces take" in refused(capsys, *flags, "--layer-costs", "head=1")
+    other = ["--balance", "gpt2", "--stages", "2", "--measured", str(tmp_path)]
+    assert "tells nothing about this model's" in refused(capsys, *other)
+
+
 @pytest.mark.parametrize(
     ("line", "reasons"),
     [
@@ -110,6 +149,8 @@ def test_a_model_is_cut(capsys):
         ("auto --memory-cap 0.5", ["rank 0 holds 1 for one microbatch, the cap is 0.5"]),
         ("dualpipe_v --microbatches 4", ["needs at least 8 microbatches, not 4"]),
         ("1f1b --layout Et", ["--layout needs a model", "--balance"]),
+        ("1f1b --measured runs/latest", ["--measured needs a model", "--balance"]),
+        ("--balance gpt2 --measured runs/none", ["runs/none is not a run folder"]),
         ("--balance no-model", ["unknown model 'no-model'"]),
         ("--balance gpt2 --layout Et*12)L", ["never opened", "       ^"]),
         ("--balance gpt2 --layer-costs moe", ["'moe' states no cost"]),

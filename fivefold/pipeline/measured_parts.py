@@ -1,0 +1,149 @@
+"""What the pieces of a model take, derived from the times of whole stages in a run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError, Mistake
+from fivefold.model.shape import count_parameters
+from fivefold.pipeline.costs import Costs
+from fivefold.pipeline.layout import StageSpec
+from fivefold.pipeline.parts import KINDS, Part, joined
+from fivefold.units import human_seconds
+
+_NOISE = 1e-9  # of the largest: singular values below it are rounding
+
+
+@dataclass(frozen=True)
+class MeasuredPieces:
+    """What a run tells.
+
+    Attributes:
+        kinds: of `parts.KINDS` those that the model has: seconds for a microbatch.
+        hop: seconds of a message between ranks.
+        unexplained: by how much a stage misses the sum of its pieces at most, over the longest.
+    """
+
+    kinds: Mapping[str, Part]
+    hop: float
+    unexplained: float
+
+    def lines(self) -> list[str]:
+        """What was derived, for a person."""
+        rows = [
+            f"{kind:<10}{human_seconds(part.f):>10}{human_seconds(part.b):>10}"
+            f"{human_seconds(part.w):>10}"
+            for kind, part in self.kinds.items()
+        ]
+        told = f"a message {human_seconds(self.hop)}"
+        return [
+            f"{'measured':<10}{'F':>10}{'dX':>10}{'dW':>10}",
+            *rows,
+            f"{told}; the stages that ran take these sums to within {self.unexplained:.1%}",
+        ]
+
+
+def measured_pieces(
+    model: ModelConfig, stages: Sequence[StageSpec], costs: Costs
+) -> MeasuredPieces:
+    """Times of each kind of piece that a model has, by least squares over its stages.
+
+    Each of F, dX and dW of a stage is the sum of its pieces' times. A piece cannot take less than
+    nothing: one that would is taken to be free, and the others are fitted again.
+
+    Args:
+        model: what ran.
+        stages: what each stage of one copy of it held.
+        costs: of those stages.
+
+    Raises:
+        ConfigError: the stages do not tell the kinds apart.
+    """
+    counts = [_pieces(model, stage) for stage in stages]
+    kinds = [kind for kind in KINDS if any(kind in count for count in counts)]
+    rows = [[float(count.get(kind, 0)) for kind in kinds] for count in counts]
+    _check_determined(kinds, rows)
+    f, b, w = (_fit(rows, times[: len(stages)]) for times in (costs.f, costs.b, costs.w))
+    pieces = {kind: Part(*times) for kind, *times in zip(kinds, f, b, w, strict=True)}
+    took = [sum(times) for times in zip(costs.f, costs.b, costs.w, strict=True)]
+    sums = [joined([pieces[k] for k in c for _ in range(c[k])]).time for c in counts]
+    missed = max(abs(total - t) for total, t in zip(sums, took[: len(stages)], strict=True))
+    return MeasuredPieces(pieces, costs.hop, missed / max(took))
+
+
+def check_same_pieces(ran: ModelConfig, model: ModelConfig) -> None:
+    """See that what was measured of one model holds for another, however many layers each has.
+
+    Raises:
+        ConfigError: a kind of piece was not there, or had another size.
+    """
+    had, has = _sizes(ran), _sizes(model)
+    for kind, size in has.items():
+        if had.get(kind) != size:
+            there = f"{had[kind]:,} parameters" if kind in had else "none"
+            raise ConfigError(
+                Mistake(
+                    f"the run tells nothing about this model's {kind} pieces",
+                    (f"here one has {size:,} parameters, in the run {there}",),
+                )
+            )
+
+
+def _pieces(model: ModelConfig, stage: StageSpec) -> Mapping[str, int]:
+    """How many of each kind a stage holds."""
+    experts = sum(model.is_moe(layer) for layer in stage.layers)
+    counts = {
+        "embedding": int(stage.embedding),
+        "dense": len(stage.layers) - experts,
+        "moe": experts,
+        "mtp": stage.mtp,
+        "head": int(stage.head),
+    }
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _sizes(model: ModelConfig) -> dict[str, int]:
+    """Parameters of a piece of each kind that a model has."""
+    pieces = [StageSpec(True, (), False), StageSpec(False, (), True)]
+    pieces += [StageSpec(False, (layer,), False) for layer in range(model.num_layers)]
+    pieces += [StageSpec(False, (), False, 1)] if model.mtp_num_layers else []
+    return {
+        kind: count_parameters(model, piece).total
+        for piece in pieces
+        for kind in _pieces(model, piece)
+    }
+
+
+def _check_determined(kinds: Sequence[str], rows: Sequence[Sequence[float]]) -> None:
+    rank = int(np.linalg.matrix_rank(np.array(rows), _NOISE))
+    if rank == len(kinds):
+        return
+    held = " | ".join(
+        " + ".join(f"{n:g} {kind}" for kind, n in zip(kinds, row, strict=True) if n) or "nothing"
+        for row in rows
+    )
+    raise ConfigError(
+        Mistake(
+            f"the stages that ran do not tell {', '.join(kinds)} apart",
+            (f"{held}: {rank} independent sums for {len(kinds)} unknowns",),
+            works=(
+                "a profiled run in which some stages hold layers only, of each kind in other "
+                "numbers",
+            ),
+        )
+    )
+
+
+def _fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
+    """The time of each kind, none of them negative."""
+    matrix, wanted = np.array(rows), np.array(times)
+    left, found = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
+    while left:
+        fitted = np.linalg.lstsq(matrix[:, left], wanted, rcond=None)[0]
+        if fitted.min() >= 0:
+            found[left] = fitted
+            break
+        left.pop(int(fitted.argmin()))
+    return [float(time) for time in found]
