@@ -172,23 +172,24 @@ def _report(
     assert result.best.prediction is not None
     yield from answer.question(result)
     yield from _section("layouts, the best of each mesh", answer.ranked(result, options.top))
-    yield answer.counts(result)
-    yield from _section("the best", answer.best(result))
+    yield from answer.prose([answer.counts(result)])
+    yield from _section("the best", answer.prose(answer.best(result)))
     yield from _section("where the time goes", answer.waterfall(result.best.prediction))
     yield from _section("memory by pipeline rank", answer.memory_table(result.best))
     yield from _section("why", answer.explained(result))
     yield from _section("time for memory", answer.pareto(result))
-    yield from _section("a whole run", answer.cost_lines(result, tokens))
+    yield from _section("a whole run", answer.prose(answer.cost_lines(result, tokens)))
     if options.rules:
         from fivefold.plan.explain import rule_of_thumb
 
         rule = rule_of_thumb(result.request)
-        yield from _section("the rule of thumb", answer.rules(result, rule))
+        yield from _section("the rule of thumb", answer.prose(answer.rules(result, rule)))
     if other is not None:
         from fivefold.plan.search import search
 
         text = str(options.why)
-        yield from _section(f"why not {text}?", answer.why(result, search(other), text))
+        found = answer.why(result, search(other), text)
+        yield from _section(f"why not {text}?", answer.prose(found))
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:

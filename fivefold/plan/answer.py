@@ -43,6 +43,22 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]
     ]
 
 
+def prose(lines: Iterable[str]) -> Iterator[str]:
+    """Lines, long ones wrapped."""
+    for line in lines:
+        yield from wrap(line, WIDTH, subsequent_indent="  ") or [""]
+
+
+def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
+    """As `table`, with the last column, of words, wrapped."""
+    lines = table([row[:-1] for row in rows], right)
+    start = max(map(len, lines)) + 2
+    for line, row in zip(lines, rows, strict=True):
+        words = wrap(row[-1], WIDTH - start) or [""]
+        yield (line.ljust(start) + words[0]).rstrip()
+        yield from (" " * start + more for more in words[1:])
+
+
 def ranked(result: Result, most: int) -> list[str]:
     """The best layout of each mesh, a line each, the recommended one first."""
     candidates = result.by_mesh()[:most]
@@ -107,8 +123,8 @@ def memory_table(candidate: Candidate) -> list[str]:
     worst = candidate.memory.worst
     return [
         *table(rows, right=range(1, len(shown) + 1)),
-        f"the fullest is rank {fullest}, at {worst.act} ({worst.phase}); driver, NCCL and "
-        f"fragmentation take {human_bytes(candidate.memory.reserved)} more, of "
+        f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",
+        f"driver, NCCL and fragmentation take {human_bytes(candidate.memory.reserved)} more, of "
         f"{human_bytes(candidate.memory.capacity)}",
     ]
 
@@ -171,7 +187,7 @@ def best(result: Result) -> Iterator[str]:
         f"{human_flops(prediction.model_flops / prediction.step_time / gpus)}/s a GPU = "
         f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
     )
-    yield from wrap(CONVENTION, WIDTH)
+    yield CONVENTION
     notes = list(prediction.notes)
     if candidate.layout.config.parallel.overlap_moe_expert_parallel_comm:
         notes.append(
@@ -179,7 +195,7 @@ def best(result: Result) -> Iterator[str]:
             "warm-up has nothing to run beside them"
         )
     for note in notes:
-        yield from wrap(f"note: {note}", WIDTH)
+        yield f"note: {note}"
 
 
 @dataclass(frozen=True)
@@ -272,17 +288,25 @@ def explained(result: Result) -> Iterator[str]:
     yield from wrap(f"binding: {binding(result)}", WIDTH)
     yield from context(result)
     yield ""
-    others = [("not chosen", "because")]
-    others += [(summary(a.candidate.layout), a.reason) for a in alternatives(result)]
-    if len(others) > 1:
-        yield from (*table(others), "")
+    for other in alternatives(result):
+        yield from wrap(f"not {summary(other.candidate.layout)}:", WIDTH)
+        indent = " " * 4
+        yield from wrap(other.reason, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    yield ""
     rows = [("if", "step", "")]
     for change in sensitivities(result):
         layout = percent(change.seconds / result.best.seconds - 1)
         if change.moves:
-            layout += f", by {summary(change.candidate.layout)}"
+            layout += f", by {_unlike(change.candidate, result.best)}"
         rows.append((change.change, human_seconds(change.seconds), layout))
-    yield from table(rows, right=(1,))
+    yield from listed(rows, right=(1,))
+
+
+def _unlike(candidate: Candidate, other: Candidate) -> str:
+    """What a summary says that another one does not."""
+    known = summary(other.layout).split(", ")
+    words = [word for word in summary(candidate.layout).split(", ") if word not in known]
+    return ", ".join(words) or "the same without some of its techniques"
 
 
 def context(result: Result) -> Iterator[str]:
@@ -326,7 +350,7 @@ def pareto(result: Result) -> list[str]:
     for candidate in front:
         size = human_bytes(candidate.memory.device_total)
         rows.append((size, human_seconds(candidate.seconds), summary(candidate.layout)))
-    return table(rows, right=(0, 1))
+    return list(listed(rows, right=(0, 1)))
 
 
 def why(result: Result, other: Result, text: str) -> Iterator[str]:

@@ -108,7 +108,7 @@ class LayerTimes:
         return times + Times(compute=wait)
 
     def _modules(self, is_moe: bool) -> dict[str, Times]:
-        key = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
+        key: tuple[object, ...] = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
         attention = self._once(("attention", *key), self._attention_block)
         if is_moe:
             key = (*key, self.grid.ep, self.grid.etp)

@@ -309,8 +309,8 @@ def with_context(space: Space, request: Request) -> Space:
     few, _ = space.distinct(("tp", "cp", "mbs"))
     context = {}
     for row in np.flatnonzero(few.columns["cp"] > 1).tolist():
-        key = tuple(int(few.columns[name][row]) for name in ("tp", "cp", "mbs"))
-        context[key] = best_context(few.config_of(row), request.cluster)
+        tp, cp, mbs = (int(few.columns[name][row]) for name in ("tp", "cp", "mbs"))
+        context[tp, cp, mbs] = best_context(few.config_of(row), request.cluster)
     return replace(space, context=context)
 
 
