@@ -16,6 +16,7 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
 from fivefold.model.transformer import Stage
 from fivefold.parallelize import TIED_NAMES
+from fivefold.state import num_shards
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from fivefold.verify.diagnose_context import losses_by_mistake, of_rank
@@ -117,9 +118,11 @@ def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
 
     if groups.tp is not None:
         yield _SUM_OVER.format("tensor parallelism"), summed(own, groups.tp)
-    if groups.cp is not None:
+    # Sharded gradients of these ranks are of different elements, and perhaps of different sizes.
+    whole = num_shards(engine.layout) == 1
+    if groups.cp is not None and whole:
         yield _SUM_OVER.format("context parallelism"), summed(own, groups.cp)
-    if groups.cp is not None and engine.layout.grid.dp > 1 and groups.data is not None:
+    if groups.cp is not None and whole and engine.layout.grid.dp > 1 and groups.data is not None:
         yield _SUM_OVER.format("data and context parallelism"), summed(own, groups.data)
     if groups.tied is not None:
         ends = {name: grad for name, grad in own.items() if name in TIED_NAMES}

@@ -152,11 +152,11 @@ class _InRankOrder:
         """See `model.attention.Kernel`."""
         order = self._order()
         rows = self.shards.rows
-        q, k, v = (x.reshape(rows, -1, *x.shape[2:])[:, order].view(x.shape) for x in (q, k, v))
+        q, k, v = (x.reshape(rows, -1, *x.shape[2:])[:, order].reshape(x.shape) for x in (q, k, v))
         out = attention(q, k, v, scope, drop)
-        back = torch.empty_like(out).view(rows, -1, *out.shape[2:])
+        back = out.new_empty(out.shape).view(rows, -1, *out.shape[2:])
         back[:, order] = out.reshape(back.shape)
-        return back.view(out.shape)
+        return back.reshape(out.shape)
 
     def _order(self) -> Tensor:
         """Which token of a row is taken for each."""

@@ -64,6 +64,13 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
         flags(strategy="optim") | context(2, "p2p"),
         "is that of some tokens: the sum over context parallelism is missing",
     ),
+    (
+        "skip-dp-sum",
+        4,
+        "gpt",
+        flags(dp=2, strategy="optim_grads_params") | context(2, "a2a"),
+        "is that of some tokens: the sum over data and context parallelism is missing",
+    ),
     ("cp-skip-block", 2, "llama", context(2, "p2p", **WHOLE), SKIPPED),
     ("cp-skip-block", 4, "gpt", context(4, "p2p"), SKIPPED),
     ("cp-skip-block", 4, "llama", context(4, "a2a+p2p", **WHOLE), SKIPPED),
