@@ -17,14 +17,16 @@ import numpy as np
 
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.plan.bounds import Ranks, memory_bound, time_bound
+from fivefold.plan.blocks import Ranks
 from fivefold.plan.cluster import load_cluster
 from fivefold.plan.describe import summary
 from fivefold.plan.explain import shortfall, slower
+from fivefold.plan.memory_bound import memory_bound
 from fivefold.plan.request import Request, request
 from fivefold.plan.search import Candidate, capacity, search, with_context
 from fivefold.plan.software import Software
 from fivefold.plan.space import enumerate_space
+from fivefold.plan.time_bound import time_bound
 from fivefold.units import human_seconds
 
 

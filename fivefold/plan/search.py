@@ -16,14 +16,16 @@ from fivefold.check import Layout, check
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.mesh.grid import Grid
-from fivefold.plan.bounds import Ranks, Values, memory_bound, time_bound
+from fivefold.plan.blocks import Ranks, Values
 from fivefold.plan.context import SETTINGS, best_context
 from fivefold.plan.memory import MemoryPrediction, peak_memory
+from fivefold.plan.memory_bound import memory_bound
 from fivefold.plan.memory_choices import MemoryChoice, refinements
 from fivefold.plan.request import Request
 from fivefold.plan.software import Software
 from fivefold.plan.space import Column, Space, enumerate_space
 from fivefold.plan.step import Prediction, predict
+from fivefold.plan.time_bound import time_bound
 from fivefold.plan.ways import FUSED
 
 CLOSE_LOOKS = 200  # layouts that are predicted at most
@@ -356,12 +358,13 @@ class _Seen:
 
 
 def _plain_first(space: Space, ordered: Column) -> Column:
-    """A few layouts of each promising mesh, with the usual schedules and one sharding group.
+    """A few layouts of each promising mesh, with usual schedules or pairs, and one sharding group.
 
     They nearly always fit where their bounds do, and so soon give a time for others to beat.
     """
     c = space.columns
     usual = np.array([way.schedule in FUSED for way in space.ways])[c["way"]]
+    usual |= c["pairs"] == 1
     plain = usual & (c["instances"] == 1) & (c["strategy"] <= 1) & (_acts(space) <= LONG)
     meshes = _numbered(space, _DEGREES)
     taken: dict[int, list[int]] = {}

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.plan.bounds import Ranks, memory_bound, time_bound
+from fivefold.plan.blocks import Ranks
 from fivefold.plan.cluster import load_cluster
 from fivefold.plan.memory import peak_memory
+from fivefold.plan.memory_bound import memory_bound
 from fivefold.plan.software import Software
 from fivefold.plan.space import Space, enumerate_space
 from fivefold.plan.step import predict
+from fivefold.plan.time_bound import time_bound
 
 TIGHT = 1e-9  # relative; sums in another order
 CASES = {

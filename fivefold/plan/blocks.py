@@ -1,0 +1,195 @@
+"""What bounds on memory and time have in common, for a million layouts at once.
+
+Every candidate is reduced to the ranks of its pipeline that matter (the first, the last, the one
+with the most work), to how many layers of each kind they hold, and to what one such layer costs
+under its degrees. What depends on few columns is computed once for each of their combinations and
+gathered by index; the rest is arithmetic on whole columns.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.model.shape import (
+    Shapes,
+    StageParts,
+    embedding_shapes,
+    head_shapes,
+    is_expert,
+    layer_shapes,
+    local_shape,
+    prediction_shapes,
+)
+from fivefold.plan.space import Column, Space
+from fivefold.plan.ways import FUSED, Way
+
+Values = NDArray[np.float64]
+
+DENSE, EXPERTS, PREDICTION, EMBEDDING, HEAD = range(5)
+"""Kinds of blocks that stages are made of."""
+KINDS = 5
+
+
+def block_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]:
+    """How many blocks of each kind some stages hold."""
+    counts = [0] * KINDS
+    for stage in stages:
+        for layer in stage.layers:
+            counts[EXPERTS if model.is_moe(layer) else DENSE] += 1
+        counts[PREDICTION] += stage.mtp
+        counts[EMBEDDING] += stage.embedding
+        counts[HEAD] += stage.head
+    return counts
+
+
+def sample_layers(model: ModelConfig) -> dict[int, int]:
+    """Kind -> the number of a layer of that kind."""
+    samples = {EXPERTS if model.is_moe(n) else DENSE: n for n in range(model.num_layers)}
+    if model.mtp_num_layers:
+        samples[PREDICTION] = model.num_layers
+    return samples
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The pipeline ranks that bounds look at, for every way; W ways, 3 ranks, K kinds of blocks.
+
+    Attributes:
+        held: [W, 3, K] blocks on the rank.
+        before: [W, 3, K] blocks of the stages that lead to the rank's first one.
+        own: [W, 3, K] blocks of the rank's first stage.
+        first: [W, K] blocks of stage 0.
+        final: [W, K] blocks of the last stage.
+        thinnest: [W, 3] fewest layers in a stage of the rank.
+        index: [W, 3] which ranks they are.
+        chunks: [W] stages a rank.
+        size: [W] pipeline ranks.
+        deferred: [W, 3] dW of a stage that the rank leaves for later, at most.
+    """
+
+    held: Values
+    before: Values
+    own: Values
+    first: Values
+    final: Values
+    thinnest: Values
+    index: Column
+    chunks: Column
+    size: Column
+    deferred: Values
+
+    @classmethod
+    def of(cls, model: ModelConfig, ways: Sequence[Way]) -> "Ranks":
+        """The ranks of some ways."""
+        rows = [_ranks_of(model, way) for way in ways]
+        each = zip(ways, rows, strict=True)
+
+        def column(name: str) -> Any:
+            return np.array([row[name] for row in rows])
+
+        return cls(
+            held=column("held").astype(float),
+            before=column("before").astype(float),
+            own=column("own").astype(float),
+            first=column("first").astype(float),
+            final=column("final").astype(float),
+            thinnest=column("thinnest").astype(float),
+            index=column("index"),
+            chunks=np.array([way.split.num_virtual for way in ways]),
+            size=np.array([way.pp for way in ways]),
+            deferred=np.array(
+                [[_deferred(w.schedule, r) for r in row["index"]] for w, row in each]
+            ),
+        )
+
+
+def _ranks_of(model: ModelConfig, way: Way) -> dict[str, Any]:
+    split = way.split
+    stages = split.stages
+    on = [[stages[s] for s in split.stages_of(rank)] for rank in range(way.pp)]
+    layers = [sum(len(s.layers) + s.mtp for s in held) for held in on]
+    fullest = max(range(way.pp), key=layers.__getitem__)
+    chosen = (0, way.pp - 1, fullest)
+    starts = [split.stages_of(rank)[0] for rank in chosen]
+    return {
+        "held": [block_counts(model, on[rank]) for rank in chosen],
+        "before": [block_counts(model, stages[:start]) for start in starts],
+        "own": [block_counts(model, stages[start : start + 1]) for start in starts],
+        "first": block_counts(model, stages[:1]),
+        "final": block_counts(model, stages[-1:]),
+        "thinnest": [min(len(s.layers) for s in on[rank]) for rank in chosen],
+        "index": chosen,
+    }
+
+
+def _deferred(schedule: str, rank: int) -> float:
+    """How many dW of its stages a rank has not computed yet at most, when its last dX leaves."""
+    if schedule in FUSED:
+        return 1
+    return {"zb_h1": rank + 1, "interleaved_zb": rank + 1, "zb_h2": 2 * rank + 1}.get(schedule, inf)
+
+
+class Cells:
+    """What depends on few columns, computed once for each of their combinations.
+
+    Args:
+        space: the candidates.
+        names: the columns.
+        compute: (the configuration of a candidate with this combination, its row) -> numbers.
+    """
+
+    def __init__(
+        self, space: Space, names: Sequence[str], compute: Callable[[Config], Sequence[float]]
+    ) -> None:
+        few, self.index = space.distinct(names)
+        values = [compute(few.config_of(row)) for row in range(len(few))]
+        self.table: Values = np.array(values, float)
+
+    def column(self, number: int) -> Values:
+        """One of the numbers, for every candidate."""
+        found: Values = self.table[self.index, number]
+        return found
+
+    def weighted(self, weights: Values, start: int = 0) -> Values:
+        """Sum over kinds of weights [N, K] times the numbers from `start` on."""
+        kinds = weights.shape[-1]
+        found: Values = np.einsum(
+            "nk,nk->n", weights, self.table[self.index, start : start + kinds]
+        )
+        return found
+
+
+SHARDING = ("way", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
+"""The columns that model state depends on."""
+
+
+def block_parameters(config: Config) -> list[float]:
+    """Parameters of a block of each kind on one rank, without experts; then those of experts."""
+    model, parallel = config.model, config.parallel
+    shapes: dict[int, Shapes] = {
+        kind: prediction_shapes(model) if kind == PREDICTION else layer_shapes(model, layer)
+        for kind, layer in sample_layers(model).items()
+    }
+    # A tied output weight is the embedding itself where both are on one rank.
+    untied = model.untie_embeddings_and_output_weights
+    head = {name: shape for name, shape in head_shapes(model).items() if untied or "norm" in name}
+    shapes |= {EMBEDDING: embedding_shapes(model), HEAD: head}
+    sizes = [0.0] * (2 * KINDS)
+    for kind, named in shapes.items():
+        for name, shape in named.items():
+            local = local_shape(
+                model,
+                name,
+                shape,
+                tp=parallel.tensor_model_parallel_size,
+                ep=parallel.expert_model_parallel_size,
+                etp=parallel.expert_tensor_parallel_size,
+            )
+            sizes[kind + KINDS * is_expert(name)] += prod(local)
+    return sizes
