@@ -1,7 +1,5 @@
 """`fivefold audit`: hold a run to what theory says of its layout."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +8,7 @@ from fivefold.audit.record import read_records
 from fivefold.audit.report import Outlook, audit, usual_seconds
 from fivefold.check import Layout, check
 from fivefold.cli.runs import run_config
-from fivefold.cli.style import paint
+from fivefold.cli.verdict import tell
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
@@ -52,13 +50,7 @@ def run(argv: Sequence[str]) -> int:
         usual_seconds(folder / "metrics.jsonl", step),
         None if options.cluster is None else _outlook(layout, options.cluster),
     )
-    if options.json:
-        print(json.dumps(report.as_json(), indent=2))
-    else:
-        *lines, verdict = report.text().splitlines()
-        print("\n".join(lines))
-        print(paint(verdict, "green" if report.passed else "red", sys.stdout))
-    return 0 if report.passed else 1
+    return tell(report, as_json=options.json)
 
 
 def _outlook(layout: Layout, name: str) -> Outlook:

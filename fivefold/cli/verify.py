@@ -1,13 +1,11 @@
 """`fivefold verify`: prove that a layout computes what one device computes."""
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.check import check
-from fivefold.cli.style import paint
+from fivefold.cli.verdict import tell
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
@@ -62,13 +60,7 @@ def run(argv: Sequence[str]) -> int:
         plant=options.plant,
         device_type="cuda" if enough else "cpu",
     )
-    if options.json:
-        print(json.dumps(report.as_json(), indent=2))
-    else:
-        *lines, verdict = report.text().splitlines()
-        print("\n".join(lines))
-        print(paint(verdict, "green" if report.passed else "red", sys.stdout))
-    return 0 if report.passed else 1
+    return tell(report, as_json=options.json)
 
 
 def _flag_name(word: str) -> str:
