@@ -34,6 +34,7 @@ LOOK = 1_000
 LONG = 15_000  # acts of a program that is looked at only after all shorter ones
 MESHES = 10  # of which the best layout is shown
 TRIES = 4  # plain layouts of each of them that are looked at first
+PAIRS = 2  # layouts whose schedules run in pairs that are looked at next
 ALIKE = 0.004  # share of a step by which a simpler layout may be slower and still be preferred
 
 
@@ -358,23 +359,25 @@ class _Seen:
 
 
 def _plain_first(space: Space, ordered: Column) -> Column:
-    """A few layouts of each promising mesh, with usual schedules or pairs, and one sharding group.
+    """A few layouts of each promising mesh, with usual schedules, then with pairs, and one group.
 
     They nearly always fit where their bounds do, and so soon give a time for others to beat.
     """
     c = space.columns
     usual = np.array([way.schedule in FUSED for way in space.ways])[c["way"]]
-    usual |= c["pairs"] == 1
-    plain = usual & (c["instances"] == 1) & (c["strategy"] <= 1) & (_acts(space) <= LONG)
+    plain = (c["instances"] == 1) & (c["strategy"] <= 1) & (_acts(space) <= LONG)
     meshes = _numbered(space, _DEGREES)
-    taken: dict[int, list[int]] = {}
-    for row in ordered[plain[ordered]].tolist():
-        rows = taken.setdefault(int(meshes[row]), [])
-        if len(rows) < TRIES:
-            rows.append(row)
-        if len(taken) > MESHES:
-            break
-    return np.array([row for rows in taken.values() for row in rows], np.int64)
+    rows: list[int] = []
+    for kind, tries in ((usual, TRIES), (c["pairs"] == 1, PAIRS)):
+        taken: dict[int, list[int]] = {}
+        for row in ordered[(plain & kind)[ordered]].tolist():
+            mine = taken.setdefault(int(meshes[row]), [])
+            if len(mine) < tries:
+                mine.append(row)
+            if len(taken) > MESHES:
+                break
+        rows += [row for mine in taken.values() for row in mine]
+    return np.array(rows, np.int64)
 
 
 def _acts(space: Space) -> Column:
