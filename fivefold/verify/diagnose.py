@@ -60,7 +60,8 @@ def diagnose(engine: Engine, step: int, result: StepResult, reference: Reference
     if engine.groups.rank != 0:
         return []
     found = _loss_findings(engine, step, result, reference, match)
-    return found + _gradient_findings(_shared(every), list(reference.grads))
+    divided = engine.layout.grid.cp > 1
+    return found + _gradient_findings(_shared(every), list(reference.grads), divided)
 
 
 def _explanations(
@@ -177,15 +178,24 @@ def _shared(every: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
     return shared
 
 
-def _gradient_findings(held: Mapping[str, set[str]], order: Sequence[str]) -> list[str]:
-    """Sentences on the wrong gradients, the one nearest to the loss first."""
+def _gradient_findings(
+    held: Mapping[str, set[str]], order: Sequence[str], divided: bool
+) -> list[str]:
+    """Sentences on the wrong gradients, the one nearest to the loss first.
+
+    Args:
+        held: stored name -> the hypotheses that hold on every rank.
+        order: of the names in the model.
+        divided: sequences are, over context-parallel ranks.
+    """
     wrong = [name for name in reversed(order) if RIGHT not in held[name]]
     if not wrong:
         return ["no gradient is far off: not a reduction, but a narrower type or another order"]
     if all(name.endswith(_ROW_BIASES) for name in wrong):
         bias = "the bias of row-parallel linears is added by every tensor-parallel rank"
         return [f"{bias}: {_listed(wrong)}"]
-    if wrong[0].endswith(_OF_KEYS) and all(RIGHT in held[n] for n in _of_queries(wrong[0], held)):
+    beside = _of_queries(wrong[0], held)
+    if divided and wrong[0].endswith(_OF_KEYS) and all(RIGHT in held[n] for n in beside):
         lost = "keys and values lack the gradients of queries on other context-parallel ranks"
         return [f"{lost}: {_listed(wrong)}"]
     # What is wrong nearest to the loss makes the rest wrong, often by a power of the same factor.

@@ -31,7 +31,11 @@ def losses(rank: int, world: int, settings: Config) -> list[float]:
 
 @pytest.mark.parametrize(
     ("strategy", "kind", "more"),
-    [("no_shard", "p2p", WHOLE), ("optim_grads_params", "a2a", {}), ("optim", "p2p", {})],
+    [
+        ("optim", "p2p", {}),
+        pytest.param("no_shard", "p2p", WHOLE, marks=pytest.mark.exhaustive),
+        pytest.param("optim_grads_params", "a2a", {}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_twenty_steps_without_data_parallelism(
     strategy: str, kind: str, more: dict[str, Any]

@@ -202,8 +202,12 @@ FAULTS = (
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(300), pytest.param(range(300, 10_000), marks=[pytest.mark.slow])],
-    ids=["quick", "all"],
+    [
+        range(300),
+        pytest.param(range(300, 2_000), marks=pytest.mark.slow),
+        pytest.param(range(2_000, 10_000), marks=pytest.mark.exhaustive),
+    ],
+    ids=["quick", "many", "all"],
 )
 def test_planted_faults_are_rejected_with_the_reason(seeds):
     for seed in seeds:
