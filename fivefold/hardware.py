@@ -85,9 +85,9 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    sustained=0.865,
+    sustained=0.834,
     attention_forward=0.58,
-    attention_backward=0.5,
+    attention_backward=0.476,
 )
 _H100 = Gpu(
     "H100",
@@ -96,10 +96,10 @@ _H100 = Gpu(
     peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
     multiprocessors=132,
-    sustained=0.74,
-    sustained_narrow=0.88,
-    attention_forward=0.409,
-    attention_backward=0.335,
+    sustained=0.76,
+    sustained_narrow=0.866,
+    attention_forward=0.397,
+    attention_backward=0.326,
 )
 _B200 = Gpu(
     "B200",
@@ -108,10 +108,10 @@ _B200 = Gpu(
     peak=_rates(bf16=2250, fp8=4500, fp4=9000),
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
     multiprocessors=148,
-    sustained=0.535,
-    sustained_narrow=0.78,
-    attention_forward=0.5,
-    attention_backward=0.41,
+    sustained=0.542,
+    sustained_narrow=0.738,
+    attention_forward=0.505,
+    attention_backward=0.414,
 )
 _GB200 = replace(
     _B200,
@@ -122,12 +122,12 @@ _GB200 = replace(
     multiprocessors=152,
 )
 
-# More power, and twice the units that attention's exponentials need.
+# Of 9 dense rows of one publisher: more power keeps clocks up.
 _BLACKWELL_ULTRA: dict[str, Any] = {
-    "sustained": 0.637,
-    "sustained_narrow": 0.929,
-    "attention_forward": 0.607,
-    "attention_backward": 0.498,
+    "sustained": 0.542,
+    "sustained_narrow": 1.0,
+    "attention_forward": 0.356,
+    "attention_backward": 0.292,
 }
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
@@ -151,10 +151,10 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 name="H100-96",
                 memory_bytes=94.9 * _GIB,
                 memory_bandwidth=2400 * GB,
-                sustained=0.72,
-                sustained_narrow=0.745,
-                attention_forward=0.212,
-                attention_backward=0.174,
+                sustained=0.706,
+                sustained_narrow=0.733,
+                attention_forward=0.211,
+                attention_backward=0.173,
             ),
             _B200,
             replace(

@@ -77,7 +77,7 @@ class Cluster:
     host_bandwidth: float = 50 * GB
     reserved_bytes: float = 2 * GB
     jitter: float = 0.004
-    host_operation: float = 12e-6
+    host_operation: float = 15.4e-6
     interruptions_per_gpu_day: float | None = None
     price_per_gpu_hour: float | None = None
 
