@@ -265,7 +265,11 @@ class _Search:
         """Finer memory techniques, on the best layouts and on faster ones that do not fit."""
         best = min((c.seconds for c in self.found), default=np.inf)
         missed = sorted((c for c in self.rejected if c.bound < best), key=lambda c: c.bound)
-        bases = [*_distinct(sorted(self.found, key=lambda c: c.seconds), 2), *_distinct(missed, 6)]
+        tight = sorted(missed, key=lambda c: c.memory.device_total)
+        bases = [
+            *_distinct(sorted(self.found, key=lambda c: c.seconds), 2),
+            *_distinct([c for pair in zip(missed, tight, strict=True) for c in pair], 8),
+        ]
         for base in bases:
             for choice in self._choices(base):
                 with_choice = base.layout.config.with_values(**choice.settings)
