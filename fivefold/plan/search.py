@@ -30,6 +30,7 @@ from fivefold.plan.ways import FUSED
 
 CLOSE_LOOKS = 200  # layouts that are predicted at most
 WORK = 120_000  # acts of programs that are swept and timed at most, each look counted as LOOK
+UNTIL_ONE = 4  # times as many, until a layout fits
 LOOK = 1_000
 LONG = 15_000  # acts of a program that is looked at only after all shorter ones
 MESHES = 10  # of which the best layout is shown
@@ -220,7 +221,7 @@ class _Search:
             known = int(meshes[row]) in seen.meshes
             if bound >= best and (len(seen.meshes) >= MESHES or bound > 1.5 * best):
                 continue
-            if predicted >= CLOSE_LOOKS or seen.work > WORK:
+            if predicted >= CLOSE_LOOKS or seen.work > WORK * (1 if predicted else UNTIL_ONE):
                 unseen = min(unseen, float(bounds[order[place:]].min()))
                 break
             if row in seen.rows or states[row] >= seen.missed.get(family, np.inf):
