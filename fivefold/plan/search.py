@@ -36,6 +36,7 @@ LONG = 15_000  # acts of a program that is looked at only after all shorter ones
 MESHES = 10  # of which the best layout is shown
 TRIES = 4  # plain layouts of each of them that are looked at first
 PAIRS = 2  # layouts whose schedules run in pairs that are looked at next
+SMALLEST = 3  # layouts of least memory that are looked at where nothing fits
 ALIKE = 0.004  # share of a step by which a simpler layout may be slower and still be preferred
 
 
@@ -176,11 +177,14 @@ class _Search:
         memory = memory_bound(space, ranks)
         fits = np.flatnonzero(memory.bytes <= capacity(request))
         smallest = float(memory.bytes.min())
-        gap = 0.0
+        unseen = np.inf
         if len(fits):
             space = space.take(fits)
             bounds = time_bound(space, ranks, request.cluster, Software())
-            gap = self._look(space, bounds, memory.state[fits])
+            unseen = self._look(space, bounds, memory.state[fits])
+            if not self.found:  # the looks ran out among fast layouts that do not fit
+                smallest_ones = self.smallest(space, memory.bytes[fits], bounds)
+                self.found += [c for c in smallest_ones if c.prediction is not None]
             self._refine()
         found = self._checked(self.found)
         return Result(
@@ -190,7 +194,7 @@ class _Search:
             legal=legal,
             too_large=legal - len(fits),
             looked_at=self.looks,
-            gap=gap if found else 0.0,
+            gap=max(0.0, found[0].seconds / unseen - 1) if found else 0.0,
             smallest=smallest,
             seconds=perf_counter() - began,
         )
@@ -203,7 +207,7 @@ class _Search:
         return with_context(space, request)
 
     def _look(self, space: Space, bounds: Values, states: Values) -> float:
-        """Predict in the order of the bounds; the gap that is left.
+        """Predict in the order of the bounds; the lowest bound of what was not looked at.
 
         Of layouts that differ in their sharding alone, the fastest that fits is enough, and where
         one does not fit, none fits that shards less. A layout whose like took so much longer than
@@ -242,7 +246,12 @@ class _Search:
             predicted += 1
             self.found.append(candidate)
             best = min(best, candidate.seconds)
-        return max(0.0, best / unseen - 1) if np.isfinite(unseen) else 0.0
+        return unseen
+
+    def smallest(self, space: Space, sizes: Values, bounds: Values) -> list[Candidate]:
+        """A close look at the layouts whose memory bounds are lowest."""
+        rows = np.argsort(sizes, kind="stable")[:SMALLEST].tolist()
+        return [self.candidate(space, row, float(bounds[row])) for row in rows]
 
     def candidate(self, space: Space, row: int, bound: float) -> Candidate:
         """A row of the space; its layout is known, so that `check` need not find it again."""
@@ -298,13 +307,12 @@ class _Search:
         return _legal(ordered, self.request)
 
 
-def smallest_layouts(request: Request, count: int = 3) -> list[Candidate]:
-    """A close look at the legal layouts whose memory bounds are lowest."""
+def smallest_layouts(request: Request) -> list[Candidate]:
+    """A close look at the legal layouts whose memory bounds are lowest, fit or not."""
     run = _Search(request)
     space = run.space()
     memory = memory_bound(space, Ranks.of(request.config.model, space.ways))
-    rows = np.argsort(memory.bytes, kind="stable")[:count]
-    return [run.candidate(space, int(row), float("inf")) for row in rows]
+    return run.smallest(space, memory.bytes, np.full(len(space), np.inf))
 
 
 def with_context(space: Space, request: Request) -> Space:
