@@ -10,6 +10,7 @@ from tests.verify.cases import MODELS, config, flags, verify_in_pool
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 FULL = {"recompute_granularity": "full"}
+LONG = "tensor parallel, deferred weights, ZeRO-1"
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "nothing installed": (1, "llama", flags()),
     "dropout, ZeRO-3, recomputed": (2, "gpt", flags(strategy="optim_grads_params") | FULL),
@@ -19,10 +20,19 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         flags(tp=2, pp=2, stages="Ett|tttL", sequence=True)
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
     ),
+    LONG: (
+        8,
+        "llama tied",
+        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim")
+        | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
+    ),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.exhaustive] if c == LONG else []) for c in CASES],
+)
 def test_compiled_layers_are_exact(case: str) -> None:
     world, model, settings = CASES[case]
     report = verify_in_pool(world, config(MODELS[model], **settings | COMPILED))

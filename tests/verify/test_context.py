@@ -113,12 +113,20 @@ def test_layouts(case: str) -> None:
     passes(*CASES[case])
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "a2a+p2p"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "all_gather",
+        "a2a+p2p",
+        pytest.param("p2p", marks=pytest.mark.exhaustive),
+        pytest.param("a2a", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_layouts_in_fp32(kind: str) -> None:
     passes(4, "llama tied", context(4, kind, precision="fp32"))
 
 
-@pytest.mark.parametrize("kind", ["p2p"])
+@pytest.mark.parametrize("kind", ["p2p", pytest.param("a2a+p2p", marks=pytest.mark.exhaustive)])
 def test_layouts_in_bf16_are_as_close_as_one_device(kind: str) -> None:
     passes(4, "gpt", context(4, kind, precision="bf16", **WHOLE))
 

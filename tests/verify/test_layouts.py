@@ -169,8 +169,14 @@ def test_corners(corner: str) -> None:
     passes(*CORNERS[corner])
 
 
-@pytest.mark.parametrize(("world", "case"), QUICK[::3], ids=ids(QUICK[::3]))
+@pytest.mark.parametrize(("world", "case"), QUICK[::4], ids=ids(QUICK[::4]))
 def test_layouts_in_fp32(world: int, case: dict[str, Any]) -> None:
+    passes(world, "llama tied", case | {"precision": "fp32"})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world", "case"), QUICK[2::4], ids=ids(QUICK[2::4]))
+def test_more_layouts_in_fp32(world: int, case: dict[str, Any]) -> None:
     passes(world, "llama tied", case | {"precision": "fp32"})
 
 
