@@ -51,8 +51,12 @@ class Gpu:
         sustained: share of `matmul` that a training step keeps, where power and heat hold clocks
             down and operands come from memory rather than from the last call's cache.
         sustained_narrow: the same of 8- and 4-bit multiplications, which are held down more.
-        attention_forward: share of the bf16 peak that fused attention reaches on long sequences.
+        attention_forward: share of the bf16 peak that the best fused attention reaches, causal, on
+            long sequences with heads of 128.
         attention_backward: the same in its backward.
+        flash1: of the best attention's rate, the share that FlashAttention (2022) reaches.
+        flash2: the same of FlashAttention-2 (2023), which knows nothing of Hopper's asynchronous
+            units; on older silicon it is the best.
         memory_efficiency: share of `memory_bandwidth` that elementwise kernels reach.
         launch: seconds from the end of a kernel to the start of the next.
         overlap_slowdown: of the time that communication runs beside computation, the share that
@@ -69,6 +73,8 @@ class Gpu:
     sustained_narrow: float = 0.85
     attention_forward: float = 0.55
     attention_backward: float = 0.45
+    flash1: float = 0.6
+    flash2: float = 1.0
     memory_efficiency: float = 0.85
     launch: float = 3e-6
     overlap_slowdown: float = 0.1
@@ -85,9 +91,9 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    sustained=0.834,
-    attention_forward=0.58,
-    attention_backward=0.476,
+    sustained=0.87,
+    attention_forward=0.667,
+    attention_backward=0.58,
 )
 _H100 = Gpu(
     "H100",
@@ -96,10 +102,12 @@ _H100 = Gpu(
     peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
     multiprocessors=132,
-    sustained=0.76,
-    sustained_narrow=0.866,
-    attention_forward=0.397,
-    attention_backward=0.326,
+    sustained=0.74,
+    sustained_narrow=0.836,
+    attention_forward=0.565,
+    attention_backward=0.491,
+    flash1=0.37,
+    flash2=0.65,
 )
 _B200 = Gpu(
     "B200",
@@ -109,9 +117,11 @@ _B200 = Gpu(
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
     multiprocessors=148,
     sustained=0.542,
-    sustained_narrow=0.738,
-    attention_forward=0.505,
-    attention_backward=0.414,
+    sustained_narrow=0.736,
+    attention_forward=0.479,
+    attention_backward=0.416,
+    flash1=0.2,
+    flash2=0.32,
 )
 _GB200 = replace(
     _B200,
@@ -124,10 +134,10 @@ _GB200 = replace(
 
 # Of 9 dense rows of one publisher: more power keeps clocks up.
 _BLACKWELL_ULTRA: dict[str, Any] = {
-    "sustained": 0.542,
+    "sustained": 0.528,
     "sustained_narrow": 1.0,
-    "attention_forward": 0.356,
-    "attention_backward": 0.292,
+    "attention_forward": 0.338,
+    "attention_backward": 0.294,
 }
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
@@ -151,10 +161,10 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 name="H100-96",
                 memory_bytes=94.9 * _GIB,
                 memory_bandwidth=2400 * GB,
-                sustained=0.706,
-                sustained_narrow=0.733,
-                attention_forward=0.211,
-                attention_backward=0.173,
+                sustained=0.722,
+                sustained_narrow=0.742,
+                attention_forward=0.313,
+                attention_backward=0.272,
             ),
             _B200,
             replace(

@@ -13,6 +13,7 @@ from fivefold.hardware import Gpu
 
 # Tiles that libraries choose from, (rows, columns, share of the full rate that they reach).
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
+_EXPONENTIAL = 32  # features of a head whose products take as long as a score's exponential
 _DEPTH = 192  # of k, in which a tile's pipeline fills and drains
 ELEMENT = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
 
@@ -78,16 +79,23 @@ def _memory_rate(gpu: Gpu) -> float:
     return gpu.memory_bandwidth * gpu.memory_efficiency
 
 
-def attention(gpu: Gpu, flops: float, length: int, precision: str = "bf16") -> Phases:
+def attention(
+    gpu: Gpu, flops: float, length: int, precision: str = "bf16", head: float = 128
+) -> Phases:
     """Seconds of fused attention; its backward does 2.5 times the arithmetic.
+
+    Beside the multiplications every score costs an exponential, which weighs more the smaller the
+    heads are. Both corrections follow the figures of FlashAttention-3 (Shah et al., 2024).
 
     Args:
         gpu: on which.
         flops: of the forward, as done: causal attention counts half.
         length: of the queries that a kernel sees, in tokens; short ones fill the device less.
         precision: of its operands, which 8- and 4-bit training leaves alone: bf16, fp32, fp64.
+        head: features of a head, the mean of queries' and values'.
     """
-    peak = gpu.peak.of(precision) * length / (length + 512)
+    share = head / (head + _EXPONENTIAL) * (128 + _EXPONENTIAL) / 128
+    peak = gpu.peak.of(precision) * share * length / (length + 384)
     forward = flops / (peak * gpu.attention_forward) + gpu.launch
     backward = 2.5 * flops / (peak * gpu.attention_backward) + 2 * gpu.launch
     return Phases(forward, backward)

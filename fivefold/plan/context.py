@@ -149,7 +149,8 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     features = model.query_dim + model.value_dim
     flops = tokens * float(training.seq_length) * heads * features
-    return attention(cluster.gpu, flops, training.seq_length // pieces, training.precision)
+    length = training.seq_length // pieces
+    return attention(cluster.gpu, flops, length, training.precision, features / 2)
 
 
 def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVolumes:

@@ -48,7 +48,8 @@ class LayerTimes:
     ) -> None:
         config, grid = layout.config, layout.grid
         self.config = config
-        self.cluster, self.gpu, self.software = cluster, cluster.gpu, software
+        self.cluster, self.software = software.on(cluster), software
+        self.gpu = self.cluster.gpu
         self.model, self.parallel, self.grid = config.model, config.parallel, grid
         self.memory, self.training = config.memory, config.training
         training = config.training
@@ -139,8 +140,8 @@ class LayerTimes:
             ups = [self._linear(shapes[f"self_attn.{n}.weight"], self.tokens) for n in up]
             modules["mla_up"] = Times(sum(ups, Phases()))
         else:
-            rows = sum(shapes[f"self_attn.{n}_proj.weight"][0] for n in "qkv")
-            modules["qkv"] = self._column(self._linear((rows, model.hidden_size), self.tokens))
+            rows = [shapes[f"self_attn.{n}_proj.weight"][0] for n in "qkv"]
+            modules["qkv"] = self._column(self._joined(rows, self.tokens))
         modules["core_attn"] = self._core_attention()
         modules["attn_proj"] = self._row(
             self._linear(shapes["self_attn.o_proj.weight"], self.tokens)
@@ -160,10 +161,10 @@ class LayerTimes:
     ) -> dict[str, Times]:
         fc1, act, fc2 = names
         inner = shapes[f"{name}.up_proj.weight"][0]
-        wide = inner * (2 if self.model.gated_linear_unit else 1)
+        wide = [inner] * (2 if self.model.gated_linear_unit else 1)
         hidden = self.model.hidden_size
         return {
-            fc1: self._column(self._linear((wide, hidden), tokens)),
+            fc1: self._column(self._joined(wide, tokens)),
             act: self._activation(tokens * inner),
             fc2: self._row(self._linear((hidden, inner), tokens)),
         }
@@ -199,6 +200,12 @@ class LayerTimes:
             forward += elementwise(gpu, 4.0 * batch * tokens * k)
             dx += elementwise(gpu, 4.0 * batch * tokens * n)
         return Phases(forward, dx, dw)
+
+    def _joined(self, rows: list[int], tokens: int) -> Phases:
+        """Linear layers of the hidden state with so many rows each, as one if they are joined."""
+        parts = [sum(rows)] if self.software.joins_linears else rows
+        hidden = self.model.hidden_size
+        return sum((self._linear((n, hidden), tokens) for n in parts), Phases())
 
     def _column(self, linear: Phases) -> Times:
         """A column-parallel linear layer: X is gathered before it, dX is reduced after."""
@@ -275,7 +282,7 @@ class LayerTimes:
             if model.position_embedding_type == "rope"
             else Times()
         )
-        if model.attention_dropout and not self.software.fused_attention:
+        if model.attention_dropout and self.software.attention == "scores":
             return rotary + Times(self._score_matrices(heads, length))
         way = configured_way(self.config, self.cluster)
         return rotary + Times(way.attention, cp=way.exposed)

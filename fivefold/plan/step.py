@@ -188,6 +188,10 @@ class _Predictor:
                     if whole:
                         reduced += block.count * all_reduce(cluster, group, size * wire)
                         continue
+                    if rate := self.software.gather_rate:
+                        gathered += block.count * size * 2 / rate
+                        reduced += block.count * size * wire / rate
+                        continue
                     gathered += block.count * gather(cluster, group, size * 2)
                     reduced += block.count * gather(cluster, group, size * wire)
                     if group is shard:
@@ -212,27 +216,34 @@ class _Predictor:
         gpu = self.cluster.gpu
         if strategy == "optim_grads":
             return Phases(0.0, overlapped(gpu, work.dx + work.dw, reduced))
-        forward = overlapped(gpu, work.forward, gathered)
-        return Phases(forward, overlapped(gpu, work.dx + work.dw, gathered + reduced))
+        alone = self.software.gather_rate is not None
+        forward = gathered if alone else overlapped(gpu, work.forward, gathered)
+        recomputed = self.layout.config.memory.recompute_granularity == "full"
+        again = 2 if recomputed and self.software.gathers_to_recompute else 1
+        return Phases(forward, overlapped(gpu, work.dx + work.dw, again * gathered + reduced))
 
     @cached_property
     def hop(self) -> float:
         """Seconds of a message to the next pipeline rank."""
         if self.grid.pp == 1:
             return 0.0
-        size = self.times.hidden_bytes / self.times.parts
-        return send(self.cluster, self.grid.ranks_per_stage, size)
+        cluster, whole, parts = self.cluster, self.times.hidden_bytes, self.times.parts
+        if parts < self.grid.tp and self.software.scatters_hops:
+            share = send(cluster, self.grid.ranks_per_stage, whole / self.grid.tp)
+            return share + gather(cluster, self.times.tp, whole)
+        return send(cluster, self.grid.ranks_per_stage, whole / parts)
 
     @cached_property
     def costs(self) -> Costs:
         """Of the program's acts; a recomputation is part of its backward."""
         totals = [stage.total for stage in self.stages * self.layout.num_copies]
         smallest = 1e-9  # of an empty stage
+        waits = self.hop if self.software.waits_for_hops else 0.0
         return Costs(
-            tuple(max(t.forward, smallest) for t in totals),
-            tuple(max(t.dx, smallest) for t in totals),
+            tuple(max(t.forward, smallest) + waits for t in totals),
+            tuple(max(t.dx, smallest) + waits for t in totals),
             tuple(t.dw for t in totals),
-            self.hop,
+            self.hop - waits,
         )
 
     def _makespan(self, costs: Costs) -> float:

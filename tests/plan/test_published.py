@@ -113,9 +113,9 @@ def test_degrees_that_do_not_make_up_the_gpus_are_refused():
 
 def test_old_rows_hold_scores_and_hide_nothing():
     old = row(gpu="A100-80", prec="fp16", flops_conv="HFU96", ngpu="64")
-    assert not software_of(old).fused_attention
+    assert software_of(old).attention == "scores"
     assert not software_of(old).overlaps_backward_tp
-    assert software_of(row()).fused_attention
+    assert software_of(row()).attention != "scores"
     assert not software_of(row(note="eager")).fused
 
 
