@@ -23,12 +23,12 @@ from fivefold.mesh.rules import (
     check_experts,
     check_tensor_parallel,
 )
-from fivefold.pipeline.automatic_split import AUTO, automatic_split
+from fivefold.pipeline.automatic_split import automatic_split
 from fivefold.pipeline.ir import Kind, Program, stages_on
 from fivefold.pipeline.layout import Split, StageSpec, split_layers
-from fivefold.pipeline.lowering import eager_dx, lower, unpaired
+from fivefold.pipeline.lowering import executed, lower
 from fivefold.pipeline.modelled import modelled_problem
-from fivefold.pipeline.rules import SYNTHESISED, check_schedule
+from fivefold.pipeline.rules import AUTO, SYNTHESISED, check_schedule, resolved_schedule
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program, with_copies
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.synthesise import synthesise
@@ -72,6 +72,16 @@ class Layout:
         alone = self.compute_program().ranks[0] if self.grid.pp == 1 else ()
         return self.grid.pp > 1 or any(act.kind is Kind.B for act in alone)
 
+    @property
+    def runs_pairs(self) -> bool:
+        """Whether the schedule pairs forwards with backwards."""
+        return self.schedule != SYNTHESISED and SCHEDULES[self.schedule].pairs
+
+    @property
+    def overlaps_pairs(self) -> bool:
+        """Whether the halves of a pair run beside each other: experts' messages hide there."""
+        return self.config.parallel.overlap_moe_expert_parallel_comm
+
     def program(
         self, num_microbatches: int | None = None, *, forward_only: bool = False
     ) -> Program:
@@ -81,9 +91,8 @@ class Layout:
             ConfigError: the schedule cannot take that many microbatches.
         """
         # The executor runs the halves of a pair in turn: the second's messages may come later.
-        program = unpaired(self.compute_program(num_microbatches, forward_only=forward_only))
-        if self.defers_weights:
-            program = eager_dx(program)
+        compute = self.compute_program(num_microbatches, forward_only=forward_only)
+        program = executed(compute, pairs=False, eager=self.defers_weights)
         gathered = self.config.parallel.pipeline_max_unsharded_stages
         return with_sharding_actions(
             lower(program), unshard=gathered is not None, max_unsharded=gathered
@@ -166,9 +175,7 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     microbatches = _microbatches(config, parallel, mistakes)
     mistakes.raise_if_any()
     assert split is not None
-    schedule = parallel.pipeline_schedule
-    if schedule == "auto":
-        schedule = "interleaved_1f1b" if split.num_virtual > 1 else "1f1b"
+    schedule = resolved_schedule(parallel, split.num_virtual)
     layout = Layout(
         replace(config, parallel=parallel), _grid(parallel), split, schedule, microbatches
     )

@@ -65,8 +65,8 @@ class ParallelConfig:
     )
     pipeline_schedule: PipelineSchedule = option(
         "auto",
-        "order of forwards and backwards; auto: 1f1b, or interleaved_1f1b when V > 1; synthesised: "
-        "searched for this model's stages",
+        "order of forwards and backwards; auto: 1f1b, interleaved_1f1b when V > 1, combined_1f1b to "
+        "hide experts' all-to-alls; synthesised: searched for this model's stages",
     )
     pipeline_in_flight_limit: float | None = option(
         None,
@@ -99,7 +99,9 @@ class ParallelConfig:
         "alltoall", "how tokens reach their experts"
     )
     overlap_moe_expert_parallel_comm: bool = option(
-        False, "hide the experts' all-to-alls behind another microbatch's computation"
+        False,
+        "hide the experts' all-to-alls behind another microbatch's computation, where the schedule "
+        "pairs a forward with a backward",
     )
     tp_comm_overlap: bool = option(
         False, "hide tensor-parallel gathers and scatters behind the multiplications they serve"

@@ -7,8 +7,8 @@ from fivefold.pipeline.balance import balance, schedule_clock
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.layout import Split
 from fivefold.pipeline.parts import modelled_parts
+from fivefold.pipeline.rules import resolved_schedule
 
-AUTO = "auto"
 _OTHER_WAYS = (
     "num_layers_per_virtual_pipeline_stage",
     "decoder_first_pipeline_num_layers",
@@ -47,9 +47,7 @@ def automatic_split(
     placement = (v_placement if in_a_v else loop_placement)(ranks, ranks * num_virtual)
     dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
     microbatches = max(1, training.global_batch_size // (training.micro_batch_size * dp))
-    schedule = parallel.pipeline_schedule
-    if schedule == AUTO:
-        schedule = "interleaved_1f1b" if num_virtual > 1 else "1f1b"
+    schedule = resolved_schedule(parallel, num_virtual)
     parts = modelled_parts(config.model, training.seq_length)
     clock = schedule_clock(schedule, placement, microbatches)
     return balance(parts, placement, clock=clock).split

@@ -36,6 +36,19 @@ def unpaired(program: Program) -> Program:
     return replace(program, ranks=ranks)
 
 
+def executed(program: Program, *, pairs: bool, eager: bool) -> Program:
+    """The compute acts of a program as they are executed.
+
+    Args:
+        program: as its schedule makes it, compute-only.
+        pairs: whether the halves of an FB run beside each other; otherwise the forward goes first.
+        eager: whether a dX that is not in a pair leaves before its dW is computed.
+    """
+    if not pairs:
+        program = unpaired(program)
+    return eager_dx(program) if eager else program
+
+
 def lower(program: Program, costs: Costs | None = None) -> Program:
     """Add every SEND and RECV, ordered by time so that no stream model can dead-lock.
 

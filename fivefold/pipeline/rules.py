@@ -4,13 +4,31 @@ from fivefold.config.config import Config
 from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import divisors, nearest
+from fivefold.pipeline.schedules.registry import SCHEDULES
 
+AUTO = "auto"
+"""The schedule, and the stages, that follow from the other settings."""
 SYNTHESISED = "synthesised"
 """The schedule that is searched for, which `schedules.registry` does not list."""
 
 
+def resolved_schedule(parallel: ParallelConfig, num_virtual: int) -> str:
+    """The schedule that is meant, for so many stages a rank."""
+    if parallel.pipeline_schedule != AUTO:
+        return parallel.pipeline_schedule
+    if parallel.overlap_moe_expert_parallel_comm:
+        return "combined_1f1b"
+    return "interleaved_1f1b" if num_virtual > 1 else "1f1b"
+
+
 def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """What only some schedules have: slices, a limit to search under, stages kept gathered."""
+    """What only some schedules have: slices, pairs, a limit to search under, stages kept gathered.
+
+    Args:
+        config: what is asked for.
+        parallel: its degrees, with every inferred one filled in.
+        mistakes: what is wrong is added here.
+    """
     slices, schedule = parallel.num_sequence_slices, parallel.pipeline_schedule
     length, tp = config.training.seq_length, parallel.tensor_model_parallel_size
     if slices < 1:
@@ -50,6 +68,13 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
                 "which must outlive the forward of their layer",
                 works=["--num-sequence-slices 1"],
             )
+    paired = [name for name, known in SCHEDULES.items() if known.pairs]
+    if parallel.overlap_moe_expert_parallel_comm and schedule not in (AUTO, *paired):
+        mistakes.add(
+            "overlap_moe_expert_parallel_comm hides messages in pairs of a forward and a backward, "
+            f"and the {schedule} schedule runs none",
+            works=[f"--pipeline-schedule {name}" for name in (AUTO, *paired)],
+        )
     limit = parallel.pipeline_in_flight_limit
     if limit is not None and schedule != SYNTHESISED:
         mistakes.add(

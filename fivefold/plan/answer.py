@@ -188,13 +188,7 @@ def best(result: Result) -> Iterator[str]:
         f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
     )
     yield CONVENTION
-    notes = list(prediction.notes)
-    if candidate.layout.config.parallel.overlap_moe_expert_parallel_comm:
-        notes.append(
-            "experts' all-to-alls count as hidden in every forward and backward, also where the "
-            "warm-up has nothing to run beside them"
-        )
-    for note in notes:
+    for note in prediction.notes:
         yield f"note: {note}"
 
 

@@ -12,7 +12,7 @@ from operator import ge
 
 from fivefold.check import Layout
 from fivefold.pipeline.ir import COMPUTE, Kind, Program
-from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.schedules.registry import build_program
 
 WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "steady state"
@@ -52,7 +52,15 @@ def moments(layout: Layout, *, splits_backward: bool) -> tuple[tuple[Moment, ...
     """
     group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     length = _enough(layout, group or layout.grid.pp)
-    return _moments(layout.schedule, layout.split.placement, length, group, splits_backward)
+    return _moments(
+        layout.schedule,
+        layout.split.placement,
+        length,
+        group,
+        splits_backward,
+        slices=layout.config.parallel.num_sequence_slices,
+        pairs=layout.overlaps_pairs,
+    )
 
 
 def _enough(layout: Layout, group: int) -> int:
@@ -70,10 +78,14 @@ def _moments(
     num_microbatches: int,
     group: int | None,
     splits_backward: bool,
+    *,
+    slices: int = 1,
+    pairs: bool = False,
 ) -> tuple[tuple[Moment, ...], ...]:
-    program = build_program(schedule, placement, num_microbatches, group_size=group)
-    if splits_backward:
-        program = eager_dx(program)
+    program = build_program(
+        schedule, placement, num_microbatches, group_size=group, num_slices=slices
+    )
+    program = executed(program, pairs=pairs, eager=splits_backward)
     return tuple(tuple(_peaks(program, rank)) for rank in range(program.num_ranks))
 
 

@@ -6,7 +6,6 @@ of parallelism leaves exposed of its communication.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from math import comb
 
@@ -78,30 +77,21 @@ class LayerTimes:
                 chosen = self.memory.recompute_modules if selective else ()
                 names = {name for module in chosen for name in RERUN[module]}
                 again = sum((modules[name] for name in names if name in modules), Times())
-            times = self._overlapped(plain + repeated(again))
-            self._known[is_moe, recomputed] = self._issued(times, is_moe)
+            self._known[is_moe, recomputed] = self._issued(plain + repeated(again), is_moe)
         return self._known[is_moe, recomputed]
 
-    def _overlapped(self, times: Times) -> Times:
-        """Experts' all-to-alls run beside another microbatch's computation, where asked to."""
-        if not self.parallel.overlap_moe_expert_parallel_comm:
-            return times
-        work = times.compute + times.recompute
-        exposed = Phases(
-            overlapped(self.gpu, work.forward, times.ep.forward),
-            overlapped(self.gpu, work.dx + work.dw, times.ep.dx),
-        )
-        return replace(times, ep=exposed)
-
-    def _issued(self, times: Times, is_moe: bool) -> Times:
-        """No phase is shorter than the host takes to issue its operations."""
+    def host(self, is_moe: bool) -> float:
+        """Seconds in which the host issues a layer's forward; a backward takes twice that."""
         operations = 25 if self.software.fused else 45
         if is_moe:
             narrow = self.precision in ("fp8", "fp4")
             local = (self.model.num_experts or 0) // self.grid.ep
             operations += 100 + local * (8 if narrow else 4)
-        host = operations * self.cluster.host_operation
-        total = times.total
+        return operations * self.cluster.host_operation
+
+    def _issued(self, times: Times, is_moe: bool) -> Times:
+        """No phase is shorter than the host takes to issue its operations."""
+        host, total = self.host(is_moe), times.total
         wait = Phases(
             max(0.0, host - total.forward),
             max(0.0, 2 * host - total.dx - total.dw),

@@ -6,7 +6,7 @@ from html import escape
 from fivefold.errors import ConfigError
 from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.draw_svg import to_svg
-from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.plan import answer
 from fivefold.plan.describe import summary
@@ -131,8 +131,7 @@ def _timeline(best: Candidate) -> Iterator[str]:
             program = layout.compute_program(count)
         except ConfigError:
             continue
-        if layout.defers_weights:
-            program = eager_dx(program)
+        program = executed(program, pairs=layout.overlaps_pairs, eager=layout.defers_weights)
         title = f"{layout.schedule}, {count:,} of {wanted:,} microbatches"
         chart = Chart(title, program, simulate(program, prediction.costs), unit="s")
         yield "<h2>The pipeline</h2>"

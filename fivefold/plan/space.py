@@ -294,7 +294,10 @@ def _paired(
     whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
     hides = (columns["ep"] > 1) & ~whole & np.isin(names, PAIRED)
     asked = "overlap_moe_expert_parallel_comm" in given
-    columns["pairs"] = (hides & (not asked)).astype(np.int64)
+    wanted = config.parallel.overlap_moe_expert_parallel_comm if asked else True
+    columns["pairs"] = (hides & wanted).astype(np.int64)
+    if asked and wanted:
+        return _where(columns, hides)
     if asked or "pipeline_schedule" in given:
         return columns
     return _where(columns, hides | (names != "combined_1f1b"))

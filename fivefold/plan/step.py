@@ -5,7 +5,7 @@ parameters, after it the reduction of gradients and the optimizer, each as far a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log, prod, sqrt
 
@@ -13,16 +13,17 @@ from fivefold.check import Layout
 from fivefold.hardware import GPUS
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.lowering import eager_dx, lower
+from fivefold.pipeline.lowering import executed, lower
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, send, span
 from fivefold.plan.compute import Phases, elementwise, overlapped
 from fivefold.plan.layer import LayerTimes
+from fivefold.plan.pairs import Paired, hidden
 from fivefold.plan.software import Software
 from fivefold.plan.times import Times
-from fivefold.plan.timetable import makespan
+from fivefold.plan.timetable import Clock
 from fivefold.state import engine_policy, stage_blocks
 
 # Half-widths of the 80 % interval, as logarithms: of the published rows of a kind, four in five lie
@@ -82,9 +83,9 @@ class Prediction:
     @cached_property
     def simulation(self) -> Simulation:
         """The whole program, event by event."""
-        program = self.layout.compute_program()
-        if _eager(self.layout, self.software):
-            program = eager_dx(program)
+        layout = self.layout
+        eager = _eager(layout, self.software)
+        program = executed(layout.compute_program(), pairs=layout.overlaps_pairs, eager=eager)
         return simulate(with_sharding_actions(lower(program, self.costs)), self.costs)
 
 
@@ -126,6 +127,7 @@ class _Predictor:
         self.times = LayerTimes(layout, cluster, software)
         self.policy = engine_policy(self.parallel, layout.config.training.precision)
         known: dict[StageKind, Times] = {}
+        self._paired: dict[StageKind, Paired] = {}
         self._known_moves: dict[StageKind, tuple[float, float]] = {}
         stages = []
         for spec in layout.split.stages:
@@ -148,12 +150,14 @@ class _Predictor:
         return StageKind(spec.embedding, spec.head, spec.mtp, tuple(sorted(layers.items())))
 
     def _stage(self, kind: "StageKind", spec: StageParts) -> Times:
-        total = Times()
-        for (is_moe, recomputed), count in kind.layers:
-            total = total + self.times.layer(is_moe, recomputed) * count
         model = self.layout.config.model
-        if kind.mtp:
-            total = total + self.times.layer(model.is_moe(model.num_layers), False) * kind.mtp
+        further = ((model.is_moe(model.num_layers), False), kind.mtp)
+        total, host = Times(), 0.0
+        for (is_moe, recomputed), count in (*kind.layers, further):
+            if count:
+                total = total + self.times.layer(is_moe, recomputed) * count
+                host += self.times.host(is_moe) * count
+        self._paired[kind] = Paired(total, host)
         if kind.embedding:
             total = total + self.times.embedding()
         if kind.head:
@@ -239,22 +243,26 @@ class _Predictor:
         totals = [stage.total for stage in self.stages * self.layout.num_copies]
         smallest = 1e-9  # of an empty stage
         waits = self.hop if self.software.waits_for_hops else 0.0
-        return Costs(
+        costs = Costs(
             tuple(max(t.forward, smallest) + waits for t in totals),
             tuple(max(t.dx, smallest) + waits for t in totals),
             tuple(t.dw for t in totals),
             self.hop - waits,
         )
+        return replace(costs, fb=self._pairs(costs)) if self.layout.overlaps_pairs else costs
 
-    def _makespan(self, costs: Costs) -> float:
-        layout = self.layout
-        return makespan(
-            layout.schedule,
-            layout.split.placement,
-            layout.num_microbatches,
-            costs,
-            self.parallel.microbatch_group_size_per_virtual_pipeline_stage,
-            _eager(layout, self.software),
+    def _pairs(self, costs: Costs) -> tuple[tuple[float, ...], ...]:
+        """Seconds of each stage's forward beside each stage's backward."""
+        kinds = [self._kind(spec) for spec in self.layout.split.stages] * self.layout.num_copies
+        saved = {
+            (ours, theirs): hidden(self.cluster.gpu, self._paired[ours], self._paired[theirs])
+            for ours in self._paired
+            for theirs in self._paired
+        }
+        alone = [b + w for b, w in zip(costs.b, costs.w, strict=True)]
+        return tuple(
+            tuple(f + back - saved[ours, theirs] for back, theirs in zip(alone, kinds, strict=True))
+            for f, ours in zip(costs.f, kinds, strict=True)
         )
 
     def _around(self) -> float:
@@ -311,13 +319,13 @@ class _Predictor:
         layout, grid = self.layout, self.grid
         training = layout.config.training
         count = layout.num_microbatches
-        whole = self._makespan(self.costs)
-        still = whole
+        clock = Clock.of(layout, eager=_eager(layout, self.software))
+        whole = still = clock.makespan(self.costs)
         if self.hop:
-            c = self.costs
-            still = self._makespan(Costs(c.f, c.b, c.w, 0.0))
+            still = clock.makespan(replace(self.costs, hop=0.0))
         each = sum(self.stages, Times()) * (count / grid.pp)
-        busy = each.total.total
+        paired = clock.hidden(self.costs) / grid.pp
+        busy = each.total.total - paired
         flops = training_flops(layout.config.model, training.seq_length).total
         flops *= training.global_batch_size * training.seq_length
         peak = self.cluster.gpu.peak.of(precision_of(layout))
@@ -331,7 +339,7 @@ class _Predictor:
             Part("bubble", still - busy),
             Part("TP communication", each.tp.total),
             Part("CP communication", each.cp.total),
-            Part("EP communication", each.ep.total),
+            Part("EP communication", each.ep.total - paired),
             Part("PP communication", whole - still),
             Part("DP communication", each.dp.total + around),
             Part("optimizer", optimizer),

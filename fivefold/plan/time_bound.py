@@ -26,6 +26,7 @@ from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, span
 from fivefold.plan.compute import Phases, elementwise
 from fivefold.plan.layer import LayerTimes
+from fivefold.plan.pairs import cuts
 from fivefold.plan.software import Software
 from fivefold.plan.space import Column, Space, codes
 from fivefold.plan.times import Times
@@ -72,11 +73,22 @@ def _pipeline(
     forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
     hops = _hop(space, cells, cluster) * ranks.index[way, which]
     head, tail = (cells.weighted(before, phase * KINDS) + hops for phase in range(2))
-    work = microbatches * (forward + dx + dw)
+    paired = _hidden(cells, held, forward, dx, dw, cluster)
+    work = microbatches * (forward + dx + dw - paired)
     later = ranks.deferred[way, which] * cells.weighted(ranks.own[way, which], 2 * KINDS)
     first = cells.weighted(ranks.first[way], 2 * KINDS)
     through = work - np.minimum(microbatches * dw, later) + tail + first
     return head + np.maximum(work, through), forward, dx + dw
+
+
+def _hidden(
+    cells: Cells, held: Values, forward: Values, dx: Values, dw: Values, cluster: Cluster
+) -> Values:
+    """Seconds of a microbatch that pairs hide at most, as `pairs.hidden` counts them."""
+    sent, returned = (cells.weighted(held, number * KINDS) for number in (3, 4))
+    beside = np.minimum.reduce(cuts(forward - sent, dx - returned, dw, sent, returned))
+    found: Values = (1 - cluster.gpu.overlap_slowdown) * beside
+    return found
 
 
 def _exposed(
@@ -106,7 +118,7 @@ def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
     """Seconds of a message from one pipeline rank to the next."""
     c = space.columns
     near = c["dp"] * c["cp"] * c["tp"] < cluster.gpus_per_node
-    size = cells.column(3 * KINDS)
+    size = cells.column(5 * KINDS)
     link = [size / link.rate + link.latency for link in (cluster.node_link, cluster.network_link)]
     return np.where(c["pp"] == 1, 0.0, np.where(near, *link))
 
@@ -118,7 +130,8 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     final = ranks.final[way]
     before = whole - final
     there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in range(2))
-    through = sum(cells.weighted(final, phase * KINDS) for phase in range(2))
+    forward, dx, _, sent, returned = (cells.weighted(final, n * KINDS) for n in range(5))
+    through = forward - sent + dx - returned
     update = cells.weighted(ranks.first[way], 2 * KINDS)
     found: Values = there_and_back + space.columns["microbatches"] * through + update
     return found
@@ -130,20 +143,27 @@ def _seconds(
     software: Software,
     known: dict[tuple[object, ...], dict[str, Times]],
 ) -> list[float]:
-    """Seconds of a microbatch in a block of each kind: forwards, dX, dW; bytes of its message."""
+    """Seconds of a microbatch in a block of each kind, and bytes of its message.
+
+    Forwards, dX, dW; and of these, what pairs may hide in forwards and backwards.
+    """
     model = config.model
     times = LayerTimes(one_stage(config), cluster, software, known)
     full = config.memory.recompute_granularity == "full"
     found = {
-        kind: times.layer(model.is_moe(layer), full and kind != PREDICTION).total
+        kind: times.layer(model.is_moe(layer), full and kind != PREDICTION)
         for kind, layer in sample_layers(model).items()
     }
-    found |= {EMBEDDING: times.embedding().total, HEAD: times.head().total}
-    phases = [found.get(kind, Phases()) for kind in range(KINDS)]
+    hides = config.parallel.overlap_moe_expert_parallel_comm
+    moved = [found[k].ep if hides and k in found else Phases() for k in range(KINDS)]
+    found |= {EMBEDDING: times.embedding(), HEAD: times.head()}
+    phases = [found.get(kind, Times()).total for kind in range(KINDS)]
     return [
         *(phase.forward for phase in phases),
         *(phase.dx for phase in phases),
         *(phase.dw for phase in phases),
+        *(ep.forward for ep in moved),
+        *(ep.dx for ep in moved),
         times.hidden_bytes / times.parts,
     ]
 

@@ -38,6 +38,11 @@ class Times:
         return Times(*(getattr(self, f.name) * count for f in fields(self)))
 
     @property
+    def work(self) -> Phases:
+        """Computation, first or again."""
+        return _plus(self.compute, self.recompute)
+
+    @property
     def total(self) -> Phases:
         """All causes together."""
         return sum((getattr(self, f.name) for f in fields(self)), Phases())

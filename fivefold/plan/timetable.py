@@ -5,14 +5,16 @@ program is built for few microbatches only: beyond its warm-up every further rou
 adds the same time.
 """
 
+from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
+from fivefold.check import Layout
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import Act, Program
-from fivefold.pipeline.lowering import eager_dx
-from fivefold.pipeline.schedules.registry import SCHEDULES, build_program
+from fivefold.pipeline.lowering import executed
+from fivefold.pipeline.schedules.registry import build_program
 
 
 @dataclass(frozen=True)
@@ -78,43 +80,101 @@ class Timetable:
             ends.append((start if start > arrival else arrival) + times[kind])
         return max(ends)
 
+    def hidden(self, costs: Costs) -> float:
+        """Seconds of all ranks by which pairs are shorter than their halves in turn."""
+        slices = self.program.num_slices
+        return sum(
+            count * (sum(costs.of(kid, 1, slices) for kid in act.kids) - costs.of(act, 1, slices))
+            for act, count in self._pairs
+        )
+
+    @cached_property
+    def _pairs(self) -> list[tuple[Act, int]]:
+        """An example of each kind of pair, and how many there are."""
+        counts = Counter(kind for *_, kind in self.rows)
+        return [(act, counts[kind]) for kind, act in enumerate(self.kinds) if act and act.kids]
+
 
 @lru_cache(maxsize=256)
 def timetable(
-    schedule: str, placement: tuple[int, ...], microbatches: int, group: int | None, eager: bool
-) -> Timetable:
-    """The timetable of a schedule; `eager`: dX leaves before dW is computed."""
-    program = build_program(schedule, placement, microbatches, group_size=group)
-    return Timetable.of(eager_dx(program) if eager else program)
-
-
-def makespan(
     schedule: str,
     placement: tuple[int, ...],
     microbatches: int,
-    costs: Costs,
     group: int | None = None,
+    slices: int = 1,
+    *,
+    pairs: bool = False,
     eager: bool = False,
-) -> float:
-    """Seconds of a step's program, of which no more than a few rounds are simulated.
+) -> Timetable:
+    """The timetable of a schedule; `pairs` and `eager` as `lowering.executed` has them."""
+    program = build_program(schedule, placement, microbatches, group_size=group, num_slices=slices)
+    return Timetable.of(executed(program, pairs=pairs, eager=eager))
 
-    A round is as many microbatches as a schedule takes before it repeats: its group where stages
-    are interleaved, two where the model lies on the ranks twice, else one.
+
+@dataclass(frozen=True)
+class Clock:
+    """Tells the times of a layout's program, of which no more than a few rounds are walked.
+
+    Attributes:
+        microbatches: of the program.
+        tables: shorter programs and how often each counts: the sum is what the program takes.
     """
-    ranks = max(placement) + 1
-    size = group or ranks
-    interleaved = len(placement) > ranks and placement[ranks] == 0
-    a_round = size if interleaved else SCHEDULES[schedule].num_copies
-    rounds = 2 if interleaved else -(-(2 * ranks + 2) // a_round)
-    short = microbatches % a_round + a_round * rounds
-    if microbatches <= short + a_round:
-        return timetable(schedule, placement, microbatches, group, eager).makespan(costs)
-    base = timetable(schedule, placement, short, group, eager).makespan(costs)
-    more = timetable(schedule, placement, short + a_round, group, eager).makespan(costs)
-    steady = base + (more - base) * (microbatches - short) / a_round
-    if SCHEDULES[schedule].num_copies > 1:
-        return steady
-    return max(steady, _least(placement, microbatches, costs))
+
+    microbatches: int
+    tables: tuple[tuple[Timetable, float], ...]
+
+    @classmethod
+    def of(cls, layout: Layout, *, eager: bool) -> "Clock":
+        """The clock of a layout.
+
+        A round is as many microbatches as a schedule takes before it repeats: its group where
+        stages are interleaved, two where the model lies on the ranks twice, else one.
+
+        Args:
+            layout: whose pairs overlap where experts' messages are to hide in them.
+            eager: whether a dX leaves before its dW is computed.
+        """
+        parallel, placement, total = (
+            layout.config.parallel,
+            layout.split.placement,
+            layout.num_microbatches,
+        )
+        group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+        ranks = layout.split.num_ranks
+
+        def table(microbatches: int) -> Timetable:
+            return timetable(
+                layout.schedule,
+                placement,
+                microbatches,
+                group,
+                parallel.num_sequence_slices,
+                pairs=layout.overlaps_pairs,
+                eager=eager,
+            )
+
+        interleaved = len(placement) > ranks and placement[ranks] == 0
+        a_round = (group or ranks) if interleaved else layout.num_copies
+        # Where the halves of a pair take turns, what they wait for each other adds up only late.
+        in_turn = layout.runs_pairs and not layout.overlaps_pairs
+        rounds = 2 if interleaved else -(-(2 * ranks + 2) * (4 if in_turn else 1) // a_round)
+        short = total % a_round + a_round * rounds
+        if total <= short + a_round:
+            return cls(total, ((table(total), 1.0),))
+        more = (total - short) / a_round
+        return cls(total, ((table(short), 1 - more), (table(short + a_round), more)))
+
+    def makespan(self, costs: Costs) -> float:
+        """Seconds of a step's program."""
+        told = sum(share * table.makespan(costs) for table, share in self.tables)
+        program = self.tables[0][0].program
+        if len(self.tables) == 1 or program.num_copies > 1:
+            return told
+        return max(told, _least(program.placement, self.microbatches, costs))
+
+    def hidden(self, costs: Costs) -> float:
+        """Seconds of all ranks by which pairs are shorter than their halves in turn."""
+        return sum(share * table.hidden(costs) for table, share in self.tables)
 
 
 def _least(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float:
@@ -123,5 +183,11 @@ def _least(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float
     for rank in range(max(placement) + 1):
         own = [stage for stage, owner in enumerate(placement) if owner == rank]
         work = sum(costs.f[s] + costs.b[s] + costs.w[s] for s in own)
+        if costs.fb is not None:  # each forward may have the partner that hides most
+            backwards = [(stage, costs.b[stage] + costs.w[stage]) for stage in own]
+            work -= sum(
+                costs.f[s] - min(costs.fb[s][other] - alone for other, alone in backwards)
+                for s in own
+            )
         least = max(least, sum(costs.f[: own[0]]) + microbatches * work)
     return least

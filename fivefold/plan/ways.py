@@ -28,7 +28,7 @@ CUTTING = (
 LINE = ("1f1b", "zb_h1", "zb_h2")
 LOOP = ("interleaved_1f1b", "interleaved_zb", "combined_1f1b")
 V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v")
-PAIRED = ("combined_1f1b", "dualpipe", "dualpipe_v")
+PAIRED = tuple(name for name, schedule in SCHEDULES.items() if schedule.pairs)
 """Schedules in which a forward and a backward run beside each other."""
 FUSED = frozenset({"gpipe", "looped_bfs", "1f1b", "eager_1f1b", "interleaved_1f1b"})
 """Schedules whose dW follows its dX at once."""
@@ -78,7 +78,8 @@ def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
             key = (split, schedule)
             if key not in seen:
                 seen.add(key)
-                chosen = {} if pp == 1 else {"pipeline_schedule": schedule}
+                plain = pp == 1 and schedule == "1f1b"
+                chosen = {} if plain else {"pipeline_schedule": schedule}
                 yield Way(pp, schedule, split, MappingProxyType({**settings, **chosen}))
 
 
@@ -87,17 +88,18 @@ def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[
     if "pipeline_schedule" in given and asked != "auto":
         names: tuple[str, ...] = (asked,)
     elif split.num_ranks == 1:
-        names = ("1f1b",)
+        names = ("1f1b", "combined_1f1b")
     else:
         names = (*LINE, *LOOP, *V_SHAPED)
-    parallel = config.parallel
-    may_pair = parallel.overlap_moe_expert_parallel_comm or (
-        config.model.num_experts is not None and "overlap_moe_expert_parallel_comm" not in given
-    )
+    overlap = config.parallel.overlap_moe_expert_parallel_comm
+    asked_for = "overlap_moe_expert_parallel_comm" in given
+    may_pair = overlap if asked_for else config.model.num_experts is not None
     for name in names:
         if name == "combined_1f1b" and len(names) > 1 and not may_pair:
             continue
-        if name in LOOP and split.num_virtual == 1 and len(names) > 1:
+        if name in LOOP and len(names) > 1 and split.num_virtual == 1 < split.num_ranks:
+            continue
+        if asked_for and overlap and name not in PAIRED:
             continue
         if SCHEDULES[name].shape.fits(split.placement):
             yield name

@@ -46,6 +46,13 @@ def test_every_schedule_is_valid_and_cannot_hang_or_says_why_not(
             validate(lowered, stream=stream)
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_says_whether_it_pairs(name):
+    program = build_program(name, placement_for(name, 4, 2), 16)
+    found = any(act.kind is Kind.FB for acts in program.ranks for act in acts)
+    assert SCHEDULES[name].pairs == found
+
+
 # Flush makespans and peaks at F = B = W = 1 per rank, 8 ranks, 24 microbatches; work is 72.
 @pytest.mark.parametrize(
     ("name", "virtual", "makespan", "span", "peak"),

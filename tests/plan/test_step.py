@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.plan.cluster import preset
 from fivefold.plan.software import Software
 from fivefold.plan.step import predict, stage_costs
-from fivefold.plan.timetable import makespan, timetable
+from fivefold.plan.timetable import Clock, timetable
 from tests.plan.layouts import planned
 
 CLUSTER = preset("H100", 64)
@@ -84,12 +84,11 @@ def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
         + "L",
     )
     costs, _ = stage_costs(layout, CLUSTER)
-    program = layout.compute_program()
     for eager in (False, True):
-        whole = simulate(eager_dx(program) if eager else program, costs).makespan
-        told = makespan(schedule, layout.split.placement, 64, costs, eager=eager)
-        assert told == pytest.approx(whole, rel=2e-3)
-        table = timetable(schedule, layout.split.placement, 64, None, eager)
+        program = executed(layout.compute_program(), pairs=False, eager=eager)
+        whole = simulate(program, costs).makespan
+        assert Clock.of(layout, eager=eager).makespan(costs) == pytest.approx(whole, rel=2e-3)
+        table = timetable(schedule, layout.split.placement, 64, eager=eager)
         assert table.makespan(costs) == pytest.approx(whole)
 
 
@@ -158,7 +157,7 @@ def test_overlap_hides_communication():
         "TP communication", **tp
     )
     assert exposed("DP communication") < exposed("DP communication", overlap_grad_reduce=False)
-    ep = {"model": "mixtral-8x7b", "ep": 8}
+    ep = {"model": "mixtral-8x7b", "ep": 8, "gbs": 512}
     assert exposed("EP communication", **ep, overlap_moe_expert_parallel_comm=True) < exposed(
         "EP communication", **ep
     )

@@ -54,6 +54,7 @@ class Schedule:
         shape: of the placements it takes.
         num_copies: of the model that it keeps; the second lies on the ranks in reverse.
         slices: whether it can cut sequences.
+        pairs: whether it runs a forward and a backward beside each other.
     """
 
     generate: Callable[[Task], Orders]
@@ -61,6 +62,7 @@ class Schedule:
     shape: Shape
     num_copies: int = 1
     slices: bool = False
+    pairs: bool = False
 
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
@@ -94,6 +96,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             combined_1f1b,
             "interleaved, a forward and a backward run as one (expert parallelism)",
             Shape.LOOP,
+            pairs=True,
         ),
         "zb_h1": Schedule(zb_h1, "dW fills the bubble, at the memory of 1f1b", Shape.LINE),
         "zb_h2": Schedule(
@@ -110,9 +113,10 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             "two copies of the model, microbatches from both ends",
             Shape.LINE,
             num_copies=2,
+            pairs=True,
         ),
         "dualpipe_v": Schedule(
-            dualpipe_v, "dualpipe's order in a V, with one copy of the model", Shape.V
+            dualpipe_v, "dualpipe's order in a V, with one copy of the model", Shape.V, pairs=True
         ),
     }
 )
