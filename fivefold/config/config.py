@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.memory import MemoryConfig
@@ -35,10 +36,9 @@ class Config:
         Raises:
             KeyError: no section has such a field.
         """
-        owner = {f.name: name for name, section in self.sections() for f in fields(section)}
         changes: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
-            changes.setdefault(owner[key], {})[key] = value
+            changes.setdefault(_SECTION_OF[key], {})[key] = value
         return replace(
             self,
             **{name: replace(getattr(self, name), **values) for name, values in changes.items()},
@@ -60,3 +60,6 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }
+_SECTION_OF = MappingProxyType(
+    {f.name: name for name, cls in SECTIONS.items() for f in fields(cls)}
+)

@@ -70,15 +70,26 @@ class LayerTimes:
     def layer(self, is_moe: bool, recomputed: bool) -> Times:
         """One layer; `recomputed`: full recomputation runs its forward again."""
         if (is_moe, recomputed) not in self._known:
-            modules = self._modules(is_moe)
-            again = plain = sum(modules.values(), Times())
-            if not recomputed:
-                selective = self.memory.recompute_granularity == "selective"
-                chosen = self.memory.recompute_modules if selective else ()
-                names = {name for module in chosen for name in RERUN[module]}
-                again = sum((modules[name] for name in names if name in modules), Times())
-            self._known[is_moe, recomputed] = self._issued(plain + repeated(again), is_moe)
+            names = None if recomputed else self._rerun
+            key = ("layer", is_moe, names, *self._degrees(is_moe))
+            whole = self._once(key, lambda: {"layer": self._with_again(is_moe, names)})["layer"]
+            self._known[is_moe, recomputed] = self._issued(whole, is_moe)
         return self._known[is_moe, recomputed]
+
+    @cached_property
+    def _rerun(self) -> tuple[str, ...]:
+        """Modules that selective recomputation runs again."""
+        selective = self.memory.recompute_granularity == "selective"
+        chosen = self.memory.recompute_modules if selective else ()
+        return tuple(dict.fromkeys(name for module in chosen for name in RERUN[module]))
+
+    def _with_again(self, is_moe: bool, names: tuple[str, ...] | None) -> Times:
+        """A layer, with these of its modules run again; None: all."""
+        modules, key = self._modules(is_moe), ("sum", is_moe, *self._degrees(is_moe))
+        plain = self._once(key, lambda: {"layer": sum(modules.values(), Times())})["layer"]
+        if names is None:
+            return plain + repeated(plain)
+        return plain + repeated(sum((modules[n] for n in names if n in modules), Times()))
 
     def host(self, is_moe: bool) -> float:
         """Seconds in which the host issues a layer's forward; a backward takes twice that."""
@@ -98,13 +109,16 @@ class LayerTimes:
         )
         return times + Times(compute=wait)
 
+    def _degrees(self, is_moe: bool) -> tuple[int, ...]:
+        """What the modules of a layer depend on, beside the model and the cluster."""
+        attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
+        return (*attention, self.grid.ep, self.grid.etp) if is_moe else attention
+
     def _modules(self, is_moe: bool) -> dict[str, Times]:
-        key: tuple[object, ...] = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
-        attention = self._once(("attention", *key), self._attention_block)
+        attention = self._once(("attention", *self._degrees(False)), self._attention_block)
         if is_moe:
-            key = (*key, self.grid.ep, self.grid.etp)
-            return attention | self._once(("experts", *key), self._experts)
-        return attention | self._once(("dense", *key), self._dense_mlp)
+            return attention | self._once(("experts", *self._degrees(True)), self._experts)
+        return attention | self._once(("dense", *self._degrees(False)), self._dense_mlp)
 
     def _once(
         self, key: tuple[object, ...], block: Callable[[], dict[str, Times]]

@@ -22,7 +22,7 @@ from fivefold.mesh.rules import divisors
 from fivefold.plan.memory_choices import MemoryChoice, memory_choices
 from fivefold.plan.ways import PAIRED, Way, ways
 
-Column = NDArray[np.int64]
+Column = NDArray[np.integer[Any]]
 Columns = dict[str, Column]
 
 STRATEGIES: tuple[str, ...] = get_args(ShardingStrategy)
@@ -94,7 +94,7 @@ class Space:
 
     def distinct(self, names: Sequence[str]) -> tuple["Space", Column]:
         """Candidates that differ in these columns, one each; and which of them each one is like."""
-        index = np.zeros(len(self), np.int64)
+        index: Column = np.zeros(len(self), np.int64)
         count = 1
         for name in names:
             column = self.columns[name]
@@ -142,6 +142,9 @@ def enumerate_space(
     columns = _meshes(axes)
     pps = sorted({int(pp) for pp in columns["pp"]})
     found = ways(config, given, pps)
+    # Each filter as early as its columns are there: the last tables have millions of rows.
+    columns = _join(columns, axes.sharding())
+    columns = _where(columns, _sharding_holds(columns))
     columns = _join(columns, {"way": range(len(found)), "_pp": [way.pp for way in found]})
     columns = _where(columns, columns["pp"] == columns.pop("_pp"))
     columns = _runnable(columns, found)
@@ -150,8 +153,6 @@ def enumerate_space(
         columns = _where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
     stage = columns["dp"] * columns["cp"] * columns["tp"]
     columns = _where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
-    columns = _join(columns, axes.sharding())
-    columns = _where(columns, _sharding_holds(columns))
     choices = memory_choices(config, given)
     columns = _join(columns, {"memory": range(len(choices))})
     columns = _paired(columns, config, given, found, choices)
@@ -257,7 +258,7 @@ def _meshes(axes: _Axes) -> Columns:
     if "data_parallel_shard_size" in axes.given and config.parallel.data_parallel_shard_size > 0:
         shard = config.parallel.data_parallel_shard_size
         columns = _where(columns, columns["dp"] % shard == 0)
-    columns["sp"] = (columns["tp"] > 1).astype(np.int64)
+    columns["sp"] = (columns["tp"] > 1).astype(np.int32)
     if "sequence_parallel" in axes.given:
         columns["sp"] *= int(config.parallel.sequence_parallel)
     columns = _join(columns, {"mbs": axes.micro_batches()})
@@ -290,17 +291,18 @@ def _paired(
 
     Full recomputation starts a backward with a forward of its own, which forms no pair.
     """
-    names = np.array([way.schedule for way in found], str)[columns["way"]]
+    pairs = np.array([way.schedule in PAIRED for way in found], bool)[columns["way"]]
     whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
-    hides = (columns["ep"] > 1) & ~whole & np.isin(names, PAIRED)
+    hides = (columns["ep"] > 1) & ~whole & pairs
     asked = "overlap_moe_expert_parallel_comm" in given
     wanted = config.parallel.overlap_moe_expert_parallel_comm if asked else True
-    columns["pairs"] = (hides & wanted).astype(np.int64)
+    columns["pairs"] = (hides & wanted).astype(np.int32)
     if asked and wanted:
         return _where(columns, hides)
     if asked or "pipeline_schedule" in given:
         return columns
-    return _where(columns, hides | (names != "combined_1f1b"))
+    alone = np.array([way.schedule != "combined_1f1b" for way in found], bool)[columns["way"]]
+    return _where(columns, hides | alone)
 
 
 def _sharding_holds(columns: Columns) -> NDArray[np.bool_]:
@@ -313,7 +315,7 @@ def _sharding_holds(columns: Columns) -> NDArray[np.bool_]:
 
 
 def _table(columns: Mapping[str, Iterable[int]]) -> Columns:
-    return {name: np.array(list(values), np.int64) for name, values in columns.items()}
+    return {name: np.array(list(values), np.int32) for name, values in columns.items()}
 
 
 def _join(left: Columns, right: Mapping[str, Iterable[int]]) -> Columns:
@@ -327,4 +329,5 @@ def _join(left: Columns, right: Mapping[str, Iterable[int]]) -> Columns:
 
 
 def _where(columns: Columns, holds: NDArray[np.bool_]) -> Columns:
-    return {name: column[holds] for name, column in columns.items()}
+    rows = np.flatnonzero(holds)
+    return {name: column[rows] for name, column in columns.items()}

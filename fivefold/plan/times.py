@@ -45,7 +45,12 @@ class Times:
     @property
     def total(self) -> Phases:
         """All causes together."""
-        return sum((getattr(self, f.name) for f in fields(self)), Phases())
+        causes = (self.compute, self.recompute, self.tp, self.cp, self.ep, self.dp)
+        return Phases(
+            sum(cause.forward for cause in causes),
+            sum(cause.dx for cause in causes),
+            sum(cause.dw for cause in causes),
+        )
 
 
 def repeated(times: Times) -> Times:
