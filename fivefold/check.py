@@ -5,7 +5,6 @@ that will run. It raises one ConfigError with everything that is wrong.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from fivefold.config.config import Config
@@ -26,15 +25,14 @@ from fivefold.mesh.rules import (
 from fivefold.pipeline.automatic_split import automatic_split
 from fivefold.pipeline.ir import Kind, Program, stages_on
 from fivefold.pipeline.layout import Split, StageSpec, split_layers
+from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import executed, lower
-from fivefold.pipeline.modelled import modelled_problem
+from fivefold.pipeline.modelled import modelled_problem, searched_program
 from fivefold.pipeline.rules import AUTO, SYNTHESISED, check_schedule, resolved_schedule
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program, with_copies
 from fivefold.pipeline.sharding import with_sharding_actions
-from fivefold.pipeline.synthesise import synthesise
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
-_EFFORT = 300_000  # acts scheduled in search, about a second; every rank searches for itself
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Layout:
         """
         parallel = self.config.parallel
         if self.schedule == SYNTHESISED and not forward_only:
-            return self._synthesised
+            return searched_program(self.scheduling_problem(num_microbatches))
         return build_program(
             # Forwards alone have nothing to be searched for.
             "gpipe" if self.schedule == SYNTHESISED else self.schedule,
@@ -119,18 +117,20 @@ class Layout:
             forward_only=forward_only,
         )
 
-    @cached_property
-    def _synthesised(self) -> Program:
-        """The same on every rank: the search is deterministic."""
-        problem = modelled_problem(
+    def scheduling_problem(self, num_microbatches: int | None = None) -> Problem:
+        """What a synthesised schedule is searched for.
+
+        Raises:
+            ConfigError: not even one microbatch fits under the limit.
+        """
+        return modelled_problem(
             self.config.model,
             self.config.training.seq_length,
             self.split.stages,
             self.split.placement,
-            self.num_microbatches,
+            num_microbatches or self.num_microbatches,
             self.config.parallel.pipeline_in_flight_limit,
         )
-        return synthesise(problem, effort=_EFFORT).program
 
 
 def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:

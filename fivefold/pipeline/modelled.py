@@ -1,12 +1,16 @@
 """What a model's stages cost by its arithmetic, for a schedule made before anything is measured."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.shape import StageParts, forward_flops
 from fivefold.pipeline.costs import Costs, Footprint
+from fivefold.pipeline.ir import Program
 from fivefold.pipeline.list_scheduler import Problem
+from fivefold.pipeline.synthesise import synthesise
 
+_EFFORT = 300_000  # acts scheduled in search, about a second; every rank searches for itself
 _HOP = 0.02  # of a rank's mean forward; a schedule for no latency at all waits for everything
 _LEAST = 1e-3  # of a mean stage: an empty one takes time and memory, too
 
@@ -53,3 +57,9 @@ def modelled_problem(
     share = ranks / sum(len(parts.layers) for parts in stages)
     held = tuple(max(share * len(parts.layers), _LEAST) for parts in stages)
     return Problem(placement, num_microbatches, costs, limit or float(ranks), Footprint(held))
+
+
+@lru_cache(maxsize=32)
+def searched_program(problem: Problem) -> Program:
+    """The program that is synthesised for a problem; the same on every rank."""
+    return synthesise(problem, effort=_EFFORT).program

@@ -12,7 +12,10 @@ from operator import ge
 
 from fivefold.check import Layout
 from fivefold.pipeline.ir import COMPUTE, Kind, Program
+from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import executed
+from fivefold.pipeline.modelled import searched_program
+from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import build_program
 
 WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "steady state"
@@ -50,6 +53,8 @@ def moments(layout: Layout, *, splits_backward: bool) -> tuple[tuple[Moment, ...
         layout: whose schedule runs.
         splits_backward: whether dX leaves before dW is computed.
     """
+    if layout.schedule == SYNTHESISED:
+        return _searched_moments(layout.scheduling_problem())
     group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     length = _enough(layout, group or layout.grid.pp)
     return _moments(
@@ -85,7 +90,15 @@ def _moments(
     program = build_program(
         schedule, placement, num_microbatches, group_size=group, num_slices=slices
     )
-    program = executed(program, pairs=pairs, eager=splits_backward)
+    return _all_peaks(executed(program, pairs=pairs, eager=splits_backward))
+
+
+@lru_cache(maxsize=32)
+def _searched_moments(problem: Problem) -> tuple[tuple[Moment, ...], ...]:
+    return _all_peaks(searched_program(problem))
+
+
+def _all_peaks(program: Program) -> tuple[tuple[Moment, ...], ...]:
     return tuple(tuple(_peaks(program, rank)) for rank in range(program.num_ranks))
 
 

@@ -13,7 +13,10 @@ from fivefold.check import Layout
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import Act, Program
+from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import executed
+from fivefold.pipeline.modelled import searched_program
+from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import build_program
 
 
@@ -111,6 +114,11 @@ def timetable(
     return Timetable.of(executed(program, pairs=pairs, eager=eager))
 
 
+@lru_cache(maxsize=32)
+def _searched_timetable(problem: Problem) -> Timetable:
+    return Timetable.of(searched_program(problem))
+
+
 @dataclass(frozen=True)
 class Clock:
     """Tells the times of a layout's program, of which no more than a few rounds are walked.
@@ -128,17 +136,17 @@ class Clock:
         """The clock of a layout.
 
         A round is as many microbatches as a schedule takes before it repeats: its group where
-        stages are interleaved, two where the model lies on the ranks twice, else one.
+        stages are interleaved, two where the model lies on the ranks twice, else one. A program
+        that was searched for repeats nothing: all of it is walked.
 
         Args:
             layout: whose pairs overlap where experts' messages are to hide in them.
             eager: whether a dX leaves before its dW is computed.
         """
-        parallel, placement, total = (
-            layout.config.parallel,
-            layout.split.placement,
-            layout.num_microbatches,
-        )
+        parallel, placement = layout.config.parallel, layout.split.placement
+        total = layout.num_microbatches
+        if layout.schedule == SYNTHESISED:
+            return cls(total, ((_searched_timetable(layout.scheduling_problem()), 1.0),))
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
         ranks = layout.split.num_ranks
 

@@ -11,6 +11,8 @@ from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.model.shape import WholeModel, forward_flops
 from fivefold.pipeline.layout import Split, StageSpec, layout_string, split_layers
+from fivefold.pipeline.modelled import modelled_problem
+from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import SCHEDULES
 
 MAX_VIRTUAL = 16  # stages a rank that are tried; finer ones send more than they save
@@ -101,8 +103,22 @@ def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[
             continue
         if asked_for and overlap and name not in PAIRED:
             continue
-        if SCHEDULES[name].shape.fits(split.placement):
+        if name == SYNTHESISED:
+            fits = _searchable(config, split)
+        else:
+            fits = SCHEDULES[name].shape.fits(split.placement)
+        if fits:
             yield name
+
+
+def _searchable(config: Config, split: Split) -> bool:
+    """Whether a microbatch fits under the limit of a schedule that is searched for."""
+    length, limit = config.training.seq_length, config.parallel.pipeline_in_flight_limit
+    try:
+        modelled_problem(config.model, length, split.stages, split.placement, 1, limit)
+    except ConfigError:
+        return False
+    return True
 
 
 def _cuts(config: Config, given: frozenset[str], pp: int) -> Iterator[tuple[dict[str, Any], Split]]:
