@@ -7,7 +7,7 @@ from textwrap import wrap
 
 from fivefold.model.shape import count_parameters
 from fivefold.plan.context import configured_way, context_ways
-from fivefold.plan.describe import ZERO, context_words, memory_words, summary
+from fivefold.plan.describe import ZERO, context_words, memory_words, requirements, summary
 from fivefold.plan.explain import (
     Rule,
     alternatives,
@@ -188,7 +188,7 @@ def best(result: Result) -> Iterator[str]:
         f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
     )
     yield CONVENTION
-    for note in prediction.notes:
+    for note in (*prediction.notes, *requirements(candidate.layout)):
         yield f"note: {note}"
 
 

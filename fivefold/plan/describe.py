@@ -1,6 +1,6 @@
 """Layouts in a few words."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from fivefold.check import Layout
@@ -63,3 +63,14 @@ def memory_words(layout: Layout) -> list[str]:
     if memory.optimizer_cpu_offload:
         words.append("optimizer on the host")
     return words
+
+
+def requirements(layout: Layout) -> Iterator[str]:
+    """What a layout asks of a trainer or a machine that not every one has."""
+    parallel = layout.config.parallel
+    if layout.grid.ep > 1 and parallel.moe_token_dispatcher_type == "flex":
+        yield (
+            "flex sends no token twice to a rank or a node: Megatron-LM and torchtitan need DeepEP "
+            "for it, with NVLink inside nodes and RDMA between them; --moe-token-dispatcher-type "
+            "alltoall does without"
+        )

@@ -132,7 +132,7 @@ def _techniques(result: Result) -> Iterator[Sensitivity]:
     best, given = result.best, result.request.given
     for change, settings in (
         ("--tp-comm-overlap", {"tp_comm_overlap": True}),
-        ("--moe-token-dispatcher-type flex", {"moe_token_dispatcher_type": "flex"}),
+        ("--moe-token-dispatcher-type alltoall", {"moe_token_dispatcher_type": "alltoall"}),
         ("--fp8-format hybrid", {"fp8_format": "hybrid"}),
     ):
         config = best.layout.config.with_values(**settings)

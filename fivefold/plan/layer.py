@@ -7,7 +7,6 @@ of parallelism leaves exposed of its communication.
 
 from collections.abc import Callable
 from functools import cached_property
-from math import comb
 
 from fivefold.check import Layout
 from fivefold.model.shape import layer_shapes, local_shape
@@ -17,6 +16,7 @@ from fivefold.plan.compute import Phases, elementwise, matmul, overlapped
 from fivefold.plan.context import configured_way
 from fivefold.plan.software import Software
 from fivefold.plan.times import Times, repeated
+from fivefold.volumes import rows_sent
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 UNFUSED_TRAFFIC = 2.0  # times the bytes of a fused elementwise kernel
@@ -109,10 +109,13 @@ class LayerTimes:
         )
         return times + Times(compute=wait)
 
-    def _degrees(self, is_moe: bool) -> tuple[int, ...]:
+    def _degrees(self, is_moe: bool) -> tuple[object, ...]:
         """What the modules of a layer depend on, beside the model and the cluster."""
         attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
-        return (*attention, self.grid.ep, self.grid.etp) if is_moe else attention
+        if not is_moe:
+            return attention
+        dispatcher = self.parallel.moe_token_dispatcher_type
+        return (*attention, self.grid.ep, self.grid.etp, dispatcher)
 
     def _modules(self, is_moe: bool) -> dict[str, Times]:
         attention = self._once(("attention", *self._degrees(False)), self._attention_block)
@@ -354,9 +357,8 @@ class LayerTimes:
             return ep.inner - 1.0, float(ep.size - ep.inner)
         if self.parallel.moe_token_dispatcher_type == "alltoall":
             return topk * (ep.inner - 1) / ep.size, topk * (ep.size - ep.inner) / ep.size
-        ranks = ep.size * _reached(experts, topk, ep.size)
-        nodes = ep.nodes * _reached(experts, topk, ep.nodes)
-        return ranks * (ep.size - 1) / ep.size, nodes * (ep.nodes - 1) / ep.nodes
+        inside, across = (rows_sent("flex", experts, topk, n) for n in (ep.size, ep.nodes))
+        return inside, across
 
     def embedding(self) -> Times:
         """The look-up, and its sum over the tensor-parallel ranks."""
@@ -402,9 +404,3 @@ RERUN: dict[str, tuple[str, ...]] = {
     "mla_up_proj": ("mla_up",),
 }
 """Module of recompute_modules -> what runs again in the backward."""
-
-
-def _reached(experts: int, topk: int, parts: int) -> float:
-    """The chance that a token goes to one of `parts` equal sets of experts."""
-    others = experts - experts // parts
-    return 1 - comb(others, topk) / comb(experts, topk) if others >= topk else 1.0

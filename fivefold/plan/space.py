@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fivefold.check import check
 from fivefold.config.config import Config
-from fivefold.config.parallel import ShardingStrategy
+from fivefold.config.parallel import ShardingStrategy, TokenDispatcher
 from fivefold.errors import ConfigError
 from fivefold.mesh.rules import divisors
 from fivefold.plan.memory_choices import MemoryChoice, memory_choices
@@ -66,6 +66,7 @@ class Space:
         columns: tp, sp, cp, pp, dp, ep, etp, mbs, microbatches, strategy, instances, way, memory,
             and pairs: whether experts' messages hide behind the other half of a pair.
         context: (tp, cp, mbs) -> settings of the way in which context parallelism communicates.
+        dispatcher: of tokens, where experts are spread; None: as `config` has it.
     """
 
     config: Config
@@ -76,6 +77,7 @@ class Space:
     context: Mapping[tuple[int, int, int], Mapping[str, Any]] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    dispatcher: TokenDispatcher | None = None
 
     def __len__(self) -> int:
         return len(self.columns["tp"])
@@ -119,6 +121,8 @@ class Space:
         settings["sequence_parallel"] = bool(at["sp"])
         if at["pairs"]:
             settings["overlap_moe_expert_parallel_comm"] = True
+        if self.dispatcher and at["ep"] > 1:
+            settings["moe_token_dispatcher_type"] = self.dispatcher
         settings |= self.context.get((at["tp"], at["cp"], at["mbs"]), {})
         return {**settings, **way.settings, **choice.settings}
 
@@ -156,7 +160,9 @@ def enumerate_space(
     choices = memory_choices(config, given)
     columns = _join(columns, {"memory": range(len(choices))})
     columns = _paired(columns, config, given, found, choices)
-    return Space(config, world, found, choices, columns)
+    # No other sends fewer rows: none twice to a rank or a node.
+    dispatcher: TokenDispatcher | None = None if "moe_token_dispatcher_type" in given else "flex"
+    return Space(config, world, found, choices, columns, dispatcher=dispatcher)
 
 
 class _Axes:
