@@ -112,8 +112,8 @@ def faster_share(asked: Request, seconds: float) -> float:
     """Of all legal layouts, those that may fit and be faster, by their bounds."""
     space = with_context(enumerate_space(asked.config, asked.world, asked.given), asked)
     ranks = Ranks.of(asked.config.model, space.ways)
-    fits = np.flatnonzero(memory_bound(space, ranks).bytes <= capacity(asked))
-    bounds = time_bound(space.take(fits), ranks, asked.cluster, Software())
+    fits = np.flatnonzero(memory_bound(space, ranks) <= capacity(asked))
+    bounds = time_bound(space.take(fits), ranks, asked.cluster, Software()).seconds
     return float((bounds < seconds).sum() / len(space))
 
 

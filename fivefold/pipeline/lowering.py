@@ -24,7 +24,8 @@ def eager_dx(program: Program) -> Program:
     def halves(act: Act) -> tuple[Act, ...]:
         if act.kind is not Kind.BW or not leaving[act.stage]:
             return (act,)
-        return replace(act, kind=Kind.B), replace(act, kind=Kind.W)
+        where = act.stage, act.mb, act.slice
+        return Act(Kind.B, *where), Act(Kind.W, *where)
 
     ranks = tuple(tuple(half for act in acts for half in halves(act)) for acts in program.ranks)
     return replace(program, ranks=ranks)

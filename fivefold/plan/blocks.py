@@ -6,9 +6,11 @@ under its degrees. What depends on few columns is computed once for each of thei
 gathered by index; the rest is arithmetic on whole columns.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,12 +50,13 @@ def block_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]:
     return counts
 
 
-def sample_layers(model: ModelConfig) -> dict[int, int]:
+@lru_cache(maxsize=16)
+def sample_layers(model: ModelConfig) -> Mapping[int, int]:
     """Kind -> the number of a layer of that kind."""
     samples = {EXPERTS if model.is_moe(n) else DENSE: n for n in range(model.num_layers)}
     if model.mtp_num_layers:
         samples[PREDICTION] = model.num_layers
-    return samples
+    return MappingProxyType(samples)
 
 
 @dataclass(frozen=True)
@@ -135,21 +138,27 @@ def _deferred(schedule: str, rank: int) -> float:
     return {"zb_h1": rank + 1, "interleaved_zb": rank + 1, "zb_h2": 2 * rank + 1}.get(schedule, inf)
 
 
+Part = tuple[Sequence[str], Callable[[Config], Sequence[float]]]
+"""Columns, and what depends on no others: the configuration of a candidate -> numbers."""
+
+
 class Cells:
     """What depends on few columns, computed once for each of their combinations.
 
     Args:
         space: the candidates.
-        names: the columns.
-        compute: (the configuration of a candidate with this combination, its row) -> numbers.
+        parts: whose numbers are added up.
     """
 
-    def __init__(
-        self, space: Space, names: Sequence[str], compute: Callable[[Config], Sequence[float]]
-    ) -> None:
-        few, self.index = space.distinct(names)
-        values = [compute(few.config_of(row)) for row in range(len(few))]
-        self.table: Values = np.array(values, float)
+    def __init__(self, space: Space, *parts: Part) -> None:
+        names = dict.fromkeys(name for columns, _ in parts for name in columns)
+        few, self.index = space.distinct(tuple(names))
+        table: Values | float = 0.0
+        for columns, compute in parts:
+            fewer, of_few = few.distinct(columns)
+            values = [compute(fewer.config_of(row)) for row in range(len(fewer))]
+            table = table + np.array(values, float)[of_few]
+        self.table: Values = np.asarray(table)
 
     def column(self, number: int) -> Values:
         """One of the numbers, for every candidate."""

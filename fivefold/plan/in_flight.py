@@ -1,17 +1,18 @@
 """What a rank holds while each act of a program runs, in microbatches: apart from any sizes.
 
 The same program serves thousands of layouts, and in steady state it repeats itself. So it is swept
-once for all of them, cut to a length at which the steady state is reached, and only moments that
-no other one dominates are kept.
+once for all of them, cut to a length at which the steady state is reached.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import ge
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.check import Layout
-from fivefold.pipeline.ir import COMPUTE, Kind, Program
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.modelled import searched_program
@@ -19,35 +20,49 @@ from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import build_program
 
 WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "steady state"
-_BACKWARD = frozenset({Kind.B, Kind.BW})
+
+
+_PHASES = (WARM_UP, FIRST_BACKWARD, STEADY)
+
+Acts = tuple[tuple[tuple[Kind, int], ...], bool]
+"""The elementary act that runs, or the two that overlap, as (kind, stage); and whether an R has
+made activations anew."""
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a rank holds while one act runs.
+class Moments:
+    """What a rank holds while its acts run: N of them, in order, and S stages of the rank.
 
     Attributes:
-        acts: the elementary act that runs, or the two that overlap; microbatches do not matter.
-        phase: WARM_UP, FIRST_BACKWARD or STEADY.
-        kept: of each stage of the rank, microbatches between their forward and the end of their B.
-        remade: of these, those that an R act has made anew.
-        waiting: microbatches between their B and the end of their W.
+        running: what runs, each kind of act once.
+        which: [N] of these.
+        backwards: [N] how many there have been, this one included, up to 2.
+        kept: [N, S] microbatches between their forward and the end of their B.
+        remade: [N, S] of these, those that an R act has made anew.
+        waiting: [N, S] microbatches between their B and the end of their W.
     """
 
-    acts: tuple[tuple[Kind, int], ...]
-    phase: str
-    kept: tuple[float, ...]
-    remade: tuple[float, ...]
-    waiting: tuple[float, ...]
+    running: tuple[Acts, ...]
+    which: NDArray[np.intp]
+    backwards: NDArray[np.intp]
+    kept: NDArray[np.float64]
+    remade: NDArray[np.float64]
+    waiting: NDArray[np.float64]
 
-    @property
-    def held(self) -> tuple[float, ...]:
-        """Everything, in a row."""
-        return self.kept + self.remade + self.waiting
+    def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
+        """The phases of the step that occur, and the moments of each."""
+        for number, name in enumerate(_PHASES):
+            found = np.flatnonzero(self.backwards == number)
+            if len(found):
+                yield name, found
+
+    def phase(self, moment: int) -> str:
+        """In which a moment falls."""
+        return _PHASES[int(self.backwards[moment])]
 
 
-def moments(layout: Layout, *, splits_backward: bool) -> tuple[tuple[Moment, ...], ...]:
-    """Of each pipeline rank, the moments at which memory may be at its peak.
+def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
+    """What each pipeline rank holds.
 
     Args:
         layout: whose schedule runs.
@@ -86,70 +101,57 @@ def _moments(
     *,
     slices: int = 1,
     pairs: bool = False,
-) -> tuple[tuple[Moment, ...], ...]:
+) -> tuple[Moments, ...]:
     program = build_program(
         schedule, placement, num_microbatches, group_size=group, num_slices=slices
     )
-    return _all_peaks(executed(program, pairs=pairs, eager=splits_backward))
+    return _all_ranks(executed(program, pairs=pairs, eager=splits_backward))
 
 
 @lru_cache(maxsize=32)
-def _searched_moments(problem: Problem) -> tuple[tuple[Moment, ...], ...]:
-    return _all_peaks(searched_program(problem))
+def _searched_moments(problem: Problem) -> tuple[Moments, ...]:
+    return _all_ranks(searched_program(problem))
 
 
-def _all_peaks(program: Program) -> tuple[tuple[Moment, ...], ...]:
-    return tuple(tuple(_peaks(program, rank)) for rank in range(program.num_ranks))
+def _all_ranks(program: Program) -> tuple[Moments, ...]:
+    return tuple(_swept(program, rank) for rank in range(program.num_ranks))
 
 
-def _peaks(program: Program, rank: int) -> list[Moment]:
-    """The moments of a rank, without those that an earlier or larger one covers."""
-    found: dict[tuple[object, ...], dict[tuple[float, ...], Moment]] = {}
-    for moment in _sweep(program, rank):
-        alike, held = found.setdefault((moment.acts, moment.phase), {}), moment.held
-        if held in alike or any(_covers(other, held) for other in alike):
-            continue
-        for other in [other for other in alike if _covers(held, other)]:
-            del alike[other]
-        alike[held] = moment
-    return [moment for alike in found.values() for moment in alike.values()]
-
-
-def _covers(mine: tuple[float, ...], others: tuple[float, ...]) -> bool:
-    """Whether at least as much of everything is held; a search asks some hundred thousand times."""
-    return all(map(ge, mine, others))
-
-
-def _sweep(program: Program, rank: int) -> Iterator[Moment]:
-    """What is held while each compute act of a rank runs, in order."""
-    stages = program.stages_of(rank)
-    kept, remade, waiting = ([0.0] * len(stages) for _ in range(3))
+def _swept(program: Program, rank: int) -> Moments:
+    """What is held while each compute act of a rank runs."""
+    acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
+    place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
+    gained, lost = (np.zeros((3, len(acts), len(place))) for _ in range(2))
     share, part = 1 / program.num_slices, 1 / program.num_weight_parts
-    splits = {
-        (act.stage, act.mb, act.slice)
-        for acts in program.ranks[rank]
-        for act in acts.elementary
-        if act.kind is Kind.W
-    }
-    backwards = 0
-    for act in program.ranks[rank]:
-        if act.kind not in COMPUTE:
-            continue
+    splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
+    made: set[tuple[int, int, int]] = set()
+    numbers: dict[Acts, int] = {}
+    which, backwards, count = [], [], 0
+    for number, act in enumerate(acts):
+        anew = bool(made)
         for kid in act.elementary:
-            at = stages.index(kid.stage)
+            at, piece = place[kid.stage], _piece(kid)
             if kid.kind is Kind.F:
-                kept[at] += share
+                gained[0, number, at] += share
             elif kid.kind is Kind.R:
-                remade[at] += share
-        backwards += any(kid.kind in _BACKWARD for kid in act.elementary)
-        phase = (WARM_UP, FIRST_BACKWARD, STEADY)[min(backwards, 2)]
-        running = tuple((kid.kind, kid.stage) for kid in act.elementary)
-        yield Moment(running, phase, tuple(kept), tuple(remade), tuple(waiting))
-        for kid in act.elementary:
-            at = stages.index(kid.stage)
-            if kid.kind in _BACKWARD:
-                kept[at] -= share
-                remade[at] = max(remade[at] - share, 0.0)
-                waiting[at] += share * ((kid.stage, kid.mb, kid.slice) in splits)
+                gained[1, number, at] += share
+                made.add(piece)
             elif kid.kind is Kind.W:
-                waiting[at] -= share * part
+                lost[2, number, at] += share * part
+            else:
+                count += 1
+                lost[0, number, at] += share
+                lost[1, number, at] += share * (piece in made)
+                lost[2, number, at] -= share * (piece in splits)
+                made.discard(piece)
+        running = tuple((kid.kind, kid.stage) for kid in act.elementary)
+        which.append(numbers.setdefault((running, anew or bool(made)), len(numbers)))
+        backwards.append(min(count, 2))
+    gained[:, 1:] -= lost[:, :-1]
+    kept, remade, waiting = np.cumsum(gained, axis=1)
+    index = np.array(which, np.intp), np.array(backwards, np.intp)
+    return Moments(tuple(numbers), *index, kept, remade, waiting)
+
+
+def _piece(act: Act) -> tuple[int, int, int]:
+    return act.stage, act.mb, act.slice

@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
 from fivefold.model.activations import (
@@ -22,7 +25,7 @@ from fivefold.model.activations import (
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Kind
 from fivefold.plan.cluster import Cluster
-from fivefold.plan.in_flight import Moment, moments
+from fivefold.plan.in_flight import Acts, Moments, moments
 from fivefold.state import (
     ModelState,
     StatePolicy,
@@ -164,7 +167,14 @@ def peak_memory(
     splits = policy is None and layout.defers_weights
     parallel, precision = layout.config.parallel, layout.config.training.precision
     policy = policy or engine_policy(parallel, precision)
-    sizes = [_stage_bytes(layout, stage, running, policy) for stage in layout.split.stages]
+    known: dict[tuple[object, ...], _StageBytes] = {}
+    sizes = []
+    for stage in layout.split.stages:
+        ends = (stage.embedding, stage.head, stage.mtp)
+        kind = (*ends, *map(layout.config.model.is_moe, stage.layers))
+        if kind not in known:
+            known[kind] = _stage_bytes(layout, stage, running, policy)
+        sizes.append(known[kind])
     ranks = tuple(
         _rank_peak(layout, pp_rank, found, model_state(layout, pp_rank, policy=policy), sizes)
         for pp_rank, found in enumerate(moments(layout, splits_backward=splits))
@@ -355,7 +365,7 @@ def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
 def _rank_peak(
     layout: Layout,
     pp_rank: int,
-    found: tuple[Moment, ...],
+    found: Moments,
     state: ModelState,
     sizes: list[_StageBytes],
 ) -> RankMemory:
@@ -366,59 +376,61 @@ def _rank_peak(
         "optimizer": state.optimizer,
     }
     start = sum(always.values())
-    peaks = [(start + state.gathered + _size(moment, own, sizes), moment) for moment in found]
+    points = [_worst_points(running, sizes) for running in found.running]
+    buffers = [sum(sizes[s % len(sizes)].buffers for _, s in acts) for acts, _ in found.running]
+    worst = [
+        buffer + sum(point.size for point in each)
+        for buffer, each in zip(buffers, points, strict=True)
+    ]
+    held = _held(found, own)
+    peaks = start + state.gathered + sum(held.values()) + np.array(worst)[found.which]
     phases = {OPTIMIZER: start}
-    for size, moment in peaks:
-        phases[moment.phase] = max(phases.get(moment.phase, 0.0), size)
-    size, moment = max(peaks, key=lambda peak: peak[0])
-    if size < start:
+    phases |= {phase: float(peaks[at].max()) for phase, at in found.phases()}
+    moment = int(peaks.argmax())
+    if peaks[moment] < start:
         return RankMemory(pp_rank, OPTIMIZER, "the optimizer updates", always, phases)
-    points = _worst_points(moment, sizes)
-    parts = always | {"gathered weights": state.gathered} | _held(moment, own)
-    parts["activations"] += sum(point.activations for point in points)
-    parts["recomputed"] = sum(point.remade for point in points)
-    parts["loss"] += sum(point.loss for point in points)
-    parts["deferred weight gradients"] += sum(point.waiting for point in points)
-    parts["working set"] = sum(point.working for point in points)
-    parts["arriving gradients"] = sum(point.gradients for point in points)
-    parts["communication"] = sum(sizes[s % len(sizes)].buffers for _, s in moment.acts)
+    number = int(found.which[moment])
+    parts = always | {"gathered weights": state.gathered}
+    parts |= {name: float(size[moment]) for name, size in held.items()}
+    parts["activations"] += sum(point.activations for point in points[number])
+    parts["recomputed"] = sum(point.remade for point in points[number])
+    parts["loss"] += sum(point.loss for point in points[number])
+    parts["deferred weight gradients"] += sum(point.waiting for point in points[number])
+    parts["working set"] = sum(point.working for point in points[number])
+    parts["arriving gradients"] = sum(point.gradients for point in points[number])
+    parts["communication"] = buffers[number]
     kept = {name: part for name, part in parts.items() if part}
-    return RankMemory(pp_rank, moment.phase, _in_words(moment, points), kept, phases)
+    words = _in_words(found.running[number], points[number])
+    return RankMemory(pp_rank, found.phase(moment), words, kept, phases)
 
 
-def _size(moment: Moment, own: list[_StageBytes], sizes: list[_StageBytes]) -> float:
-    """Everything but the model's state, at the worst point of the acts that run."""
-    running = sum(sizes[stage % len(sizes)].buffers for _, stage in moment.acts)
-    worst = sum(point.size for point in _worst_points(moment, sizes))
-    return sum(_held(moment, own).values()) + running + worst
-
-
-def _worst_points(moment: Moment, sizes: list[_StageBytes]) -> list[_Point]:
+def _worst_points(running: Acts, sizes: list[_StageBytes]) -> list[_Point]:
     """Of each act that runs the point that needs most, a second copy of the model included."""
+    acts, remade = running
     found = [
         max(sizes[stage % len(sizes)].points[kind], key=lambda point: point.size)
-        for kind, stage in moment.acts
+        for kind, stage in acts
     ]
-    if any(moment.remade):  # an R has made it anew already
+    if remade:  # an R has made it anew already
         return [replace(point, remade=0.0) for point in found]
     return found
 
 
-def _held(moment: Moment, own: list[_StageBytes]) -> dict[str, float]:
-    """What was there before the act that runs."""
-    activations = loss = waiting = 0.0
-    for kept, remade, later, size in zip(
-        moment.kept, moment.remade, moment.waiting, own, strict=True
-    ):
-        activations += kept * size.kept + remade * size.remade
-        loss += kept * size.loss
-        waiting += later * size.waiting
-    return {"activations": activations, "loss": loss, "deferred weight gradients": waiting}
+def _held(found: Moments, own: list[_StageBytes]) -> dict[str, NDArray[np.float64]]:
+    """What was there before the act that runs, of every moment."""
+    kept, remade, loss, waiting = np.array(
+        [(size.kept, size.remade, size.loss, size.waiting) for size in own]
+    ).T
+    return {
+        "activations": found.kept @ kept + found.remade @ remade,
+        "loss": found.kept @ loss,
+        "deferred weight gradients": found.waiting @ waiting,
+    }
 
 
-def _in_words(moment: Moment, points: list[_Point]) -> str:
+def _in_words(running: Acts, points: list[_Point]) -> str:
     words = []
-    for (kind, stage), point in zip(moment.acts, points, strict=True):
+    for (kind, stage), point in zip(running[0], points, strict=True):
         backward = kind in (Kind.B, Kind.BW)
         what = f"backward at {point.where}" if backward else point.where
         words.append(f"{what} of stage {stage}")

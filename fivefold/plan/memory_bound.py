@@ -1,7 +1,5 @@
 """A lower bound on the memory of a million layouts at once: `plan.blocks` says how."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from fivefold.config.config import Config
@@ -32,23 +30,8 @@ from fivefold.plan.space import STRATEGIES, Column, Space
 from fivefold.state import engine_policy
 
 
-@dataclass(frozen=True)
-class MemoryBound:
-    """Bytes that a layout needs at least.
-
-    Attributes:
-        bytes: [N] on the rank that needs the most.
-        state: [N] of them weights, gradients and optimizer state.
-        activations: [N] of them kept for backwards.
-    """
-
-    bytes: Values
-    state: Values
-    activations: Values
-
-
-def memory_bound(space: Space, ranks: Ranks) -> MemoryBound:
-    """What no placement of tensors in time can get below.
+def memory_bound(space: Space, ranks: Ranks) -> Values:
+    """Bytes that no placement of tensors in time can get below.
 
     The state of the blocks on a rank, with the larger of what is in flight when its warm-up ends,
     and of what is there while the gradients of a layer's weights arrive: one chunk less, what its
@@ -57,18 +40,14 @@ def memory_bound(space: Space, ranks: Ranks) -> MemoryBound:
     sharded, of_sharded = space.distinct(SHARDING)
     run, of_run = space.distinct(_RUNNING)
     state, kept = _State(sharded), _Kept(run)
-    best = MemoryBound(*(np.zeros(len(space)) for _ in range(3)))
+    best = np.zeros(len(space))
     for which in range(3):
-        flying = kept.flying(ranks, which)[of_run]
         behind = kept.less_one(ranks, which) + kept.waiting(ranks, which)
-        arriving = behind[of_run] + state.arriving(ranks, which)[of_sharded]
-        own, held = state.on(ranks, which)[of_sharded], np.maximum(flying, arriving)
-        more = own + held > best.bytes
-        best = MemoryBound(
-            np.where(more, own + held, best.bytes),
-            np.where(more, own, best.state),
-            np.where(more, held, best.activations),
-        )
+        held = behind[of_run]
+        held += state.arriving(ranks, which)[of_sharded]
+        np.maximum(held, kept.flying(ranks, which)[of_run], out=held)
+        held += state.on(ranks, which)[of_sharded]
+        np.maximum(best, held, out=best)
     return best
 
 
@@ -81,7 +60,7 @@ class _State:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.sizes = Cells(space, ("tp", "ep", "etp"), block_parameters)
+        self.sizes = Cells(space, (("tp", "ep", "etp"), block_parameters))
         c = space.columns
         experts = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         inside = experts // c["instances"]
@@ -134,7 +113,7 @@ class _Kept:
     def __init__(self, space: Space) -> None:
         self.space = space
         names = ("tp", "sp", "etp", "memory")
-        self.per_token = Cells(space, names, _saved)
+        self.per_token = Cells(space, (names, _saved))
         c = space.columns
         self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
 

@@ -175,15 +175,15 @@ class _Search:
             return Result(request, (), (), 0, 0, 0, 0.0, 0.0, perf_counter() - began)
         ranks = Ranks.of(request.config.model, space.ways)
         memory = memory_bound(space, ranks)
-        fits = np.flatnonzero(memory.bytes <= capacity(request))
-        smallest = float(memory.bytes.min())
+        fits = np.flatnonzero(memory <= capacity(request))
+        smallest = float(memory.min())
         unseen = np.inf
         if len(fits):
             space = space.take(fits)
-            bounds = time_bound(space, ranks, request.cluster, Software())
-            unseen = self._look(space, bounds, memory.state[fits])
+            bounds = time_bound(space, ranks, request.cluster, Software()).seconds
+            unseen = self._look(space, bounds, memory[fits])
             if not self.found:  # the looks ran out among fast layouts that do not fit
-                smallest_ones = self.smallest(space, memory.bytes[fits], bounds)
+                smallest_ones = self.smallest(space, memory[fits], bounds)
                 self.found += [c for c in smallest_ones if c.prediction is not None]
             self._refine()
         found = self._checked(self.found)
@@ -312,7 +312,7 @@ def smallest_layouts(request: Request) -> list[Candidate]:
     run = _Search(request)
     space = run.space()
     memory = memory_bound(space, Ranks.of(request.config.model, space.ways))
-    return run.smallest(space, memory.bytes, np.full(len(space), np.inf))
+    return run.smallest(space, memory, np.full(len(space), np.inf))
 
 
 def with_context(space: Space, request: Request) -> Space:

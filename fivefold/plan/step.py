@@ -320,9 +320,7 @@ class _Predictor:
         training = layout.config.training
         count = layout.num_microbatches
         clock = Clock.of(layout, eager=_eager(layout, self.software))
-        whole = still = clock.makespan(self.costs)
-        if self.hop:
-            still = clock.makespan(replace(self.costs, hop=0.0))
+        whole, still = clock.makespans([self.costs, replace(self.costs, hop=0.0)])
         each = sum(self.stages, Times()) * (count / grid.pp)
         paired = clock.hidden(self.costs) / grid.pp
         busy = each.total.total - paired

@@ -1,6 +1,8 @@
 """A lower bound on the step time of a million layouts at once: `plan.blocks` says how."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from math import log, sqrt
 
 import numpy as np
@@ -8,7 +10,7 @@ import numpy as np
 from fivefold.check import Layout
 from fivefold.config.config import Config
 from fivefold.mesh.grid import Grid
-from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.layout import Split, split_layers
 from fivefold.plan.blocks import (
     EMBEDDING,
     HEAD,
@@ -16,6 +18,7 @@ from fivefold.plan.blocks import (
     PREDICTION,
     SHARDING,
     Cells,
+    Part,
     Ranks,
     Values,
     block_counts,
@@ -24,7 +27,7 @@ from fivefold.plan.blocks import (
 )
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, span
-from fivefold.plan.compute import Phases, elementwise
+from fivefold.plan.compute import elementwise
 from fivefold.plan.layer import LayerTimes
 from fivefold.plan.pairs import cuts
 from fivefold.plan.software import Software
@@ -32,18 +35,34 @@ from fivefold.plan.space import Column, Space, codes
 from fivefold.plan.times import Times
 
 
-def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software) -> Values:
-    """Seconds of a step that no order of the acts can get below.
+@dataclass(frozen=True)
+class TimeBound:
+    """Seconds of a step that no order of the acts can get below; N layouts.
+
+    Attributes:
+        program: [N] of the pipeline's program, with the wait for the slowest GPU.
+        around: [N] of what is communicated before and after it, and of the optimizer.
+    """
+
+    program: Values
+    around: Values
+
+    @property
+    def seconds(self) -> Values:
+        """Of the whole step."""
+        return self.program + self.around
+
+
+def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software) -> TimeBound:
+    """What layouts take at least.
 
     A rank cannot begin before one microbatch has come through the stages before its first, then has
     all its work to do, and its last dX still has to come down to stage 0; only as many dW as its
     schedule leaves for later may run beside that.
     """
-    run, of_run = space.distinct(_TIMING)
+    run, of_run = space.distinct(TIMING)
     sharded, of_sharded = space.distinct(SHARDING)
-    names = ("tp", "sp", "cp", "ep", "etp", "mbs", "memory", "pairs")
-    known: dict[tuple[object, ...], dict[str, Times]] = {}
-    cells = Cells(run, names, lambda config: _seconds(config, cluster, software, known))
+    cells = _cells(run, cluster, software)
     data = _DataParallel(sharded, cluster)
     strategy, microbatches = space.columns["strategy"], space.columns["microbatches"]
     best = _path(run, ranks, cells)[of_run]
@@ -56,11 +75,27 @@ def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software)
         )
         best = np.maximum(best, pipeline[of_run] + microbatches * every)
         around = np.maximum(around, once)
-    waits = 1 + cluster.jitter * sqrt(2 * log(space.world))
-    return best * waits + around + data.optimizer(ranks)[of_sharded]
+    return TimeBound(best * waits(space, cluster), around + data.optimizer(ranks)[of_sharded])
 
 
-_TIMING = ("way", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory")
+def quick_time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software) -> Values:
+    """Less than `time_bound`, and sooner: data parallelism and recomputation take no time."""
+    run, of_run = space.distinct(tuple(name for name in TIMING if name != "memory"))
+    run.columns["memory"][:] = 0  # the choice that repeats least
+    cells = _cells(run, cluster, software)
+    best = _path(run, ranks, cells)
+    for which in range(3):
+        best = np.maximum(best, _pipeline(run, ranks, cells, cluster, which)[0])
+    found: Values = (best * waits(space, cluster))[of_run]
+    return found
+
+
+def waits(space: Space, cluster: Cluster) -> float:
+    """By which the slowest of all GPUs makes a step longer."""
+    return 1 + cluster.jitter * sqrt(2 * log(space.world))
+
+
+TIMING = ("way", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pairs")
 """The columns that the pipeline's time depends on, sharding in every microbatch apart."""
 
 
@@ -73,7 +108,7 @@ def _pipeline(
     forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
     hops = _hop(space, cells, cluster) * ranks.index[way, which]
     head, tail = (cells.weighted(before, phase * KINDS) + hops for phase in range(2))
-    paired = _hidden(cells, held, forward, dx, dw, cluster)
+    paired = space.columns["pairs"] * _hidden(cells, held, cluster)
     work = microbatches * (forward + dx + dw - paired)
     later = ranks.deferred[way, which] * cells.weighted(ranks.own[way, which], 2 * KINDS)
     first = cells.weighted(ranks.first[way], 2 * KINDS)
@@ -81,13 +116,15 @@ def _pipeline(
     return head + np.maximum(work, through), forward, dx + dw
 
 
-def _hidden(
-    cells: Cells, held: Values, forward: Values, dx: Values, dw: Values, cluster: Cluster
-) -> Values:
+def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
     """Seconds of a microbatch that pairs hide at most, as `pairs.hidden` counts them."""
-    sent, returned = (cells.weighted(held, number * KINDS) for number in (3, 4))
-    beside = np.minimum.reduce(cuts(forward - sent, dx - returned, dw, sent, returned))
-    found: Values = (1 - cluster.gpu.overlap_slowdown) * beside
+    layers = held[:, :EMBEDDING]
+    forward, dx, dw, sent, returned, ahead, back, weights, host = (
+        cells.weighted(layers, number * KINDS) for number in range(len(_NUMBERS))
+    )
+    beside = np.minimum.reduce(cuts(ahead, back, weights, sent, returned))
+    beside *= 1 - cluster.gpu.overlap_slowdown
+    found: Values = np.maximum(0, np.minimum(beside, forward + dx + dw - 3 * host))
     return found
 
 
@@ -118,7 +155,7 @@ def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
     """Seconds of a message from one pipeline rank to the next."""
     c = space.columns
     near = c["dp"] * c["cp"] * c["tp"] < cluster.gpus_per_node
-    size = cells.column(5 * KINDS)
+    size = cells.column(len(_NUMBERS) * KINDS)
     link = [size / link.rate + link.latency for link in (cluster.node_link, cluster.network_link)]
     return np.where(c["pp"] == 1, 0.0, np.where(near, *link))
 
@@ -131,46 +168,70 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     before = whole - final
     there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in range(2))
     forward, dx, _, sent, returned = (cells.weighted(final, n * KINDS) for n in range(5))
-    through = forward - sent + dx - returned
+    through = forward + dx - space.columns["pairs"] * (sent + returned)
     update = cells.weighted(ranks.first[way], 2 * KINDS)
     found: Values = there_and_back + space.columns["microbatches"] * through + update
     return found
 
 
-def _seconds(
-    config: Config,
-    cluster: Cluster,
-    software: Software,
-    known: dict[tuple[object, ...], dict[str, Times]],
-) -> list[float]:
-    """Seconds of a microbatch in a block of each kind, and bytes of its message.
+def _cells(space: Space, cluster: Cluster, software: Software) -> Cells:
+    """`_NUMBERS` of each kind of block, a microbatch each, and bytes of its message."""
+    model = space.config.model
+    split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
+    known: dict[tuple[object, ...], dict[str, Times]] = {}
 
-    Forwards, dX, dW; and of these, what pairs may hide in forwards and backwards.
-    """
-    model = config.model
-    times = LayerTimes(one_stage(config), cluster, software, known)
-    full = config.memory.recompute_granularity == "full"
-    found = {
-        kind: times.layer(model.is_moe(layer), full and kind != PREDICTION)
-        for kind, layer in sample_layers(model).items()
-    }
-    hides = config.parallel.overlap_moe_expert_parallel_comm
-    moved = [found[k].ep if hides and k in found else Phases() for k in range(KINDS)]
-    found |= {EMBEDDING: times.embedding(), HEAD: times.head()}
-    phases = [found.get(kind, Times()).total for kind in range(KINDS)]
-    return [
-        *(phase.forward for phase in phases),
-        *(phase.dx for phase in phases),
-        *(phase.dw for phase in phases),
-        *(ep.forward for ep in moved),
-        *(ep.dx for ep in moved),
-        times.hidden_bytes / times.parts,
-    ]
+    def times(config: Config) -> LayerTimes:
+        return LayerTimes(_one_stage(config, split), cluster, software, known)
+
+    def layers(is_moe: bool) -> Callable[[Config], list[float]]:
+        kinds = [kind for kind, n in sample_layers(model).items() if model.is_moe(n) == is_moe]
+
+        def each(config: Config) -> list[float]:
+            of, full = times(config), config.memory.recompute_granularity == "full"
+            host = of.host(is_moe)
+            found = {k: of.layer(is_moe, full and k != PREDICTION) for k in kinds}
+            return _in_order({k: _numbers(layer, host) for k, layer in found.items()}, 0.0)
+
+        return each
+
+    def ends(config: Config) -> list[float]:
+        of = times(config)
+        found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
+        return _in_order(found, of.hidden_bytes / of.parts)
+
+    columns = ("tp", "sp", "cp", "mbs")
+    parts: list[Part] = [(columns, ends), ((*columns, "memory"), layers(False))]
+    if model.num_experts is not None:
+        parts.append(((*columns, "ep", "etp", "memory"), layers(True)))
+    return Cells(space, *parts)
 
 
-def one_stage(config: Config) -> Layout:
+_NUMBERS = (
+    *("forward", "dX", "dW"),
+    *("experts' messages in the forward", "in the backward"),
+    *("computation of the forward", "of dX", "of dW"),
+    "issuing the forward",
+)
+"""Seconds of a block that bounds add up."""
+
+
+def _numbers(times: Times, host: float = 0.0) -> tuple[float, ...]:
+    total, work = times.total, times.work
+    messages = times.ep.forward, times.ep.dx
+    computation = work.forward, work.dx, work.dw
+    return (total.forward, total.dx, total.dw, *messages, *computation, host)
+
+
+def _in_order(numbers: Mapping[int, Sequence[float]], message: float) -> list[float]:
+    """By number and kind of block, the message last."""
+    nothing = (0.0,) * len(_NUMBERS)
+    each = [numbers.get(kind, nothing) for kind in range(KINDS)]
+    return [*chain.from_iterable(zip(*each, strict=True)), message]
+
+
+def _one_stage(config: Config, split: Split) -> Layout:
     """The ranks that split one microbatch's layers: what a layer costs depends on no others."""
-    parallel, model = config.parallel, config.model
+    parallel = config.parallel
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     grid = Grid(
         dp_shard=experts,
@@ -179,7 +240,6 @@ def one_stage(config: Config) -> Layout:
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
     )
-    split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
     return Layout(config, grid, split, "1f1b", 1)
 
 
@@ -189,7 +249,7 @@ class _DataParallel:
     def __init__(self, space: Space, cluster: Cluster) -> None:
         c = space.columns
         self.space, self.cluster = space, cluster
-        self.sizes = Cells(space, ("tp", "ep", "etp"), block_parameters)
+        self.sizes = Cells(space, (("tp", "ep", "etp"), block_parameters))
         self.shard = c["dp"] // c["instances"] * c["cp"]
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         wire = 2 if space.config.parallel.grad_reduce_in_bf16 else 4

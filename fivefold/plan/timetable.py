@@ -1,87 +1,120 @@
-"""How long a program takes, for many costs in turn: what a search asks some hundred times.
+"""How long a program takes, for many costs at once: what a search asks some thousand times.
 
-The graph of a program does not depend on its costs, so it is built once and walked for each. A
-program is built for few microbatches only: beyond its warm-up every further round of microbatches
-adds the same time.
+The graph of a program does not depend on its costs, so it is built once and walked once for all
+of them: level by level, a level being the acts that wait for none of each other. A program is
+built for few microbatches only: beyond its warm-up every further round of microbatches adds the
+same time.
 """
 
-from collections import Counter
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.check import Layout
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
-from fivefold.pipeline.ir import Act, Program
+from fivefold.pipeline.ir import Act, Kind, Program
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.modelled import searched_program
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import build_program
 
+Index = NDArray[np.intp]
+
+_START, _NOTHING = 0, 1
+"""Rows that stand for the start of the step, and for a message that is not needed."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Acts that wait only for acts of earlier levels; R of them.
+
+    Attributes:
+        before: [R] rows of the acts before them on their ranks.
+        messages: [R] rows of the acts on other ranks whose results they wait for; a pair's
+            backward may wait for a second one, in a further array.
+        kinds: [R] of the acts.
+    """
+
+    before: Index
+    messages: tuple[Index, ...]
+    kinds: Index
+
 
 @dataclass(frozen=True)
 class Timetable:
-    """A program as rows to be walked once, each after all that it waits for.
+    """A program as levels of rows to be walked once, after two rows for `_START` and `_NOTHING`.
 
     Attributes:
         program: of which.
-        kinds: an act of every cost that occurs; the first stands for no cost.
-        rows: of each act two rows before it that it waits for (row 0 is the start of the step),
-            whether the second one's message has to travel, and its kind.
+        kinds: an act of every cost that occurs.
+        levels: in order.
     """
 
     program: Program
-    kinds: tuple[Act | None, ...]
-    rows: tuple[tuple[int, int, int, int], ...]
+    kinds: tuple[Act, ...]
+    levels: tuple[Level, ...]
 
     @classmethod
     def of(cls, program: Program) -> "Timetable":
         """The timetable of a compute-only program."""
-        graph = dependency_graph(program)
-        computes = len(graph.computes)
-        waits: list[list[tuple[int, int]]] = [[] for _ in range(computes)]
-        for node in range(computes):
-            for after in graph.successors[node]:
-                if after < computes:
-                    waits[after].append((node, 0))
-        for message, producer in enumerate(graph.producers, computes):
-            for after in graph.successors[message]:
-                waits[after].append((producer, 1))
-        kinds: dict[object, int] = {None: 0}
-        examples: list[Act | None] = [None]
-        rows: list[tuple[int, int, int, int]] = []
-        row_of = [0] * computes
-        for node in graph.order():
-            if node >= computes:
-                continue
-            act = graph.computes[node][1]
-            key = tuple((kid.kind, kid.stage) for kid in act.elementary)
-            if key not in kinds:
-                kinds[key] = len(examples)
+        acts = [(rank, act) for rank, row in enumerate(program.ranks) for act in row]
+        waits = _waits(program, [act for _, act in acts])
+        before = [
+            node - 1 if node and acts[node - 1][0] == rank else -1
+            for node, (rank, _) in enumerate(acts)
+        ]
+        levels = np.array(_levels(program, before, waits))
+        order = np.argsort(levels, kind="stable")
+        row = np.full(len(acts) + 1, _NOTHING)  # -1 reads the last one: nothing
+        row[order] = np.arange(2, len(acts) + 2)
+        numbers: dict[object, int] = {}
+        examples: list[Act] = []
+        kinds = np.zeros(len(acts), np.intp)
+        for node, (_, act) in enumerate(acts):
+            key = (act.kind, act.stage, act.kids and act.kids[1].stage)
+            if key not in numbers:
+                numbers[key] = len(numbers)
                 examples.append(act)
-            before, travels = 0, [(row_of[n], hop) for n, hop in waits[node]]
-            for other, hop in travels[:-1]:  # more than two: rows that only wait
-                if hop or before:
-                    rows.append((before, other, hop, 0))
-                    before = len(rows)
-                else:
-                    before = other
-            other, hop = travels[-1] if travels else (0, 0)
-            rows.append((before, other, hop, kinds[key]))
-            row_of[node] = len(rows)
-        return cls(program, tuple(examples), tuple(rows))
+            kinds[node] = numbers[key]
+        first = np.array(before)
+        before_rows = np.where(first < 0, _START, row[first])
+        message_rows = [row[column] for column in waits]
+        ends = np.searchsorted(levels[order], np.arange(levels.max(initial=-1) + 2))
+        found = []
+        for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            here = order[start:end]
+            sent = (rows[here] for rows in message_rows)
+            needed = tuple(rows for rows in sent if (rows != _NOTHING).any())
+            found.append(Level(before_rows[here], needed, kinds[here]))
+        return cls(program, tuple(examples), tuple(found))
 
-    def makespan(self, costs: Costs) -> float:
-        """As `simulate(program, costs).makespan`."""
+    def makespans(self, costs: Sequence[Costs]) -> NDArray[np.float64]:
+        """Of each of some costs, as `simulate(program, costs).makespan`."""
         parts, slices = self.program.num_weight_parts, self.program.num_slices
-        times = [0.0 if act is None else costs.of(act, parts, slices) for act in self.kinds]
-        hops = (0.0, costs.hop)
-        ends = [0.0]
-        for before, other, hop, kind in self.rows:
-            start, arrival = ends[before], ends[other] + hops[hop]
-            ends.append((start if start > arrival else arrival) + times[kind])
-        return max(ends)
+        times = np.array([[each.of(act, parts, slices) for each in costs] for act in self.kinds])
+        hops = np.array([each.hop for each in costs])
+        count = sum(len(level.kinds) for level in self.levels)
+        ends = np.zeros((count + 2, len(costs)))
+        ends[_NOTHING] = -np.inf
+        row = 2
+        for level in self.levels:  # `take` into place: there are thousands of small levels
+            found = ends[row : row + len(level.kinds)]
+            ends.take(level.before, 0, found, "clip")
+            for message in level.messages:
+                arrivals = ends.take(message, 0)
+                arrivals += hops
+                np.maximum(found, arrivals, out=found)
+            found += times.take(level.kinds, 0)
+            row += len(found)
+        latest: NDArray[np.float64] = ends.max(axis=0)
+        return latest
 
     def hidden(self, costs: Costs) -> float:
         """Seconds of all ranks by which pairs are shorter than their halves in turn."""
@@ -94,8 +127,61 @@ class Timetable:
     @cached_property
     def _pairs(self) -> list[tuple[Act, int]]:
         """An example of each kind of pair, and how many there are."""
-        counts = Counter(kind for *_, kind in self.rows)
-        return [(act, counts[kind]) for kind, act in enumerate(self.kinds) if act and act.kids]
+        counts = np.bincount(np.concatenate([level.kinds for level in self.levels])).tolist()
+        return [(act, n) for act, n in zip(self.kinds, counts, strict=True) if act.kids]
+
+
+def _waits(program: Program, acts: Sequence[Act]) -> list[Index]:
+    """Of each act the one on another rank whose forward it waits for, and whose backward; or -1.
+
+    What acts of the same rank wait for comes before them in its order.
+    """
+    slices, placement = program.num_slices, program.placement
+    length = program.num_stages // program.num_copies
+    forwards: dict[tuple[int, int], int] = {}
+    backwards: dict[tuple[int, int], int] = {}
+    for node, act in enumerate(acts):
+        for kid in act.elementary:
+            made = forwards if kid.kind is Kind.F else backwards
+            if kid.kind in _SENT:
+                made[kid.stage, kid.mb * slices + kid.slice] = node
+    waits = [np.full(len(acts), -1) for _ in range(2)]
+    for made, column, step, end in (
+        (forwards, waits[0], -1, 0),
+        (backwards, waits[1], 1, length - 1),
+    ):
+        for (stage, piece), node in made.items():
+            if stage % length != end and placement[stage + step] != placement[stage]:
+                column[node] = made[stage + step, piece]
+    return waits
+
+
+_SENT = frozenset({Kind.F, Kind.B, Kind.BW})
+
+
+def _levels(program: Program, before: Sequence[int], waits: Sequence[Index]) -> list[int]:
+    """How many acts in a row each act waits for, at most.
+
+    Raises:
+        ProgramError: some wait for each other.
+    """
+    one, other = (column.tolist() for column in waits)
+    levels = [-2] * len(before) + [-1]  # not known yet; and of what -1 stands for
+    nodes = iter(range(len(before)))
+    queues = [deque(islice(nodes, len(row))) for row in program.ranks]
+    while any(queues):
+        known = len(levels) - sum(map(len, queues))
+        for queue in queues:
+            while queue:
+                node = queue[0]
+                sent, back = levels[one[node]], levels[other[node]]
+                if sent == -2 or back == -2:
+                    break
+                levels[node] = 1 + max(levels[before[node]], sent, back)
+                queue.popleft()
+        if known == len(levels) - sum(map(len, queues)):
+            dependency_graph(program).order()  # spells out which
+    return levels[:-1]
 
 
 @lru_cache(maxsize=256)
@@ -172,13 +258,15 @@ class Clock:
         more = (total - short) / a_round
         return cls(total, ((table(short), 1 - more), (table(short + a_round), more)))
 
-    def makespan(self, costs: Costs) -> float:
-        """Seconds of a step's program."""
-        told = sum(share * table.makespan(costs) for table, share in self.tables)
+    def makespans(self, costs: Sequence[Costs]) -> list[float]:
+        """Seconds of a step's program with each of some costs."""
+        told = sum(share * table.makespans(costs) for table, share in self.tables)
+        found: list[float] = np.asarray(told).tolist()
         program = self.tables[0][0].program
         if len(self.tables) == 1 or program.num_copies > 1:
-            return told
-        return max(told, _least(program.placement, self.microbatches, costs))
+            return found
+        least = (_least(program.placement, self.microbatches, each) for each in costs)
+        return list(map(max, found, least))
 
     def hidden(self, costs: Costs) -> float:
         """Seconds of all ranks by which pairs are shorter than their halves in turn."""

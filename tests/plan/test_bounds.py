@@ -48,8 +48,8 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(model: str, place: float
     ranks = Ranks.of(row.config.model, row.ways)
     layout = check(row.config_of(0), world, planned=True)
     memory, prediction = peak_memory(layout, cluster), predict(layout, cluster)
-    assert memory_bound(row, ranks).bytes[0] <= memory.max_allocated * (1 + TIGHT)
-    least = time_bound(row, ranks, cluster, Software())[0]
+    assert memory_bound(row, ranks)[0] <= memory.max_allocated * (1 + TIGHT)
+    least = time_bound(row, ranks, cluster, Software()).seconds[0]
     assert least <= prediction.step_time * (1 + TIGHT)
     assert least >= prediction.step_time / 5  # and they say something
 
@@ -58,9 +58,11 @@ def test_bounds_of_many_are_those_of_each() -> None:
     cluster, space = load_cluster("H100", 32), space_of("llama3-8b")
     few = space.take(np.arange(0, len(space), len(space) // 50))
     ranks = Ranks.of(few.config.model, few.ways)
-    together = time_bound(few, ranks, cluster, Software())
-    memory = memory_bound(few, ranks).bytes
+    together = time_bound(few, ranks, cluster, Software()).seconds
+    memory = memory_bound(few, ranks)
     for row in range(0, len(few), 7):
         alone = few.take(np.array([row]))
-        assert time_bound(alone, ranks, cluster, Software())[0] == pytest.approx(together[row])
-        assert memory_bound(alone, ranks).bytes[0] == pytest.approx(memory[row])
+        assert time_bound(alone, ranks, cluster, Software()).seconds[0] == pytest.approx(
+            together[row]
+        )
+        assert memory_bound(alone, ranks)[0] == pytest.approx(memory[row])

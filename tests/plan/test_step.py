@@ -87,9 +87,9 @@ def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
     for eager in (False, True):
         program = executed(layout.compute_program(), pairs=False, eager=eager)
         whole = simulate(program, costs).makespan
-        assert Clock.of(layout, eager=eager).makespan(costs) == pytest.approx(whole, rel=2e-3)
+        assert Clock.of(layout, eager=eager).makespans([costs])[0] == pytest.approx(whole, rel=2e-3)
         table = timetable(schedule, layout.split.placement, 64, eager=eager)
-        assert table.makespan(costs) == pytest.approx(whole)
+        assert table.makespans([costs])[0] == pytest.approx(whole)
 
 
 def test_slower_machines_make_slower_steps():
