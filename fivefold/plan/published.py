@@ -16,7 +16,8 @@ from fivefold.check import Layout, check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, DataError, FivefoldError
-from fivefold.model.shape import training_flops
+from fivefold.model.shape import layer_shapes, training_flops
+from fivefold.pipeline.layout import StageSpec, layout_string
 from fivefold.plan.row import Row, cluster_of, model_of
 from fivefold.plan.software import Software
 from fivefold.plan.ways import balanced_layout
@@ -182,9 +183,10 @@ def _layout(config: Config, world: int, *, balances: bool) -> Layout:
         },
     ]
     if pp > 1:
+        divide = _by_weights if balances else balanced_layout
         balanced = {
             "num_virtual_stages_per_pipeline_rank": None,
-            "pipeline_model_parallel_layout": balanced_layout(config, pp * (virtual or 1)),
+            "pipeline_model_parallel_layout": divide(config, pp * (virtual or 1)),
         }
         attempts.insert(0 if balances else len(attempts), balanced)
     error: FivefoldError | None = None
@@ -195,6 +197,21 @@ def _layout(config: Config, world: int, *, balances: bool) -> Layout:
             error = error or problem
     assert error is not None
     raise error
+
+
+def _by_weights(config: Config, stages: int) -> str:
+    """nanotron's stages: equal shares of all weights but the embedding's; a layer belongs to the
+    share in which it begins."""
+    model = config.model
+    shapes = layer_shapes(model, 0).values()
+    layer = sum(prod(shape) for shape in shapes if len(shape) > 1)
+    whole = model.num_layers * layer + model.padded_vocab_size * model.hidden_size
+    of = [number * layer * stages // whole for number in range(model.num_layers)]
+    last = stages - 1
+    return layout_string(
+        StageSpec(s == 0, tuple(n for n, stage in enumerate(of) if stage == s), s == last)
+        for s in range(stages)
+    )
 
 
 def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
