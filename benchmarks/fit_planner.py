@@ -1,10 +1,12 @@
 """Fit the planner's constants of each kind of GPU to published runs, and cross-validate by source.
 
-    python -m benchmarks.fit_planner [FILE.csv]
+    python -m benchmarks.fit_planner [FILE.csv ...]
 
-Fitted are, of each kind of silicon, the shares of achievable rates that training keeps
-(`sustained`, `sustained_narrow`, fused attention), over dense rows; then, for all kinds together,
-the time of one operation of the host, over rows with experts. The loss is the mean absolute
+Fitted are, of each kind of silicon, the share of the peak that fused attention reaches, and of each
+board of it, since boards differ in power, the shares of achievable rates that training keeps
+(`sustained`, `sustained_narrow`), over dense rows; then, for all kinds together, the time of one
+operation of the host, over rows with experts. GB200 and GB300 have no dense row in bf16: they are
+taken to keep there what H100 does. The loss is the mean absolute
 logarithmic error of a publisher, and of these the mean over publishers. A long sweep counts little
 more than a short table, and tables that are published again with each release count once; but a row
 or two say little about their publisher, so one of n rows counts n / (n + 3). Regression
@@ -33,22 +35,20 @@ from fivefold.plan.score import prepare, score
 from fivefold.plan.software import Software
 from fivefold.plan.step import predict
 
-DATA = Path(__file__).parent / "data" / "published_runs.csv"
+DATA = [Path(__file__).parent / "data" / name for name in ("published_runs.csv", "mpt_runs.csv")]
 Constants = Mapping[str, float]
 Apply = Callable[[Constants], Callable[[Cluster], Cluster]]
-RANGES = {
-    "sustained": (0.3, 1.0),
-    "sustained_narrow": (0.3, 1.0),
-    "attention_forward": (0.15, 0.8),
-}
+SHARED = {"attention_forward": (0.15, 0.8)}  # by the boards of one silicon
+OF_BOARD = {"sustained": (0.3, 1.0), "sustained_narrow": (0.3, 1.0)}
 FEW = 3  # rows of a publisher that vary as much as publishers do
 BACKWARD = 0.87  # of attention's forward rate, as published kernels reach it
 HOST_RANGE = {"host_operation": (1e-6, 50e-6)}
-RATES = ("sustained", "sustained_narrow", "attention_forward")
 STEPS = (1.1, 1.03, 1.01, 1.003)  # factors by which a constant is tried to change, coarse to fine
 NUDGE = 1.02  # of a constant, to see what it moves
 ROUNDS = 2  # of tangents and descent
-FAMILIES = ("A100", "H100-96", "H", "B200", "B300")  # of one silicon each, by the start of the name
+# Boards of one silicon, by what names begin with; GB300 stands for B300, too, which has two rows.
+FAMILIES = {"A100": ("A100",), "H100-96": ("H100-96",), "H": ("H",), "B": ("B200", "GB200", "GB300")}
+NO_BF16 = ("GB200", "GB300")
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Run:
 
     @property
     def family(self) -> str:
-        """Kinds of GPU that share their constants."""
-        name = self.cluster.gpu.name
-        return next((f for f in FAMILIES if name.removeprefix("G").startswith(f)), name)
+        """Kinds of GPU of the same silicon."""
+        board = board_of(self.cluster)
+        return next((name for name, boards in FAMILIES.items() if board in boards), board)
 
     @property
     def publisher(self) -> str:
@@ -84,13 +84,38 @@ class Run:
         return log(time / self.measured)
 
 
+def board_of(cluster: Cluster) -> str:
+    """Whose constants a cluster's GPU has."""
+    name = cluster.gpu.name.replace("GB300", "B300").replace("B300", "GB300")
+    known = [board for boards in FAMILIES.values() for board in boards]
+    return next((board for board in known if name.startswith(board)), name)
+
+
 def with_gpu(constants: Constants) -> Callable[[Cluster], Cluster]:
     """Puts other constants of its GPU into a cluster."""
-    values: dict[str, Any] = {
-        **constants,
-        "attention_backward": BACKWARD * constants["attention_forward"],
-    }
-    return lambda cluster: replace(cluster, gpu=replace(cluster.gpu, **values))
+
+    def changed(cluster: Cluster) -> Cluster:
+        board = board_of(cluster)
+        values: dict[str, Any] = {
+            name: constants[f"{name} {board}"]
+            for name in OF_BOARD
+            if f"{name} {board}" in constants
+        }
+        forward = constants["attention_forward"]
+        values |= {"attention_forward": forward, "attention_backward": BACKWARD * forward}
+        return replace(cluster, gpu=replace(cluster.gpu, **values))
+
+    return changed
+
+
+def start_of(runs: Sequence[Run]) -> dict[str, float]:
+    """The constants of the GPUs that some runs of a family used, as they are."""
+    gpus = {board_of(run.cluster): run.cluster.gpu for run in runs}
+    constants = {name: getattr(next(iter(gpus.values())), name) for name in SHARED}
+    for board, gpu in gpus.items():
+        fitted = [n for n in OF_BOARD if not (n == "sustained" and board in NO_BF16)]
+        constants |= {f"{name} {board}": getattr(gpu, name) for name in fitted}
+    return constants
 
 
 def with_host(constants: Constants) -> Callable[[Cluster], Cluster]:
@@ -122,7 +147,7 @@ class Tangent:
 
 def coordinate(name: str, value: float) -> float:
     """In which the time of a step is nearly linear."""
-    return 1 / value if name in RATES else value
+    return value if name in HOST_RANGE else 1 / value
 
 
 def tangent(run: Run, constants: Constants, apply: Apply) -> Tangent:
@@ -211,10 +236,10 @@ def study(
     return fitted
 
 
-def read(path: Path) -> list[Run]:
+def read(paths: Sequence[Path]) -> list[Run]:
     """The rows that can be predicted."""
     runs = []
-    for case in prepare(read_rows(path))[0]:
+    for case in prepare([row for path in paths for row in read_rows(path)])[0]:
         scored = score(case, with_memory=False)
         prediction = scored.prediction
         runs.append(
@@ -232,14 +257,14 @@ def read(path: Path) -> list[Run]:
 
 def main() -> None:
     """Print constants, errors, and errors of sources that were left out."""
-    runs = read(Path(sys.argv[1]) if len(sys.argv) > 1 else DATA)
+    runs = read([Path(word) for word in sys.argv[1:]] or DATA)
     changes: dict[str, Callable[[Cluster], Cluster]] = {}
     for family in sorted({run.family for run in runs}):
         dense = [run for run in runs if run.family == family and not run.has_experts]
         if dense:
-            gpu = dense[0].cluster.gpu
-            start = {name: getattr(gpu, name) for name in RANGES}
-            changes[family] = with_gpu(study(family, dense, start, RANGES, with_gpu))
+            start, ranges = start_of(dense), SHARED | OF_BOARD
+            limits = {name: ranges[name.split()[0]] for name in start}
+            changes[family] = with_gpu(study(family, dense, start, limits, with_gpu))
     experts = [
         replace(run, cluster=changes[run.family](run.cluster)) if run.family in changes else run
         for run in runs

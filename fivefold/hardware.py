@@ -91,9 +91,9 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    sustained=0.87,
-    attention_forward=0.667,
-    attention_backward=0.58,
+    sustained=0.839,
+    attention_forward=0.676,
+    attention_backward=0.588,
 )
 _H100 = Gpu(
     "H100",
@@ -102,10 +102,10 @@ _H100 = Gpu(
     peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
     multiprocessors=132,
-    sustained=0.74,
-    sustained_narrow=0.836,
-    attention_forward=0.565,
-    attention_backward=0.491,
+    sustained=0.742,
+    sustained_narrow=0.884,
+    attention_forward=0.571,
+    attention_backward=0.497,
     flash1=0.37,
     flash2=0.65,
 )
@@ -116,10 +116,10 @@ _B200 = Gpu(
     peak=_rates(bf16=2250, fp8=4500, fp4=9000),
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
     multiprocessors=148,
-    sustained=0.542,
-    sustained_narrow=0.736,
-    attention_forward=0.479,
-    attention_backward=0.416,
+    sustained=0.549,
+    sustained_narrow=0.841,
+    attention_forward=0.476,
+    attention_backward=0.414,
     flash1=0.2,
     flash2=0.32,
 )
@@ -130,15 +130,12 @@ _GB200 = replace(
     peak=_rates(bf16=2500, fp8=5000, fp4=10000, fp32=80),
     matmul=_rates(bf16=1822, fp8=3616, fp4=7000, fp32=60),
     multiprocessors=152,
+    sustained=0.74,
+    sustained_narrow=0.729,
 )
 
-# Of 9 dense rows of one publisher: more power keeps clocks up.
-_BLACKWELL_ULTRA: dict[str, Any] = {
-    "sustained": 0.528,
-    "sustained_narrow": 1.0,
-    "attention_forward": 0.338,
-    "attention_backward": 0.294,
-}
+# More power keeps clocks up.
+_BLACKWELL_ULTRA: dict[str, Any] = {"sustained": 0.74, "sustained_narrow": 0.983}
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
@@ -162,9 +159,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 memory_bytes=94.9 * _GIB,
                 memory_bandwidth=2400 * GB,
                 sustained=0.722,
-                sustained_narrow=0.742,
-                attention_forward=0.313,
-                attention_backward=0.272,
+                sustained_narrow=0.836,
+                attention_forward=0.312,
+                attention_backward=0.271,
             ),
             _B200,
             replace(

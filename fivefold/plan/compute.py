@@ -14,7 +14,7 @@ from fivefold.hardware import Gpu
 # Tiles that libraries choose from, (rows, columns, share of the full rate that they reach).
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 _EXPONENTIAL = 32  # features of a head whose products take as long as a score's exponential
-_DEPTH = 192  # of k, in which a tile's pipeline fills and drains
+_FILL = 2.8e-6  # seconds in which a tile's pipeline fills and drains, whatever the rate between
 ELEMENT = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
 
 
@@ -64,7 +64,9 @@ def matmul(
         best = max(best, filled * share)
     size = ELEMENT[precision]
     sustained = gpu.sustained_narrow if size < 2 else gpu.sustained
-    rate = gpu.matmul.of(precision) * sustained * best * k / (k + _DEPTH)
+    rate = gpu.matmul.of(precision) * sustained
+    depth = _FILL * rate / units / (2 * _TILES[0][0] * _TILES[0][1])  # of k, done in that time
+    rate *= best * k / (k + depth)
     traffic = batch * ((m + n) * k * size + m * n * result)
     arithmetic = 2.0 * batch * m * n * k / rate
     return max(arithmetic, traffic / _memory_rate(gpu)) + gpu.launch

@@ -23,8 +23,26 @@ UNFUSED_TRAFFIC = 2.0  # times the bytes of a fused elementwise kernel
 TP_OVERLAP = 0.6
 """Share of a collective that cutting it and its multiplication into pieces hides: the first piece
 has nothing beside it, and small pieces run slower."""
-RECIPE_RATE = {"delayed": 1.0, "tensorwise": 1.0, "mxfp8": 0.95, "blockwise": 0.85, "rowwise": 0.6}
+RECIPE_RATE = {
+    "delayed": 1.0,
+    "tensorwise": 1.0,
+    "mxfp8": 0.95,
+    "blockwise": 0.85,
+    "rowwise": 0.6,
+    "nvfp4": 0.8,
+}
 """Of the 8-bit rate with one scale a tensor, the share that finer scales leave."""
+CAST = {
+    "delayed": 4.0,
+    "tensorwise": 5.0,
+    "mxfp8": 4.0,
+    "blockwise": 4.0,
+    "rowwise": 5.0,
+    "nvfp4": 6.0,
+}
+"""Bytes to narrow an element of an operand: read in bf16, written along and across. The largest of
+its tensor or row, where earlier steps do not tell it, is half found by the kernel before; four bits
+take a rotation."""
 
 
 class LayerTimes:
@@ -201,11 +219,11 @@ class LayerTimes:
         dx = matmul(gpu, tokens, k, n, kind, batch)
         dw = matmul(gpu, n, k, tokens, kind, batch, 8.0)  # accumulates in fp32
         if kind in ("fp8", "fp4"):
-            share = RECIPE_RATE[self.training.fp8_recipe]
+            recipe = "nvfp4" if kind == "fp4" else self.training.fp8_recipe
+            share, cast = RECIPE_RATE[recipe], CAST[recipe]
             forward, dx, dw = forward / share, dx / share, dw / share
-            # Each operand is read in bf16 and written narrow, also transposed for dW.
-            forward += elementwise(gpu, 4.0 * batch * tokens * k)
-            dx += elementwise(gpu, 4.0 * batch * tokens * n)
+            forward += elementwise(gpu, cast * batch * tokens * k)
+            dx += elementwise(gpu, cast * batch * tokens * n)
         return Phases(forward, dx, dw)
 
     def _joined(self, rows: list[int], tokens: int) -> Phases:

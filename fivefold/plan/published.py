@@ -60,9 +60,14 @@ def _attention(row: Row) -> Literal["best", "flash2", "flash1", "scores"]:
         return "scores"
     if "foundry" in source:
         return "flash1"
-    before_cudnn = "nemo" in source and not re.search(r"\b2[5-9]\.", source)
     later = any(word in source for word in ("torchtitan", "nanotron", " ci "))
-    return "flash2" if later or before_cudnn else "best"
+    return "flash2" if later or _is_early_nemo(row) else "best"
+
+
+def _is_early_nemo(row: Row) -> bool:
+    """Of 2023 and 2024."""
+    source = row.source.lower()
+    return "nemo" in source and not re.search(r"\b2[5-9]\.", source)
 
 
 def policy_of(row: Row, layout: Layout) -> StatePolicy:
@@ -271,7 +276,9 @@ def _precision(row: Row) -> dict[str, Any]:
         "mx": "mxfp8",
         "block": "blockwise",
     }
-    recipe = next((name for mark, name in recipes.items() if mark in kind), "tensorwise")
+    early = "foundry" in row.source.lower() or _is_early_nemo(row)
+    other = "delayed" if early else "tensorwise"  # the other came to TransformerEngine in 2025
+    recipe = next((name for mark, name in recipes.items() if mark in kind), other)
     return {"fp8_format": "hybrid", "fp8_recipe": recipe}
 
 

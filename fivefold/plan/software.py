@@ -24,8 +24,8 @@ class Software:
             however they are sharded; Fivefold does so for each microbatch under ZeRO-2 and ZeRO-3.
         joins_linears: queries, keys and values are one multiplication, and a gated MLP's two
             projections another.
-        by_tensor: each parameter is gathered and its gradient reduced by itself; otherwise a
-            layer's together.
+        by_tensor: each parameter is gathered, its gradient reduced and its optimizer run by itself;
+            otherwise a layer's together.
         gathers_to_recompute: with sharded parameters, they are gathered for the forward, again to
             run it again, and again for the backward: four passes of parameters and gradients over
             the network (ZeRO-Infinity, Rajbhandari et al., 2021, section 4); otherwise what runs

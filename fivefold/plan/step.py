@@ -300,20 +300,24 @@ class _Predictor:
         copy in the compute type written; before it, the gradients' norm."""
         shard, _, expert = self._data_groups()
         sharded = self.policy.splits_optimizer
-        worst = 0.0
+        worst, most = 0.0, 0
         for rank in range(self.grid.pp):
-            dense = experts = 0
+            dense = experts = tensors = 0
             for stage in self.layout.split.stages_of(rank):
                 for block in stage_blocks(self.layout, self.layout.split.stages[stage]):
                     dense += block.count * sum(map(prod, block.dense))
                     experts += block.count * sum(map(prod, block.experts))
+                    tensors += block.count * (len(block.dense) + len(block.experts))
             own = dense / shard.size + experts / expert.size if sharded else dense + experts
-            worst = max(worst, own)
+            worst, most = max(worst, own), max(most, tensors)
         memory = self.layout.config.memory
         moved = 0.0
         if memory.optimizer_cpu_offload:
             moved = worst * memory.optimizer_offload_fraction * 6 / self.cluster.host_bandwidth
-        return elementwise(self.cluster.gpu, worst * 34.0, 20) + moved
+        host = 0.0
+        if self.software.by_tensor:
+            host = most * _TENSOR_OPERATIONS * self.cluster.host_operation
+        return max(elementwise(self.cluster.gpu, worst * 34.0, 20), host) + moved
 
     def prediction(self) -> Prediction:
         layout, grid = self.layout, self.grid
@@ -367,6 +371,7 @@ def _kind(layout: Layout) -> str:
     return "narrow" if precision_of(layout) in ("fp8", "fp4") else "dense"
 
 
+_TENSOR_OPERATIONS = 15  # of AdamW, the norm and the copies of one tensor
 _FITTED = frozenset(
     {"A100-80", "H100", "H100-96", "H800", "H200", "B200", "B300", "GB200", "GB300"}
 )
