@@ -91,7 +91,7 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    sustained=0.839,
+    sustained=0.842,
     attention_forward=0.676,
     attention_backward=0.588,
 )
@@ -103,7 +103,7 @@ _H100 = Gpu(
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
     multiprocessors=132,
     sustained=0.742,
-    sustained_narrow=0.884,
+    sustained_narrow=0.869,
     attention_forward=0.571,
     attention_backward=0.497,
     flash1=0.37,
@@ -117,9 +117,9 @@ _B200 = Gpu(
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
     multiprocessors=148,
     sustained=0.549,
-    sustained_narrow=0.841,
-    attention_forward=0.476,
-    attention_backward=0.414,
+    sustained_narrow=0.833,
+    attention_forward=0.477,
+    attention_backward=0.415,
     flash1=0.2,
     flash2=0.32,
 )
@@ -131,11 +131,11 @@ _GB200 = replace(
     matmul=_rates(bf16=1822, fp8=3616, fp4=7000, fp32=60),
     multiprocessors=152,
     sustained=0.74,
-    sustained_narrow=0.729,
+    sustained_narrow=0.741,
 )
 
 # More power keeps clocks up.
-_BLACKWELL_ULTRA: dict[str, Any] = {"sustained": 0.74, "sustained_narrow": 0.983}
+_BLACKWELL_ULTRA: dict[str, Any] = {"sustained": 0.74, "sustained_narrow": 1.0}
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
@@ -159,9 +159,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 memory_bytes=94.9 * _GIB,
                 memory_bandwidth=2400 * GB,
                 sustained=0.722,
-                sustained_narrow=0.836,
-                attention_forward=0.312,
-                attention_backward=0.271,
+                sustained_narrow=0.798,
+                attention_forward=0.313,
+                attention_backward=0.272,
             ),
             _B200,
             replace(
