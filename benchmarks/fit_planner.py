@@ -47,7 +47,12 @@ STEPS = (1.1, 1.03, 1.01, 1.003)  # factors by which a constant is tried to chan
 NUDGE = 1.02  # of a constant, to see what it moves
 ROUNDS = 2  # of tangents and descent
 # Boards of one silicon, by what names begin with; GB300 stands for B300, too, which has two rows.
-FAMILIES = {"A100": ("A100",), "H100-96": ("H100-96",), "H": ("H",), "B": ("B200", "GB200", "GB300")}
+FAMILIES = {
+    "A100": ("A100",),
+    "H100-96": ("H100-96",),
+    "H": ("H",),
+    "B": ("B200", "GB200", "GB300"),
+}
 NO_BF16 = ("GB200", "GB300")
 
 

@@ -28,7 +28,7 @@ from fivefold.state import engine_policy, stage_blocks
 
 # Half-widths of the 80 % interval, as logarithms: of the published rows of a kind, four in five lie
 # within them (fivefold plan --score). Dense bf16 rows are the oldest and most varied.
-_INTERVAL = {"dense": 0.18, "narrow": 0.12, "experts": 0.28}
+_INTERVAL = {"dense": 0.12, "narrow": 0.08, "experts": 0.26}
 
 
 @dataclass(frozen=True)
