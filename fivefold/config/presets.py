@@ -151,6 +151,20 @@ _GPT3_175B = replace(
 _GPT_1T = replace(
     _GPT3_175B, num_layers=128, hidden_size=25600, num_attention_heads=160, vocab_size=51200
 )
+_NEMOTRON_8B = ModelConfig(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    ffn_hidden_size=16384,
+    vocab_size=256000,
+    normalization="LayerNorm",
+    activation_func="gelu",
+    gated_linear_unit=False,
+    unmodelled=(
+        "squared ReLU, in the place of which stands GELU",
+        "rotary positions of half a head",
+    ),
+)
 _DEMO_LLAMA = ModelConfig(
     num_layers=4,
     hidden_size=192,
@@ -164,6 +178,8 @@ _DEMO_LLAMA = ModelConfig(
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2": _GPT2,
     "gpt-22b": replace(_GPT_1T, num_layers=48, hidden_size=6144, num_attention_heads=64),
+    "gpt3-5b": replace(_GPT3_175B, num_layers=24, hidden_size=4096, num_attention_heads=32),
+    "gpt3-20b": replace(_GPT3_175B, num_layers=44, hidden_size=6144, num_attention_heads=48),
     "gpt3-175b": _GPT3_175B,
     "gpt-530b": replace(_GPT_1T, num_layers=105, hidden_size=20480, num_attention_heads=128),
     "gpt-1t": _GPT_1T,
@@ -219,6 +235,22 @@ PRESETS: Mapping[str, ModelConfig] = {
         num_attention_heads=48,
         ffn_hidden_size=16384,
         max_position_embeddings=65536,
+    ),
+    "nemotron-8b": _NEMOTRON_8B,
+    "nemotron-22b": replace(
+        _NEMOTRON_8B,
+        num_layers=40,
+        hidden_size=6144,
+        num_attention_heads=48,
+        ffn_hidden_size=24576,
+    ),
+    "nemotron-340b": replace(
+        _NEMOTRON_8B,
+        num_layers=96,
+        hidden_size=18432,
+        num_attention_heads=96,
+        num_query_groups=8,
+        ffn_hidden_size=73728,
     ),
     "deepseek-v2-lite": replace(
         _DEEPSEEK_V2,

@@ -59,7 +59,12 @@ def test_presets_have_the_published_number_of_parameters(name: str, published: i
 @pytest.mark.parametrize(
     ("name", "billions", "active"),
     [
+        ("gpt3-5b", 5.0, 5.0),
+        ("gpt3-20b", 20.3, 20.3),
         ("gpt3-175b", 174.6, 174.6),
+        ("nemotron-8b", 8.5, 8.5),
+        ("nemotron-22b", 21.3, 21.3),
+        ("nemotron-340b", 341.0, 341.0),
         ("gpt-22b", 22.1, 22.1),
         ("gpt-530b", 529.6, 529.6),
         ("gpt-1t", 1008.0, 1008.0),

@@ -21,8 +21,10 @@ def some(tmp_path_factory):
         writer = csv.DictWriter(out, COLUMNS)
         writer.writeheader()
         for row in csv.DictReader(file):
-            if row["src"].startswith("Korthikanti") or row["model"] == "Nemotron-340B":
+            if row["src"].startswith("Korthikanti"):
                 writer.writerow(row)
+            if row["model"] == "Nemotron-340B":
+                writer.writerow(row | {"model": "Secret-340B"})
             if row["src"].startswith("nanotron") and row["ngpu"] == "8":
                 writer.writerow(row)
     return report(path)
@@ -42,8 +44,8 @@ def test_the_planner_is_near_published_runs(some):
 def test_every_row_is_scored_or_said_to_be_left_out(some):
     assert len(some.rows) == 11
     ((row, why),) = some.skipped
-    assert row.cells["model"] == "Nemotron-340B" and "known model" in why
-    assert "Nemotron" not in "".join(row.row.name for row in some.rows)
+    assert row.cells["model"] == "Secret-340B" and "known model" in why
+    assert "Secret" not in "".join(row.row.name for row in some.rows)
 
 
 def test_the_null_model_knows_one_mfu_for_each_kind_of_gpu(some):
