@@ -65,8 +65,8 @@ class ParallelConfig:
     )
     pipeline_schedule: PipelineSchedule = option(
         "auto",
-        "order of forwards and backwards; auto: 1f1b, interleaved_1f1b when V > 1, combined_1f1b to "
-        "hide experts' all-to-alls; synthesised: searched for this model's stages",
+        "order of forwards and backwards; auto: 1f1b, interleaved_1f1b when V > 1, combined_1f1b "
+        "to hide experts' all-to-alls; synthesised: searched for this model's stages",
     )
     pipeline_in_flight_limit: float | None = option(
         None,

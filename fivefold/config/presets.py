@@ -161,7 +161,7 @@ _NEMOTRON_8B = ModelConfig(
     activation_func="gelu",
     gated_linear_unit=False,
     unmodelled=(
-        "squared ReLU, in the place of which stands GELU",
+        "squared ReLU, for which stands GELU",
         "rotary positions of half a head",
     ),
 )

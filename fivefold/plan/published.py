@@ -32,7 +32,8 @@ def software_of(row: Row) -> Software:
     # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
     # forward to gather 10 GB inside a machine with NVLink (its issue 1174).
     sharded = row.is_old_megatron and _strategy(row) == "optim_grads_params"
-    deepspeed = sharded or "mt-nlg" in source
+    made_with = ("deepspeed", "mt-nlg", "bloom", "neox")
+    deepspeed = sharded or any(word in source + row.text("model") for word in made_with)
     return Software(
         fused="eager" not in note.split() and "foundry" not in source,
         attention=_attention(row),
