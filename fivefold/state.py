@@ -91,24 +91,6 @@ def megatron_policy(splits_optimizer: bool) -> StatePolicy:
     )
 
 
-def fsdp2_policy(*, pipelined: bool = False) -> StatePolicy:
-    """PyTorch's fully sharded parameters in fp32, gathered in bf16 and reduced in fp32.
-
-    Under a pipeline parameters stay gathered and gradients whole until the step's last microbatch.
-    """
-    return StatePolicy(
-        copy=2,
-        gradient=4,
-        master=4,
-        moments=8,
-        splits_copy=not pipelined,
-        splits_gradient=not pipelined,
-        splits_optimizer=True,
-        fresh=2,
-        reducing=6,
-    )
-
-
 @dataclass(frozen=True)
 class ModelState:
     """Bytes that a rank keeps from one microbatch to the next, activations apart.

@@ -21,7 +21,6 @@ from fivefold.pipeline.layout import StageSpec, layout_string
 from fivefold.plan.row import Row, cluster_of, model_of
 from fivefold.plan.software import Software
 from fivefold.plan.ways import balanced_layout
-from fivefold.state import StatePolicy, fsdp2_policy, megatron_policy
 
 _TERA = 1e12
 
@@ -71,22 +70,6 @@ def _is_early_nemo(row: Row) -> bool:
     return "nemo" in source and not re.search(r"\b2[5-9]\.", source)
 
 
-def policy_of(row: Row, layout: Layout) -> StatePolicy:
-    """What the row's framework keeps of weights, gradients and optimizer state."""
-    if "torchtitan" in row.source.lower():
-        return fsdp2_policy(pipelined=layout.grid.pp > 1)
-    return megatron_policy(layout.config.parallel.data_parallel_sharding_strategy != "no_shard")
-
-
-def loss_of(row: Row) -> dict[str, Any]:
-    """How its loss is computed, as far as memory goes: Megatron-LM's works in one fp32 copy of the
-    logits, and fused in the logits themselves."""
-    if "torchtitan" in row.source.lower():
-        return {}
-    fused = "te" if "ce fusion" in row.text("note") else "native"
-    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": fused}
-
-
 def measured_seconds(row: Row, layout: Layout) -> float | None:
     """Of a step, from whatever the row reports; None if that says nothing."""
     training = layout.config.training
@@ -104,11 +87,18 @@ def measured_seconds(row: Row, layout: Layout) -> float | None:
 
 
 def measured_bytes(row: Row) -> float | None:
-    """Peak memory of the fullest rank; None where it was not published."""
+    """Peak memory, of the rank that the framework reports; None where it was not published."""
     held, unit = row.number("mem"), row.text("mem_unit")
     scale = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "bytes": 1.0, "b": 1.0}
+    if "nanotron" in row.source.lower():
+        scale["gb"] = scale["gib"]  # it divides by 1024^3 and calls that GB
     words = unit.split()
     return held * scale[words[0]] if held and words and words[0] in scale else None
+
+
+def ran_out_of_memory(row: Row) -> bool:
+    """Whether the run failed for want of memory: its memory is "OOM"."""
+    return row.text("mem") == "oom"
 
 
 def _flops(row: Row, layout: Layout) -> float:

@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from math import exp, log
@@ -11,19 +11,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from fivefold.check import Layout
 from fivefold.errors import FivefoldError
 from fivefold.plan.cluster import Cluster
-from fivefold.plan.memory import peak_memory
 from fivefold.plan.published import (
     Choice,
-    loss_of,
     measured_bytes,
     measured_seconds,
-    policy_of,
+    ran_out_of_memory,
     row_layouts,
     software_of,
 )
+from fivefold.plan.published_memory import published_peak
 from fivefold.plan.row import Row, cluster_of, read_rows
 from fivefold.plan.step import Prediction, precision_of, predict
 
@@ -48,7 +46,7 @@ class Scored:
         prediction: of the fastest of its configurations that fit.
         measured: seconds of a step.
         complete: the row says micro-batch, stages and recomputation.
-        memory: predicted bytes of the fullest rank; measured bytes; None where not published.
+        memory: predicted and measured bytes of what was reported; None where that was nothing.
     """
 
     row: Row
@@ -132,10 +130,12 @@ class Report:
     Attributes:
         rows: that could be predicted.
         skipped: those that could not, and why.
+        failed: runs that were out of memory, and whether that was predicted.
     """
 
     rows: tuple[Scored, ...]
     skipped: tuple[tuple[Row, str], ...]
+    failed: tuple[tuple[Row, bool], ...] = ()
 
     @cached_property
     def null_errors(self) -> dict[int, float]:
@@ -171,7 +171,8 @@ class Report:
             found[row.row.source + ("" if row.complete else ", open")].append(row)
         for row in self.rows:
             found[f"all {row.kind}, " + ("complete" if row.complete else "open")].append(row)
-        found["all"] = list(self.rows)
+        if self.rows:
+            found["all"] = list(self.rows)
         return dict(found)
 
     def rankings(self) -> list[Ranking]:
@@ -210,6 +211,14 @@ class Report:
                 f"{r.source[:39]:<40}{r.sweeps:>7}{r.pairs:>7}{r.tau:>7.2f}{r.regret:>8.1%}"
                 for r in rankings
             ]
+        if self.failed:
+            hits = sum(predicted for _, predicted in self.failed)
+            lines += ["", f"out of memory: {hits} of {len(self.failed)} predicted"]
+            lines += [
+                f"  line {row.line}, {row.source}: {row.name} was predicted to fit"
+                for row, predicted in self.failed
+                if not predicted
+            ]
         if self.skipped:
             lines += ["", "not used:"]
             lines += [f"  line {row.line}, {row.source}: {why}" for row, why in self.skipped]
@@ -222,6 +231,10 @@ class Report:
                 "summaries": {n: vars(self.summary(rows)) for n, rows in self.groups().items()},
                 "rankings": [vars(ranking) for ranking in self.rankings()],
                 "rows": [_row_as_json(row) for row in self.rows],
+                "out_of_memory": [
+                    {"line": row.line, "source": row.source, "name": row.name, "predicted": hit}
+                    for row, hit in self.failed
+                ],
                 "skipped": [{"line": row.line, "why": why} for row, why in self.skipped],
             },
             indent=1,
@@ -254,8 +267,21 @@ def report(path: Path, hardware: Hardware = cluster_of) -> Report:
     Raises:
         DataError: the file cannot be read.
     """
-    cases, skipped = prepare(read_rows(path), hardware)
-    return Report(tuple(score(case, hardware) for case in cases), tuple(skipped))
+    rows = read_rows(path)
+    cases, skipped = prepare([row for row in rows if not ran_out_of_memory(row)], hardware)
+    failed = []
+    for row in filter(ran_out_of_memory, rows):
+        try:
+            failed.append((row, _predicts_failure(row, hardware(row))))
+        except FivefoldError as error:
+            skipped.append((row, str(error).splitlines()[0]))
+    scored = tuple(score(case, hardware) for case in cases)
+    return Report(scored, tuple(skipped), tuple(failed))
+
+
+def _predicts_failure(row: Row, cluster: Cluster) -> bool:
+    """Whether no configuration that a row may mean fits the memory."""
+    return not any(published_peak(row, choice.layout, cluster).fits for choice in row_layouts(row))
 
 
 def prepare(
@@ -279,15 +305,9 @@ def _that_fit(row: Row, choices: Sequence[Choice], cluster: Cluster) -> tuple[Ch
     if len(choices) == 1:
         return tuple(choices)
     limit = MEMORY_DOUBT * cluster.gpu.memory_bytes
-    peaks = [_peak(row, choice.layout, cluster) for choice in choices]
+    peaks = [published_peak(row, choice.layout, cluster).reported for choice in choices]
     fitting = [choice for choice, peak in zip(choices, peaks, strict=True) if peak <= limit]
     return tuple(fitting or choices)
-
-
-def _peak(row: Row, layout: Layout, cluster: Cluster) -> float:
-    """Bytes that the framework of a row has allocated at most."""
-    run = replace(layout, config=layout.config.with_values(**loss_of(row)))
-    return peak_memory(run, cluster, policy=policy_of(row, layout)).max_allocated
 
 
 def score(case: Case, hardware: Hardware = cluster_of, *, with_memory: bool = True) -> Scored:
@@ -300,7 +320,7 @@ def score(case: Case, hardware: Hardware = cluster_of, *, with_memory: bool = Tr
     held = measured_bytes(case.row) if with_memory else None
     memory = None
     if held is not None:
-        memory = _peak(case.row, best.layout, cluster), held
+        memory = published_peak(case.row, best.layout, cluster).reported, held
     complete = case.choices[0].complete
     return Scored(case.row, best, measured, complete, memory)
 

@@ -1,0 +1,290 @@
+"""torchtitan as of December 2024: FSDP2, DTensor's tensor parallelism, PyTorch's pipelines.
+
+Sources: torchtitan's parallelisms/parallelize_llama.py, models/llama/model.py, train.py and
+metrics.py; PyTorch's _fsdp_collectives.py, pipelining/stage.py and tensor/parallel/loss.py. It
+reports the allocator's peak of reserved memory, with expandable segments, of the fullest rank.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
+from math import inf, prod
+
+from fivefold.check import Layout
+from fivefold.plan.replay.step import Replay, weight_shapes
+from fivefold.plan.replay.tape import Op, again, saved_by
+from fivefold.state import held
+
+_GATHER, _REDUCE = "all-gather", "reduce-scatter"
+_ROOT = -1  # in the place of a layer: embedding, final norm and output layer are one unit
+
+
+class Torchtitan(Replay):
+    """Sharded fp32 state; units are gathered, and their gradients reduced, on streams of their own.
+
+    Under a pipeline they stay gathered, and gradients accumulate in fp32, until the last
+    microbatch. Layers may be compiled; the final norm and the loss are not.
+    """
+
+    communicators = 4  # data, tensor, pipeline, context
+    expandable = True
+
+    def __init__(
+        self,
+        layout: Layout,
+        pp_rank: int,
+        capacity: float = inf,
+        *,
+        compiled: bool = True,
+        selects: bool = False,
+    ) -> None:
+        """As given.
+
+        Args:
+            layout: of the run.
+            pp_rank: of the rank.
+            capacity: bytes of the device that are left to the allocator.
+            compiled: whether layers are.
+            selects: recompute every second multiplication, and all that is not one or attention.
+        """
+        super().__init__(layout, pp_rank, capacity)
+        self.compiled = compiled
+        self.selects = selects
+        self._gathered: dict[tuple[int, int], list[Hashable]] = {}
+        self._arrived: list[Hashable] = []  # of the last all-gather, until the next has been copied
+        self._leaving: list[Hashable] = []  # of the last reduce-scatter, until the next starts
+        self._grown: dict[tuple[int, int], list[Hashable]] = {}
+        self._reduced: list[Hashable] = []
+        self._done: dict[int, int] = {}
+        self._results: list[Hashable] = []
+
+    @cached_property
+    def units(self) -> dict[tuple[int, int], list[tuple[int, ...]]]:
+        """(stage, place) -> shapes of the parameters that are gathered together."""
+        found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        hidden = self.layout.config.model.hidden_size
+        table = (int(self.vocabulary) // hidden, hidden)
+        for stage, parts in self.stages.items():
+            ends = [table] * parts.embedding + [(hidden,), table] * parts.head
+            if ends:
+                found[stage, _ROOT] = ends
+            for place, layer in enumerate(parts.layers):
+                found[stage, place] = list(weight_shapes(self.layout, layer).values())
+        return found
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """With operations selected: every second product from the first on, and attention."""
+        if not self.selects:
+            return super().kept
+        products = [op.out for op in self.layer if op.is_matmul]
+        kept = frozenset({"x", "mixed", "statistics", *products[::2]})
+        if not self.compiled:
+            return kept
+        repeated = again(self.layer, kept)  # a compiler drops what the backward does without
+        return kept & (saved_by(self.layer) | {name for op in repeated for name in op.inputs})
+
+    @cached_property
+    def layer(self) -> Sequence[Op]:
+        """Keys and values are repeated for every head; a gathered input serves all projections."""
+        z, model, tp = self.sizes, self.layout.config.model, self.layout.grid.tp
+        row = 2 * model.hidden_size / tp
+        buffer = z.gathered if tp > 1 else 0.0
+        wide = () if self.compiled else (2 * z.query, 2 * z.query)
+        source = "all1" if tp > 1 else "norm1"
+        second = "all2" if tp > 1 else "norm2"
+        multiply = _multiply
+        cp = self.layout.grid.cp
+        rotating = (cp * z.query, cp * z.query) if cp > 1 else ()  # keys, values of all ranks
+        repeats = z.key < z.query
+        keys, values = ("keys", "values") if repeats else ("k_rotated", "v")
+        return [
+            *self._norm("norm1", "x"),
+            *([Op("all1", z.gathered, ("norm1",))] if tp > 1 else []),
+            multiply("q", z.query, source, row * model.q_size),
+            multiply("k", z.key, source, row * model.k_size),
+            multiply("v", z.key, source, row * model.v_size),
+            Op("q_rotated", z.query, ("q",), scratch=wide, backward_scratch=wide),
+            Op("k_rotated", z.key, ("k",)),
+            *([Op("keys", z.query, ("k_rotated",))] if repeats else []),
+            *([Op("values", z.query, ("v",))] if repeats else []),
+            Op("statistics", z.statistics, ()),
+            Op(
+                "mixed",
+                z.query,
+                ("q_rotated", keys, values),
+                ("q_rotated", keys, values, "mixed", "statistics"),
+                scratch=rotating,
+                backward_scratch=(2 * z.query, *rotating),  # dQ in fp32
+            ),
+            multiply("o", z.hidden, "mixed", row * model.attention_size, buffer),
+            Op("middle", z.hidden, ("x", "o"), passes=True),
+            *self._norm("norm2", "middle"),
+            *([Op("all2", z.gathered, ("norm2",))] if tp > 1 else []),
+            multiply("gate", z.inner, second, row * model.ffn_size),
+            *([] if self.compiled else [Op("silu", z.inner, ("gate",), ("gate",))]),
+            multiply("up", z.inner, second, row * model.ffn_size),
+            self._product(),
+            multiply("down", z.hidden, "product", row * model.ffn_size, buffer),
+            Op("y", z.hidden, ("middle", "down"), passes=True),
+        ]
+
+    @cached_property
+    def loss(self) -> Sequence[Op]:
+        """An fp32 copy of the logits, their log-softmax, and a gradient of each."""
+        z = self.sizes
+        split = self.layout.grid.tp > 1
+        wide = 4 * z.entries
+        return [
+            *self._norm("norm", "x", compiled=False),
+            *([Op("all", z.gathered, ("norm",))] if split else []),
+            _multiply("logits", 2 * z.entries, "all" if split else "norm", 2 * self.vocabulary),
+            Op("wide", wide, ("logits",)),
+            # Split over the vocabulary, shifted logits and their exponentials are tensors, too.
+            Op(
+                "softmax",
+                wide,
+                ("wide",),
+                () if split else ("softmax",),
+                scratch=(wide,) if split else (),
+                passes=split,
+            ),
+            Op(
+                "y",
+                4,
+                ("softmax",),
+                ("softmax",),
+                outlives=("wide", "logits"),
+                backward_scratch=(wide, wide) if split else (),
+            ),
+        ]
+
+    def build(self) -> None:
+        """Shards of fp32 weights; under a pipeline also all that will arrive."""
+        for unit, shapes in self.units.items():
+            for number, shape in enumerate(shapes):
+                self.memory.allocate(("weight", unit, number), 4 * held(shape, self.shards))
+        if not self._pipelined:
+            return
+        for stage, parts in self.stages.items():
+            ends = [not parts.embedding, not parts.head]
+            for number in range(sum(ends) * self.num_microbatches):
+                self.memory.allocate(("arriving", stage, number), self.sizes.hidden)
+
+    def receive(self, stage: int, mb: int) -> None:
+        """The root unit is gathered with the first stage's input; others arrive in a buffer."""
+        self._gather(stage, _ROOT)
+        here = self.stages[stage].embedding
+        self.memory.allocate((stage, mb, 0), self.sizes.hidden if here else 1)
+
+    def gather(self, stage: int, place: int) -> None:
+        """A layer's weights, in bf16."""
+        self._gather(stage, place)
+
+    def after_forward(self, stage: int, place: int) -> None:
+        """They are freed, but for those of the last layer, which comes next."""
+        if not self._pipelined and place < len(self.stages[stage].layers) - 1:
+            self._free(self._gathered.pop((stage, place), ()))
+
+    def after_backward(self, stage: int, place: int, mb: int, weights: list[Hashable]) -> None:
+        """Gradients are reduced; under a pipeline they grow in fp32 up to the last microbatch."""
+        unit = (stage, place)
+        if self._pipelined:
+            if unit not in self._grown:
+                self._grown[unit] = [self.tape.make(4 * prod(s)) for s in self.units[unit]]
+            self._free(weights)
+            self._done[stage] = self._done.get(stage, 0)
+            return
+        self._free(self._gathered.pop(unit, ()))
+        self._reduce(unit, weights)
+
+    def end_backward(self, stage: int, mb: int, weights: list[Hashable]) -> None:
+        """The root unit is the last one; under a pipeline the last microbatch reduces them all."""
+        unit = (stage, _ROOT)
+        if not self._pipelined:
+            self._free(self._gathered.pop(unit, ()))
+            self._reduce(unit, weights)
+            return
+        if self.stages[stage].head:
+            self._results.append(self.tape.make(2 * self.sizes.entries))
+        if unit in self.units and unit not in self._grown:
+            self._grown[unit] = [self.tape.make(4 * prod(s)) for s in self.units[unit]]
+        self._free(weights)
+        self._done[stage] = self._done.get(stage, 0) + 1
+        if self._done[stage] == self.num_microbatches:
+            del self._done[stage]
+            for each in [each for each in self.units if each[0] == stage]:
+                self._free(self._gathered.pop(each, ()))
+                self._reduce(each, self._grown.pop(each, []))
+
+    def update(self, *, is_first: bool) -> None:
+        """Moments, made at the first step; a root of each second moment is there for a moment."""
+        if self._results:  # the last stage joins the logits of all microbatches
+            self._free([self.tape.make(2 * self.sizes.entries * len(self._results))])
+            self._free(self._results)
+            self._results = []
+        self._free(self._leaving)
+        self._leaving = []
+        roots = []
+        for unit, shapes in self.units.items():
+            for number, shape in enumerate(shapes):
+                size = 4 * held(shape, self.shards)
+                if is_first:
+                    self.memory.allocate(("moment 1", unit, number), size)
+                    self.memory.allocate(("moment 2", unit, number), size)
+                roots.append(self.tape.make(size))
+        self._free(roots)
+        self._free(self._reduced)
+        self._reduced = []
+
+    @property
+    def _pipelined(self) -> bool:
+        return self.layout.grid.pp > 1
+
+    def _gather(self, stage: int, place: int) -> None:
+        unit = (stage, place)
+        if unit in self._gathered or unit not in self.units:
+            return
+        sizes = [2 * prod(s) for s in self.units[unit]]
+        arrived: list[Hashable] = [("gathered", unit, part) for part in ("shard", "whole")]
+        self.memory.allocate(arrived[0], sum(sizes) / self.shards, _GATHER)
+        self.memory.allocate(arrived[1], sum(sizes), _GATHER)
+        self._gathered[unit] = [self.tape.make(size) for size in sizes]
+        self._free(self._arrived)
+        self._arrived = arrived
+
+    def _reduce(self, unit: tuple[int, int], gradients: Iterable[Hashable]) -> None:
+        """One fp32 tensor goes out, a shard of it comes back and stays until the next step."""
+        if unit not in self.units:
+            return
+        self._free(self._leaving)
+        whole = sum(map(prod, self.units[unit]))
+        self._leaving = [self.tape.make(4 * whole)]
+        self._free(gradients)
+        self._reduced.append(("gradient", unit))
+        own = sum(held(shape, self.shards) for shape in self.units[unit])
+        self.memory.allocate(("gradient", unit), 4 * own, _REDUCE)
+
+    def _free(self, names: Iterable[Hashable]) -> None:
+        for name in names:
+            self.memory.release(name)
+
+    def _norm(self, out: str, source: str, *, compiled: bool | None = None) -> list[Op]:
+        """A compiled norm saves its input; else an fp32 copy and what is scaled by the weight."""
+        size = self.sizes.hidden
+        if self.compiled if compiled is None else compiled:
+            return [Op(out, size, (source,), (source,))]
+        wide, scaled = f"{out}_wide", f"{out}_scaled"
+        return [
+            Op(wide, 2 * size, (source,), (wide,)),
+            Op(scaled, size, (wide,), (scaled,), scratch=(2 * size,), backward_scratch=(2 * size,)),
+            Op(out, size, (scaled,)),
+        ]
+
+    def _product(self) -> Op:
+        if self.compiled:
+            return Op("product", self.sizes.inner, ("gate", "up"), ("gate", "up"))
+        return Op("product", self.sizes.inner, ("silu", "up"), ("silu", "up"))
+
+
+def _multiply(out: str, size: float, source: str, weight: float, buffer: float = 0.0) -> Op:
+    return Op(out, size, (source,), (source,), weight=weight, buffer=buffer, is_matmul=True)
