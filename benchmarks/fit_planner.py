@@ -15,7 +15,8 @@ fitted to a row or to a source. Of several configurations that a row may mean, t
 start counts.
 
 Printed are the constants, to be written into fivefold/hardware.py and fivefold/plan/cluster.py, and
-for every source its error with them, and with those that are fitted without its publisher.
+for every source its error with them, and with those that are fitted without its publisher; then the
+runs that were published more than once, since no planner can be right about two times of one run.
 """
 
 import sys
@@ -241,6 +242,26 @@ def study(
     return fitted
 
 
+def print_repeated(runs: Sequence[Run]) -> None:
+    """Runs of which every column but the time is the same, and the least error that leaves."""
+    groups: dict[Any, list[Run]] = defaultdict(list)
+    for run in runs:
+        groups[run.cluster, run.layout.config, run.software].append(run)
+    least: dict[bool, list[float]] = defaultdict(list)
+    print("\npublished more than once, longest over shortest time")
+    for same in groups.values():
+        times = [run.measured for run in same]
+        if len(times) > 1:
+            low, high = min(times), max(times)
+            least[same[0].has_experts].append((high - low) / (high + low))
+            places = ", ".join(sorted({run.source for run in same}))
+            experts = " (experts)" if same[0].has_experts else ""
+            print(f"  {high / low:.2f}  {same[0].cluster.name}{experts}: {places}")
+    for experts, errors in sorted(least.items()):
+        kind = "with experts" if experts else "dense"
+        print(f"  least mean error, {kind}: {fmean(errors):.1%} of {len(errors)} runs")
+
+
 def read(paths: Sequence[Path]) -> list[Run]:
     """The rows that can be predicted."""
     runs = []
@@ -278,6 +299,7 @@ def main() -> None:
     if experts:
         host = {"host_operation": experts[0].cluster.host_operation}
         study("experts, all kinds", experts, host, HOST_RANGE, with_host)
+    print_repeated(runs)
 
 
 if __name__ == "__main__":
