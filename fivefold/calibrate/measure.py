@@ -30,7 +30,7 @@ SHAPES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
     ),
 }
 SEQUENCE: Mapping[str, int] = {"cpu": 1024, "cuda": 8192}
-HEADS, HEAD_DIM = 8, 64
+HEADS, HEAD_DIM = 8, 128
 BUFFER: Mapping[str, int] = {"cpu": 1 << 26, "cuda": 1 << 30}  # bytes that no cache holds
 MESSAGES = tuple(4096 << shift for shift in (0, 4, 8, 12))  # 4 KB to 16 MB
 

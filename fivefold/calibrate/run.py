@@ -16,6 +16,7 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.files import write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
 from fivefold.plan.cluster import Cluster, Link, to_toml
+from fivefold.plan.compute import attention_share
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_bytes, human_flops, human_seconds
@@ -160,7 +161,8 @@ def as_cluster(measured: Measured) -> Cluster:
     known = find_gpu(measured.device)
     peak = known.peak if known else Rates(**best)
     forward, backward = measured.attention
-    attention_peak = peak.of(measured.precision)
+    length = measure.SEQUENCE["cuda" if known else "cpu"]
+    attention_peak = peak.of(measured.precision) * attention_share(length, measure.HEAD_DIM)
     bandwidth = measured.traffic.amount / measured.traffic.seconds
     sheet_bandwidth = known.memory_bandwidth if known else bandwidth
     gpu = Gpu(

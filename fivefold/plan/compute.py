@@ -81,23 +81,34 @@ def _memory_rate(gpu: Gpu) -> float:
     return gpu.memory_bandwidth * gpu.memory_efficiency
 
 
+def attention_share(length: int, head: float) -> float:
+    """Of the rate on long sequences with heads of 128, what is left.
+
+    Beside the multiplications every score costs an exponential, which weighs more the smaller the
+    heads are; short sequences fill the device less. Both follow the figures of FlashAttention-3
+    (Shah et al., 2024).
+
+    Args:
+        length: of the queries that a kernel sees, in tokens.
+        head: features of a head, the mean of queries' and values'.
+    """
+    multiplied = head / (head + _EXPONENTIAL) * (128 + _EXPONENTIAL) / 128
+    return multiplied * length / (length + 384)
+
+
 def attention(
     gpu: Gpu, flops: float, length: int, precision: str = "bf16", head: float = 128
 ) -> Phases:
     """Seconds of fused attention; its backward does 2.5 times the arithmetic.
 
-    Beside the multiplications every score costs an exponential, which weighs more the smaller the
-    heads are. Both corrections follow the figures of FlashAttention-3 (Shah et al., 2024).
-
     Args:
         gpu: on which.
         flops: of the forward, as done: causal attention counts half.
-        length: of the queries that a kernel sees, in tokens; short ones fill the device less.
+        length: of the queries that a kernel sees, in tokens.
         precision: of its operands, which 8- and 4-bit training leaves alone: bf16, fp32, fp64.
         head: features of a head, the mean of queries' and values'.
     """
-    share = head / (head + _EXPONENTIAL) * (128 + _EXPONENTIAL) / 128
-    peak = gpu.peak.of(precision) * share * length / (length + 384)
+    peak = gpu.peak.of(precision) * attention_share(length, head)
     forward = flops / (peak * gpu.attention_forward) + gpu.launch
     backward = 2.5 * flops / (peak * gpu.attention_backward) + 2 * gpu.launch
     return Phases(forward, backward)

@@ -63,7 +63,8 @@ def test_a_known_device_keeps_its_data_sheet() -> None:
         1403e12,
     )
     assert gpu.memory_efficiency == pytest.approx(3e12 / 3.35e12)
-    assert gpu.attention_forward == pytest.approx(5e14 / 989e12)
+    # As on sequences of any length, of which 8,192 tokens reach 8192 / (8192 + 384).
+    assert gpu.attention_forward == pytest.approx(5e14 / 989e12 * 8576 / 8192)
     assert gpu.launch == pytest.approx(4e-6)
     assert cluster.node_link.rate == pytest.approx(3e11)
     assert cluster.network_link == cluster.node_link and cluster.num_gpus == 8
@@ -72,7 +73,7 @@ def test_a_known_device_keeps_its_data_sheet() -> None:
 def test_an_unknown_device_is_its_own_data_sheet(tmp_path: Path) -> None:
     cluster = as_cluster(measured("CPU, 1 threads a rank", "fp32"))
     assert cluster.gpu.peak == cluster.gpu.matmul and cluster.gpu.memory_efficiency == 1.0
-    assert cluster.gpu.attention_backward == pytest.approx(5e14 / 5e13)
+    assert cluster.gpu.attention_backward == pytest.approx(5e14 / 5e13 * 1408 / 1024)
     path = tmp_path / "cluster.toml"
     path.write_text(run._head(measured("CPU", "fp32")) + run.to_toml(cluster))
     assert load_cluster(path) == cluster
