@@ -156,7 +156,7 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
 
 def _emit(result: "Result", target: str) -> None:
     """The settings alone on standard output, what they do not say beside them."""
-    from fivefold.plan.export import export
+    from fivefold.plan.export.targets import export
 
     found = export(result.best.layout, target)
     sys.stdout.write(found.text)

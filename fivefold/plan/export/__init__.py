@@ -1,0 +1,1 @@
+"""A planned layout as settings that a trainer takes."""
