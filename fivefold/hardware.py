@@ -228,10 +228,12 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 # Of a device's name as the driver says it, the first pattern that occurs counts, so variants come
 # before the plain name. None: sold under a name that says too little, or nothing known.
 _NAMES: tuple[tuple[str, str | Rates | None], ...] = (
+    (r"A100.*40 ?GB", "A100-40"),
     (r"A100", "A100-80"),
     (r"H[18]00 PCIe", _rates(bf16=756)),
     (r"H[12]00 NVL", _rates(bf16=835)),
-    (r"H100|H200|GH200", "H100"),
+    (r"H200", "H200"),
+    (r"H100|GH200", "H100"),
     (r"H800", "H800"),
     (r"GB200", "GB200"),
     (r"GB300", "GB300"),

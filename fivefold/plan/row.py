@@ -14,7 +14,8 @@ from typing import Any
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.errors import DataError
+from fivefold.errors import ConfigError, DataError
+from fivefold.hardware import find_gpu
 from fivefold.model.shape import count_parameters
 from fivefold.plan.cluster import Cluster, preset
 
@@ -200,9 +201,16 @@ def _from_shape(row: Row, layers: int, hidden: int, heads: int) -> ModelConfig:
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The cluster of a row's GPUs.
+    """The cluster of a row's GPUs, under the planner's name for them or their driver's.
 
     Raises:
         ConfigError: they are not known.
     """
-    return preset(row.cells["gpu"].strip(), row.whole("ngpu"))
+    name = row.cells["gpu"].strip()
+    try:
+        return preset(name, row.whole("ngpu"))
+    except ConfigError:
+        gpu = find_gpu(name)
+        if gpu is None:
+            raise
+        return preset(gpu.name, row.whole("ngpu"))

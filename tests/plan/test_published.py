@@ -143,6 +143,8 @@ def test_memory_has_units():
 
 def test_clusters_are_of_the_size_of_the_run():
     assert cluster_of(row(gpu="H100-96/500W/2.4TBs")).num_gpus == 64
+    assert cluster_of(row(gpu="A100-SXM4-40GB")).gpu.name == "A100-40"
+    assert cluster_of(row(gpu="NVIDIA H200")).gpu.name == "H200"
 
 
 def test_files_without_the_columns_are_refused(tmp_path):
