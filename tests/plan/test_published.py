@@ -74,7 +74,7 @@ def test_a_model_with_fewer_layers_keeps_one_without_experts():
     model = model_of(row(model="DeepSeek-V3 (L=4)", L="4", h="7168"))
     assert [model.is_moe(layer) for layer in range(4)] == [False, True, True, True]
     with pytest.raises(DataError, match="neither a shape nor a known model"):
-        model_of(row(model="Nemotron-340B"))
+        model_of(row(model="Secret-340B"))
 
 
 def test_cells_give_their_first_number():
