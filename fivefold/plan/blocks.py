@@ -64,14 +64,15 @@ class Ranks:
     """The pipeline ranks that bounds look at, for every way; W ways, 3 ranks, K kinds of blocks.
 
     Attributes:
-        held: [W, 3, K] blocks on the rank.
+        held: [W, 3, K] blocks on the rank, those of a second copy of the model with them.
         before: [W, 3, K] blocks of the stages that lead to the rank's first one.
         own: [W, 3, K] blocks of the rank's first stage.
         first: [W, K] blocks of stage 0.
         final: [W, K] blocks of the last stage.
         thinnest: [W, 3] fewest layers in a stage of the rank.
-        index: [W, 3] which ranks they are.
-        chunks: [W] stages a rank.
+        index: [W, 3] which ranks they are, counted from the nearest stage 0.
+        chunks: [W] stages a rank, of one copy.
+        copies: [W] of the model: each has its share of the microbatches.
         size: [W] pipeline ranks.
         deferred: [W, 3] dW of a stage that the rank leaves for later, at most.
     """
@@ -84,6 +85,7 @@ class Ranks:
     thinnest: Values
     index: Column
     chunks: Column
+    copies: Column
     size: Column
     deferred: Values
 
@@ -105,6 +107,7 @@ class Ranks:
             thinnest=column("thinnest").astype(float),
             index=column("index"),
             chunks=np.array([way.split.num_virtual for way in ways]),
+            copies=np.array([way.num_copies for way in ways]),
             size=np.array([way.pp for way in ways]),
             deferred=np.array(
                 [[_deferred(w.schedule, r) for r in row["index"]] for w, row in each]
@@ -115,11 +118,14 @@ class Ranks:
 def _ranks_of(model: ModelConfig, way: Way) -> dict[str, Any]:
     split = way.split
     stages = split.stages
-    on = [[stages[s] for s in split.stages_of(rank)] for rank in range(way.pp)]
+    # The second copy lies on the ranks in reverse.
+    seen = [(rank, way.pp - 1 - rank)[: way.num_copies] for rank in range(way.pp)]
+    on = [[stages[s] for of in places for s in split.stages_of(of)] for places in seen]
     layers = [sum(len(s.layers) + s.mtp for s in held) for held in on]
     fullest = max(range(way.pp), key=layers.__getitem__)
     chosen = (0, way.pp - 1, fullest)
-    starts = [split.stages_of(rank)[0] for rank in chosen]
+    nearest = [min(seen[rank]) for rank in chosen]
+    starts = [split.stages_of(rank)[0] for rank in nearest]
     return {
         "held": [block_counts(model, on[rank]) for rank in chosen],
         "before": [block_counts(model, stages[:start]) for start in starts],
@@ -127,7 +133,7 @@ def _ranks_of(model: ModelConfig, way: Way) -> dict[str, Any]:
         "first": block_counts(model, stages[:1]),
         "final": block_counts(model, stages[-1:]),
         "thinnest": [min(len(s.layers) for s in on[rank]) for rank in chosen],
-        "index": chosen,
+        "index": nearest,
     }
 
 

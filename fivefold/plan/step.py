@@ -24,7 +24,7 @@ from fivefold.plan.pairs import Paired, hidden
 from fivefold.plan.software import Software
 from fivefold.plan.times import Times
 from fivefold.plan.timetable import Clock
-from fivefold.state import engine_policy, stage_blocks
+from fivefold.state import engine_policy, stage_blocks, stages_held
 
 # Half-widths of the 80 % interval, as logarithms: of the published rows of a kind, four in five lie
 # within them (fivefold plan --score). Dense bf16 rows are the oldest and most varied.
@@ -272,7 +272,7 @@ class _Predictor:
             return 0.0
         worst = 0.0
         for rank in range(self.grid.pp):
-            own = self.layout.split.stages_of(rank)
+            own = stages_held(self.layout, rank)
             moves = [self._moves(self.layout.split.stages[s]) for s in own]
             gathered, reduced = (sum(column) for column in zip(*moves, strict=True))
             if strategy == "optim_grads":
@@ -303,7 +303,7 @@ class _Predictor:
         worst, most = 0.0, 0
         for rank in range(self.grid.pp):
             dense = experts = tensors = 0
-            for stage in self.layout.split.stages_of(rank):
+            for stage in stages_held(self.layout, rank):
                 for block in stage_blocks(self.layout, self.layout.split.stages[stage]):
                     dense += block.count * sum(map(prod, block.dense))
                     experts += block.count * sum(map(prod, block.experts))

@@ -64,7 +64,8 @@ def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software)
     sharded, of_sharded = space.distinct(SHARDING)
     cells = _cells(run, cluster, software)
     data = _DataParallel(sharded, cluster)
-    strategy, microbatches = space.columns["strategy"], space.columns["microbatches"]
+    strategy = space.columns["strategy"]
+    microbatches = _share(space, ranks)
     best = _path(run, ranks, cells)[of_run]
     around = np.zeros(len(space))
     for which in range(3):
@@ -103,7 +104,7 @@ def _pipeline(
     space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
 ) -> tuple[Values, Values, Values]:
     """Seconds of the program as one rank bounds it, and of its forwards and backwards."""
-    way, microbatches = space.columns["way"], space.columns["microbatches"]
+    way, microbatches = space.columns["way"], _share(space, ranks)
     held, before = ranks.held[way, which], ranks.before[way, which]
     forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
     hops = _hop(space, cells, cluster) * ranks.index[way, which]
@@ -170,7 +171,13 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     forward, dx, _, sent, returned = (cells.weighted(final, n * KINDS) for n in range(5))
     through = forward + dx - space.columns["pairs"] * (sent + returned)
     update = cells.weighted(ranks.first[way], 2 * KINDS)
-    found: Values = there_and_back + space.columns["microbatches"] * through + update
+    found: Values = there_and_back + _share(space, ranks) * through + update
+    return found
+
+
+def _share(space: Space, ranks: Ranks) -> Values:
+    """Microbatches that each stage has to do with: each copy of the model takes its share."""
+    found: Values = space.columns["microbatches"] / ranks.copies[space.columns["way"]]
     return found
 
 

@@ -52,13 +52,19 @@ class Way:
     split: Split = field(compare=False)
     settings: Mapping[str, Any] = field(compare=False)
 
+    @property
+    def num_copies(self) -> int:
+        """Of the model, between which the microbatches are divided."""
+        return 1 if self.schedule == SYNTHESISED else SCHEDULES[self.schedule].num_copies
+
     def takes(self, microbatches: int) -> bool:
         """Whether the schedule can run so many microbatches; `check` has the last word."""
         if self.schedule in LOOP:
             rest = microbatches % self.pp
             return microbatches >= self.pp and rest == 0
         if self.schedule in ("dualpipe", "dualpipe_v"):
-            return microbatches >= 2 * self.pp
+            whole = microbatches % self.num_copies == self.pp % self.num_copies == 0
+            return microbatches >= 2 * self.pp and whole
         return True
 
 

@@ -138,13 +138,21 @@ def test_overlap_is_tried_without_a_pipeline_and_kept_where_asked_for() -> None:
     assert len(asked) and asked.columns["pairs"].all()
 
 
-def test_no_pair_beats_the_bound() -> None:
-    config = Config(PRESETS["deepseek-v2-lite"]).with_values(
-        global_batch_size=32, seq_length=2048, **{NAME: True}
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("deepseek-v2-lite", {NAME: True}),
+        ("deepseek-v2-lite", {NAME: True, "pipeline_schedule": "dualpipe"}),
+        ("llama3-8b", {"pipeline_schedule": "dualpipe"}),  # halves in turn, uneven ends
+    ],
+)
+def test_no_pair_beats_the_bound(model: str, settings: dict[str, Any]) -> None:
+    config = Config(PRESETS[model]).with_values(
+        global_batch_size=64, seq_length=2048, recompute_granularity=None, **settings
     )
     cluster = preset("H800", 16)
-    space = enumerate_space(config, 16, frozenset({NAME}))
-    few = space.take(np.arange(0, len(space), max(1, len(space) // 60)))
+    space = enumerate_space(config, 16, frozenset({"recompute_granularity", *settings}))
+    few = space.take(np.arange(0, len(space), max(1, len(space) // 50)))
     bounds = time_bound(few, Ranks.of(config.model, few.ways), cluster, Software()).seconds
     for row, bound in enumerate(bounds.tolist()):
         step = predict(check(few.config_of(row), 16, planned=True), cluster).step_time
