@@ -60,7 +60,13 @@ class Nanotron(Replay):
             Op("kv", 2 * z.key, ("kv_cat",)),
             Op("q", z.query, ("split",)),
             Op("statistics", z.statistics, ()),
-            Op("mixed", z.query, ("q", "kv"), ("q", "kv", "mixed", "statistics")),
+            Op(
+                "mixed",
+                z.query,
+                ("q", "kv"),
+                ("q", "kv", "mixed", "statistics"),
+                backward_scratch=(2 * z.query,),  # dQ in fp32
+            ),
             # Sequences come first outside of attention: with several of them that is a copy.
             *([Op("flat", z.query, ("mixed",))] if several else []),
         ]

@@ -88,6 +88,10 @@ class Torchtitan(Replay):
         """Keys and values are repeated for every head; a gathered input serves all projections."""
         z, model, tp = self.sizes, self.layout.config.model, self.layout.grid.tp
         row = 2 * model.hidden_size / tp
+        # Gathers along the sequence go through a flat tensor, and so do sums; those in pieces, that
+        # run beside multiplications, through memory which is not the allocator's.
+        moved = tp > 1 and not self.layout.config.parallel.tp_comm_overlap
+        flat = z.gathered if moved else 0.0
         buffer = z.gathered if tp > 1 else 0.0
         wide = () if self.compiled else (2 * z.query, 2 * z.query)
         source = "all1" if tp > 1 else "norm1"
@@ -99,7 +103,7 @@ class Torchtitan(Replay):
         keys, values = ("keys", "values") if repeats else ("k_rotated", "v")
         return [
             *self._norm("norm1", "x"),
-            *([Op("all1", z.gathered, ("norm1",))] if tp > 1 else []),
+            *([Op("all1", z.gathered, ("norm1",), buffer=flat)] if tp > 1 else []),
             multiply("q", z.query, source, row * model.q_size),
             multiply("k", z.key, source, row * model.k_size),
             multiply("v", z.key, source, row * model.v_size),
@@ -119,7 +123,7 @@ class Torchtitan(Replay):
             multiply("o", z.hidden, "mixed", row * model.attention_size, buffer),
             Op("middle", z.hidden, ("x", "o"), passes=True),
             *self._norm("norm2", "middle"),
-            *([Op("all2", z.gathered, ("norm2",))] if tp > 1 else []),
+            *([Op("all2", z.gathered, ("norm2",), buffer=flat)] if tp > 1 else []),
             multiply("gate", z.inner, second, row * model.ffn_size),
             *([] if self.compiled else [Op("silu", z.inner, ("gate",), ("gate",))]),
             multiply("up", z.inner, second, row * model.ffn_size),
@@ -136,7 +140,7 @@ class Torchtitan(Replay):
         wide = 4 * z.entries
         return [
             *self._norm("norm", "x", compiled=False),
-            *([Op("all", z.gathered, ("norm",))] if split else []),
+            *([Op("all", z.gathered, ("norm",), buffer=z.gathered)] if split else []),
             _multiply("logits", 2 * z.entries, "all" if split else "norm", 2 * self.vocabulary),
             Op("wide", wide, ("logits",)),
             # Split over the vocabulary, shifted logits and their exponentials are tensors, too.
