@@ -157,7 +157,8 @@ def enumerate_space(
         columns = _where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
     stage = columns["dp"] * columns["cp"] * columns["tp"]
     columns = _where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
-    choices = memory_choices(config, given)
+    sliced = config.parallel.num_sequence_slices > 1  # whose layers do not run again as a whole
+    choices = [c for c in memory_choices(config, given) if not (sliced and c.is_full)]
     columns = _join(columns, {"memory": range(len(choices))})
     columns = _paired(columns, config, given, found, choices)
     # No other sends fewer rows: none twice to a rank or a node.
@@ -208,6 +209,8 @@ class _Axes:
             "cp_comm_type": parallel.cp_comm_type,
             "hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes,
         }
+        if parallel.num_sequence_slices > 1:  # which cut every sequence already
+            return self.sizes("cp", lambda n: n == 1)
         length = self.config.training.seq_length
         return self.sizes(
             "cp",

@@ -231,7 +231,8 @@ class _Predictor:
         """Seconds of a message to the next pipeline rank."""
         if self.grid.pp == 1:
             return 0.0
-        cluster, whole, parts = self.cluster, self.times.hidden_bytes, self.times.parts
+        cluster, parts = self.cluster, self.times.parts
+        whole = self.times.hidden_bytes / self.parallel.num_sequence_slices
         if parts < self.grid.tp and self.software.scatters_hops:
             share = send(cluster, self.grid.ranks_per_stage, whole / self.grid.tp)
             return share + gather(cluster, self.times.tp, whole)

@@ -108,11 +108,12 @@ def _pipeline(
     held, before = ranks.held[way, which], ranks.before[way, which]
     forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
     hops = _hop(space, cells, cluster) * ranks.index[way, which]
-    head, tail = (cells.weighted(before, phase * KINDS) + hops for phase in range(2))
+    slices = space.config.parallel.num_sequence_slices  # the first comes soon, the last goes alone
+    head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
     paired = space.columns["pairs"] * _hidden(cells, held, cluster)
     work = microbatches * (forward + dx + dw - paired)
     later = ranks.deferred[way, which] * cells.weighted(ranks.own[way, which], 2 * KINDS)
-    first = cells.weighted(ranks.first[way], 2 * KINDS)
+    first = cells.weighted(ranks.first[way], 2 * KINDS) / slices
     through = work - np.minimum(microbatches * dw, later) + tail + first
     return head + np.maximum(work, through), forward, dx + dw
 
@@ -171,7 +172,8 @@ def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
     forward, dx, _, sent, returned = (cells.weighted(final, n * KINDS) for n in range(5))
     through = forward + dx - space.columns["pairs"] * (sent + returned)
     update = cells.weighted(ranks.first[way], 2 * KINDS)
-    found: Values = there_and_back + _share(space, ranks) * through + update
+    alone = (there_and_back + update) / space.config.parallel.num_sequence_slices
+    found: Values = alone + _share(space, ranks) * through
     return found
 
 
@@ -204,7 +206,7 @@ def _cells(space: Space, cluster: Cluster, software: Software) -> Cells:
     def ends(config: Config) -> list[float]:
         of = times(config)
         found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
-        return _in_order(found, of.hidden_bytes / of.parts)
+        return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
 
     columns = ("tp", "sp", "cp", "mbs")
     parts: list[Part] = [(columns, ends), ((*columns, "memory"), layers(False))]
