@@ -12,6 +12,7 @@ from functools import partial
 from math import comb, prod
 
 from fivefold.check import Layout
+from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import CpCommType, TokenDispatcher
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.context.balance import split
@@ -126,19 +127,47 @@ def context_volumes(
     )
 
 
-def rows_sent(dispatcher: TokenDispatcher, experts: int, topk: int, ranks: int) -> float:
+def rows_sent(dispatcher: TokenDispatcher, model: ModelConfig, ranks: int) -> float:
     """Rows that a token sends in one direction to the experts of other ranks, in expectation.
 
     Of evenly used experts: a row per chosen expert (alltoall), one per rank that holds a chosen one
     (flex, which sends no token twice to a rank), or one to every rank (allgather).
+
+    Args:
+        dispatcher: of tokens.
+        model: with experts.
+        ranks: over which they are spread evenly.
     """
     elsewhere = 1 - 1 / ranks
     if dispatcher == "allgather":
         return ranks - 1
     if dispatcher == "alltoall":
-        return topk * elsewhere
-    missed = comb(experts - experts // ranks, topk) / comb(experts, topk)
-    return ranks * (1 - missed) * elsewhere
+        return model.moe_router_topk * elsewhere
+    return ranks * _reached(model, ranks) * elsewhere
+
+
+def _reached(model: ModelConfig, ranks: int) -> float:
+    """The chance that a rank holds one of the experts that a token is sent to.
+
+    A router with groups first chooses some of them, then experts of those.
+    """
+    experts, topk = model.num_experts or 1, model.moe_router_topk
+    groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
+    each, own = experts // groups, experts // ranks
+    pool = chosen * each
+
+    def hit(held: int) -> float:
+        """That one of so many experts of the chosen groups is among those of a token."""
+        return 1 - comb(pool - held, topk) / comb(pool, topk)
+
+    if own < each:
+        return chosen / groups * hit(own)
+    spans = own // each  # groups of which all experts lie on the rank
+    chances = (
+        comb(spans, met) * comb(groups - spans, chosen - met) * hit(met * each)
+        for met in range(1, min(spans, chosen) + 1)
+    )
+    return sum(chances) / comb(groups, chosen)
 
 
 def by_axis(flows: tuple[Flow, ...]) -> dict[str, float]:
@@ -326,11 +355,10 @@ class _Volumes:
         layers = sum(model.is_moe(i) for spec in self.stages.values() for i in spec.layers)
         if not layers:
             return
-        assert model.num_experts is not None
         tokens = self.tokens / (self.tp if self.parallel.sequence_parallel else 1)
         row = 4 * self.microbatches * layers * tokens * model.hidden_size * self.element
         dispatcher = self.parallel.moe_token_dispatcher_type
-        rows = rows_sent(dispatcher, model.num_experts, model.moe_router_topk, grid.ep)
+        rows = rows_sent(dispatcher, model, grid.ep)
         yield Flow("ep", "tokens to experts and back", rows * row)
         yield Flow("etp", "rows of a split expert", (grid.etp - 1) * model.moe_router_topk * row)
         owned = sum(

@@ -1,8 +1,12 @@
 """The closed forms against figures that were worked out, or published, elsewhere."""
 
+import random
+from dataclasses import replace
+
 import pytest
 
 from fivefold.check import check
+from fivefold.config.presets import PRESETS
 from fivefold.config.sources import read_config
 from fivefold.volumes import PassVolumes, context_volumes, rows_sent, step_volumes
 
@@ -51,9 +55,24 @@ def test_hierarchical_attention_has_ulysses_and_the_ring_as_its_ends() -> None:
 def test_rows_sent_for_256_experts_of_which_8_are_chosen(
     ranks: int, naive: float, once: float, gathered: int
 ) -> None:
-    assert rows_sent("alltoall", 256, 8, ranks) == pytest.approx(naive, abs=0.005)
-    assert rows_sent("flex", 256, 8, ranks) == pytest.approx(once, abs=0.005)
-    assert rows_sent("allgather", 256, 8, ranks) == gathered
+    model = replace(PRESETS["mixtral-8x7b"], num_experts=256, moe_router_topk=8)
+    assert rows_sent("alltoall", model, ranks) == pytest.approx(naive, abs=0.005)
+    assert rows_sent("flex", model, ranks) == pytest.approx(once, abs=0.005)
+    assert rows_sent("allgather", model, ranks) == gathered
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
+def test_a_router_with_groups_reaches_as_many_ranks_as_counted(ranks: int) -> None:
+    routing = {"moe_router_topk": 6, "moe_router_num_groups": 8, "moe_router_group_topk": 3}
+    model = replace(PRESETS["mixtral-8x7b"], num_experts=64, **routing)
+    draw = random.Random(0)
+    reached = 0
+    for _ in range(4000):
+        groups = draw.sample(range(8), 3)
+        chosen = draw.sample([8 * group + expert for group in groups for expert in range(8)], 6)
+        reached += len({expert * ranks // 64 for expert in chosen})
+    expected = reached / 4000 * (1 - 1 / ranks)
+    assert rows_sent("flex", model, ranks) == pytest.approx(expected, rel=0.02)
 
 
 def test_experts_are_sent_to_and_sharded_on_their_own_mesh() -> None:

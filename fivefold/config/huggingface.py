@@ -240,8 +240,7 @@ def _deepseek_experts(reader: _Reader, kind: str, layers: int) -> dict[str, Any]
     router = _ROUTERS["deepseek_v2" if kind == "deepseek_v2" else "deepseek_v3"]
     how = {name: reader.get(name, default) for name, default in router.items()}
     groups, chosen = reader.get("n_group", 1), reader.get("topk_group", 1)
-    if how["topk_method"] != "greedy" and chosen < groups:
-        reader.left_out.append(f"routing within {chosen} of {groups} groups of experts")
+    grouped = how["topk_method"] != "greedy" and chosen < groups
     if how["scoring_func"] != "softmax":
         reader.left_out.append(f"{how['scoring_func']} router scores")
     if how["topk_method"] == "noaux_tc":
@@ -255,6 +254,8 @@ def _deepseek_experts(reader: _Reader, kind: str, layers: int) -> dict[str, Any]
     return {
         "num_experts": reader.size("n_routed_experts"),
         "moe_router_topk": reader.size("num_experts_per_tok"),
+        "moe_router_num_groups": groups if grouped else None,
+        "moe_router_group_topk": chosen if grouped else None,
         "moe_ffn_hidden_size": inner,
         "moe_shared_expert_intermediate_size": reader.get("n_shared_experts", 0) * inner or None,
         "moe_layer_freq": layer_frequency([i >= first and i % every == 0 for i in range(layers)]),

@@ -64,6 +64,10 @@ class ModelConfig:
         None, "experts of a mixture-of-experts layer; none: dense MLPs"
     )
     moe_router_topk: int = option(2, "experts that each token is sent to")
+    moe_router_num_groups: int | None = option(
+        None, "equal groups of experts, of which each token goes to a few; none: no groups"
+    )
+    moe_router_group_topk: int | None = option(None, "groups that each token goes to")
     moe_ffn_hidden_size: int | None = option(
         None, "inner features of an expert (default: ffn_hidden_size)"
     )
@@ -190,6 +194,8 @@ _POSITIVE = (
 )
 _OF_EXPERTS = (
     "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
     "moe_layer_freq",
@@ -267,6 +273,7 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
                 f"--num-experts {model.moe_router_topk}",
             ],
         )
+    _check_groups(model, model.num_experts, mistakes)
     with mistakes.collecting():
         if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
             mistakes.add(
@@ -296,6 +303,31 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
         )
     if model.position_embedding_type != "rope":
         mistakes.add("multi_latent_attention needs position_embedding_type rope")
+
+
+def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
+    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None and chosen is None:
+        return
+    if groups is None or chosen is None:
+        mistakes.add(
+            f"moe_router_num_groups is {groups} and moe_router_group_topk is {chosen}",
+            "a router that chooses among groups needs both",
+        )
+    elif experts % groups or chosen > groups:
+        mistakes.add(
+            f"{experts} experts in {groups} groups, of which {chosen} are chosen",
+            f"{experts} / {groups} = {experts / groups:.2f} must be whole",
+            f"{chosen} must be at most {groups}",
+            works=[f"--moe-router-num-groups {n}" for n in _near_divisors(experts, groups)],
+        )
+    elif model.moe_router_topk > chosen * experts // groups:
+        held = chosen * experts // groups
+        mistakes.add(
+            f"moe_router_topk {model.moe_router_topk} exceeds the experts of {chosen} groups",
+            f"{chosen} x {experts} / {groups} = {held}",
+            works=[f"--moe-router-topk {held}"],
+        )
 
 
 def _check_unused(

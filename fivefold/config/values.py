@@ -21,6 +21,8 @@ _RULES = MappingProxyType(
         "num_layers": (lambda v: v <= MAX_LAYERS, f"at most {MAX_LAYERS}"),
         "num_experts": _AT_LEAST_ONE,
         "moe_router_topk": _AT_LEAST_ONE,
+        "moe_router_num_groups": _AT_LEAST_ONE,
+        "moe_router_group_topk": _AT_LEAST_ONE,
         "moe_ffn_hidden_size": _AT_LEAST_ONE,
         "moe_shared_expert_intermediate_size": _AT_LEAST_ONE,
         "q_lora_rank": _AT_LEAST_ONE,

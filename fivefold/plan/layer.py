@@ -370,12 +370,12 @@ class LayerTimes:
         alltoall sends one to each expert; flex one to each rank, and one to each node.
         """
         model, ep = self.model, self.ep
-        experts, topk = model.num_experts or 1, model.moe_router_topk
+        topk = model.moe_router_topk
         if self.parallel.moe_token_dispatcher_type == "allgather":
             return ep.inner - 1.0, float(ep.size - ep.inner)
         if self.parallel.moe_token_dispatcher_type == "alltoall":
             return topk * (ep.inner - 1) / ep.size, topk * (ep.size - ep.inner) / ep.size
-        inside, across = (rows_sent("flex", experts, topk, n) for n in (ep.size, ep.nodes))
+        inside, across = (rows_sent("flex", model, n) for n in (ep.size, ep.nodes))
         return inside, across
 
     def embedding(self) -> Times:

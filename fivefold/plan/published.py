@@ -269,6 +269,8 @@ def _precision(row: Row) -> dict[str, Any]:
     }
     early = "foundry" in row.source.lower() or _is_early_nemo(row)
     other = "delayed" if early else "tensorwise"  # the other came to TransformerEngine in 2025
+    if "deepseek" in row.source.lower():
+        other = "blockwise"  # as its report describes
     recipe = next((name for mark, name in recipes.items() if mark in kind), other)
     return {"fp8_format": "hybrid", "fp8_recipe": recipe}
 

@@ -162,7 +162,7 @@ LAYOUTS = [
     layout(
         "planned with only",
         "--model deepseek-v3",
-        "leaves out yarn RoPE scaling, routing within 4 of 8 groups of experts",
+        "leaves out yarn RoPE scaling, sigmoid router scores",
         "plans with mixtures of experts, and does not train with it yet",
     ),
     layout("HSDP of nothing", "--nproc 2 --dp-replicate 2", "no_shard has none"),

@@ -185,6 +185,18 @@ def test_all_mistakes_are_told_at_once() -> None:
         ),
         ({"num_experts": 4, "moe_router_topk": 5}, "works: --moe-router-topk 4 | --num-experts 5"),
         ({"moe_router_topk": 1}, "moe_router_topk = 1 needs --num-experts"),
+        (
+            {"num_experts": 8, "moe_router_num_groups": 4},
+            "a router that chooses among groups needs both",
+        ),
+        (
+            {"num_experts": 8, "moe_router_num_groups": 3, "moe_router_group_topk": 1},
+            "works: --moe-router-num-groups 1 | --moe-router-num-groups 2",
+        ),
+        (
+            {"num_experts": 8, "moe_router_num_groups": 8, "moe_router_group_topk": 1},
+            "works: --moe-router-topk 1",
+        ),
         ({"moe_layer_freq": "2"}, "works: --num-experts | --moe-layer-freq 1"),
         ({"moe_ffn_hidden_size": 64}, "moe_ffn_hidden_size = 64 needs --num-experts"),
         ({"num_experts": 4, "moe_layer_freq": "[0]*4"}, "gives none of the layers experts"),

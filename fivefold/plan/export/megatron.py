@@ -63,6 +63,7 @@ def _model(config: Config) -> Iterator[str]:
         yield f"--{name.replace('_', '-')} {getattr(model, name):g}"
     if model.num_experts:
         yield from _flags(model, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+        yield from _flags(model, "moe_router_num_groups", "moe_router_group_topk")
         yield from _flags(model, "moe_shared_expert_intermediate_size", "moe_layer_freq")
         yield "--moe-grouped-gemm"
     if model.multi_latent_attention:
