@@ -1,5 +1,6 @@
 """What of a forward is still there when it has ended: what waits for the backward."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fivefold.audit.watch import Watch
 
-class KeptActivations(TorchDispatchMode):
+
+class KeptActivations(Watch):
     """Counts, in the first forward of each stage, the bytes that outlive it.
 
     A dispatch mode sees every storage that is made in the forward; those that are still alive at
@@ -51,20 +53,12 @@ class KeptActivations(TorchDispatchMode):
         super().__exit__(*exception)
         self._exit.close()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._born is None:
-            return func(*args, **(kwargs or {}))
+            return super()._run(func, args, kwargs)
         for tensor in _tensors((args, kwargs)):
             self._know(tensor, self._foreign)
-        result = func(*args, **(kwargs or {}))
+        result = super()._run(func, args, kwargs)
         for tensor in _tensors(result):
             self._know(tensor, self._born)
         return result

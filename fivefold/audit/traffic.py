@@ -1,14 +1,13 @@
 """The bytes that this rank really sends, seen where every collective passes."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.audit.watch import Watch
 from fivefold.errors import FivefoldError
 from fivefold.mesh.groups import PARAMETER_AXES, Groups
 from fivefold.volumes import wire_bytes
@@ -28,7 +27,7 @@ _OPS: Mapping[str, tuple[str, int, int]] = {
 _SILENT = ("c10d::recv_", "c10d::barrier", "c10d::monitored_barrier_")
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(Watch):
     """Sums the bytes sent while it is entered: `with Traffic(axes_of(groups)) as traffic: ...`.
 
     A dispatch mode sees every c10d operation, FSDP2's and a backward's too: autograd runs its
@@ -59,19 +58,10 @@ class Traffic(TorchDispatchMode):
             total[axis] += size
         return {axis: size for axis, size in total.items() if size}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # A DTensor runs first and comes back as the collectives that it is made of.
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.name().partition(".")[0], args)
-        return func(*args, **(kwargs or {}))
+        return super()._run(func, args, kwargs)
 
     def _count(self, op: str, args: tuple[Any, ...]) -> None:
         if op in _SILENT:

@@ -1,12 +1,12 @@
 """The matrix products that this rank computes, counted where every operation passes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fivefold.audit.watch import Watch
 
 _PRODUCTS = {
     torch.ops.aten.mm.default: (0, 1),
@@ -15,7 +15,7 @@ _PRODUCTS = {
 }
 
 
-class Multiplications(TorchDispatchMode):
+class Multiplications(Watch):
     """Sums the FLOPs of the products of two matrices: those of linear layers.
 
     Attention's batched products, and fused kernels, are others and do not count.
@@ -28,16 +28,8 @@ class Multiplications(TorchDispatchMode):
         super().__init__()
         self.flops = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in _PRODUCTS:
             left, right = (args[place] for place in _PRODUCTS[func])
             self.flops += 2 * prod(left.shape) * right.shape[1]
-        return func(*args, **(kwargs or {}))
+        return super()._run(func, args, kwargs)

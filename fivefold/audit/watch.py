@@ -1,0 +1,27 @@
+"""Where every operation of this process passes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Watch(TorchDispatchMode):
+    """Sees each operation on plain tensors, also of a backward, while it is entered."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # A DTensor runs first and comes back as the operations that it is made of.
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Do an operation; whoever watches looks before or after."""
+        return func(*args, **kwargs)
