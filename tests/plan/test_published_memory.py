@@ -29,19 +29,17 @@ def error(row: Row) -> float:
 
 def test_what_torchtitan_reserves_is_met() -> None:
     """Eager and compiled, with operations selected and whole layers recomputed, CP and TP."""
-    errors = [
-        abs(error(row)) for row in rows("torchtitan") if not row.whole("pp") or row.whole("pp") == 1
-    ]
+    errors = [abs(error(row)) for row in rows("torchtitan") if row.whole("pp") == 1]
     assert len(errors) == 12
-    assert sum(errors) / len(errors) < 0.035
-    assert max(errors) < 0.1
+    assert sum(errors) / len(errors) < 0.02
+    assert max(errors) < 0.08
 
 
 def test_torchtitan_under_a_pipeline_holds_gathered_weights_and_whole_gradients() -> None:
-    (row,) = [
-        row for row in rows("torchtitan") if row.whole("pp") == 8 and row.whole("seq") == 32768
-    ]
-    assert abs(error(row)) < 0.02
+    """Without them its 405B would need half as much."""
+    errors = [abs(error(row)) for row in rows("torchtitan") if row.whole("pp") == 8]
+    assert len(errors) == 6
+    assert sum(errors) / len(errors) < 0.08
 
 
 def test_what_nanotron_reserves_on_its_first_rank_is_met() -> None:

@@ -87,27 +87,30 @@ class Torchtitan(Replay):
     def layer(self) -> Sequence[Op]:
         """Keys and values are repeated for every head; a gathered input serves all projections."""
         z, model, tp = self.sizes, self.layout.config.model, self.layout.grid.tp
-        row = 2 * model.hidden_size / tp
-        # Gathers along the sequence go through a flat tensor, and so do sums; those in pieces, that
-        # run beside multiplications, through memory which is not the allocator's.
-        moved = tp > 1 and not self.layout.config.parallel.tp_comm_overlap
-        flat = z.gathered if moved else 0.0
+        cp, training = self.layout.grid.cp, self.layout.config.training
+        row = 2 * model.hidden_size / tp  # bytes of a weight's gradient, per feature of a head
         buffer = z.gathered if tp > 1 else 0.0
-        wide = () if self.compiled else (2 * z.query, 2 * z.query)
-        source = "all1" if tp > 1 else "norm1"
-        second = "all2" if tp > 1 else "norm2"
-        multiply = _multiply
-        cp = self.layout.grid.cp
+        # Gathers along the sequence go through a flat tensor; those in pieces, that run beside
+        # multiplications, through memory which is not the allocator's.
+        flat = 0.0 if self.layout.config.parallel.tp_comm_overlap else buffer
         rotating = (cp * z.query, cp * z.query) if cp > 1 else ()  # keys, values of all ranks
+        unfused = () if self.compiled else (2 * z.query, 2 * z.query)
+        first, second = ("all1", "all2") if tp > 1 else ("norm1", "norm2")
         repeats = z.key < z.query
         keys, values = ("keys", "values") if repeats else ("k_rotated", "v")
+
+        def multiply(out: str, size: float, source: str, features: int, read: float) -> Op:
+            sums = buffer if out in ("o", "down") else 0.0
+            narrow = read if training.fp8_format else 0.0
+            return _multiply(out, size, source, row * features, sums, narrow=narrow)
+
         return [
             *self._norm("norm1", "x"),
             *([Op("all1", z.gathered, ("norm1",), buffer=flat)] if tp > 1 else []),
-            multiply("q", z.query, source, row * model.q_size),
-            multiply("k", z.key, source, row * model.k_size),
-            multiply("v", z.key, source, row * model.v_size),
-            Op("q_rotated", z.query, ("q",), scratch=wide, backward_scratch=wide),
+            multiply("q", z.query, first, model.q_size, z.gathered),
+            multiply("k", z.key, first, model.k_size, z.gathered),
+            multiply("v", z.key, first, model.v_size, z.gathered),
+            Op("q_rotated", z.query, ("q",), scratch=unfused, backward_scratch=unfused),
             Op("k_rotated", z.key, ("k",)),
             *([Op("keys", z.query, ("k_rotated",))] if repeats else []),
             *([Op("values", z.query, ("v",))] if repeats else []),
@@ -120,15 +123,15 @@ class Torchtitan(Replay):
                 scratch=rotating,
                 backward_scratch=(2 * z.query, *rotating),  # dQ in fp32
             ),
-            multiply("o", z.hidden, "mixed", row * model.attention_size, buffer),
+            multiply("o", z.hidden, "mixed", model.attention_size, z.query),
             Op("middle", z.hidden, ("x", "o"), passes=True),
             *self._norm("norm2", "middle"),
             *([Op("all2", z.gathered, ("norm2",), buffer=flat)] if tp > 1 else []),
-            multiply("gate", z.inner, second, row * model.ffn_size),
+            multiply("gate", z.inner, second, model.ffn_size, z.gathered),
             *([] if self.compiled else [Op("silu", z.inner, ("gate",), ("gate",))]),
-            multiply("up", z.inner, second, row * model.ffn_size),
+            multiply("up", z.inner, second, model.ffn_size, z.gathered),
             self._product(),
-            multiply("down", z.hidden, "product", row * model.ffn_size, buffer),
+            multiply("down", z.hidden, "product", model.ffn_size, z.inner),
             Op("y", z.hidden, ("middle", "down"), passes=True),
         ]
 
@@ -228,14 +231,16 @@ class Torchtitan(Replay):
             self._results = []
         self._free(self._leaving)
         self._leaving = []
-        roots = []
-        for unit, shapes in self.units.items():
-            for number, shape in enumerate(shapes):
-                size = 4 * held(shape, self.shards)
-                if is_first:
-                    self.memory.allocate(("moment 1", unit, number), size)
-                    self.memory.allocate(("moment 2", unit, number), size)
-                roots.append(self.tape.make(size))
+        shards = [
+            (unit, number, 4 * held(shape, self.shards))
+            for unit, shapes in self.units.items()
+            for number, shape in enumerate(shapes)
+        ]
+        if is_first:
+            for unit, number, size in shards:
+                for moment in (1, 2):
+                    self.memory.allocate(("moment", moment, unit, number), size)
+        roots = [self.tape.make(size) for *_, size in shards]
         self._free(roots)
         self._free(self._reduced)
         self._reduced = []
@@ -290,5 +295,20 @@ class Torchtitan(Replay):
         return Op("product", self.sizes.inner, ("silu", "up"), ("silu", "up"))
 
 
-def _multiply(out: str, size: float, source: str, weight: float, buffer: float = 0.0) -> Op:
-    return Op(out, size, (source,), (source,), weight=weight, buffer=buffer, is_matmul=True)
+def _multiply(
+    out: str, size: float, source: str, weight: float, buffer: float = 0.0, *, narrow: float = 0.0
+) -> Op:
+    """A linear layer; in fp8, of an input of `narrow` bytes, operands are cast for each product."""
+    forward = (narrow / 2, weight / 2) if narrow else ()
+    backward = (size / 2, size / 2, weight / 2, narrow / 2) if narrow else ()
+    return Op(
+        out,
+        size,
+        (source,),
+        (source,),
+        weight=weight,
+        buffer=buffer,
+        scratch=forward,
+        backward_scratch=backward,
+        is_matmul=True,
+    )
