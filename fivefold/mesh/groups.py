@@ -79,50 +79,62 @@ def build_groups(
             and differ.
         mirrored: whether the pipeline holds a second copy of the model, in reverse.
     """
-    cached: dict[tuple[int, ...], dist.ProcessGroup] = {}
-
-    def group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if ranks not in cached:
-            cached[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-        return cached[ranks]
-
-    def unless_alone(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        return group(ranks) if len(ranks) > 1 else None
-
-    def apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        # What attention sends must not wait for the parameters and gradients of the same ranks.
-        alone = len(ranks) < 2
-        return None if alone else dist.new_group(list(ranks), use_local_synchronization=True)
-
-    data_axes = ("dp_replicate", "dp_shard", "cp")
+    made = _Made()
     tp_ranks = grid.group_of(rank, ("tp",))
-    data_ranks = grid.group_of(rank, data_axes)
+    data_ranks = grid.group_of(rank, ("dp_replicate", "dp_shard", "cp"))
     pp_ranks = grid.group_of(rank, ("pp",))
     cp_ranks = grid.group_of(rank, ("cp",))
     inner, outer = _hierarchy(cp_ranks, rank, cp_sizes)
+    here = grid.coordinates(rank)["pp"]
     tied = None
-    if tied_ranks is not None and grid.coordinates(rank)["pp"] in tied_ranks:
-        tied = group(tuple(pp_ranks[i] for i in tied_ranks))
+    if tied_ranks is not None and here in tied_ranks:
+        tied = made.group(tuple(pp_ranks[i] for i in tied_ranks))
     elif tied_ranks is not None:
         # torch names a group after its ranks and the number of groups that each has made before:
         # ranks without a tied embedding make one as well, or the next common group would hang.
-        dist.new_group([rank], use_local_synchronization=True)
-    here = grid.coordinates(rank)["pp"]
+        _new_group((rank,))
     pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
     return Groups(
         grid=grid,
         rank=rank,
         world=dist.group.WORLD if grid.world_size > 1 else None,
-        pp=unless_alone(pp_ranks),
-        tp=unless_alone(tp_ranks),
-        data=unless_alone(data_ranks),
-        cp=apart(cp_ranks),
-        cp_inner=apart(inner),
-        cp_outer=apart(outer),
+        pp=made.unless_alone(pp_ranks),
+        tp=made.unless_alone(tp_ranks),
+        data=made.unless_alone(data_ranks),
+        cp=_apart(cp_ranks),
+        cp_inner=_apart(inner),
+        cp_outer=_apart(outer),
         tied=tied,
-        mirror=group(tuple(pair)) if mirrored else None,
-        mesh=_parameter_mesh(grid, rank, device_type, sharded, group),
+        mirror=made.group(tuple(pair)) if mirrored else None,
+        mesh=_parameter_mesh(grid, rank, device_type, sharded, made.group),
     )
+
+
+class _Made:
+    """Groups that several axes may share: the same ranks get the same group."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Of these ranks."""
+        if ranks not in self._groups:
+            self._groups[ranks] = _new_group(ranks)
+        return self._groups[ranks]
+
+    def unless_alone(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Of these ranks, if there are several."""
+        return self.group(ranks) if len(ranks) > 1 else None
+
+
+def _apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """A group that is not shared: what attention sends must not wait for gradients' messages."""
+    return _new_group(ranks) if len(ranks) > 1 else None
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """Of its members alone: the other ranks know nothing of it."""
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def _hierarchy(

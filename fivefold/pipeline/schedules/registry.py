@@ -146,6 +146,39 @@ def build_program(
     Raises:
         ConfigError: an unknown name, or a task outside what the schedule can do.
     """
+    _check_task(name, placement, num_microbatches, group_size, num_slices)
+    schedule = SCHEDULES[name]
+    copies = with_copies(tuple(placement), schedule.num_copies)
+    num_ranks = max(placement) + 1
+    task = Task(copies, num_microbatches, group_size or num_ranks, num_slices, forward_only)
+    orders = schedule.generate(task)
+    if forward_only:
+        orders = [
+            [kid for act in order for kid in act.elementary if kid.kind is Kind.F]
+            for order in orders
+        ]
+    return Program(
+        task.placement,
+        num_microbatches,
+        tuple(tuple(order) for order in orders),
+        forward_only=forward_only,
+        num_copies=schedule.num_copies,
+    )
+
+
+def with_copies(placement: tuple[int, ...], num_copies: int) -> tuple[int, ...]:
+    """The placement of so many copies of a model: the second lies on the ranks in reverse."""
+    return placement + placement[::-1] * (num_copies - 1)
+
+
+def _check_task(
+    name: str,
+    placement: Sequence[int],
+    num_microbatches: int,
+    group_size: int | None,
+    num_slices: int,
+) -> None:
+    """What can be said before a schedule is made; all mistakes at once."""
     if name not in SCHEDULES:
         raise ConfigError(
             Mistake(
@@ -170,27 +203,6 @@ def build_program(
             works=("1 slice", *(cutting if num_slices > 1 else ())),
         )
     mistakes.raise_if_any()
-    copies = with_copies(tuple(placement), schedule.num_copies)
-    num_ranks = max(placement) + 1
-    task = Task(copies, num_microbatches, group_size or num_ranks, num_slices, forward_only)
-    orders = schedule.generate(task)
-    if forward_only:
-        orders = [
-            [kid for act in order for kid in act.elementary if kid.kind is Kind.F]
-            for order in orders
-        ]
-    return Program(
-        task.placement,
-        num_microbatches,
-        tuple(tuple(order) for order in orders),
-        forward_only=forward_only,
-        num_copies=schedule.num_copies,
-    )
-
-
-def with_copies(placement: tuple[int, ...], num_copies: int) -> tuple[int, ...]:
-    """The placement of so many copies of a model: the second lies on the ranks in reverse."""
-    return placement + placement[::-1] * (num_copies - 1)
 
 
 def _check_shape(name: str, shape: Shape, placement: tuple[int, ...], mistakes: Mistakes) -> None:
