@@ -4,15 +4,14 @@
 
 Fitted are, of each kind of silicon, the share of the peak that fused attention reaches, and of each
 board of it, since boards differ in power, the shares of achievable rates that training keeps
-(`sustained`, `sustained_narrow`), over dense rows; then, for all kinds together, the time of one
-operation of the host, over rows with experts. GB200 and GB300 have no dense row in bf16: they are
-taken to keep there what H100 does. The loss is the mean absolute
-logarithmic error of a publisher, and of these the mean over publishers. A long sweep counts little
-more than a short table, and tables that are published again with each release count once; but a row
-or two say little about their publisher, so one of n rows counts n / (n + 3). Regression
-tests, which run kernels that are slower but deterministic, are not fitted, only shown. Nothing is
-fitted to a row or to a source. Of several configurations that a row may mean, the fastest at the
-start counts.
+(`sustained`, `sustained_narrow`), over dense rows; then, of each kind of host, the time of one
+operation that it issues, over rows with experts. GB200 and GB300 have no dense row in bf16: they
+are taken to keep there what H100 does. The loss is the mean absolute logarithmic error of a
+publisher, and of these the mean over publishers. A long sweep counts little more than a short
+table, and tables that are published again with each release count once; but a row or two say little
+about their publisher, so one of n rows counts n / (n + 3). Regression tests, which run kernels that
+are slower but deterministic, are not fitted, only shown. Nothing is fitted to a row or to a source.
+Of several configurations that a row may mean, the fastest at the start counts.
 
 Printed are the constants, to be written into fivefold/hardware.py and fivefold/plan/cluster.py, and
 for every source its error with them, and with those that are fitted without its publisher; then the
@@ -54,6 +53,7 @@ FAMILIES = {
     "H": ("H",),
     "B": ("B200", "GB200", "GB300"),
 }
+HOSTS = ("H", "B", "GB")  # of one kind each, by what names of GPUs begin with
 NO_BF16 = ("GB200", "GB300")
 
 
@@ -296,9 +296,11 @@ def main() -> None:
         for run in runs
         if run.has_experts
     ]
-    if experts:
-        host = {"host_operation": experts[0].cluster.host_operation}
-        study("experts, all kinds", experts, host, HOST_RANGE, with_host)
+    for kind in HOSTS:
+        mine = [run for run in experts if run.cluster.gpu.name.startswith(kind)]
+        if mine:
+            host = {"host_operation": mine[0].cluster.host_operation}
+            study(f"experts on {kind}", mine, host, HOST_RANGE, with_host)
     print_repeated(runs)
 
 

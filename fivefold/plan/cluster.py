@@ -84,13 +84,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Machine:
-    """How a GPU is usually sold: GB/s."""
+    """How a GPU is usually sold: GB/s, and microseconds of its host."""
 
     gpus_per_node: int
     node: float
     network: float
     host: float = 50
     node_efficiency: float = 0.8
+    host_operation: float = 15.4
 
 
 _PCIE4 = _Machine(8, 31, 12.5, 25)
@@ -98,14 +99,14 @@ _MACHINES: Mapping[str, _Machine] = MappingProxyType(
     {
         "A100-40": _Machine(8, 300, 25, 25),
         "A100-80": _Machine(8, 300, 25, 25),
-        "H100": _Machine(8, 450, 50),
-        "H100-96": _Machine(8, 450, 50),
-        "H800": _Machine(8, 200, 50),
-        "H200": _Machine(8, 450, 50),
-        "B200": _Machine(8, 900, 50, node_efficiency=0.76),
-        "B300": _Machine(8, 900, 100, node_efficiency=0.76),
-        "GB200": _Machine(72, 900, 50, 200, 0.76),
-        "GB300": _Machine(72, 900, 100, 200, 0.76),
+        "H100": _Machine(8, 450, 50, host_operation=24.7),
+        "H100-96": _Machine(8, 450, 50, host_operation=24.7),
+        "H800": _Machine(8, 200, 50, host_operation=24.7),
+        "H200": _Machine(8, 450, 50, host_operation=24.7),
+        "B200": _Machine(8, 900, 50, node_efficiency=0.76, host_operation=14.1),
+        "B300": _Machine(8, 900, 100, node_efficiency=0.76, host_operation=14.1),
+        "GB200": _Machine(72, 900, 50, 200, 0.76, 13.9),
+        "GB300": _Machine(72, 900, 100, 200, 0.76, 13.9),
         "MI300X": _Machine(8, 448, 50, node_efficiency=0.7),
         "L40S": _PCIE4,
         "RTX 4090": _PCIE4,
@@ -154,6 +155,7 @@ def preset(name: str, num_gpus: int | None = None) -> Cluster:
         node_link=Link(machine.node * GB, NODE_LATENCY, machine.node_efficiency),
         network_link=Link(machine.network * GB, NETWORK_LATENCY),
         host_bandwidth=machine.host * GB,
+        host_operation=machine.host_operation * 1e-6,
         interruptions_per_gpu_day=INTERRUPTIONS_PER_GPU_DAY,
     )
 
