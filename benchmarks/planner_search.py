@@ -18,12 +18,13 @@ import numpy as np
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.plan.blocks import Ranks
+from fivefold.plan.candidate import Candidate, capacity
 from fivefold.plan.cluster import load_cluster
 from fivefold.plan.describe import summary
 from fivefold.plan.explain import shortfall, slower
 from fivefold.plan.memory_bound import memory_bound
 from fivefold.plan.request import Request, request
-from fivefold.plan.search import Candidate, capacity, search, with_context
+from fivefold.plan.search import legal_space, search
 from fivefold.plan.software import Software
 from fivefold.plan.space import enumerate_space
 from fivefold.plan.time_bound import time_bound
@@ -110,7 +111,7 @@ def restricted(asked: Request, published: dict[str, Any]) -> Request:
 
 def faster_share(asked: Request, seconds: float) -> float:
     """Of all legal layouts, those that may fit and be faster, by their bounds."""
-    space = with_context(enumerate_space(asked.config, asked.world, asked.given), asked)
+    space = legal_space(asked)
     ranks = Ranks.of(asked.config.model, space.ways)
     fits = np.flatnonzero(memory_bound(space, ranks) <= capacity(asked))
     bounds = time_bound(space.take(fits), ranks, asked.cluster, Software()).seconds

@@ -6,6 +6,7 @@ from math import ceil
 from textwrap import wrap
 
 from fivefold.model.shape import count_parameters
+from fivefold.plan.candidate import Candidate
 from fivefold.plan.context import configured_way, context_ways
 from fivefold.plan.describe import ZERO, context_words, memory_words, requirements, summary
 from fivefold.plan.explain import (
@@ -19,7 +20,7 @@ from fivefold.plan.explain import (
     why_nothing,
 )
 from fivefold.plan.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
-from fivefold.plan.search import Candidate, Result
+from fivefold.plan.search import Result
 from fivefold.plan.step import Prediction, precision_of
 from fivefold.units import human_bandwidth, human_bytes, human_count, human_flops, human_seconds
 
@@ -131,12 +132,12 @@ def memory_table(candidate: Candidate) -> list[str]:
 
 def counts(result: Result) -> str:
     """How much was searched, and what is left to be found."""
-    kept = result.legal - result.too_large
     left = f"more than {result.gap:.1%} faster" if result.gap >= 5e-4 else "faster"
     return (
-        f"{result.legal:,} legal layouts: {result.too_large:,} too large by their lower bound, "
-        f"{kept:,} bounded in time, {result.looked_at:,} looked at closely; by their bounds none "
-        f"of the others can be {left} ({human_seconds(result.seconds)})"
+        f"{result.legal:,} legal layouts: {result.bounded:,} bounded closely, "
+        f"{result.too_large:,} of them too large by their bounds; {result.timed:,} timed act by "
+        f"act, the memory of {result.looked_at:,} swept; by their bounds none of the others can be "
+        f"{left} ({human_seconds(result.seconds)})"
     )
 
 

@@ -9,7 +9,8 @@ gathered by index; the rest is arithmetic on whole columns.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, prod
+from itertools import accumulate, chain, pairwise
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +30,7 @@ from fivefold.model.shape import (
     prediction_shapes,
 )
 from fivefold.plan.space import Column, Space
-from fivefold.plan.ways import FUSED, Way
+from fivefold.plan.ways import Way, most_deferred, most_in_flight
 
 Values = NDArray[np.float64]
 
@@ -61,23 +62,31 @@ def sample_layers(model: ModelConfig) -> Mapping[int, int]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The pipeline ranks that bounds look at, for every way; W ways, 3 ranks, K kinds of blocks.
+    """The pipeline ranks that bounds look at, for every way; W ways, 4 ranks, K kinds of blocks.
+
+    The first, the last, and of those with the most layers the first, which has the most in flight,
+    and the last, for which the others wait longest.
 
     Attributes:
-        held: [W, 3, K] blocks on the rank, those of a second copy of the model with them.
-        before: [W, 3, K] blocks of the stages that lead to the rank's first one.
-        own: [W, 3, K] blocks of the rank's first stage.
+        held: [W, 4, K] blocks on the rank, those of a second copy of the model with them.
+        chunk: [W, 4, C, K] blocks of each of its stages; none where it has fewer than C.
+        before: [W, 4, K] blocks of the stages that lead to the rank's first one.
+        own: [W, 4, K] blocks of the rank's first stage.
         first: [W, K] blocks of stage 0.
         final: [W, K] blocks of the last stage.
-        thinnest: [W, 3] fewest layers in a stage of the rank.
-        index: [W, 3] which ranks they are, counted from the nearest stage 0.
+        thinnest: [W, 4] fewest layers in a stage of the rank.
+        index: [W, 4] which ranks they are, counted from the nearest stage 0.
         chunks: [W] stages a rank, of one copy.
         copies: [W] of the model: each has its share of the microbatches.
         size: [W] pipeline ranks.
-        deferred: [W, 3] dW of a stage that the rank leaves for later, at most.
+        deferred: [W, 4] dW of a stage that the rank leaves for later, at most.
+        most: [W, 4] chunks that it keeps at once for their backwards, at most.
+        ahead: [W, 4, K] blocks from each of its stages to the end of the model, added up.
+        crossings: [W, 4] messages on these ways.
     """
 
     held: Values
+    chunk: Values
     before: Values
     own: Values
     first: Values
@@ -88,11 +97,15 @@ class Ranks:
     copies: Column
     size: Column
     deferred: Values
+    most: Values
+    ahead: Values
+    crossings: Values
 
     @classmethod
     def of(cls, model: ModelConfig, ways: Sequence[Way]) -> "Ranks":
         """The ranks of some ways."""
-        rows = [_ranks_of(model, way) for way in ways]
+        most = max((way.split.num_virtual * way.num_copies for way in ways), default=1)
+        rows = [_ranks_of(model, way, most) for way in ways]
         each = zip(ways, rows, strict=True)
 
         def column(name: str) -> Any:
@@ -100,6 +113,7 @@ class Ranks:
 
         return cls(
             held=column("held").astype(float),
+            chunk=column("chunk").astype(float),
             before=column("before").astype(float),
             own=column("own").astype(float),
             first=column("first").astype(float),
@@ -110,42 +124,55 @@ class Ranks:
             copies=np.array([way.num_copies for way in ways]),
             size=np.array([way.pp for way in ways]),
             deferred=np.array(
-                [[_deferred(w.schedule, r) for r in row["index"]] for w, row in each]
+                [[most_deferred(w.schedule, r) for r in row["index"]] for w, row in each]
             ),
+            most=np.array(
+                [
+                    [most_in_flight(w.schedule, w.pp, w.split.num_virtual, r) for r in row["index"]]
+                    for w, row in zip(ways, rows, strict=True)
+                ]
+            ),
+            ahead=column("ahead").astype(float),
+            crossings=column("crossings").astype(float),
         )
 
 
-def _ranks_of(model: ModelConfig, way: Way) -> dict[str, Any]:
+def _ranks_of(model: ModelConfig, way: Way, chunks: int) -> dict[str, Any]:
     split = way.split
     stages = split.stages
     # The second copy lies on the ranks in reverse.
     seen = [(rank, way.pp - 1 - rank)[: way.num_copies] for rank in range(way.pp)]
     on = [[stages[s] for of in places for s in split.stages_of(of)] for places in seen]
     layers = [sum(len(s.layers) + s.mtp for s in held) for held in on]
-    fullest = max(range(way.pp), key=layers.__getitem__)
-    chosen = (0, way.pp - 1, fullest)
+    fullest = [rank for rank in range(way.pp) if layers[rank] == max(layers)]
+    chosen = (0, way.pp - 1, fullest[0], fullest[-1])
     nearest = [min(seen[rank]) for rank in chosen]
     starts = [split.stages_of(rank)[0] for rank in nearest]
+    lies = split.placement
+    crossed = [0, *accumulate(a != b for a, b in pairwise(lies))]
+    own = [split.stages_of(rank) for rank in chosen]
     return {
         "held": [block_counts(model, on[rank]) for rank in chosen],
+        "chunk": [
+            [block_counts(model, on[rank][c : c + 1]) for c in range(chunks)] for rank in chosen
+        ],
         "before": [block_counts(model, stages[:start]) for start in starts],
         "own": [block_counts(model, stages[start : start + 1]) for start in starts],
         "first": block_counts(model, stages[:1]),
         "final": block_counts(model, stages[-1:]),
         "thinnest": [min(len(s.layers) for s in on[rank]) for rank in chosen],
         "index": nearest,
+        "ahead": [block_counts(model, chain(*(stages[s:] for s in held))) for held in own],
+        "crossings": [sum(crossed[-1] - crossed[s] for s in held) for held in own],
     }
-
-
-def _deferred(schedule: str, rank: int) -> float:
-    """How many dW of its stages a rank has not computed yet at most, when its last dX leaves."""
-    if schedule in FUSED:
-        return 1
-    return {"zb_h1": rank + 1, "interleaved_zb": rank + 1, "zb_h2": 2 * rank + 1}.get(schedule, inf)
 
 
 Part = tuple[Sequence[str], Callable[[Config], Sequence[float]]]
 """Columns, and what depends on no others: the configuration of a candidate -> numbers."""
+
+
+FOR_MEMORY, FOR_TIME = (0, 1, 2), (0, 1, 3)
+"""Of the ranks, those whose memory, and whose time, is bounded."""
 
 
 class Cells:

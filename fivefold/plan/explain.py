@@ -11,19 +11,14 @@ from fivefold.config.settings import Setting
 from fivefold.config.sources import config_settings
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.mesh.rules import divisors
+from fivefold.plan.candidate import Candidate, capacity, evaluate
 from fivefold.plan.cluster import Cluster, Link
 from fivefold.plan.describe import summary
 from fivefold.plan.memory import MemoryPrediction
 from fivefold.plan.request import LAYOUT, Request
-from fivefold.plan.search import (
-    Candidate,
-    Result,
-    capacity,
-    evaluate,
-    smallest_layouts,
-)
+from fivefold.plan.search import Result, smallest_layouts
 from fivefold.plan.space import enumerate_space
-from fivefold.plan.step import Prediction, predict
+from fivefold.plan.step import Prediction, predict_all
 from fivefold.plan.ways import balanced_layout
 from fivefold.units import human_bytes, human_seconds
 
@@ -164,7 +159,6 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 
 
 def _under(result: Result, change: str, cluster: Cluster) -> Sensitivity:
-    request = replace(result.request, cluster=cluster)
     best = result.best
     here = [*result.by_mesh()[:SOME], *result.found[:SOME], best]
     if cluster.gpu.memory_bytes > result.request.cluster.gpu.memory_bytes:
@@ -174,12 +168,10 @@ def _under(result: Result, change: str, cluster: Cluster) -> Sensitivity:
         here += faster[: 2 * SOME]
     elif cluster.gpu.memory_bytes < result.request.cluster.gpu.memory_bytes:
         here = list(result.found)
-    looked = []
-    for candidate in here:
-        memory = replace(candidate.memory, capacity=cluster.gpu.memory_bytes)
-        if memory.fits:
-            prediction = predict(candidate.layout, request.cluster)
-            looked.append(replace(candidate, memory=memory, prediction=prediction))
+    sized = [replace(c, memory=replace(c.memory, capacity=cluster.gpu.memory_bytes)) for c in here]
+    fitting = [candidate for candidate in sized if candidate.memory.fits]
+    predictions = predict_all([candidate.layout for candidate in fitting], cluster)
+    looked = [replace(c, prediction=p) for c, p in zip(fitting, predictions, strict=True)]
     if not looked:
         return Sensitivity(f"{change}: nothing that was looked at fits", 0.0, best, True)
     fastest = min(looked, key=lambda c: (c.seconds, c.layout is not best.layout))
@@ -209,13 +201,11 @@ def binding(result: Result) -> str:
 
 
 def missed(result: Result) -> list[Candidate]:
-    """Layouts that do not fit and may be faster than the best, timed as if they did."""
+    """Layouts that do not fit and would be faster than the best, the nearest and the fastest."""
     faster = [c for c in result.rejected if c.bound < result.best.seconds]
     nearest = sorted(faster, key=lambda c: c.memory.device_total)[:SOME]
     promising = sorted(faster, key=lambda c: c.bound)[:SOME]
-    cluster = result.request.cluster
-    distinct = {id(candidate): candidate for candidate in (*nearest, *promising)}
-    return [replace(c, prediction=predict(c.layout, cluster)) for c in distinct.values()]
+    return list({id(candidate): candidate for candidate in (*nearest, *promising)}.values())
 
 
 def changed(request: Request, text: str) -> Request:

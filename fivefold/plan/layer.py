@@ -44,6 +44,9 @@ CAST = {
 its tensor or row, where earlier steps do not tell it, is half found by the kernel before; four bits
 take a rotation."""
 
+Blocks = dict[tuple[object, ...], dict[str, Times]]
+"""Modules of blocks by what they depend on."""
+
 
 class LayerTimes:
     """The times of a layout's layers and ends on a cluster; each is computed once.
@@ -61,7 +64,7 @@ class LayerTimes:
         layout: Layout,
         cluster: Cluster,
         software: Software,
-        known: dict[tuple[object, ...], dict[str, Times]] | None = None,
+        known: Blocks | None = None,
     ) -> None:
         config, grid = layout.config, layout.grid
         self.config = config

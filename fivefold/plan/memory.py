@@ -167,19 +167,21 @@ def peak_memory(
     splits = policy is None and layout.defers_weights
     parallel, precision = layout.config.parallel, layout.config.training.precision
     policy = policy or engine_policy(parallel, precision)
-    known: dict[tuple[object, ...], _StageBytes] = {}
-    sizes = []
+    kinds, known = [], {}
     for stage in layout.split.stages:
         ends = (stage.embedding, stage.head, stage.mtp)
-        kind = (*ends, *map(layout.config.model.is_moe, stage.layers))
-        if kind not in known:
-            known[kind] = _stage_bytes(layout, stage, running, policy)
-        sizes.append(known[kind])
-    ranks = tuple(
-        _rank_peak(layout, pp_rank, found, model_state(layout, pp_rank, policy=policy), sizes)
-        for pp_rank, found in enumerate(moments(layout, splits_backward=splits))
-    )
-    return MemoryPrediction(ranks, cluster.reserved_bytes, cluster.gpu.memory_bytes)
+        kinds.append((*ends, *map(layout.config.model.is_moe, stage.layers)))
+        if kinds[-1] not in known:
+            known[kinds[-1]] = _stage_bytes(layout, stage, running, policy)
+    sizes = [known[kind] for kind in kinds]
+    states: dict[tuple[object, ...], ModelState] = {}
+    ranks = []
+    for pp_rank, found in enumerate(moments(layout, splits_backward=splits)):
+        held = tuple(kinds[stage] for stage in stages_held(layout, pp_rank))
+        if held not in states:
+            states[held] = model_state(layout, pp_rank, policy=policy)
+        ranks.append(_rank_peak(layout, pp_rank, found, states[held], sizes))
+    return MemoryPrediction(tuple(ranks), cluster.reserved_bytes, cluster.gpu.memory_bytes)
 
 
 def _stage_bytes(

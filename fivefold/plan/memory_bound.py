@@ -15,6 +15,7 @@ from fivefold.plan.blocks import (
     DENSE,
     EMBEDDING,
     EXPERTS,
+    FOR_MEMORY,
     HEAD,
     KINDS,
     PREDICTION,
@@ -26,7 +27,8 @@ from fivefold.plan.blocks import (
     sample_layers,
 )
 from fivefold.plan.memory import waiting_bytes
-from fivefold.plan.space import STRATEGIES, Column, Space
+from fivefold.plan.space import STRATEGIES, Space
+from fivefold.plan.ways import LINE, LOOP, V_SHAPED, most_deferred
 from fivefold.state import engine_policy
 
 
@@ -41,11 +43,11 @@ def memory_bound(space: Space, ranks: Ranks) -> Values:
     run, of_run = space.distinct(_RUNNING)
     state, kept = _State(sharded), _Kept(run)
     best = np.zeros(len(space))
-    for which in range(3):
-        behind = kept.less_one(ranks, which) + kept.waiting(ranks, which)
-        held = behind[of_run]
+    for which in FOR_MEMORY:
+        flying, less = kept.flying(ranks, which)
+        held = (less + kept.waiting(ranks, which))[of_run]
         held += state.arriving(ranks, which)[of_sharded]
-        np.maximum(held, kept.flying(ranks, which)[of_run], out=held)
+        np.maximum(held, flying[of_run], out=held)
         held += state.on(ranks, which)[of_sharded]
         np.maximum(best, held, out=best)
     return best
@@ -117,36 +119,48 @@ class _Kept:
         c = space.columns
         self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
 
-    def _share(self, ranks: Ranks, which: int, chunks: Values) -> Values:
-        """The part of a rank's layers in so many chunks, at least: all may be the thinnest."""
+    def _chunks(self, ranks: Ranks, which: int, start: int) -> Values:
+        """[N, C] bytes of one microbatch in each stage of one of the ranks, the loss apart."""
         way = self.space.columns["way"]
-        layers = ranks.held[way, which][:, : PREDICTION + 1].sum(axis=1)
-        thinnest = ranks.thinnest[way, which]
-        found: Values = np.minimum(
-            chunks * thinnest / np.maximum(layers, 1), chunks / ranks.chunks[way]
-        )
+        per_token = self.per_token.table[self.per_token.index, start : start + PREDICTION + 1]
+        blocks = ranks.chunk[way, which][:, :, : PREDICTION + 1]
+        found: Values = np.einsum("nck,nk->nc", blocks, per_token) * self.tokens[:, None]
         return found
 
-    def _of_layers(self, ranks: Ranks, which: int, start: int) -> Values:
-        held = ranks.held[self.space.columns["way"], which][:, : PREDICTION + 1]
-        return self.per_token.weighted(held, start) * self.tokens
+    def _smallest(self, ranks: Ranks, chunks: Values) -> Values:
+        """Of the stages that there are."""
+        way = self.space.columns["way"]
+        there = np.arange(chunks.shape[1]) < (ranks.chunks * ranks.copies)[way][:, None]
+        found: Values = np.where(there, chunks, np.inf).min(axis=1)
+        return found
 
-    def flying(self, ranks: Ranks, which: int) -> Values:
-        """All chunks in flight on one of the ranks."""
-        held = ranks.held[self.space.columns["way"], which]
-        share = self._share(ranks, which, in_flight(self.space, ranks, which))
-        loss = self.per_token.column(HEAD) * held[:, HEAD] * self.tokens
-        return self._of_layers(ranks, which, 0) * share + loss
-
-    def less_one(self, ranks: Ranks, which: int) -> Values:
-        """The same without the chunk whose backward runs."""
-        chunks = np.maximum(in_flight(self.space, ranks, which) - 1, 0)
-        return self._of_layers(ranks, which, 0) * self._share(ranks, which, chunks)
+    def flying(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
+        """All chunks in flight on one of the ranks; and without one whose backward runs."""
+        way, count = self.space.columns["way"], self.space.columns["microbatches"]
+        p, v = ranks.size[way], ranks.chunks[way]
+        chunks = self._chunks(ranks, which, 0)
+        in_turn = np.isin([w.schedule for w in self.space.ways], (*LINE, *LOOP))[way]
+        most = np.where(in_turn, ranks.most[way, which], 0)
+        # A warm-up takes the chunks in turn, as many microbatches of each as there are ranks.
+        rounds, rest = (each[:, None] for each in np.divmod(most, p * v))
+        places = np.arange(chunks.shape[1]) * p[:, None]
+        each = rounds * p[:, None] + np.clip(rest - places, 0, p[:, None])
+        kept = (np.minimum(each, count[:, None]) * chunks).sum(axis=1)
+        in_v = in_flight_in_v(self.space, ranks, which) * self._smallest(ranks, chunks)
+        kept = np.where(in_turn, kept, in_v)
+        # The first dW may come after some more backwards, and no forwards be left for these.
+        late = np.where(count >= 2 * p, 0, _deferring(self.space, ranks, which))
+        known = np.where(np.isfinite(late), late, 0)
+        less = np.maximum(kept - (1 + known) * chunks.max(axis=1), 0) * np.isfinite(late)
+        held = ranks.held[way, which]
+        return kept + self.per_token.column(HEAD) * held[:, HEAD] * self.tokens, less
 
     def waiting(self, ranks: Ranks, which: int) -> Values:
         """What waits for its dW."""
-        chunks = waiting_chunks(self.space, ranks, which)
-        return self._of_layers(ranks, which, KINDS) * self._share(ranks, which, chunks)
+        way, count = self.space.columns["way"], self.space.columns["microbatches"]
+        chunks = np.where(count >= 2 * ranks.size[way], _deferring(self.space, ranks, which), 0)
+        chunks = np.where(np.isfinite(chunks), chunks, 0)
+        return chunks * self._smallest(ranks, self._chunks(ranks, which, KINDS))
 
 
 def _saved(config: Config) -> list[float]:
@@ -168,42 +182,31 @@ def _saved(config: Config) -> list[float]:
     return kept + waiting
 
 
-def in_flight(space: Space, ranks: Ranks, which: int) -> Values:
-    """Chunks that one of the ranks holds at once, at least, at the end of its warm-up."""
-    way, count = space.columns["way"], space.columns["microbatches"]
-    p, v, r = ranks.size[way], ranks.chunks[way], ranks.index[way, which]
+def in_flight_in_v(space: Space, ranks: Ranks, which: int) -> Values:
+    """Chunks that one of the ranks holds at once, at least, where stages lie in a V.
 
-    def in_a_v(peak: Column) -> Column:
-        """The first rank fills with its first stage, the last with both; others only in the end."""
-        both = 2 * np.minimum(count, peak // 2)
-        some = np.where(r == 0, np.minimum(count, peak), np.where(count >= 2 * p, peak, 1))
-        return np.where(r == p - 1, both, some)
-
-    peaks = {
-        "1f1b": np.minimum(count, p - r),
-        "zb_h1": np.minimum(count, p - r),
-        "zb_h2": np.minimum(count, 2 * (p - r) - 1),
-        "interleaved_1f1b": np.minimum(count * v, 2 * (p - r - 1) + (v - 1) * p + 1),
-        "interleaved_zb": np.minimum(count * v, p - r + (v - 1) * p),
-        "zb_v": in_a_v(2 * p),
-        "dualpipe_v": in_a_v(2 * p),
-        "v_half": in_a_v(p),
-        "v_min": in_a_v(2 * p // 3),
-    }
-    names = np.array([w.schedule for w in space.ways])[way]
-    flying = np.ones(len(space))
-    for name, peak in peaks.items():
-        flying = np.where(names == name, np.maximum(peak, 1), flying)
-    return flying
-
-
-def waiting_chunks(space: Space, ranks: Ranks, which: int) -> Values:
-    """Chunks of one of the ranks that wait for dW, at least, beside one less than `in_flight`."""
+    The first rank fills with its first stage, the last with both; others only in the end.
+    """
     way, count = space.columns["way"], space.columns["microbatches"]
     p, r = ranks.size[way], ranks.index[way, which]
-    late = {"zb_h1": r, "interleaved_zb": r, "zb_h2": 2 * r}
     names = np.array([w.schedule for w in space.ways])[way]
-    waiting = np.zeros(len(space))
-    for name, chunks in late.items():
-        waiting = np.where((names == name) & (count >= 2 * p), chunks, waiting)
-    return waiting
+    peak = np.select([names == "v_half", names == "v_min"], [p, 2 * p // 3], 2 * p)
+    both = 2 * np.minimum(count, peak // 2)
+    some = np.where(r == 0, np.minimum(count, peak), np.where(count >= 2 * p, peak, 1))
+    in_v = np.isin([w.schedule for w in space.ways], V_SHAPED)[way]
+    found: Values = np.where(in_v, np.maximum(np.where(r == p - 1, both, some), 1), 1)
+    return found
+
+
+def _deferring(space: Space, ranks: Ranks, which: int) -> Values:
+    """Chunks whose dW one of the ranks has left for later when the first of them runs.
+
+    inf: not known.
+    """
+    way = space.columns["way"]
+    table = [
+        [most_deferred(w.schedule, int(rank)) - 1 for rank in at]
+        for w, at in zip(space.ways, ranks.index, strict=True)
+    ]
+    found: Values = np.array(table)[way, which]
+    return found

@@ -46,34 +46,55 @@ def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
     ]
 
 
-def refinements(
-    config: Config, given: frozenset[str], layers_per_stage: int
-) -> Iterator[MemoryChoice]:
-    """What is worth a try around a good layout: parts of layers, offloading, a fused loss."""
-    if not given & set(RECOMPUTE):
-        for share in (0.25, 0.5, 0.75):
-            layers = round(share * layers_per_stage)
-            if 0 < layers < layers_per_stage:
-                yield MemoryChoice(
-                    f"full recompute of {layers} layers a stage",
-                    _settings(
-                        recompute_granularity="full",
-                        recompute_method="block",
-                        recompute_num_layers=layers,
-                    ),
-                )
-    if not given & set(OFFLOAD):
-        experts = config.model.num_experts is not None
-        modules: tuple[str, ...] = ("expert_fc1", "moe_act") if experts else ("core_attn",)
-        yield MemoryChoice(
-            f"offload {' '.join(modules)}",
-            _settings(fine_grained_activation_offloading=True, offload_modules=modules),
-        )
-    if "cross_entropy_loss_fusion" not in given:
-        yield MemoryChoice(
-            "loss fused with the output layer",
-            _settings(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear"),
-        )
+def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
+    """What is tried where those choices leave a fast layout too large.
+
+    Each of them with activations that are moved to the host, with a loss that is fused with the
+    output layer, and with both.
+    """
+    fused = MemoryChoice(
+        "loss fused with the output layer",
+        _settings(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear"),
+    )
+    found = []
+    for choice in memory_choices(config, given):
+        with_moved = [] if given & set(OFFLOAD) else _with_moved(config, choice)
+        found += with_moved
+        if "cross_entropy_loss_fusion" not in given:
+            found += [_together(each, fused) for each in (choice, *with_moved)]
+    return found
+
+
+def _with_moved(config: Config, choice: MemoryChoice) -> list[MemoryChoice]:
+    """The choice with the largest activations that it leaves moved to the host."""
+    if choice.is_full:
+        return []
+    again = set(config.with_values(**choice.settings).memory.recompute_modules)
+    experts = ("expert_fc1", "moe_act") if config.model.num_experts is not None else ()
+    left = () if again & {"moe", "routed_experts"} else tuple(m for m in experts if m not in again)
+    modules = left or ("core_attn",)
+    moved = MemoryChoice(
+        f"offload {' '.join(modules)}",
+        _settings(fine_grained_activation_offloading=True, offload_modules=modules),
+    )
+    return [_together(choice, moved)]
+
+
+def refinements(given: frozenset[str], layers_per_stage: int) -> Iterator[MemoryChoice]:
+    """What is worth a try around a good layout: recomputing some layers of a stage."""
+    if given & set(RECOMPUTE):
+        return
+    for share in (0.25, 0.5, 0.75):
+        layers = round(share * layers_per_stage)
+        if 0 < layers < layers_per_stage:
+            yield MemoryChoice(
+                f"full recompute of {layers} layers a stage",
+                _settings(
+                    recompute_granularity="full",
+                    recompute_method="block",
+                    recompute_num_layers=layers,
+                ),
+            )
 
 
 def describe(memory: MemoryConfig) -> str:
@@ -102,6 +123,14 @@ def _module_sets(model: ModelConfig) -> list[tuple[str, ...]]:
     if model.num_experts is None:
         return [cheap, (*cheap, "mlp")]
     return [(*cheap, "moe_act"), (*cheap, "moe")]
+
+
+def _together(*choices: MemoryChoice) -> MemoryChoice:
+    return MemoryChoice(
+        ", ".join(choice.name for choice in choices),
+        _settings(**{name: value for choice in choices for name, value in choice.settings.items()}),
+        any(choice.is_full for choice in choices),
+    )
 
 
 def _settings(**settings: Any) -> Mapping[str, Any]:

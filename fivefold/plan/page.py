@@ -9,9 +9,10 @@ from fivefold.pipeline.draw_svg import to_svg
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.plan import answer
+from fivefold.plan.candidate import Candidate
 from fivefold.plan.describe import summary
 from fivefold.plan.memory import MemoryPrediction
-from fivefold.plan.search import Candidate, Result
+from fivefold.plan.search import Result
 from fivefold.plan.step import Prediction
 from fivefold.units import human_bytes, human_count, human_seconds
 

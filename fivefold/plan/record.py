@@ -4,10 +4,11 @@ from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.plan.answer import CONVENTION, cost
+from fivefold.plan.candidate import Candidate
 from fivefold.plan.describe import summary
 from fivefold.plan.explain import alternatives, binding, sensitivities
 from fivefold.plan.request import LAYOUT
-from fivefold.plan.search import Candidate, Result
+from fivefold.plan.search import Result
 
 
 def as_json(result: Result, tokens: float | None, most: int) -> dict[str, Any]:
@@ -21,7 +22,9 @@ def as_json(result: Result, tokens: float | None, most: int) -> dict[str, Any]:
         "fixed": {name: _plain(value) for name, value in request.fixed().items()},
         "search": {
             "legal": result.legal,
+            "bounded": result.bounded,
             "too_large": result.too_large,
+            "timed": result.timed,
             "looked_at": result.looked_at,
             "gap": result.gap,
             "seconds": result.seconds,

@@ -94,6 +94,15 @@ class Space:
         columns = {name: column[index] for name, column in self.columns.items()}
         return replace(self, columns=columns)
 
+    def with_memory(self, choices: Sequence[MemoryChoice]) -> "Space":
+        """The candidates with each of these choices instead of theirs."""
+        few, _ = self.distinct([name for name in self.columns if name != "memory"])
+        kept = {name: column for name, column in few.columns.items() if name != "memory"}
+        columns = _join(kept, {"memory": range(len(choices))})
+        whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
+        columns = _where(columns, ~(whole & (columns["pairs"] == 1)))
+        return replace(self, memory=choices, columns=columns)
+
     def distinct(self, names: Sequence[str]) -> tuple["Space", Column]:
         """Candidates that differ in these columns, one each; and which of them each one is like."""
         index: Column = np.zeros(len(self), np.int64)

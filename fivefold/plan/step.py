@@ -4,9 +4,10 @@ The program is run event by event with the times of `plan.layer`; before it lies
 parameters, after it the reduction of gradients and the optimizer, each as far as it is not hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from math import exp, log, prod, sqrt
 
 from fivefold.check import Layout
@@ -19,7 +20,7 @@ from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, send, span
 from fivefold.plan.compute import Phases, elementwise, overlapped
-from fivefold.plan.layer import LayerTimes
+from fivefold.plan.layer import Blocks, LayerTimes
 from fivefold.plan.pairs import Paired, hidden
 from fivefold.plan.software import Software
 from fivefold.plan.times import Times
@@ -103,14 +104,57 @@ def predict(layout: Layout, cluster: Cluster, software: Software | None = None) 
         cluster: with as many GPUs as the layout has ranks, or more.
         software: that runs it; None: Fivefold.
     """
-    return _Predictor(layout, cluster, software or Software()).prediction()
+    (prediction,) = predict_all([layout], cluster, software)
+    return prediction
+
+
+def predict_all(
+    layouts: Sequence[Layout],
+    cluster: Cluster,
+    software: Software | None = None,
+    blocks: Blocks | None = None,
+) -> list[Prediction]:
+    """As `predict` of each; a program that several of them run is walked once.
+
+    Args:
+        layouts: checked, if only with `planned=True`.
+        cluster: with as many GPUs as the layouts have ranks, or more.
+        software: that runs them; None: Fivefold.
+        blocks: as `LayerTimes` shares them.
+    """
+    predictors = [_Predictor(each, cluster, software or Software(), blocks) for each in layouts]
+    costs = [[each.costs, replace(each.costs, hop=0.0)] for each in predictors]
+    walked = _walk([each.clock for each in predictors], costs)
+    return [each.prediction(*times) for each, times in zip(predictors, walked, strict=True)]
+
+
+def program_times(
+    layouts: Sequence[Layout], cluster: Cluster, software: Software, blocks: Blocks
+) -> list[float]:
+    """Of the steps of `predict_all`, the pipeline's programs alone, in seconds."""
+    predictors = [_Predictor(each, cluster, software, blocks) for each in layouts]
+    walked = _walk([each.clock for each in predictors], [[each.costs] for each in predictors])
+    return [seconds for (seconds,) in walked]
+
+
+def _walk(clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]]) -> list[list[float]]:
+    """Seconds of each layout's program with each of its costs, one walk for layouts alike."""
+    alike: dict[Clock, list[int]] = {}
+    for number, clock in enumerate(clocks):
+        alike.setdefault(clock, []).append(number)
+    found: list[list[float]] = [[] for _ in clocks]
+    for clock, numbers in alike.items():
+        times = iter(clock.makespans([each for number in numbers for each in costs[number]]))
+        for number in numbers:
+            found[number] = list(islice(times, len(costs[number])))
+    return found
 
 
 def stage_costs(
     layout: Layout, cluster: Cluster, software: Software | None = None
 ) -> tuple[Costs, tuple[Times, ...]]:
     """The costs of the pipeline program's acts, and the times of each stage by cause."""
-    predictor = _Predictor(layout, cluster, software or Software())
+    predictor = _Predictor(layout, cluster, software or Software(), None)
     return predictor.costs, predictor.stages
 
 
@@ -121,21 +165,32 @@ def _eager(layout: Layout, software: Software) -> bool:
 class _Predictor:
     """The pieces of one prediction."""
 
-    def __init__(self, layout: Layout, cluster: Cluster, software: Software) -> None:
+    def __init__(
+        self, layout: Layout, cluster: Cluster, software: Software, blocks: Blocks | None
+    ) -> None:
         self.layout, self.cluster, self.software = layout, cluster, software
         self.grid, self.parallel = layout.grid, layout.config.parallel
-        self.times = LayerTimes(layout, cluster, software)
+        self.times = LayerTimes(layout, cluster, software, blocks)
         self.policy = engine_policy(self.parallel, layout.config.training.precision)
         known: dict[StageKind, Times] = {}
         self._paired: dict[StageKind, Paired] = {}
         self._known_moves: dict[StageKind, tuple[float, float]] = {}
-        stages = []
-        for spec in layout.split.stages:
-            kind = self._kind(spec)
+        self.kinds = [self._kind(spec) for spec in layout.split.stages]
+        for kind, spec in zip(self.kinds, layout.split.stages, strict=True):
             if kind not in known:
                 known[kind] = self._stage(kind, spec)
-            stages.append(known[kind])
-        self.stages = tuple(stages)
+        self.stages = tuple(known[kind] for kind in self.kinds)
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Of the pipeline's program."""
+        return Clock.of(self.layout, eager=_eager(self.layout, self.software))
+
+    @cached_property
+    def _ranks(self) -> Collection[tuple[int, ...]]:
+        """The stages of a rank, for every kind of rank: others hold stages of the same kinds."""
+        ranks = (stages_held(self.layout, rank) for rank in range(self.grid.pp))
+        return {tuple(self.kinds[stage] for stage in own): own for own in ranks}.values()
 
     def _kind(self, spec: StageParts) -> "StageKind":
         """Stages of a kind take the same time."""
@@ -162,7 +217,7 @@ class _Predictor:
             total = total + self.times.embedding()
         if kind.head:
             total = total + self.times.head()
-        return total + Times(dp=self._sharded(total, spec))
+        return total + Times(dp=self._sharded(total, kind, spec))
 
     def _data_groups(self) -> tuple[Span, Span, Span]:
         """Shards of dense parameters, their replicas, and shards of experts."""
@@ -172,9 +227,8 @@ class _Predictor:
         expert = span(cluster, grid.edp, grid.ep * grid.etp)
         return shard, replica, expert
 
-    def _moves(self, spec: StageParts) -> tuple[float, float]:
+    def _moves(self, kind: "StageKind", spec: StageParts) -> tuple[float, float]:
         """Seconds to gather a stage's parameters once, and to reduce its gradients once."""
-        kind = self._kind(spec)
         if kind not in self._known_moves:
             self._known_moves[kind] = self._moved(spec)
         return self._known_moves[kind]
@@ -210,12 +264,12 @@ class _Predictor:
         once = self.software.reduces_once and self.grid.pp > 1 and strategy != "no_shard"
         return "optim" if once else strategy
 
-    def _sharded(self, times: Times, spec: StageParts) -> Phases:
+    def _sharded(self, times: Times, kind: "StageKind", spec: StageParts) -> Phases:
         """What gathering and reducing in every microbatch leave exposed (ZeRO-2 and ZeRO-3)."""
         strategy = self._strategy
         if strategy not in ("optim_grads", "optim_grads_params"):
             return Phases()
-        gathered, reduced = self._moves(spec)
+        gathered, reduced = self._moves(kind, spec)
         work = times.total
         gpu = self.cluster.gpu
         if strategy == "optim_grads":
@@ -254,7 +308,7 @@ class _Predictor:
 
     def _pairs(self, costs: Costs) -> tuple[tuple[float, ...], ...]:
         """Seconds of each stage's forward beside each stage's backward."""
-        kinds = [self._kind(spec) for spec in self.layout.split.stages] * self.layout.num_copies
+        kinds = self.kinds * self.layout.num_copies
         saved = {
             (ours, theirs): hidden(self.cluster.gpu, self._paired[ours], self._paired[theirs])
             for ours in self._paired
@@ -272,9 +326,8 @@ class _Predictor:
         if strategy == "optim_grads_params":
             return 0.0
         worst = 0.0
-        for rank in range(self.grid.pp):
-            own = stages_held(self.layout, rank)
-            moves = [self._moves(self.layout.split.stages[s]) for s in own]
+        for own in self._ranks:
+            moves = [self._moves(self.kinds[s], self.layout.split.stages[s]) for s in own]
             gathered, reduced = (sum(column) for column in zip(*moves, strict=True))
             if strategy == "optim_grads":
                 reduced = 0.0
@@ -302,15 +355,15 @@ class _Predictor:
         shard, _, expert = self._data_groups()
         sharded = self.policy.splits_optimizer
         worst, most = 0.0, 0
-        for rank in range(self.grid.pp):
+        for own in self._ranks:
             dense = experts = tensors = 0
-            for stage in stages_held(self.layout, rank):
+            for stage in own:
                 for block in stage_blocks(self.layout, self.layout.split.stages[stage]):
                     dense += block.count * sum(map(prod, block.dense))
                     experts += block.count * sum(map(prod, block.experts))
                     tensors += block.count * (len(block.dense) + len(block.experts))
-            own = dense / shard.size + experts / expert.size if sharded else dense + experts
-            worst, most = max(worst, own), max(most, tensors)
+            share = dense / shard.size + experts / expert.size if sharded else dense + experts
+            worst, most = max(worst, share), max(most, tensors)
         memory = self.layout.config.memory
         moved = 0.0
         if memory.optimizer_cpu_offload:
@@ -320,14 +373,13 @@ class _Predictor:
             host = most * _TENSOR_OPERATIONS * self.cluster.host_operation
         return max(elementwise(self.cluster.gpu, worst * 34.0, 20), host) + moved
 
-    def prediction(self) -> Prediction:
+    def prediction(self, whole: float, still: float) -> Prediction:
+        """From seconds of the program, and of the same with messages that take no time."""
         layout, grid = self.layout, self.grid
         training = layout.config.training
         count = layout.num_microbatches
-        clock = Clock.of(layout, eager=_eager(layout, self.software))
-        whole, still = clock.makespans([self.costs, replace(self.costs, hop=0.0)])
         each = sum(self.stages, Times()) * (count / grid.pp)
-        paired = clock.hidden(self.costs) / grid.pp
+        paired = self.clock.hidden(self.costs) / grid.pp
         busy = each.total.total - paired
         flops = training_flops(layout.config.model, training.seq_length).total
         flops *= training.global_batch_size * training.seq_length

@@ -13,6 +13,7 @@ from fivefold.mesh.grid import Grid
 from fivefold.pipeline.layout import Split, split_layers
 from fivefold.plan.blocks import (
     EMBEDDING,
+    FOR_TIME,
     HEAD,
     KINDS,
     PREDICTION,
@@ -28,7 +29,7 @@ from fivefold.plan.blocks import (
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, span
 from fivefold.plan.compute import elementwise
-from fivefold.plan.layer import LayerTimes
+from fivefold.plan.layer import Blocks, LayerTimes
 from fivefold.plan.pairs import cuts
 from fivefold.plan.software import Software
 from fivefold.plan.space import Column, Space, codes
@@ -64,17 +65,17 @@ def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software)
     sharded, of_sharded = space.distinct(SHARDING)
     cells = _cells(run, cluster, software)
     data = _DataParallel(sharded, cluster)
-    strategy = space.columns["strategy"]
-    microbatches = _share(space, ranks)
+    strategy, microbatches = space.columns["strategy"], _share(space, ranks)
     best = _path(run, ranks, cells)[of_run]
     around = np.zeros(len(space))
-    for which in range(3):
-        pipeline, forward, backward = _pipeline(run, ranks, cells, cluster, which)
+    for which in FOR_TIME:
+        work, kept, forward, backward = _pipeline(run, ranks, cells, cluster, which)
         gathered, reduced = (move[of_sharded] for move in data.moves(ranks, which))
         every, once = _exposed(
             strategy, forward[of_run], backward[of_run], gathered, reduced, cluster
         )
-        best = np.maximum(best, pipeline[of_run] + microbatches * every)
+        best = np.maximum(best, kept[of_run])
+        best = np.maximum(best, work[of_run] + microbatches * every)
         around = np.maximum(around, once)
     return TimeBound(best * waits(space, cluster), around + data.optimizer(ranks)[of_sharded])
 
@@ -85,8 +86,9 @@ def quick_time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Sof
     run.columns["memory"][:] = 0  # the choice that repeats least
     cells = _cells(run, cluster, software)
     best = _path(run, ranks, cells)
-    for which in range(3):
-        best = np.maximum(best, _pipeline(run, ranks, cells, cluster, which)[0])
+    for which in FOR_TIME:
+        work, kept, *_ = _pipeline(run, ranks, cells, cluster, which)
+        best = np.maximum(best, np.maximum(work, kept))
     found: Values = (best * waits(space, cluster))[of_run]
     return found
 
@@ -102,12 +104,15 @@ TIMING = ("way", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pairs")
 
 def _pipeline(
     space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
-) -> tuple[Values, Values, Values]:
-    """Seconds of the program as one rank bounds it, and of its forwards and backwards."""
+) -> tuple[Values, Values, Values, Values]:
+    """Seconds of the program as one rank's work bounds it, and as what it keeps does; and of its
+    forwards and its backwards.
+    """
     way, microbatches = space.columns["way"], _share(space, ranks)
     held, before = ranks.held[way, which], ranks.before[way, which]
     forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
-    hops = _hop(space, cells, cluster) * ranks.index[way, which]
+    hop = _hop(space, cells, cluster)
+    hops = hop * ranks.index[way, which]
     slices = space.config.parallel.num_sequence_slices  # the first comes soon, the last goes alone
     head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
     paired = space.columns["pairs"] * _hidden(cells, held, cluster)
@@ -115,7 +120,24 @@ def _pipeline(
     later = ranks.deferred[way, which] * cells.weighted(ranks.own[way, which], 2 * KINDS)
     first = cells.weighted(ranks.first[way], 2 * KINDS) / slices
     through = work - np.minimum(microbatches * dw, later) + tail + first
-    return head + np.maximum(work, through), forward, dx + dw
+    kept = head + _kept(space, ranks, cells, hop, which) + tail
+    return head + np.maximum(work, through), kept, forward, dx + dw
+
+
+def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> Values:
+    """Seconds in which a rank that may keep so few chunks gets all of them through.
+
+    A chunk is kept until it has come to the end of the model and back; what is kept on average is
+    that time's share of all, times the number of chunks (Little, 1961).
+    """
+    way, microbatches, parallel = space.columns["way"], _share(space, ranks), space.config.parallel
+    grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
+    most = np.where(grouped & (ranks.chunks[way] > 1), np.inf, ranks.most[way, which])
+    ahead = ranks.ahead[way, which]
+    there_and_back = sum(cells.weighted(ahead, phase * KINDS) for phase in range(2))
+    lasts = there_and_back / parallel.num_sequence_slices + 2 * hop * ranks.crossings[way, which]
+    found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.chunks[way])
+    return found
 
 
 def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
@@ -187,7 +209,7 @@ def _cells(space: Space, cluster: Cluster, software: Software) -> Cells:
     """`_NUMBERS` of each kind of block, a microbatch each, and bytes of its message."""
     model = space.config.model
     split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
-    known: dict[tuple[object, ...], dict[str, Times]] = {}
+    known: Blocks = {}
 
     def times(config: Config) -> LayerTimes:
         return LayerTimes(_one_stage(config, split), cluster, software, known)
@@ -208,10 +230,10 @@ def _cells(space: Space, cluster: Cluster, software: Software) -> Cells:
         found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
         return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
 
-    columns = ("tp", "sp", "cp", "mbs")
-    parts: list[Part] = [(columns, ends), ((*columns, "memory"), layers(False))]
+    columns = ("tp", "sp", "cp", "mbs", "memory")
+    parts: list[Part] = [(columns, ends), (columns, layers(False))]
     if model.num_experts is not None:
-        parts.append(((*columns, "ep", "etp", "memory"), layers(True)))
+        parts.append(((*columns, "ep", "etp"), layers(True)))
     return Cells(space, *parts)
 
 
@@ -309,7 +331,7 @@ class _DataParallel:
         """Seconds of the update on the rank with the most parameters."""
         way, sharded = self.space.columns["way"], self.space.columns["strategy"] > 0
         most = np.zeros(len(self.space))
-        for which in range(3):
+        for which in FOR_TIME:
             held = ranks.held[way, which]
             dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
             own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import accumulate, islice, pairwise
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.modelled import searched_program
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import build_program
+from fivefold.plan.ways import most_deferred, most_in_flight
 
 Index = NDArray[np.intp]
 
@@ -47,7 +49,7 @@ class Level:
     kinds: Index
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timetable:
     """A program as levels of rows to be walked once, after two rows for `_START` and `_NOTHING`.
 
@@ -210,10 +212,14 @@ class Clock:
     """Tells the times of a layout's program, of which no more than a few rounds are walked.
 
     Attributes:
+        schedule: of the program.
+        group: of microbatches, where the settings give one.
         microbatches: of the program.
         tables: shorter programs and how often each counts: the sum is what the program takes.
     """
 
+    schedule: str
+    group: int | None
     microbatches: int
     tables: tuple[tuple[Timetable, float], ...]
 
@@ -232,11 +238,12 @@ class Clock:
         parallel, placement = layout.config.parallel, layout.split.placement
         total = layout.num_microbatches
         if layout.schedule == SYNTHESISED:
-            return cls(total, ((_searched_timetable(layout.scheduling_problem()), 1.0),))
+            table = _searched_timetable(layout.scheduling_problem())
+            return cls(layout.schedule, None, total, ((table, 1.0),))
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
         ranks = layout.split.num_ranks
 
-        def table(microbatches: int) -> Timetable:
+        def table_of(microbatches: int) -> Timetable:
             return timetable(
                 layout.schedule,
                 placement,
@@ -254,9 +261,10 @@ class Clock:
         rounds = 2 if interleaved else -(-(2 * ranks + 2) * (4 if in_turn else 1) // a_round)
         short = total % a_round + a_round * rounds
         if total <= short + a_round:
-            return cls(total, ((table(total), 1.0),))
+            return cls(layout.schedule, group, total, ((table_of(total), 1.0),))
         more = (total - short) / a_round
-        return cls(total, ((table(short), 1 - more), (table(short + a_round), more)))
+        tables = (table_of(short), 1 - more), (table_of(short + a_round), more)
+        return cls(layout.schedule, group, total, tables)
 
     def makespans(self, costs: Sequence[Costs]) -> list[float]:
         """Seconds of a step's program with each of some costs."""
@@ -265,7 +273,8 @@ class Clock:
         program = self.tables[0][0].program
         if len(self.tables) == 1 or program.num_copies > 1:
             return found
-        least = (_least(program.placement, self.microbatches, each) for each in costs)
+        asked = (self.schedule, self.group, program, self.microbatches)
+        least = (_least(*asked, each) for each in costs)
         return list(map(max, found, least))
 
     def hidden(self, costs: Costs) -> float:
@@ -273,11 +282,20 @@ class Clock:
         return sum(share * table.hidden(costs) for table, share in self.tables)
 
 
-def _least(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float:
-    """What a rank's work takes after its first input: the slowest may rule only late."""
+def _least(schedule: str, group: int | None, program: Program, total: int, costs: Costs) -> float:
+    """What `plan.time_bound` says that every rank needs for so many microbatches.
+
+    Its work after its first input, its last dX on its way to stage 0, and every chunk to the end
+    of the model and back, of which it may keep but a few: the slowest may rule only late.
+    """
+    placement, slices = program.placement, program.num_slices
+    crossed = [0, *accumulate(a != b for a, b in pairwise(placement))]
+    there_and_back = [f + b for f, b in zip(costs.f, costs.b, strict=True)]
+    ahead = list(accumulate(reversed(there_and_back)))[::-1]
+    befores = [[0.0, *accumulate(times)] for times in (costs.f, costs.b)]
     least = 0.0
-    for rank in range(max(placement) + 1):
-        own = [stage for stage, owner in enumerate(placement) if owner == rank]
+    for rank in range(program.num_ranks):
+        own = program.stages_of(rank)
         work = sum(costs.f[s] + costs.b[s] + costs.w[s] for s in own)
         if costs.fb is not None:  # each forward may have the partner that hides most
             backwards = [(stage, costs.b[stage] + costs.w[stage]) for stage in own]
@@ -285,5 +303,20 @@ def _least(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float
                 costs.f[s] - min(costs.fb[s][other] - alone for other, alone in backwards)
                 for s in own
             )
-        least = max(least, sum(costs.f[: own[0]]) + microbatches * work)
+        hops = costs.hop * crossed[own[0]]
+        head, tail = (before[own[0]] / slices + hops for before in befores)
+        later = min(
+            total * sum(costs.w[s] for s in own), most_deferred(schedule, rank) * costs.w[own[0]]
+        )
+        lasts = sum(ahead[s] + 2 * costs.hop * (crossed[-1] - crossed[s]) for s in own)
+        most = inf
+        if group is None or len(own) == 1:
+            most = most_in_flight(schedule, program.num_ranks, len(own), rank)
+        kept = total * lasts / slices / min(most, total * len(own))
+        least = max(
+            least,
+            head + total * work,
+            head + total * work - later + tail + costs.w[0] / slices,
+            head + kept + tail,
+        )
     return least

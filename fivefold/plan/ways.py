@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -34,6 +35,33 @@ PAIRED = tuple(name for name, schedule in SCHEDULES.items() if schedule.pairs)
 """Schedules in which a forward and a backward run beside each other."""
 FUSED = frozenset({"gpipe", "looped_bfs", "1f1b", "eager_1f1b", "interleaved_1f1b"})
 """Schedules whose dW follows its dX at once."""
+
+
+def most_in_flight(schedule: str, ranks: int, virtual: int, rank: int) -> float:
+    """Chunks that a rank keeps at once for their backwards, at most; inf: not known.
+
+    Interleaved schedules in groups of as many microbatches as there are ranks.
+    """
+    left, others = ranks - rank, (virtual - 1) * ranks
+    return {
+        "1f1b": left,
+        "zb_h1": left,
+        "zb_h2": 2 * left - 1,
+        "interleaved_1f1b": 2 * left - 1 + others,
+        "combined_1f1b": 2 * left + others,
+        "interleaved_zb": left + others,
+        "zb_v": 2 * ranks,
+        "dualpipe_v": 2 * ranks + 1,
+        "v_half": 2 * ((ranks + 2) // 2),
+        "v_min": 2 * ((ranks + 4) // 3),
+    }.get(schedule, inf)
+
+
+def most_deferred(schedule: str, rank: int) -> float:
+    """How many dW of a rank's stages are left at most when its last dX leaves; inf: not known."""
+    if schedule in FUSED or schedule == "combined_1f1b":
+        return 1
+    return {"zb_h1": rank + 1, "interleaved_zb": rank + 1, "zb_h2": 2 * rank + 1}.get(schedule, inf)
 
 
 @dataclass(frozen=True)
