@@ -91,7 +91,7 @@ _A100 = Gpu(
     peak=_rates(bf16=312, fp32=19.5, fp64=19.5),
     matmul=_rates(bf16=271, fp32=18),
     multiprocessors=108,
-    sustained=0.842,
+    sustained=0.839,
     attention_forward=0.676,
     attention_backward=0.588,
 )
@@ -102,10 +102,10 @@ _H100 = Gpu(
     peak=_rates(bf16=989, fp8=1979, fp32=67, fp64=67),
     matmul=_rates(bf16=794, fp8=1403, fp32=50),
     multiprocessors=132,
-    sustained=0.742,
-    sustained_narrow=0.869,
-    attention_forward=0.571,
-    attention_backward=0.497,
+    sustained=0.744,
+    sustained_narrow=0.872,
+    attention_forward=0.569,
+    attention_backward=0.495,
     flash1=0.37,
     flash2=0.65,
 )
