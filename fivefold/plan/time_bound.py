@@ -117,7 +117,10 @@ def _pipeline(
     head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
     paired = space.columns["pairs"] * _hidden(cells, held, cluster)
     work = microbatches * (forward + dx + dw - paired)
-    later = ranks.deferred[way, which] * cells.weighted(ranks.own[way, which], 2 * KINDS)
+    deferred = ranks.deferred[way, which]
+    known = np.where(np.isinf(deferred), 0, deferred)
+    later = known * cells.weighted(ranks.own[way, which], 2 * KINDS)
+    later = np.where(np.isinf(deferred), np.inf, later)
     first = cells.weighted(ranks.first[way], 2 * KINDS) / slices
     through = work - np.minimum(microbatches * dw, later) + tail + first
     kept = head + _kept(space, ranks, cells, hop, which) + tail

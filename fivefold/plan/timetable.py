@@ -305,9 +305,9 @@ def _least(schedule: str, group: int | None, program: Program, total: int, costs
             )
         hops = costs.hop * crossed[own[0]]
         head, tail = (before[own[0]] / slices + hops for before in befores)
-        later = min(
-            total * sum(costs.w[s] for s in own), most_deferred(schedule, rank) * costs.w[own[0]]
-        )
+        weights = total * sum(costs.w[s] for s in own)
+        deferred = most_deferred(schedule, rank)
+        later = weights if deferred == inf else min(weights, deferred * costs.w[own[0]])
         lasts = sum(ahead[s] + 2 * costs.hop * (crossed[-1] - crossed[s]) for s in own)
         most = inf
         if group is None or len(own) == 1:
