@@ -6,7 +6,7 @@ from stage to stage, with restarts. Both keep what a rank holds under a limit. A
 is a clock, boundaries move by one as long as the simulated step gets shorter.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +17,7 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import Program
-from fivefold.pipeline.layout import Split
+from fivefold.pipeline.layout import Split, StageSpec
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.parts import Part, Parts, joined
 from fivefold.pipeline.schedules.registry import SCHEDULES, build_program
@@ -88,7 +88,9 @@ def balance(
         ConfigError: no cut that was found keeps to the room.
     """
     table = _Table(parts, placement, room)
-    cuts = _improved(table, _even(table))
+    cuts = _even(table)
+    if room or len(placement) > table.num_ranks:
+        cuts = _improved(table, cuts)
     if len(placement) > table.num_ranks:
         cuts = _searched(table, cuts)
     if table.score(cuts)[0]:
@@ -96,6 +98,14 @@ def balance(
     if clock:
         cuts = _timed(table, cuts, clock)
     return weigh(parts, Split(parts.stages(cuts), placement))
+
+
+def even_stages(parts: Parts, count: int) -> tuple[StageSpec, ...]:
+    """The cut into so many stages whose heaviest is lightest, and whose stages are most alike.
+
+    Of several such cuts the one with less in its early stages, which hold most in flight.
+    """
+    return parts.stages(_even(_Table(parts, tuple(range(count)), None)))
 
 
 def step_clock(program: Program, hop: float = 0.0) -> Clock:
@@ -212,7 +222,7 @@ def _even(table: _Table) -> _Cuts:
     """
     share = table.num_ranks / len(table.placement)
     cuts = _lightest(table, table.room.limit * share) if table.room else None
-    return cuts or _lightest(table, inf) or ()
+    return cuts or _alike(table, _lightest(table, inf) or ())
 
 
 def _lightest(table: _Table, limit: float) -> _Cuts | None:
@@ -244,6 +254,32 @@ def _filled(table: _Table, bound: float, limit: float) -> _Cuts | None:
             high -= 1
         edges.append(high)
     return tuple(edges[1:-1]) if edges[-1] == table.size else None
+
+
+def _alike(table: _Table, lightest: _Cuts) -> _Cuts:
+    """Of all cuts with no heavier stage, the one with the least squares, stage by stage.
+
+    An edge lies between where it is if the stages before it take as little as they may, and where
+    it is if they take as much.
+    """
+    stages = [stretch[1:] for stretch in table.stretches(lightest)]
+    bound = max(table.load(*stretch) for stretch in stages) + table.grain
+    latest = [0, *(_filled(table, bound, inf) or lightest), table.size]
+    earliest = [table.size] * len(latest)
+    for stage in reversed(range(len(stages))):
+        high, spare = earliest[stage + 1], bound - table.load(stage, 0, 0)
+        earliest[stage] = bisect_left(table.time, table.time[high] - spare, hi=high)
+    reached: dict[int, tuple[float, _Cuts]] = {0: (0.0, ())}
+    for stage in range(len(stages)):
+        further: dict[int, tuple[float, _Cuts]] = {}
+        for high in range(earliest[stage + 1], latest[stage + 1] + 1):
+            for low, (squares, cuts) in reached.items():
+                load = table.load(stage, low, high) if low <= high else inf
+                found = squares + load * load
+                if load <= bound and found < further.get(high, (inf,))[0] - table.grain**2:
+                    further[high] = (found, (*cuts, high))
+        reached = further
+    return reached[table.size][1][:-1]
 
 
 def _improved(table: _Table, cuts: _Cuts, steps: int = _STEPS) -> _Cuts:

@@ -1,8 +1,7 @@
 """The ways to cut a model into pipeline stages, and the schedules that can run them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
-from fivefold.model.shape import WholeModel, forward_flops
-from fivefold.pipeline.layout import Split, StageSpec, layout_string, split_layers
+from fivefold.pipeline.balance import even_stages
+from fivefold.pipeline.layout import Split, layout_string, split_layers
 from fivefold.pipeline.modelled import modelled_problem
+from fivefold.pipeline.parts import joined, modelled_parts
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import SCHEDULES
 
@@ -213,33 +213,12 @@ _ARGUMENTS: Mapping[str, str] = MappingProxyType(
 
 
 def balanced_layout(config: Config, stages: int) -> str:
-    """The layout of consecutive stages whose FLOPs are as equal as whole layers allow.
+    """The layout of consecutive stages that take, by their arithmetic, as equal times as can be.
 
-    Each boundary lies where the running sum is nearest to its share; prediction layers and the
-    head share the last stage.
+    Prediction layers and the head share the last stage.
     """
-    model, length = config.model, config.training.seq_length
-    loads = [_flops(model, length, (layer,)) for layer in range(model.num_layers)]
-    end = _flops(model, length, (), head=True) + model.mtp_num_layers * loads[-1]
-    sums = [0.0, *accumulate(loads)]
-    share = (sums[-1] + end) / stages
-    bounds = [0]
-    for stage in range(1, stages):
-        wanted = min(range(len(sums)), key=lambda layer: abs(sums[layer] - stage * share))
-        bounds.append(max(wanted, bounds[-1]))
-    counts = [after - before for before, after in pairwise([*bounds, model.num_layers])]
-    return layout_string(_stages(counts, model.mtp_num_layers))
-
-
-def _stages(counts: Sequence[int], mtp: int) -> Iterator[StageSpec]:
-    start, final = 0, len(counts) - 1
-    for stage, count in enumerate(counts):
-        layers = tuple(range(start, start + count))
-        yield StageSpec(stage == 0, layers, stage == final, mtp if stage == final else 0)
-        start += count
-
-
-def _flops(
-    model: ModelConfig, length: int, layers: tuple[int, ...], *, head: bool = False
-) -> float:
-    return forward_flops(model, length, WholeModel(layers, embedding=False, head=head)).total
+    model = config.model
+    parts = modelled_parts(model, config.training.seq_length)
+    end = joined((*parts.prediction, parts.head))
+    *before, last = even_stages(replace(parts, prediction=(), head=end), stages)
+    return layout_string([*before, replace(last, mtp=model.mtp_num_layers)])

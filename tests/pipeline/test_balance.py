@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
 from fivefold.model.shape import count_parameters, forward_flops
-from fivefold.pipeline.balance import Room, balance, schedule_clock, step_clock, weigh
+from fivefold.pipeline.balance import (
+    Room,
+    balance,
+    even_stages,
+    schedule_clock,
+    step_clock,
+    weigh,
+)
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.layout import Split, layout_string, split_layers
 from fivefold.pipeline.lowering import eager_dx
@@ -64,6 +71,32 @@ def test_one_stage_a_rank_is_optimal(embedding, layers, prediction, head, ranks,
     if best == inf:
         with pytest.raises(ConfigError, match="no cut of the model fits"):
             balance(parts, placement, room)
+
+
+@settings(max_examples=60)
+@given(TIME, st.lists(TIME, min_size=1, max_size=8), TIME, st.integers(1, 5))
+def test_even_stages_are_most_alike(embedding, layers, head, stages):
+    """Of all cuts with the lightest heaviest stage, none has a smaller sum of squares."""
+    parts = parts_of(embedding, layers, (), head)
+
+    def judged(cut):
+        times = [parts.of(stage).time for stage in cut]
+        return max(times), sum(time * time for time in times)
+
+    every = [
+        judged(parts.stages(cuts))
+        for cuts in combinations_with_replacement(range(len(layers) + 1), stages - 1)
+    ]
+    most, squares = judged(even_stages(parts, stages))
+    lightest = min(heaviest for heaviest, _ in every)
+    assert most == pytest.approx(lightest, abs=1e-6)
+    best = min(square for heaviest, square in every if heaviest <= lightest + 1e-9)
+    assert squares <= best + 1e-6
+
+
+def test_of_equal_cuts_early_stages_hold_less():
+    parts = parts_of(0, (1,) * 10, (), 0)
+    assert [len(stage.layers) for stage in even_stages(parts, 4)] == [2, 2, 3, 3]
 
 
 @settings(max_examples=40)

@@ -93,6 +93,12 @@ def test_what_is_given_stays() -> None:
     assert space.config_of(row).memory.recompute_granularity == "full"
 
 
+def test_deepseek_is_cut_as_its_users_cut_it() -> None:
+    """Megatron-Bridge's layout for 16 pipeline ranks: one layer beside prediction and head."""
+    config = Config(PRESETS["deepseek-v3"]).with_values(seq_length=4096)
+    assert balanced_layout(config, 16) == "Et*4|(t*4|)*14tmL"
+
+
 @given(layers=st.integers(1, 70), stages=st.integers(1, 24), mtp=st.integers(0, 1))
 def test_balanced_layouts_keep_all_layers_and_are_balanced(
     layers: int, stages: int, mtp: int
