@@ -2,7 +2,7 @@
 
 Megatron-LM publishes `max_memory_allocated`, which `plan.memory` counts. nanotron and torchtitan
 publish what the allocator had reserved, which depends on the order in which tensors come and go:
-their steps are replayed.
+their steps are replayed, of models without experts.
 """
 
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class Peak:
 
 def published_peak(row: Row, layout: Layout, cluster: Cluster) -> Peak:
     """The peak of a row's run in a layout."""
-    source = row.source.lower()
+    source = "" if layout.config.model.num_experts else row.source.lower()
     capacity = cluster.gpu.memory_bytes - cluster.reserved_bytes
     if "nanotron" in source:
         capacity -= Nanotron.communicators * _COMMUNICATOR
@@ -72,9 +72,11 @@ def _extremes(layout: Layout) -> list[int]:
     return sorted({0, min(1, layout.grid.pp - 1), layout.grid.pp - 1})
 
 
-def _policy_of(layout: Layout) -> StatePolicy:
-    """What Megatron-LM keeps of weights, gradients and optimizer state."""
-    return megatron_policy(layout.config.parallel.data_parallel_sharding_strategy != "no_shard")
+def _policy_of(layout: Layout) -> StatePolicy | None:
+    """What Megatron-LM keeps of weights, gradients and optimizer state; who shards weights, too,
+    keeps what Fivefold does."""
+    strategy = layout.config.parallel.data_parallel_sharding_strategy
+    return None if strategy == "optim_grads_params" else megatron_policy(strategy != "no_shard")
 
 
 def _loss_of(row: Row) -> dict[str, Any]:

@@ -68,6 +68,33 @@ def test_a_table_says_which_of_them_were_predicted(tmp_path: Path) -> None:
     assert '"predicted": true' in report(path).as_json()
 
 
+def test_no_run_of_megatron_that_ran_is_predicted_to_fail() -> None:
+    """What it allocates itself is held to published figures in test_memory.py."""
+    for row in rows("SimuMax") + rows("golden"):
+        cluster = cluster_of(row)
+        assert any(
+            published_peak(row, choice.layout, cluster).fits for choice in row_layouts(row)
+        ), row.name
+
+
+def reserved(row: Row, microbatches: int, **cells: str) -> float:
+    """GiB, of one sequence a microbatch."""
+    pp = int(cells.get("pp", "1"))
+    batch = str(microbatches * 8 // pp)
+    other = Row(row.line, {**row.cells, "mbs": "1", "gbs": batch, "dp": str(8 // pp), **cells})
+    (choice,) = row_layouts(other)
+    assert choice.layout.num_microbatches == microbatches
+    return published_peak(other, choice.layout, cluster_of(other)).reported / 2**30
+
+
+def test_further_microbatches_cost_a_pipeline_their_logits_and_else_nothing() -> None:
+    row = next(row for row in rows("torchtitan") if "compile" in row.text("note"))
+    assert reserved(row, 8) == pytest.approx(reserved(row, 2), rel=0.01)
+    logits = 2 * 8192 * 128256 / 2**30
+    more = reserved(row, 16, pp="4") - reserved(row, 8, pp="4")
+    assert 8 * logits < more < 2 * 8 * logits  # each, and joined where activations were
+
+
 @pytest.mark.parametrize(("recompute", "smaller"), [("full", 0.8), ("selective-op", 0.95)])
 def test_recomputation_lowers_what_is_reserved(recompute: str, smaller: float) -> None:
     row = next(row for row in rows("torchtitan") if "compile" in row.text("note"))

@@ -7,8 +7,9 @@ optim/gradient_accumulator.py, optim/zero.py and trainer.py. It reports
 
 from collections.abc import Hashable, Sequence
 from functools import cached_property
-from math import prod
+from math import inf, prod
 
+from fivefold.check import Layout
 from fivefold.plan.replay.step import Replay, weight_shapes
 from fivefold.plan.replay.tape import Op
 
@@ -25,6 +26,10 @@ class Nanotron(Replay):
 
     communicators = 8  # world, data, tensor, pipeline, model, expert, context, tied weights
     lead = 64  # 1024 launches, the depth of CUDA's queue, at some 16 a collective
+
+    def __init__(self, layout: Layout, pp_rank: int, capacity: float = inf) -> None:
+        super().__init__(layout, pp_rank, capacity)
+        self._fresh: list[Hashable] = []
 
     @cached_property
     def weights(self) -> dict[Hashable, float]:
@@ -134,7 +139,6 @@ class Nanotron(Replay):
         whole = sum(self.weights.values())
         self.memory.allocate("gradients", 4 * whole)
         self.memory.allocate("masters", 4 * whole / self.shards)
-        self._fresh: list[Hashable] = []
 
     def after_backward(self, stage: int, place: int, mb: int, weights: list[Hashable]) -> None:
         """Gradients wait for the end of the backward."""

@@ -5,6 +5,7 @@ metrics.py; PyTorch's _fsdp_collectives.py, pipelining/stage.py and tensor/paral
 reports the allocator's peak of reserved memory, with expandable segments, of the fullest rank.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from math import inf, prod
@@ -47,14 +48,16 @@ class Torchtitan(Replay):
             selects: recompute every second multiplication, and all that is not one or attention.
         """
         super().__init__(layout, pp_rank, capacity)
+        if self._pipelined:  # each microbatch has buffers of its own
+            self.num_microbatches = layout.num_microbatches
         self.compiled = compiled
         self.selects = selects
         self._gathered: dict[tuple[int, int], list[Hashable]] = {}
         self._arrived: list[Hashable] = []  # of the last all-gather, until the next has been copied
         self._leaving: list[Hashable] = []  # of the last reduce-scatter, until the next starts
         self._grown: dict[tuple[int, int], list[Hashable]] = {}
-        self._reduced: list[Hashable] = []
-        self._done: dict[int, int] = {}
+        self._reduced: dict[tuple[int, int], Hashable] = {}
+        self._backwards: Counter[int] = Counter()
         self._results: list[Hashable] = []
 
     @cached_property
@@ -196,32 +199,23 @@ class Torchtitan(Replay):
         """Gradients are reduced; under a pipeline they grow in fp32 up to the last microbatch."""
         unit = (stage, place)
         if self._pipelined:
-            if unit not in self._grown:
-                self._grown[unit] = [self.tape.make(4 * prod(s)) for s in self.units[unit]]
-            self._free(weights)
-            self._done[stage] = self._done.get(stage, 0)
-            return
-        self._free(self._gathered.pop(unit, ()))
-        self._reduce(unit, weights)
+            self._grow(unit, weights)
+        else:
+            self._free(self._gathered.pop(unit, ()))
+            self._reduce(unit, weights)
 
     def end_backward(self, stage: int, mb: int, weights: list[Hashable]) -> None:
         """The root unit is the last one; under a pipeline the last microbatch reduces them all."""
-        unit = (stage, _ROOT)
+        self.after_backward(stage, _ROOT, mb, weights)
         if not self._pipelined:
-            self._free(self._gathered.pop(unit, ()))
-            self._reduce(unit, weights)
             return
         if self.stages[stage].head:
             self._results.append(self.tape.make(2 * self.sizes.entries))
-        if unit in self.units and unit not in self._grown:
-            self._grown[unit] = [self.tape.make(4 * prod(s)) for s in self.units[unit]]
-        self._free(weights)
-        self._done[stage] = self._done.get(stage, 0) + 1
-        if self._done[stage] == self.num_microbatches:
-            del self._done[stage]
-            for each in [each for each in self.units if each[0] == stage]:
-                self._free(self._gathered.pop(each, ()))
-                self._reduce(each, self._grown.pop(each, []))
+        self._backwards[stage] += 1
+        if self._backwards[stage] % self.num_microbatches == 0:
+            for unit in [unit for unit in self.units if unit[0] == stage]:
+                self._free(self._gathered.pop(unit, ()))
+                self._reduce(unit, self._grown.pop(unit, []))
 
     def update(self, *, is_first: bool) -> None:
         """Moments, made at the first step; a root of each second moment is there for a moment."""
@@ -242,8 +236,8 @@ class Torchtitan(Replay):
                     self.memory.allocate(("moment", moment, unit, number), size)
         roots = [self.tape.make(size) for *_, size in shards]
         self._free(roots)
-        self._free(self._reduced)
-        self._reduced = []
+        self._free(self._reduced.values())
+        self._reduced.clear()
 
     @property
     def _pipelined(self) -> bool:
@@ -261,6 +255,12 @@ class Torchtitan(Replay):
         self._free(self._arrived)
         self._arrived = arrived
 
+    def _grow(self, unit: tuple[int, int], gradients: list[Hashable]) -> None:
+        """Gradients are added to those of earlier microbatches, in fp32."""
+        if unit in self.units and unit not in self._grown:
+            self._grown[unit] = [self.tape.make(4 * prod(shape)) for shape in self.units[unit]]
+        self._free(gradients)
+
     def _reduce(self, unit: tuple[int, int], gradients: Iterable[Hashable]) -> None:
         """One fp32 tensor goes out, a shard of it comes back and stays until the next step."""
         if unit not in self.units:
@@ -269,9 +269,11 @@ class Torchtitan(Replay):
         whole = sum(map(prod, self.units[unit]))
         self._leaving = [self.tape.make(4 * whole)]
         self._free(gradients)
-        self._reduced.append(("gradient", unit))
         own = sum(held(shape, self.shards) for shape in self.units[unit])
-        self.memory.allocate(("gradient", unit), 4 * own, _REDUCE)
+        shard = ("gradient", unit, unit in self._reduced)
+        self.memory.allocate(shard, 4 * own, _REDUCE)
+        if self._reduced.setdefault(unit, shard) != shard:  # added to that of earlier microbatches
+            self.memory.release(shard)
 
     def _free(self, names: Iterable[Hashable]) -> None:
         for name in names:
