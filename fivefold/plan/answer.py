@@ -71,7 +71,8 @@ def ranked(result: Result, most: int) -> list[str]:
         assert prediction is not None
         parallel = layout.config.parallel
         virtual = layout.split.num_virtual
-        schedule = "-" if grid.pp == 1 else layout.schedule + (f" x{virtual}" * (virtual > 1))
+        plain = grid.pp == 1 and not layout.runs_pairs
+        schedule = "-" if plain else layout.schedule + f" x{virtual}" * (virtual > 1)
         copies = parallel.num_distributed_optimizer_instances
         shards = ZERO[parallel.data_parallel_sharding_strategy] + (f" /{copies}" * (copies > 1))
         expert = f"{grid.ep}" + (f"x{grid.etp}" * (grid.etp > 1))

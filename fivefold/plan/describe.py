@@ -34,6 +34,8 @@ def summary(layout: Layout) -> str:
     if layout.grid.pp > 1:
         virtual = layout.split.num_virtual
         words.append(f"{layout.schedule}" + (f" x {virtual} stages" if virtual > 1 else ""))
+    if layout.overlaps_pairs:
+        words.append("experts' messages in pairs")
     strategy = ZERO[parallel.data_parallel_sharding_strategy]
     if strategy != "-":
         copies = parallel.num_distributed_optimizer_instances

@@ -15,6 +15,7 @@ from fivefold.pipeline.simulate import simulate
 from fivefold.plan.blocks import Ranks
 from fivefold.plan.cluster import preset
 from fivefold.plan.compute import Phases
+from fivefold.plan.describe import summary
 from fivefold.plan.pairs import Paired, hidden
 from fivefold.plan.software import Software
 from fivefold.plan.space import enumerate_space
@@ -125,6 +126,7 @@ def test_the_warm_up_hides_nothing() -> None:
 def test_the_usual_schedule_of_an_overlap_is_one_of_pairs() -> None:
     layout = planned("mixtral-8x7b", 64, ep=8, gbs=512, **{NAME: True})
     assert layout.schedule == "combined_1f1b"
+    assert "experts' messages in pairs" in summary(layout)
     config = layout.config.with_values(pipeline_schedule="1f1b")
     with pytest.raises(ConfigError, match="1f1b schedule runs none"):
         check(config, 64, planned=True)
