@@ -142,7 +142,10 @@ def _missing(layout: Layout) -> Iterator[str]:
             "gathered between forward and backward, which is nearest to ZeRO-2"
         )
     if grid.pp > 1 and layout.schedule not in _SCHEDULES:
-        yield f"torchtitan has no {layout.schedule} schedule: 1F1B stands in its place"
+        yield (
+            f"torchtitan has no {layout.schedule} schedule: 1F1B stands in its place; fivefold "
+            "schedule --torch-csv writes others for parallelism.pipeline_parallel_schedule_csv"
+        )
     if memory.recompute_granularity == "selective":
         yield f"recompute of {' '.join(memory.recompute_modules)} became its per-op selection"
     if memory.recompute_granularity == "full" and memory.recompute_method == "block":
