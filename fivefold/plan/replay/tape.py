@@ -201,11 +201,11 @@ class Tape:
             del self._owners[gradient]
             self.allocator.release(gradient)
 
-    def make(self, size: float) -> Hashable:
+    def make(self, size: float, stream: str = "compute") -> Hashable:
         """A tensor without a name of its own."""
         self._count += 1
         name = ("temporary", self._count)
-        self.allocator.allocate(name, size)
+        self.allocator.allocate(name, size, stream)
         return name
 
     def _free_all(self, names: Iterable[Hashable]) -> None:

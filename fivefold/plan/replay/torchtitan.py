@@ -248,9 +248,8 @@ class Torchtitan(Replay):
         if unit in self._gathered or unit not in self.units:
             return
         sizes = [2 * prod(s) for s in self.units[unit]]
-        arrived: list[Hashable] = [("gathered", unit, part) for part in ("shard", "whole")]
-        self.memory.allocate(arrived[0], sum(sizes) / self.shards, _GATHER)
-        self.memory.allocate(arrived[1], sum(sizes), _GATHER)
+        own, whole = sum(sizes) / self.shards, sum(sizes)
+        arrived = [self.tape.make(size, _GATHER) for size in (own, whole)]
         self._gathered[unit] = [self.tape.make(size) for size in sizes]
         self._free(self._arrived)
         self._arrived = arrived
@@ -270,8 +269,7 @@ class Torchtitan(Replay):
         self._leaving = [self.tape.make(4 * whole)]
         self._free(gradients)
         own = sum(held(shape, self.shards) for shape in self.units[unit])
-        shard = ("gradient", unit, unit in self._reduced)
-        self.memory.allocate(shard, 4 * own, _REDUCE)
+        shard = self.tape.make(4 * own, _REDUCE)
         if self._reduced.setdefault(unit, shard) != shard:  # added to that of earlier microbatches
             self.memory.release(shard)
 
