@@ -5,6 +5,7 @@ half's all-to-alls run beside the other half's computation, or beside dW, for wh
 A half without a partner, in the warm-up and the drain, hides nothing.
 """
 
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fivefold.hardware import Gpu
+from fivefold.pipeline.costs import Costs
 from fivefold.plan.times import Times
 
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V", float, NDArray[np.float64])
 
 
@@ -28,6 +31,31 @@ class Paired:
 
     layers: Times
     host: float
+
+
+def pair_seconds(
+    gpu: Gpu, costs: Costs, kinds: Sequence[K], layers: Mapping[K, Paired]
+) -> tuple[tuple[float, ...], ...]:
+    """Seconds of each stage's forward beside each stage's backward, as `Costs.fb` has them.
+
+    Args:
+        gpu: on which.
+        costs: of each half alone.
+        kinds: of the stages; those of a kind take the same time.
+        layers: of each kind.
+    """
+    at = {kind: stage for stage, kind in enumerate(kinds)}
+
+    def row(ours: K) -> tuple[float, ...]:
+        alone = costs.f[at[ours]]
+        seconds = {
+            theirs: alone + costs.b[s] + costs.w[s] - hidden(gpu, layers[ours], layers[theirs])
+            for theirs, s in at.items()
+        }
+        return tuple(seconds[kind] for kind in kinds)
+
+    rows = {kind: row(kind) for kind in at}
+    return tuple(rows[kind] for kind in kinds)
 
 
 def hidden(gpu: Gpu, forward: Paired, backward: Paired) -> float:

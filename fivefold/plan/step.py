@@ -21,7 +21,7 @@ from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, send, span
 from fivefold.plan.compute import Phases, elementwise, overlapped
 from fivefold.plan.layer import Blocks, LayerTimes
-from fivefold.plan.pairs import Paired, hidden
+from fivefold.plan.pairs import Paired, pair_seconds
 from fivefold.plan.software import Software
 from fivefold.plan.times import Times
 from fivefold.plan.timetable import Clock
@@ -304,21 +304,10 @@ class _Predictor:
             tuple(t.dw for t in totals),
             self.hop - waits,
         )
-        return replace(costs, fb=self._pairs(costs)) if self.layout.overlaps_pairs else costs
-
-    def _pairs(self, costs: Costs) -> tuple[tuple[float, ...], ...]:
-        """Seconds of each stage's forward beside each stage's backward."""
+        if not self.layout.overlaps_pairs:
+            return costs
         kinds = self.kinds * self.layout.num_copies
-        saved = {
-            (ours, theirs): hidden(self.cluster.gpu, self._paired[ours], self._paired[theirs])
-            for ours in self._paired
-            for theirs in self._paired
-        }
-        alone = [b + w for b, w in zip(costs.b, costs.w, strict=True)]
-        return tuple(
-            tuple(f + back - saved[ours, theirs] for back, theirs in zip(alone, kinds, strict=True))
-            for f, ours in zip(costs.f, kinds, strict=True)
-        )
+        return replace(costs, fb=pair_seconds(self.cluster.gpu, costs, kinds, self._paired))
 
     def _around(self) -> float:
         """What gathering and reducing once a step leave exposed (no sharding, ZeRO-1)."""
