@@ -25,7 +25,7 @@ class Nanotron(Replay):
     """
 
     communicators = 8  # world, data, tensor, pipeline, model, expert, context, tied weights
-    lead = 64  # 1024 launches, the depth of CUDA's queue, at some 16 a collective
+    lead = 64  # 1024 launches, the depth of CUDA's queue, at some 16 a collective, events included
 
     def __init__(self, layout: Layout, pp_rank: int, capacity: float = inf) -> None:
         super().__init__(layout, pp_rank, capacity)
