@@ -23,7 +23,8 @@ from fivefold.plan.step import program_times
 from fivefold.plan.time_bound import TIMING, TimeBound, waits
 from fivefold.plan.ways import V_SHAPED
 
-TOGETHER = 48  # programs' costs that are timed in one walk
+TOGETHER = 48  # programs' costs that are timed in one walk, at most
+APIECE = 600  # acts that take as long to walk for any number of costs as one cost more does
 UNTIL_ONE = 2_000_000  # acts more that may be spent until a layout fits
 LOOK, TIMED = 500, 200  # acts that take as long to build and walk as one look, and one timing
 
@@ -107,6 +108,7 @@ class Frontier:
 
     def _alike(self, row: int) -> list[int]:
         """The row, and others of its program that may be faster than the best and are not timed."""
+        together = np.clip(_acts(self.layout(row), 5) // APIECE, 2, TOGETHER)
         rows = self._programs.members(row)
         rows = rows[self.lower[rows] < self.ledger.best]
         rows = rows[np.argsort(self.lower[rows], kind="stable")]
@@ -115,7 +117,7 @@ class Frontier:
             timing = int(self._timing.of[other])
             if timing not in self._timed:
                 chosen.setdefault(timing, other)
-            if len(chosen) == TOGETHER:
+            if len(chosen) == together:
                 break
         return list(chosen.values())
 

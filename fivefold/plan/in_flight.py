@@ -121,36 +121,54 @@ def _swept(program: Program, rank: int) -> Moments:
     """What is held while each compute act of a rank runs."""
     acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
     place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
-    gained, lost = (np.zeros((3, len(acts), len(place))) for _ in range(2))
-    share, part = 1 / program.num_slices, 1 / program.num_weight_parts
     splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
     made: set[tuple[int, int, int]] = set()
-    numbers: dict[Acts, int] = {}
+    # Where (kept, remade or waiting; act; stage) a slice comes before an act, or comes and goes
+    # after it, and where a part of its dW goes.
+    before: list[int] = []
+    after: list[int] = []
+    gone: list[int] = []
+    parts: list[int] = []
+    size = len(acts) * len(place)
+    numbers: dict[object, int] = {}
+    running: list[Acts] = []
     which, backwards, count = [], [], 0
     for number, act in enumerate(acts):
         anew = bool(made)
         for kid in act.elementary:
-            at, piece = place[kid.stage], _piece(kid)
+            cell = number * len(place) + place[kid.stage]
             if kid.kind is Kind.F:
-                gained[0, number, at] += share
-            elif kid.kind is Kind.R:
-                gained[1, number, at] += share
-                made.add(piece)
+                before.append(cell)
             elif kid.kind is Kind.W:
-                lost[2, number, at] += share * part
+                parts.append(2 * size + cell)
+            elif kid.kind is Kind.R:
+                before.append(size + cell)
+                made.add(_piece(kid))
             else:
                 count += 1
-                lost[0, number, at] += share
-                lost[1, number, at] += share * (piece in made)
-                lost[2, number, at] -= share * (piece in splits)
-                made.discard(piece)
-        running = tuple((kid.kind, kid.stage) for kid in act.elementary)
-        which.append(numbers.setdefault((running, anew or bool(made)), len(numbers)))
+                gone.append(cell)
+                piece = _piece(kid)
+                if piece in splits:
+                    after.append(2 * size + cell)
+                if piece in made:
+                    gone.append(size + cell)
+                    made.remove(piece)
+        anew = anew or bool(made)
+        key = (act.kind, act.stage, act.kids and act.kids[1].stage, anew)
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            running.append((tuple((kid.kind, kid.stage) for kid in act.elementary), anew))
+        which.append(numbers[key])
         backwards.append(min(count, 2))
-    gained[:, 1:] -= lost[:, :-1]
-    kept, remade, waiting = np.cumsum(gained, axis=1)
+    share = 1 / program.num_slices
+    come, later, left, done = (
+        share * np.bincount(np.array(cells, np.intp), minlength=3 * size).reshape(3, len(acts), -1)
+        for cells in (before, after, gone, parts)
+    )
+    come[:, 1:] += (later - left - done / program.num_weight_parts)[:, :-1]
+    kept, remade, waiting = np.cumsum(come, axis=1)
     index = np.array(which, np.intp), np.array(backwards, np.intp)
-    return Moments(tuple(numbers), *index, kept, remade, waiting)
+    return Moments(tuple(running), *index, kept, remade, waiting)
 
 
 def _piece(act: Act) -> tuple[int, int, int]:

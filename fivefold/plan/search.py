@@ -6,8 +6,9 @@ below the best that was found, or the work that may be spent is used up. Where a
 be faster does not fit, it is tried again with finer techniques to save memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import perf_counter
 
 import numpy as np
@@ -114,7 +115,7 @@ class _Search:
     def run(self) -> Result:
         request, ledger = self.request, self.ledger
         self.ranks = Ranks.of(request.config.model, self.space.ways)
-        quick = quick_time_bound(self.space, self.ranks, request.cluster, Software())
+        quick = quick_time_bound(self.space, self.ranks, request.cluster, Software(), ledger.blocks)
         start, end = 0.0, REACH * float(quick.min())
         while start < REACH * ledger.best and not ledger.spent:
             rows = np.flatnonzero((quick >= start) & (quick < end))
@@ -152,7 +153,8 @@ class _Search:
         self.bounded += len(space)
         self.too_large += len(space) - len(fits)
         frontier = self._frontier(space, bounds, fits)
-        for rows in _plain_first(frontier):
+        known = {candidate.mesh for candidate in self.ledger.found}
+        for rows in _plain_first(frontier, known):
             for row in rows:
                 if frontier.look(row).prediction is not None:
                     break
@@ -172,7 +174,8 @@ class _Search:
 
     def _bounded(self, space: Space) -> tuple[TimeBound, Column]:
         """Bounds on time, and the layouts whose bounds on memory fit."""
-        bounds = time_bound(space, self.ranks, self.request.cluster, Software())
+        cluster, blocks = self.request.cluster, self.ledger.blocks
+        bounds = time_bound(space, self.ranks, cluster, Software(), blocks)
         sizes = memory_bound(space, self.ranks)
         return bounds, np.flatnonzero(sizes <= capacity(self.request))
 
@@ -247,8 +250,8 @@ def with_context(space: Space, request: Request) -> Space:
     return replace(space, context=context)
 
 
-def _plain_first(frontier: Frontier) -> Iterator[list[int]]:
-    """A few layouts of each promising mesh, with usual schedules and one group.
+def _plain_first(frontier: Frontier, known: Set[tuple[int, ...]]) -> Iterator[list[int]]:
+    """A few layouts of each promising mesh that is not known, with usual schedules and one group.
 
     They nearly always fit where their bounds do, and so soon give a time for others to beat.
     """
@@ -258,15 +261,13 @@ def _plain_first(frontier: Frontier) -> Iterator[list[int]]:
     plain = usual & (c["instances"] == 1) & (c["strategy"] <= 1)
     short = short_programs(space)
     rows = short[plain[short]]
-    meshes: dict[tuple[int, ...], list[int]] = {}
-    degrees = np.stack([c[name] for name in ("tp", "cp", "pp", "ep", "etp")], axis=1)
-    for row in rows[np.argsort(frontier.lower[rows], kind="stable")].tolist():
-        mine = meshes.setdefault(tuple(degrees[row].tolist()), [])
-        if len(meshes) > MESHES:
-            break
-        if len(mine) < TRIES:
-            mine.append(row)
-    yield from (mine for mine in meshes.values() if mine)
+    rows = rows[np.argsort(frontier.lower[rows], kind="stable")]
+    few, of = space.take(rows).distinct(("tp", "cp", "pp", "ep", "etp"))
+    columns = (few.columns[name].tolist() for name in ("tp", "cp", "pp", "ep", "etp"))
+    new = [mesh not in known for mesh in zip(*columns, strict=True)]
+    promising = dict.fromkeys(of[np.array(new, bool)[of]].tolist())
+    for mesh in islice(promising, max(0, MESHES - len(known))):
+        yield rows[of == mesh][:TRIES].tolist()
 
 
 def short_programs(space: Space) -> Column:

@@ -13,6 +13,7 @@ from fivefold.mesh.grid import Grid
 from fivefold.pipeline.layout import Split, split_layers
 from fivefold.plan.blocks import (
     EMBEDDING,
+    EXPERTS,
     FOR_TIME,
     HEAD,
     KINDS,
@@ -54,8 +55,14 @@ class TimeBound:
         return self.program + self.around
 
 
-def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software) -> TimeBound:
-    """What layouts take at least.
+def time_bound(
+    space: Space,
+    ranks: Ranks,
+    cluster: Cluster,
+    software: Software,
+    blocks: Blocks | None = None,
+) -> TimeBound:
+    """What layouts take at least; `blocks` as `LayerTimes` shares them.
 
     A rank cannot begin before one microbatch has come through the stages before its first, then has
     all its work to do, and its last dX still has to come down to stage 0; only as many dW as its
@@ -63,28 +70,35 @@ def time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software)
     """
     run, of_run = space.distinct(TIMING)
     sharded, of_sharded = space.distinct(SHARDING)
-    cells = _cells(run, cluster, software)
+    cells = _cells(run, cluster, software, blocks)
     data = _DataParallel(sharded, cluster)
-    strategy, microbatches = space.columns["strategy"], _share(space, ranks)
+    microbatches = _share(space, ranks)
     best = _path(run, ranks, cells)[of_run]
     around = np.zeros(len(space))
     for which in FOR_TIME:
         work, kept, forward, backward = _pipeline(run, ranks, cells, cluster, which)
         gathered, reduced = (move[of_sharded] for move in data.moves(ranks, which))
-        every, once = _exposed(
-            strategy, forward[of_run], backward[of_run], gathered, reduced, cluster
-        )
+        layers = ranks.held[space.columns["way"], which][:, :PREDICTION].sum(axis=1)
+        work_times = forward[of_run], backward[of_run]
+        moves = gathered, reduced
+        every, once = _exposed(space, work_times, moves, np.maximum(layers, 1), cluster)
         best = np.maximum(best, kept[of_run])
         best = np.maximum(best, work[of_run] + microbatches * every)
         around = np.maximum(around, once)
     return TimeBound(best * waits(space, cluster), around + data.optimizer(ranks)[of_sharded])
 
 
-def quick_time_bound(space: Space, ranks: Ranks, cluster: Cluster, software: Software) -> Values:
+def quick_time_bound(
+    space: Space,
+    ranks: Ranks,
+    cluster: Cluster,
+    software: Software,
+    blocks: Blocks | None = None,
+) -> Values:
     """Less than `time_bound`, and sooner: data parallelism and recomputation take no time."""
     run, of_run = space.distinct(tuple(name for name in TIMING if name != "memory"))
     run.columns["memory"][:] = 0  # the choice that repeats least
-    cells = _cells(run, cluster, software)
+    cells = _cells(run, cluster, software, blocks)
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
         work, kept, *_ = _pipeline(run, ranks, cells, cluster, which)
@@ -156,24 +170,39 @@ def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
 
 
 def _exposed(
-    strategy: Column,
-    forward: Values,
-    backward: Values,
-    gathered: Values,
-    reduced: Values,
+    space: Space,
+    work: tuple[Values, Values],
+    moves: tuple[Values, Values],
+    layers: Values,
     cluster: Cluster,
 ) -> tuple[Values, Values]:
-    """What data parallelism leaves exposed in every microbatch, and once a step."""
-    slowdown = cluster.gpu.overlap_slowdown
+    """What data parallelism leaves exposed in every microbatch, and once a step.
+
+    Args:
+        space: the candidates.
+        work: seconds of a rank's forwards and backwards.
+        moves: seconds to gather its parameters and to reduce its gradients.
+        layers: that it holds.
+        cluster: on what.
+    """
+    slowdown, parallel = cluster.gpu.overlap_slowdown, space.config.parallel
+    (forward, backward), (gathered, reduced) = work, moves
+    strategy = space.columns["strategy"]
 
     def hidden(work: Values, moved: Values) -> Values:
         """As `compute.overlapped`, which is convex: less for a sum than for its parts."""
         found: Values = np.maximum(0, moved - work) + slowdown * np.minimum(work, moved)
         return found
 
-    gathering, reducing = hidden(forward, gathered), hidden(backward, reduced)
-    both = gathering + hidden(backward, gathered + reduced)
-    often = np.select([strategy == 2, strategy == 3], [reducing, both], 0.0)
+    def apart(work: Values, moved: Values, overlaps: bool) -> Values:
+        """Of a transfer layer by layer, the first or last of which is alone."""
+        alone = moved / layers
+        return alone + hidden(work, moved - alone) if overlaps else moved
+
+    both = hidden(forward, gathered) + hidden(backward, gathered + reduced)
+    often = np.select([strategy == 2, strategy == 3], [hidden(backward, reduced), both], 0.0)
+    gathering = apart(forward, gathered, parallel.overlap_param_gather)
+    reducing = apart(backward, reduced, parallel.overlap_grad_reduce)
     once = np.select([strategy <= 1, strategy == 2], [gathering + reducing, gathering], 0.0)
     return often, once
 
@@ -208,11 +237,11 @@ def _share(space: Space, ranks: Ranks) -> Values:
     return found
 
 
-def _cells(space: Space, cluster: Cluster, software: Software) -> Cells:
+def _cells(space: Space, cluster: Cluster, software: Software, blocks: Blocks | None) -> Cells:
     """`_NUMBERS` of each kind of block, a microbatch each, and bytes of its message."""
     model = space.config.model
     split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
-    known: Blocks = {}
+    known: Blocks = {} if blocks is None else blocks
 
     def times(config: Config) -> LayerTimes:
         return LayerTimes(_one_stage(config, split), cluster, software, known)
@@ -288,8 +317,13 @@ class _DataParallel:
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         wire = 2 if space.config.parallel.grad_reduce_in_bf16 else 4
         self.copy, self.wire = 2.0, float(wire)
+        model = space.config.model
+        self.further_experts = bool(model.mtp_num_layers) and model.is_moe(model.num_layers)
         self.dense_gather = self._affine(gather, self.shard, c["tp"])
         self.dense_reduce = self._affine(all_reduce, self.shard, c["tp"])
+        self.replica_reduce = self._affine(
+            all_reduce, c["instances"], c["tp"] * c["cp"] * (c["dp"] // c["instances"])
+        )
         self.expert_gather = self._affine(gather, self.expert, c["ep"] * c["etp"])
         self.expert_reduce = self._affine(all_reduce, self.expert, c["ep"] * c["etp"])
 
@@ -315,20 +349,26 @@ class _DataParallel:
         held = ranks.held[self.space.columns["way"], which]
         dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
 
+        # A layer is a transfer of its own, and so are the ends of the model.
+        layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
+        with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts
+
         def seconds(kind: str, size: float) -> Values:
             total: Values = sum(
-                (parameters > 0) * empty + parameters * size * slope
-                for parameters, (empty, slope) in (
-                    (dense, getattr(self, f"dense_{kind}")),
-                    (expert, getattr(self, f"expert_{kind}")),
+                count * empty + parameters * size * slope
+                for count, parameters, (empty, slope) in (
+                    (layers, dense, getattr(self, f"dense_{kind}")),
+                    (with_experts, expert, getattr(self, f"expert_{kind}")),
                 )
             )
             return total
 
         whole = self.space.columns["strategy"] == 0
         gathered = np.where(whole, 0.0, seconds("gather", self.copy))
-        reduced = np.where(whole, seconds("reduce", self.wire), seconds("gather", self.wire))
-        return gathered, reduced
+        empty, slope = self.replica_reduce
+        between = layers * empty + dense / self.shard * self.wire * slope
+        split = seconds("gather", self.wire) + between
+        return gathered, np.where(whole, seconds("reduce", self.wire), split)
 
     def optimizer(self, ranks: Ranks) -> Values:
         """Seconds of the update on the rank with the most parameters."""
