@@ -328,7 +328,9 @@ def _recompute(row: Row, model: ModelConfig) -> list[dict[str, Any]]:
     if text == "selective":
         return [_selective("core_attn")]
     if text == "selective-op":
-        # Every second multiplication runs again: about what the first half of the MLP is.
+        # Of q, k, v, o, gate, up and down k, o and up run again, and all that is no multiplication
+        # or attention; with tensor parallelism not o, whose sum is kept. That is a little less
+        # than the first half of the MLP. What it keeps is counted in replay/torchtitan.py.
         return [_selective("layernorm", "mlp")]
     if text.startswith("none"):
         return [{}]

@@ -76,11 +76,13 @@ class Torchtitan(Replay):
 
     @property
     def kept(self) -> frozenset[str]:
-        """With operations selected: every second product from the first on, and attention."""
+        """With operations selected: every second product from the first on, attention, and sums
+        over the tensor-parallel ranks."""
         if not self.selects:
             return super().kept
         products = [op.out for op in self.layer if op.is_matmul]
-        kept = frozenset({"x", "mixed", "statistics", *products[::2]})
+        sums = ("o", "down") if self.layout.grid.tp > 1 else ()
+        kept = frozenset({"x", "mixed", "statistics", *products[::2], *sums})
         if not self.compiled:
             return kept
         repeated = again(self.layer, kept)  # a compiler drops what the backward does without

@@ -150,3 +150,6 @@ def test_of_a_layer_with_operations_selected_pytorch_runs_the_same_products_agai
     repeated = [op.out for op in again(run.layer, run.kept) if op.is_matmul]
     assert repeated == ["k", "o", "up"]
     assert "down" not in run.kept
+    split = config.with_values(tensor_model_parallel_size=2, sequence_parallel=True)
+    run = Torchtitan(check(split, 8, planned=True), 0, selects=True)
+    assert [op.out for op in again(run.layer, run.kept) if op.is_matmul] == ["k", "up"]
