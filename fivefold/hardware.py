@@ -131,7 +131,7 @@ _GB200 = replace(
     matmul=_rates(bf16=1822, fp8=3616, fp4=7000, fp32=60),
     multiprocessors=152,
     sustained=0.74,
-    sustained_narrow=0.741,
+    sustained_narrow=0.786,
 )
 
 # More power keeps clocks up.
@@ -158,7 +158,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 name="H100-96",
                 memory_bytes=94.9 * _GIB,
                 memory_bandwidth=2400 * GB,
-                sustained=0.722,
+                sustained=0.696,
                 sustained_narrow=0.798,
                 attention_forward=0.313,
                 attention_backward=0.272,

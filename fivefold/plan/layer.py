@@ -110,7 +110,21 @@ class LayerTimes:
         plain = self._once(key, lambda: {"layer": sum(modules.values(), Times())})["layer"]
         if names is None:
             return plain + repeated(plain)
+        if names and self.software.keeps_every_second:
+            return plain + repeated(self._every_second())
         return plain + repeated(sum((modules[n] for n in names if n in modules), Times()))
+
+    def _every_second(self) -> Times:
+        """Of q, k, v, o, gate, up and down the even ones, and what is no multiplication; with tensor
+        parallelism not o, whose sum over the ranks is kept."""
+        attention, mlp = self._shapes(0), self._shapes(self._first(False))
+        again = (attention["self_attn.k_proj.weight"], mlp["mlp.up_proj.weight"])
+        gathered = (self._column(self._linear(weight, self.tokens)) for weight in again)
+        output = Times()
+        if self.grid.tp == 1:
+            output = Times(self._linear(attention["self_attn.o_proj.weight"], self.tokens))
+        act = self._activation(self.tokens * mlp["mlp.up_proj.weight"][0])
+        return sum(gathered, output + act + self._norm() * 2)
 
     def host(self, is_moe: bool) -> float:
         """Seconds in which the host issues a layer's forward; a backward takes twice that."""

@@ -45,6 +45,7 @@ def software_of(row: Row) -> Software:
         gradient_bytes=2.0 if row.text("prec") == "fp16" else None,
         reduces_once=True,
         joins_linears="torchtitan" not in source,
+        keeps_every_second=row.text("recomp") == "selective-op",
         by_tensor="nanotron" in source,
         imbalance=1.2 if "dropless" in note else 1.0,
     )
@@ -328,9 +329,8 @@ def _recompute(row: Row, model: ModelConfig) -> list[dict[str, Any]]:
     if text == "selective":
         return [_selective("core_attn")]
     if text == "selective-op":
-        # Of q, k, v, o, gate, up and down k, o and up run again, and all that is no multiplication
-        # or attention; with tensor parallelism not o, whose sum is kept. That is a little less
-        # than the first half of the MLP. What it keeps is counted in replay/torchtitan.py.
+        # About what the first half of the MLP is. What it keeps is counted in replay/torchtitan.py,
+        # what it runs again in layer.py.
         return [_selective("layernorm", "mlp")]
     if text.startswith("none"):
         return [{}]

@@ -24,6 +24,8 @@ class Software:
             however they are sharded; Fivefold does so for each microbatch under ZeRO-2 and ZeRO-3.
         joins_linears: queries, keys and values are one multiplication, and a gated MLP's two
             projections another.
+        keeps_every_second: selective recomputation keeps the results of attention and of every
+            second multiplication, and runs everything else again (torchtitan's "op").
         by_tensor: each parameter is gathered, its gradient reduced and its optimizer run by itself;
             otherwise a layer's together.
         gathers_to_recompute: with sharded parameters, they are gathered for the forward, again to
@@ -46,6 +48,7 @@ class Software:
     gradient_bytes: float | None = None
     reduces_once: bool = False
     joins_linears: bool = True
+    keeps_every_second: bool = False
     by_tensor: bool = False
     gathers_to_recompute: bool = False
     gather_rate: float | None = None
