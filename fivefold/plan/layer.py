@@ -115,8 +115,10 @@ class LayerTimes:
         return plain + repeated(sum((modules[n] for n in names if n in modules), Times()))
 
     def _every_second(self) -> Times:
-        """Of q, k, v, o, gate, up and down the even ones, and what is no multiplication; with tensor
-        parallelism not o, whose sum over the ranks is kept."""
+        """Of q, k, v, o, gate, up and down the even ones, and what is no multiplication.
+
+        With tensor parallelism not o, whose sum over the ranks is kept.
+        """
         attention, mlp = self._shapes(0), self._shapes(self._first(False))
         again = (attention["self_attn.k_proj.weight"], mlp["mlp.up_proj.weight"])
         gathered = (self._column(self._linear(weight, self.tokens)) for weight in again)
