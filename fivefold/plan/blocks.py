@@ -30,7 +30,7 @@ from fivefold.model.shape import (
     prediction_shapes,
 )
 from fivefold.plan.space import Column, Space
-from fivefold.plan.ways import Way, most_deferred, most_in_flight
+from fivefold.plan.ways import Way, kept_at_once, kept_in_the_end, most_deferred, most_in_flight
 
 Values = NDArray[np.float64]
 
@@ -81,6 +81,9 @@ class Ranks:
         size: [W] pipeline ranks.
         deferred: [W, 4] dW of a stage that the rank leaves for later, at most.
         most: [W, 4] chunks that it keeps at once for their backwards, at most.
+        kept: [W, 4, C] microbatches of each of its stages that it keeps at some time, if there are
+            enough; 0: not known.
+        drained: [W, 4, 2, C] those that it keeps, and whose dW waits, in the end; 0: not known.
         ahead: [W, 4, K] blocks from each of its stages to the end of the model, added up.
         crossings: [W, 4] messages on these ways.
     """
@@ -98,6 +101,8 @@ class Ranks:
     size: Column
     deferred: Values
     most: Values
+    kept: Values
+    drained: Values
     ahead: Values
     crossings: Values
 
@@ -126,6 +131,8 @@ class Ranks:
             deferred=np.array(
                 [[most_deferred(w.schedule, r) for r in row["index"]] for w, row in each]
             ),
+            kept=column("kept").astype(float),
+            drained=column("drained").astype(float),
             most=np.array(
                 [
                     [most_in_flight(w.schedule, w.pp, w.split.num_virtual, r) for r in row["index"]]
@@ -162,9 +169,25 @@ def _ranks_of(model: ModelConfig, way: Way, chunks: int) -> dict[str, Any]:
         "final": block_counts(model, stages[-1:]),
         "thinnest": [min(len(s.layers) for s in on[rank]) for rank in chosen],
         "index": nearest,
+        "kept": [
+            _filled(kept_at_once(way.schedule, way.pp, split.num_virtual, rank), chunks)
+            for rank in chosen
+        ],
+        "drained": [
+            [
+                _filled(held, chunks)
+                for held in kept_in_the_end(way.schedule, way.pp, rank) or (None, None)
+            ]
+            for rank in chosen
+        ],
         "ahead": [block_counts(model, chain(*(stages[s:] for s in held))) for held in own],
         "crossings": [sum(crossed[-1] - crossed[s] for s in held) for held in own],
     }
+
+
+def _filled(found: list[int] | None, count: int) -> list[int]:
+    """So many numbers, the last of which are 0."""
+    return [*(found or []), *[0] * (count - len(found or []))]
 
 
 Part = tuple[Sequence[str], Callable[[Config], Sequence[float]]]

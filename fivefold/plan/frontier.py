@@ -26,6 +26,7 @@ from fivefold.plan.ways import V_SHAPED
 TOGETHER = 48  # programs' costs that are timed in one walk, at most
 APIECE = 600  # acts that take as long to walk for any number of costs as one cost more does
 UNTIL_ONE = 2_000_000  # acts more that may be spent until a layout fits
+TO_IMPROVE = 200_000  # acts that may be spent afterwards, at least
 LOOK, TIMED = 500, 200  # acts that take as long to build and walk as one look, and one timing
 
 
@@ -152,6 +153,8 @@ class Frontier:
             evaluate(self.request, layout.config, layout=layout, blocks=ledger.blocks), bound=bound
         )
         if candidate.prediction is not None:
+            if not ledger.found:
+                ledger.work = max(ledger.work, TO_IMPROVE)
             ledger.found.append(candidate)
         else:
             ledger.rejected.append(candidate)

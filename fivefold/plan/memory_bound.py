@@ -28,7 +28,7 @@ from fivefold.plan.blocks import (
 )
 from fivefold.plan.memory import waiting_bytes
 from fivefold.plan.space import STRATEGIES, Space
-from fivefold.plan.ways import LINE, LOOP, V_SHAPED, most_deferred
+from fivefold.plan.ways import V_SHAPED, most_deferred
 from fivefold.state import engine_policy
 
 
@@ -45,7 +45,7 @@ def memory_bound(space: Space, ranks: Ranks) -> Values:
     best = np.zeros(len(space))
     for which in FOR_MEMORY:
         flying, less = kept.flying(ranks, which)
-        held = (less + kept.waiting(ranks, which))[of_run]
+        held = np.maximum(less + kept.waiting(ranks, which), kept.drained(ranks, which))[of_run]
         held += state.arriving(ranks, which)[of_sharded]
         np.maximum(held, flying[of_run], out=held)
         held += state.on(ranks, which)[of_sharded]
@@ -137,23 +137,27 @@ class _Kept:
     def flying(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
         """All chunks in flight on one of the ranks; and without one whose backward runs."""
         way, count = self.space.columns["way"], self.space.columns["microbatches"]
-        p, v = ranks.size[way], ranks.chunks[way]
-        chunks = self._chunks(ranks, which, 0)
-        in_turn = np.isin([w.schedule for w in self.space.ways], (*LINE, *LOOP))[way]
-        most = np.where(in_turn, ranks.most[way, which], 0)
-        # A warm-up takes the chunks in turn, as many microbatches of each as there are ranks.
-        rounds, rest = (each[:, None] for each in np.divmod(most, p * v))
-        places = np.arange(chunks.shape[1]) * p[:, None]
-        each = rounds * p[:, None] + np.clip(rest - places, 0, p[:, None])
-        kept = (np.minimum(each, count[:, None]) * chunks).sum(axis=1)
-        in_v = in_flight_in_v(self.space, ranks, which) * self._smallest(ranks, chunks)
-        kept = np.where(in_turn, kept, in_v)
+        p, chunks = ranks.size[way], self._chunks(ranks, which, 0)
+        each = np.minimum(ranks.kept[way, which], count[:, None])
+        in_v = np.isin([w.schedule for w in self.space.ways], V_SHAPED)[way]
+        known = each.any(axis=1) & (~in_v | (count >= 2 * p))
+        few = in_flight_in_v(self.space, ranks, which) * self._smallest(ranks, chunks)
+        kept = np.where(known, (each * chunks).sum(axis=1), few)
         # The first dW may come after some more backwards, and no forwards be left for these.
         late = np.where(count >= 2 * p, 0, _deferring(self.space, ranks, which))
-        known = np.where(np.isfinite(late), late, 0)
-        less = np.maximum(kept - (1 + known) * chunks.max(axis=1), 0) * np.isfinite(late)
+        waits = np.where(np.isfinite(late), late, 0)
+        less = np.maximum(kept - (1 + waits) * chunks.max(axis=1), 0) * np.isfinite(late)
         held = ranks.held[way, which]
         return kept + self.per_token.column(HEAD) * held[:, HEAD] * self.tokens, less
+
+    def drained(self, ranks: Ranks, which: int) -> Values:
+        """What is kept and what waits in the end, where most waits."""
+        way, count = self.space.columns["way"], self.space.columns["microbatches"]
+        found: Values = sum(
+            (ranks.drained[way, which, n] * self._chunks(ranks, which, start)).sum(axis=1)
+            for n, start in enumerate((0, KINDS))
+        )
+        return np.where(count >= 2 * ranks.size[way], found, 0)
 
     def waiting(self, ranks: Ranks, which: int) -> Values:
         """What waits for its dW."""

@@ -95,7 +95,10 @@ def quick_time_bound(
     software: Software,
     blocks: Blocks | None = None,
 ) -> Values:
-    """Less than `time_bound`, and sooner: data parallelism and recomputation take no time."""
+    """As `time_bound`, less close and sooner: neither data parallelism nor recomputation take time.
+
+    Where pairs wait for the host, recomputation may make a step shorter, by less than 1 %.
+    """
     run, of_run = space.distinct(tuple(name for name in TIMING if name != "memory"))
     run.columns["memory"][:] = 0  # the choice that repeats least
     cells = _cells(run, cluster, software, blocks)

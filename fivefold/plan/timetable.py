@@ -25,7 +25,7 @@ from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.modelled import searched_program
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import build_program
-from fivefold.plan.ways import most_deferred, most_in_flight
+from fivefold.plan.ways import LOOP, most_deferred, most_in_flight
 
 Index = NDArray[np.intp]
 
@@ -228,7 +228,7 @@ class Clock:
         """The clock of a layout.
 
         A round is as many microbatches as a schedule takes before it repeats: its group where
-        stages are interleaved, two where the model lies on the ranks twice, else one. A program
+        there are some, two where the model lies on the ranks twice, else one. A program
         that was searched for repeats nothing: all of it is walked.
 
         Args:
@@ -254,11 +254,11 @@ class Clock:
                 eager=eager,
             )
 
-        interleaved = len(placement) > ranks and placement[ranks] == 0
-        a_round = (group or ranks) if interleaved else layout.num_copies
+        in_groups = layout.schedule in LOOP or (len(placement) > ranks and placement[ranks] == 0)
+        a_round = (group or ranks) if in_groups else layout.num_copies
         # Where the halves of a pair take turns, what they wait for each other adds up only late.
         in_turn = layout.runs_pairs and not layout.overlaps_pairs
-        rounds = 2 if interleaved else -(-(2 * ranks + 2) * (4 if in_turn else 1) // a_round)
+        rounds = 2 if in_groups else -(-(2 * ranks + 2) * (4 if in_turn else 1) // a_round)
         short = total % a_round + a_round * rounds
         if total <= short + a_round:
             return cls(layout.schedule, group, total, ((table_of(total), 1.0),))

@@ -57,6 +57,40 @@ def most_in_flight(schedule: str, ranks: int, virtual: int, rank: int) -> float:
     }.get(schedule, inf)
 
 
+def kept_at_once(schedule: str, ranks: int, virtual: int, rank: int) -> list[int] | None:
+    """Microbatches that each stage of a rank keeps at some time, where there are enough of them.
+
+    None: not known. A warm-up takes the stages of a rank in turn, for as many microbatches as there
+    are ranks; in a V the first rank keeps many of its first stage, the last as many of both.
+    """
+    if schedule in (*LINE, *LOOP):
+        most = int(most_in_flight(schedule, ranks, virtual, rank))
+        rounds, rest = divmod(most, ranks * virtual)
+        return [
+            rounds * ranks + min(max(rest - stage * ranks, 0), ranks) for stage in range(virtual)
+        ]
+    if schedule in ("zb_v", "dualpipe_v"):
+        most = int(most_in_flight(schedule, ranks, virtual, rank))
+        return [most - 1 - rank, 1 + rank]
+    halves = {"v_half": (ranks + 2) // 2, "v_min": (ranks + 4) // 3}
+    if schedule in halves and rank in (0, ranks - 1) and ranks > 2:
+        half, spare = halves[schedule], schedule == "v_min"
+        return [2 * half - 1 - spare, 1] if rank == 0 else [half, half]
+    return None
+
+
+def kept_in_the_end(schedule: str, ranks: int, rank: int) -> tuple[list[int], list[int]] | None:
+    """Microbatches of each stage that a rank keeps, and whose dW waits, when most of these do.
+
+    None: not known, or no more than at other times. With at least twice as many microbatches as
+    ranks, a V leaves its dW for the end, when there is nothing else to do.
+    """
+    if schedule not in ("zb_v", "dualpipe_v") or rank == 0:
+        return None
+    waiting = [rank + 1, rank] if schedule == "zb_v" else [rank // 2 + 1, (rank + 1) // 2]
+    return [ranks - 1 - rank, 0], waiting
+
+
 def most_deferred(schedule: str, rank: int) -> float:
     """How many dW of a rank's stages are left at most when its last dX leaves; inf: not known."""
     if schedule in FUSED or schedule == "combined_1f1b":
