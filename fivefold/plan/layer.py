@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 from fivefold.check import Layout
+from fivefold.model.activations import Running, saved_activations, total
 from fivefold.model.shape import layer_shapes, local_shape
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import all_reduce, all_to_all, gather, span
@@ -94,7 +95,7 @@ class LayerTimes:
             names = None if recomputed else self._rerun
             key = ("layer", is_moe, names, *self._degrees(is_moe))
             whole = self._once(key, lambda: {"layer": self._with_again(is_moe, names)})["layer"]
-            self._known[is_moe, recomputed] = self._issued(whole, is_moe)
+            self._known[is_moe, recomputed] = self._copied(self._issued(whole, is_moe), is_moe)
         return self._known[is_moe, recomputed]
 
     @cached_property
@@ -145,6 +146,16 @@ class LayerTimes:
             max(0.0, 2 * host - total.dx - total.dw),
         )
         return times + Times(compute=wait)
+
+    def _copied(self, times: Times, is_moe: bool) -> Times:
+        """What offloaded activations wait for the host's link, while a layer's own work lasts."""
+        if not self.memory.fine_grained_activation_offloading:
+            return times
+        saved = saved_activations(self.model, self._first(is_moe), Running.of(self.config))
+        seconds = self.tokens * total(saved).offloaded / self.cluster.host_bandwidth
+        whole = times.total
+        wait = Phases(max(0.0, seconds - whole.forward), max(0.0, seconds - whole.dx - whole.dw))
+        return times + Times(offload=wait)
 
     def _degrees(self, is_moe: bool) -> tuple[object, ...]:
         """What the modules of a layer depend on, beside the model and the cluster."""

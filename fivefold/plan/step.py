@@ -380,6 +380,7 @@ class _Predictor:
             Part("ideal", ideal),
             Part("kernel efficiency", each.compute.total - ideal),
             Part("recompute", each.recompute.total),
+            Part("offloading", each.offload.total),
             Part("bubble", still - busy),
             Part("TP communication", each.tp.total),
             Part("CP communication", each.cp.total),

@@ -14,7 +14,10 @@ def _plus(a: Phases, b: Phases) -> Phases:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds by cause: computation, its repetition, and communication that nothing hides."""
+    """Seconds by cause: computation, its repetition, and communication that nothing hides.
+
+    `offload` is the part of copies to the host's memory and back that nothing hides.
+    """
 
     compute: Phases = _NOTHING
     recompute: Phases = _NOTHING
@@ -22,6 +25,7 @@ class Times:
     cp: Phases = _NOTHING
     ep: Phases = _NOTHING
     dp: Phases = _NOTHING
+    offload: Phases = _NOTHING
 
     def __add__(self, other: "Times") -> "Times":
         # Written out: a search adds them some hundred thousand times, most of them nothing.
@@ -32,6 +36,7 @@ class Times:
             _plus(self.cp, other.cp),
             _plus(self.ep, other.ep),
             _plus(self.dp, other.dp),
+            _plus(self.offload, other.offload),
         )
 
     def __mul__(self, count: float) -> "Times":
@@ -45,7 +50,8 @@ class Times:
     @property
     def total(self) -> Phases:
         """All causes together."""
-        causes = (self.compute, self.recompute, self.tp, self.cp, self.ep, self.dp)
+        communication = (self.tp, self.cp, self.ep, self.dp)
+        causes = (self.compute, self.recompute, *communication, self.offload)
         return Phases(
             sum(cause.forward for cause in causes),
             sum(cause.dx for cause in causes),

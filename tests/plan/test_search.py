@@ -72,6 +72,13 @@ def test_no_layout_of_a_small_space_is_faster() -> None:
     assert min(c.seconds for c in result.found) <= fastest * (1 + result.gap + 1e-9)
 
 
+@pytest.mark.parametrize("fixed", ["--pipeline-schedule combined_1f1b", "--tp 2", "--mbs 2"])
+def test_no_restricted_search_finds_more(fixed: str) -> None:
+    free, restricted = result_of(EXPERTS), search(asked(f"{EXPERTS} {fixed}"))
+    assert free.gap == 0.0
+    assert min(c.seconds for c in restricted.found) >= min(c.seconds for c in free.found) - 1e-9
+
+
 def test_pareto_front_trades_time_for_memory() -> None:
     front = result_of(SMALL).pareto()
     assert front[0].seconds == min(c.seconds for c in result_of(SMALL).found)
