@@ -27,7 +27,7 @@ from fivefold.plan.space import Column, Space, enumerate_space
 from fivefold.plan.time_bound import TimeBound, quick_time_bound, time_bound
 from fivefold.plan.ways import FUSED
 
-WORK = 600_000  # acts of programs that are built, swept and walked at most, or as much other work
+WORK = 450_000  # acts of programs that are built, swept and walked at most, or as much other work
 LONG = 15_000  # acts of a program that is looked at only after all shorter ones
 REACH = 1.5  # times the best, up to which layouts are shown
 MESHES = 10  # of which the best layout is shown

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -251,8 +252,12 @@ def balanced_layout(config: Config, stages: int) -> str:
 
     Prediction layers and the head share the last stage.
     """
-    model = config.model
-    parts = modelled_parts(model, config.training.seq_length)
+    return _balanced(config.model, config.training.seq_length, stages)
+
+
+@lru_cache(maxsize=256)
+def _balanced(model: ModelConfig, length: int, stages: int) -> str:
+    parts = modelled_parts(model, length)
     end = joined((*parts.prediction, parts.head))
     *before, last = even_stages(replace(parts, prediction=(), head=end), stages)
     return layout_string([*before, replace(last, mtp=model.mtp_num_layers)])
