@@ -8,6 +8,7 @@ be faster does not fit, it is tried again with finer techniques to save memory.
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from time import perf_counter
 
@@ -112,9 +113,13 @@ class _Search:
     too_large: int = 0
     unseen: float = np.inf
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Of every way, what bounds look at."""
+        return Ranks.of(self.request.config.model, self.space.ways)
+
     def run(self) -> Result:
         request, ledger = self.request, self.ledger
-        self.ranks = Ranks.of(request.config.model, self.space.ways)
         quick = quick_time_bound(self.space, self.ranks, request.cluster, Software(), ledger.blocks)
         start, end = 0.0, REACH * float(quick.min())
         while start < REACH * ledger.best and not ledger.spent:
@@ -125,6 +130,7 @@ class _Search:
             end = REACH * start
             if start == np.inf:
                 break
+        self.unseen = min(self.unseen, start)
         smallest = 0.0
         if not ledger.found:  # the work was used up among fast layouts that do not fit
             sizes = memory_bound(self.space, self.ranks)
