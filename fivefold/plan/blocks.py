@@ -30,7 +30,14 @@ from fivefold.model.shape import (
     prediction_shapes,
 )
 from fivefold.plan.space import Column, Space
-from fivefold.plan.ways import Way, kept_at_once, kept_in_the_end, most_deferred, most_in_flight
+from fivefold.plan.ways import (
+    Way,
+    kept_at_once,
+    kept_in_the_end,
+    least_alone,
+    most_deferred,
+    most_in_flight,
+)
 
 Values = NDArray[np.float64]
 
@@ -84,6 +91,8 @@ class Ranks:
         kept: [W, 4, C] microbatches of each of its stages that it keeps at some time, if there are
             enough; 0: not known.
         drained: [W, 4, 2, C] those that it keeps, and whose dW waits, in the end; 0: not known.
+        alone: [W, 4] forwards that are in no pair, at least.
+        largest: [W, 4, K] most blocks of a kind in one of its stages.
         ahead: [W, 4, K] blocks from each of its stages to the end of the model, added up.
         crossings: [W, 4] messages on these ways.
     """
@@ -103,6 +112,8 @@ class Ranks:
     most: Values
     kept: Values
     drained: Values
+    alone: Values
+    largest: Values
     ahead: Values
     crossings: Values
 
@@ -133,6 +144,8 @@ class Ranks:
             ),
             kept=column("kept").astype(float),
             drained=column("drained").astype(float),
+            alone=column("alone").astype(float),
+            largest=column("chunk").astype(float).max(axis=2),
             most=np.array(
                 [
                     [most_in_flight(w.schedule, w.pp, w.split.num_virtual, r) for r in row["index"]]
@@ -180,6 +193,7 @@ def _ranks_of(model: ModelConfig, way: Way, chunks: int) -> dict[str, Any]:
             ]
             for rank in chosen
         ],
+        "alone": [least_alone(way.schedule, way.pp, split.num_virtual, rank) for rank in chosen],
         "ahead": [block_counts(model, chain(*(stages[s:] for s in held))) for held in own],
         "crossings": [sum(crossed[-1] - crossed[s] for s in held) for held in own],
     }

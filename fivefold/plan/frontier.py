@@ -107,6 +107,22 @@ class Frontier:
             else:
                 self.time(self._alike(row))
 
+    def learn(self, other: "Frontier") -> None:
+        """Raise bounds to those of another frontier's rows, to which these add only offloading."""
+        bases = np.array([-1 if c.base is None else c.base for c in self.space.memory])
+        base = bases[self.space.columns["memory"]]
+        mine = np.flatnonzero(base >= 0)
+        plain = np.flatnonzero(other.space.columns["strategy"] <= 1)
+        columns = {
+            name: np.concatenate([other.space.columns[name][plain], column[mine]])
+            for name, column in {**self.space.columns, "memory": base}.items()
+        }
+        _, alike = replace(other.space, columns=columns).distinct(TIMING)
+        least = np.zeros(int(alike.max(initial=-1)) + 1)
+        np.maximum.at(least, alike[: len(plain)], other.program[plain])
+        self.program[mine] = np.maximum(self.program[mine], least[alike[len(plain) :]])
+        self.lower = self.program + self.around
+
     def _alike(self, row: int) -> list[int]:
         """The row, and others of its program that may be faster than the best and are not timed."""
         together = np.clip(_acts(self.layout(row), 5) // APIECE, 2, TOGETHER)

@@ -1,7 +1,7 @@
 """What a plan may recompute, offload or fuse to save memory."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,11 +21,13 @@ class MemoryChoice:
         name: for people.
         settings: that ask for it.
         is_full: whether it repeats whole layers.
+        base: the number of the choice to which it only adds offloading, and so no time less.
     """
 
     name: str
     settings: Mapping[str, Any] = field(compare=False)
     is_full: bool = False
+    base: int | None = None
 
 
 def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
@@ -57,8 +59,9 @@ def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]
         _settings(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="linear"),
     )
     found = []
-    for choice in memory_choices(config, given):
-        with_moved = [] if given & set(OFFLOAD) else _with_moved(config, choice)
+    for number, choice in enumerate(memory_choices(config, given)):
+        moved = [] if given & set(OFFLOAD) else _with_moved(config, choice)
+        with_moved = [replace(each, base=number) for each in moved]
         found += with_moved
         if "cross_entropy_loss_fusion" not in given:
             found += [_together(each, fused) for each in (choice, *with_moved)]

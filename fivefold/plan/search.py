@@ -173,6 +173,7 @@ class _Search:
             choices = further_choices(self.request.config, self.request.given)
             more = space.take(faster).with_memory(choices)
             frontiers.append(self._frontier(more, *self._bounded(more)))
+            frontiers[-1].learn(frontier)
             frontiers[-1].close_in(short_programs(frontiers[-1].space))
         for each in frontiers:
             each.close_in()

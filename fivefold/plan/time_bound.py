@@ -133,7 +133,11 @@ def _pipeline(
     slices = space.config.parallel.num_sequence_slices  # the first comes soon, the last goes alone
     head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
     paired = space.columns["pairs"] * _hidden(cells, held, cluster)
-    work = microbatches * (forward + dx + dw - paired)
+    # No pair hides more than all messages of two stages.
+    most = (cells.weighted(ranks.largest[way, which], number * KINDS) for number in (3, 4))
+    pairs = np.maximum(0, microbatches * ranks.chunks[way] - ranks.alone[way, which])
+    paired = np.minimum(microbatches * paired, pairs * sum(most))
+    work = microbatches * (forward + dx + dw) - paired
     deferred = ranks.deferred[way, which]
     known = np.where(np.isinf(deferred), 0, deferred)
     later = known * cells.weighted(ranks.own[way, which], 2 * KINDS)

@@ -58,6 +58,12 @@ def most_in_flight(schedule: str, ranks: int, virtual: int, rank: int) -> float:
     }.get(schedule, inf)
 
 
+def least_alone(schedule: str, ranks: int, virtual: int, rank: int) -> int:
+    """Forwards of a rank that are in no pair, at least, where its schedule has pairs."""
+    warm_up = 2 * (ranks - 1 - rank) + (virtual - 1) * ranks + 1
+    return {"combined_1f1b": warm_up, "dualpipe_v": 3 * ranks - 1 - rank}.get(schedule, 0)
+
+
 def kept_at_once(schedule: str, ranks: int, virtual: int, rank: int) -> list[int] | None:
     """Microbatches that each stage of a rank keeps at some time, where there are enough of them.
 

@@ -9,7 +9,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.ir import loop_placement, v_placement
+from fivefold.pipeline.ir import Kind, loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import simulate
@@ -33,6 +33,7 @@ from fivefold.plan.ways import (
     V_SHAPED,
     kept_at_once,
     kept_in_the_end,
+    least_alone,
     most_deferred,
     most_in_flight,
 )
@@ -67,6 +68,15 @@ def test_what_a_schedule_keeps(schedule: str, ranks: int, virtual: int) -> None:
         end = kept_in_the_end(schedule, ranks, rank)
         if end is not None:
             assert ((found.kept >= end[0]) & (found.waiting >= end[1])).all(axis=1).any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+@pytest.mark.parametrize(("schedule", "virtual"), [("combined_1f1b", 3), ("dualpipe_v", 2)])
+def test_forwards_that_are_in_no_pair(schedule: str, virtual: int, ranks: int) -> None:
+    program = build_program(schedule, placement(schedule, ranks, virtual), 4 * ranks)
+    for rank, acts in enumerate(program.ranks):
+        alone = sum(act.kind is Kind.F for act in acts)
+        assert alone - 1 <= least_alone(schedule, ranks, virtual, rank) <= alone
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "interleaved_zb", "combined_1f1b"])
