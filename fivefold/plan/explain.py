@@ -16,7 +16,7 @@ from fivefold.plan.cluster import Cluster, Link
 from fivefold.plan.describe import summary
 from fivefold.plan.memory import MemoryPrediction
 from fivefold.plan.request import LAYOUT, Request
-from fivefold.plan.search import Result, smallest_layouts
+from fivefold.plan.search import LESS_MEMORY, Result, smallest_layouts
 from fivefold.plan.space import enumerate_space
 from fivefold.plan.step import Prediction, predict_all
 from fivefold.plan.ways import balanced_layout
@@ -153,7 +153,7 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     yield "multiplications +10 %", replace(cluster, gpu=rates)
     memory = replace(gpu, memory_bandwidth=gpu.memory_bandwidth * 1.1)
     yield "memory bandwidth +10 %", replace(cluster, gpu=memory)
-    for change, size in (("+10 GB", 1e10), ("-10 GB", -1e10)):
+    for change, size in (("+10 GB", LESS_MEMORY), ("-10 GB", -LESS_MEMORY)):
         larger = replace(gpu, memory_bytes=gpu.memory_bytes + size)
         yield f"device memory {change}", replace(cluster, gpu=larger)
 

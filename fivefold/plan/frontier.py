@@ -27,6 +27,7 @@ TOGETHER = 48  # programs' costs that are timed in one walk, at most
 APIECE = 600  # acts that take as long to walk for any number of costs as one cost more does
 UNTIL_ONE = 2_000_000  # acts more that may be spent until a layout fits
 TO_IMPROVE = 200_000  # acts that may be spent afterwards, at least
+TO_TRADE = 25_000  # acts that may be spent to find the fastest layout within some memory
 LOOK, TIMED = 500, 200  # acts that take as long to build and walk as one look, and one timing
 
 
@@ -106,6 +107,28 @@ class Frontier:
                 self.look(row)
             else:
                 self.time(self._alike(row))
+
+    def within(self, rows: Column, size: float) -> None:
+        """Look for the fastest of some rows that allocates no more than so many bytes, for a while.
+
+        Args:
+            rows: of the space.
+            size: bytes of the fullest rank.
+        """
+        until = self.ledger.work - TO_TRADE
+        while self.ledger.work > until:
+            known = min(
+                (c.seconds for c in self.ledger.found if c.memory.max_allocated <= size),
+                default=np.inf,
+            )
+            lowest = self.lower[rows]
+            if not len(rows) or lowest.min() >= known:
+                return
+            row = int(rows[lowest.argmin()])
+            if self._timing.of[row] in self._timed:
+                self.look(row)
+            else:
+                self.time([row])
 
     def learn(self, other: "Frontier") -> None:
         """Raise bounds to those of another frontier's rows, to which these add only offloading."""

@@ -33,6 +33,9 @@ LONG = 15_000  # acts of a program that is looked at only after all shorter ones
 REACH = 1.5  # times the best, up to which layouts are shown
 MESHES = 10  # of which the best layout is shown
 TRIES = 4  # plain layouts of each of them that are looked at first
+LESS_MEMORY = 1e10  # bytes; what a device with so much less would take is found out, too
+SHARES = (0.75, 0.6, 0.45)  # of the memory, for each of which the fastest layout is looked for
+WORTH = 0.02  # share of the memory that a slower layout must save to be told
 SMALLEST = 3  # layouts of least memory that are looked at where nothing fits
 ALIKE = 0.004  # share of a step by which a simpler layout may be slower and still be preferred
 
@@ -77,10 +80,14 @@ class Result:
         return _distinct(self.found, len(self.found))
 
     def pareto(self) -> list[Candidate]:
-        """Layouts than which none is both faster and smaller, the fastest first."""
+        """Layouts than which none is both faster and smaller, the fastest first.
+
+        Of some that need nearly the same, one: each saves a share of memory that is worth telling.
+        """
         front: list[Candidate] = []
         for candidate in sorted(self.found, key=lambda c: (c.seconds, c.memory.max_allocated)):
-            if not front or candidate.memory.max_allocated < front[-1].memory.max_allocated:
+            size = candidate.memory.max_allocated
+            if not front or size < (1 - WORTH) * front[-1].memory.max_allocated:
                 front.append(candidate)
         return front
 
@@ -178,6 +185,17 @@ class _Search:
         for each in frontiers:
             each.close_in()
             self.unseen = min(self.unseen, each.unseen)
+        self._trade(frontier)
+
+    def _trade(self, frontier: Frontier) -> None:
+        """Time for memory: the fastest of the layouts that need less of it."""
+        if not len(frontier.space):
+            return
+        room = capacity(self.request)
+        sizes = memory_bound(frontier.space, self.ranks)
+        sizes[np.setdiff1d(np.arange(len(sizes)), short_programs(frontier.space))] = np.inf
+        for size in (room - LESS_MEMORY, *(room * share for share in SHARES)):
+            frontier.within(np.flatnonzero(sizes <= size), size)
 
     def _bounded(self, space: Space) -> tuple[TimeBound, Column]:
         """Bounds on time, and the layouts whose bounds on memory fit."""

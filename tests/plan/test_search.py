@@ -1,5 +1,6 @@
 import json
 import shlex
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +28,7 @@ from fivefold.plan.explain import (
 from fivefold.plan.export.targets import TARGETS, export
 from fivefold.plan.page import page
 from fivefold.plan.request import Request, request
-from fivefold.plan.search import Result, search
+from fivefold.plan.search import LESS_MEMORY, Result, search
 from fivefold.plan.space import enumerate_space
 
 
@@ -85,6 +86,17 @@ def test_pareto_front_trades_time_for_memory() -> None:
     for one, other in pairwise(front):
         assert one.seconds <= other.seconds
         assert one.memory.max_allocated > other.memory.max_allocated
+
+
+def test_less_memory_costs_what_a_search_with_less_memory_finds() -> None:
+    """On 10 GB less, whether told as a sensitivity or asked for by a smaller device."""
+    result = result_of(TIGHT)
+    told = next(s for s in sensitivities(result) if s.change == "device memory -10 GB")
+    gpu = result.request.cluster.gpu
+    smaller = replace(gpu, memory_bytes=gpu.memory_bytes - LESS_MEMORY)
+    cluster = replace(result.request.cluster, gpu=smaller)
+    found = search(replace(result.request, cluster=cluster)).best.seconds
+    assert found * 0.99 < told.seconds < found * 1.05
 
 
 def test_what_flags_fix_stays_and_what_recipes_lay_out_does_not() -> None:
