@@ -159,7 +159,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
                 memory_bytes=94.9 * _GIB,
                 memory_bandwidth=2400 * GB,
                 sustained=0.696,
-                sustained_narrow=0.798,
+                sustained_narrow=0.787,
                 attention_forward=0.313,
                 attention_backward=0.272,
             ),
