@@ -5,6 +5,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+# Files of tests that run at the same time; each keeps its own processes.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .PHONY: demo test quick exhaustive lint install clean
 
@@ -21,10 +24,10 @@ demo: $(STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
 test: lint
-	$(BIN)/python -m pytest -m 'not exhaustive'
+	$(PYTEST) -m 'not exhaustive'
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not exhaustive'
+	$(PYTEST) -m 'not slow and not exhaustive'
 
 # Every layout of the matrix, where `make test` has every pair of settings.
 exhaustive: $(STAMP)

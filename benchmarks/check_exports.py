@@ -1,161 +1,52 @@
 """Read exported settings with the parsers of the trainers that they are for.
 
-    pip install --no-deps megatron-core torchtitan deepspeed   # and what they import
-    python -m benchmarks.check_exports --record
+    pip install --no-deps torchtitan deepspeed   # and what they import
+    git clone --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM
+    PYTHONPATH=Megatron-LM python -m benchmarks.check_exports --record
 
-Each trainer that is installed reads the settings of layouts that together use every setting that
-can be exported. Megatron-LM's argument parser is not released; its core's dataclasses are, whose
-fields most flags are, and which check what goes together. `--record` notes the accepted names, with
-the release, for tests/plan/test_export.py.
+Each trainer that is there reads the settings of many layouts, which together use every setting that
+can be exported, and a change of each single one. Then everything that it has under one of our names
+has our value, or the export has named the setting; its learning rates are ours; and what it builds
+is our model. `--record` notes the accepted names, with the release, for tests/plan/test_export.py.
 """
 
 import argparse
 import json
+import logging
+import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
+from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fivefold.check import Layout, check
-from fivefold.config.config import Config
+import torch
+from packaging.version import Version
+
+from benchmarks.export_cases import CHANGES, changed, layouts
+from fivefold.check import Layout
 from fivefold.config.layer_pattern import expert_layers
-from fivefold.config.presets import PRESETS
+from fivefold.config.model import ModelConfig
+from fivefold.config.settings import settings_of
+from fivefold.files import write_atomic
+from fivefold.optim.schedule import learning_rate
+from fivefold.plan.export.settings import OWN, Export
 from fivefold.plan.export.targets import export
+from fivefold.plan.export.torchtitan_models import ITS_MODELS
 
 RECORD = Path(__file__).parents[1] / "tests" / "plan" / "exported_names.json"
-UNEVEN = "Et*4|(t*4|)*12t*3|t*3|t*3mL"
-LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
-    "dense": (
-        "llama3-70b",
-        64,
-        {
-            "tensor_model_parallel_size": 4,
-            "sequence_parallel": True,
-            "tp_comm_overlap": True,
-            "pipeline_model_parallel_size": 4,
-            "num_virtual_stages_per_pipeline_rank": 2,
-            "microbatch_group_size_per_virtual_pipeline_stage": 4,
-            "data_parallel_sharding_strategy": "optim",
-            "grad_reduce_in_bf16": True,
-        },
-    ),
-    "sharded": (
-        "llama3-8b",
-        64,
-        {
-            "context_parallel_size": 2,
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "data_parallel_shard_size": 16,
-            "num_distributed_optimizer_instances": 2,
-            "recompute_granularity": "full",
-            "fp8_format": "hybrid",
-        },
-    ),
-    "experts": (
-        "deepseek-v3",
-        256,
-        {
-            "pipeline_model_parallel_size": 8,
-            "pipeline_model_parallel_layout": UNEVEN,
-            "expert_model_parallel_size": 32,
-            "moe_token_dispatcher_type": "flex",
-            "overlap_moe_expert_parallel_comm": True,
-            "data_parallel_sharding_strategy": "optim",
-            "recompute_granularity": "selective",
-            "recompute_modules": ("mla_up_proj", "routed_experts"),
-            "fp8_format": "hybrid",
-            "fp8_recipe": "rowwise",
-        },
-    ),
-    "window": (
-        "gpt-oss-20b",
-        16,
-        {
-            "expert_model_parallel_size": 8,
-            "data_parallel_sharding_strategy": "optim",
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": 2,
-            "fp4_format": "e2m1",
-        },
-    ),
-    "biased": (
-        "gpt2",
-        8,
-        {
-            "tensor_model_parallel_size": 2,
-            "seq_length": 1024,
-            "cross_entropy_loss_fusion": True,
-            "data_parallel_sharding_strategy": "no_shard",
-        },
-    ),
-    "in a V": (
-        "qwen3-14b",
-        8,
-        {
-            "pipeline_model_parallel_size": 4,
-            "pipeline_schedule": "dualpipe_v",
-            "data_parallel_sharding_strategy": "optim",
-        },
-    ),
-    "uneven": (
-        "llama3-8b",
-        8,
-        {
-            "pipeline_model_parallel_size": 4,
-            "decoder_first_pipeline_num_layers": 7,
-            "decoder_last_pipeline_num_layers": 7,
-            "data_parallel_sharding_strategy": "optim",
-            "fine_grained_activation_offloading": True,
-            "offload_modules": ("core_attn",),
-        },
-    ),
-    "on the host": (
-        "llama3-8b",
-        16,
-        {
-            "context_parallel_size": 8,
-            "seq_length": 16384,
-            "cp_comm_type": ("a2a+p2p",),
-            "hierarchical_context_parallel_sizes": (4, 2),
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "optimizer_cpu_offload": True,
-            "optimizer_offload_fraction": 0.5,
-        },
-    ),
-    "counted": (
-        "llama3-8b",
-        8,
-        {
-            "pipeline_model_parallel_size": 2,
-            "num_layers": 30,
-            "num_layers_per_virtual_pipeline_stage": 8,
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-            "data_parallel_sharding_strategy": "optim",
-        },
-    ),
-}
-"""Preset, ranks, settings: together they use every setting that can be exported."""
-
-
-def layouts() -> Iterator[tuple[str, Layout]]:
-    """The layouts, by name."""
-    for name, (preset, world, settings) in LAYOUTS.items():
-        values = {"global_batch_size": 8 * world, "seq_length": 4096, **settings}
-        yield name, check(Config(PRESETS[preset]).with_values(**values), world, planned=True)
 
 
 def names(target: str, text: str) -> set[str]:
     """The settings that an export uses: flags without dashes, keys joined by dots."""
     if target == "deepspeed":
         return set(_keys(json.loads(text)))
-    words = shlex.split(text.replace("\\\n", " "))
+    words = _words(text)
     return {word.removeprefix("--") for word in words if word[:2] == "--" or ":" in word}
 
 
@@ -166,12 +57,202 @@ def _keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _keys(value, f"{prefix}{key}.")
 
 
-def read_by_torchtitan(text: str, layout: Layout) -> None:
-    """Parse the flags; a model that it does not have becomes its smallest."""
+def _words(text: str) -> list[str]:
+    return shlex.split(text.replace("\\\n", " "))
+
+
+ITS_NAMES = {
+    "norm_epsilon": "layernorm_epsilon",
+    "gated_linear_unit": "swiglu",
+    "fp8_format": "fp8",
+    "fp4_format": "fp4",
+}
+"""Under which Megatron-LM keeps what its flags of our names say."""
+NOT_COMPARED = (
+    *("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"),
+    *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "microbatch_group_size_per_virtual_pipeline_stage"),
+    "activation_func",
+)
+"""Settings whose meaning is compared: as stages, and as an activation."""
+MEANINGLESS = {
+    "num_experts": (
+        *("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_group_topk"),
+        *("moe_shared_expert_intermediate_size", "moe_token_dispatcher_type"),
+        "expert_tensor_parallel_size",
+    ),
+    "multi_latent_attention": (
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    ),
+    "use_rope_scaling": ("rope_scaling_factor",),
+    "cross_entropy_loss_fusion": ("cross_entropy_fusion_impl",),
+    "fine_grained_activation_offloading": ("offload_modules", "min_offloaded_tensor_size"),
+    "fp8_format": ("fp8_recipe",),
+    "eval_interval": ("eval_interval", "eval_iters"),
+    "data_parallel_sharding_strategy": ("overlap_param_gather",),
+}
+"""Setting -> those that mean nothing without it."""
+
+
+_FULL = ("recompute_method", "recompute_num_layers")
+
+
+def read_by_megatron(found: Export, layout: Layout) -> None:
+    """Its parser and its validation; then its values, stages, activation and learning rates."""
+    from megatron.training import arguments
+
+    sharded = layout.config.parallel.data_parallel_sharding_strategy in ("no_shard", "optim")
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": str(layout.grid.world_size),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if sharded else "8",
+    }
+    # It asks whether the device is of Hopper's kind, and how new Transformer Engine is.
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    arguments.get_device_arch_version = lambda: 9
+    arguments.is_te_min_version = lambda least, **_: Version(least) <= Version("2.8.0")
+    sys.argv = ["pretrain_gpt.py", *_words(found.text)]
+    told = StringIO()
+    try:
+        with redirect_stderr(told), redirect_stdout(told):
+            args = arguments.validate_args(arguments.parse_args())
+            narrow = args.fp8, args.fp4
+            args.fp8 = args.fp4 = None  # these, and fusion, ask for Transformer Engine
+            args.apply_rope_fusion = False
+            core = arguments.core_transformer_config_from_args(args)
+    except SystemExit:
+        raise ValueError(told.getvalue()) from None
+    args.fp8, args.fp4 = narrow
+    named = "\n".join(found.missing)
+    for name, value in _values(layout):
+        theirs = getattr(args, ITS_NAMES.get(name, name), value)
+        if not _same(value, theirs) and name not in named:
+            raise ValueError(f"{name} is {value!r} here, {theirs!r} there, and is not named")
+    if "pipeline_schedule" not in named and "Megatron-LM" not in named:
+        _compare_stages(core, layout)
+    _compare_activation(core, layout, named)
+    _compare_rates(_rates_of_megatron(args), layout)
+
+
+def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
+    """The settings of a layout that mean something, with their defaults filled in."""
+    model = layout.config.model
+    values = {
+        setting.name: getattr(section, setting.name)
+        for _, section in layout.config.sections()
+        for setting in settings_of(type(section))
+    }
+    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim}
+    values["max_position_embeddings"] = max(
+        model.max_position_embeddings, layout.config.training.seq_length
+    )
+    if model.position_embedding_type == "rope":
+        values["rotary_base"] = model.rotary_base
+    else:
+        del values["rotary_base"]
+    if model.num_experts:
+        values["moe_ffn_hidden_size"] = model.expert_ffn_size
+    values["add_qkv_bias"] = model.qkv_bias
+    values["qk_layernorm"] = model.qk_layernorm or model.multi_latent_attention
+    values["num_query_groups"] = model.num_query_groups
+    values["mtp_num_layers"] = model.mtp_num_layers or None
+    if model.multi_latent_attention:
+        del values["kv_channels"]
+    for name, others in MEANINGLESS.items():
+        if values[name] in (None, False, 0, "no_shard"):
+            values |= dict.fromkeys(others)
+    for name in (*NOT_COMPARED, *OWN, *(n for n, v in values.items() if v in (None, ()))):
+        values.pop(name, None)
+    granularity = layout.config.memory.recompute_granularity
+    unused = {"full": ("recompute_modules",)}.get(granularity or "", _FULL)
+    of_ranks = ("data_parallel_shard_size", "data_parallel_sharding_strategy")
+    for name in (*unused, *(() if granularity else ("recompute_modules",)), *of_ranks):
+        values.pop(name)
+    return iter(values.items())
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, list | tuple) and isinstance(ours, int):
+        return tuple(theirs) == (ours, 0)  # a window, and how far it looks ahead
+    if isinstance(theirs, list):
+        moved = ["moe" if module == "routed_experts" else module for module in ours]
+        return isinstance(ours, str) or list(dict.fromkeys(moved)) == theirs
+    if isinstance(ours, bool) or ours is None or isinstance(ours, str):
+        return ours == theirs or str(ours) == str(theirs)
+    return bool(ours == theirs)
+
+
+def _compare_stages(core: Any, layout: Layout) -> None:
+    """How many layers it builds on each rank."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    written, split = core.pipeline_model_parallel_layout, layout.split
+    for rank in range(layout.grid.pp):
+        for virtual, stage in enumerate(split.stages_of(rank)):
+            if written is None:
+                chunk = virtual if split.num_virtual > 1 else None
+                built = get_num_layers_to_build(core, chunk, rank)
+            else:
+                built = [kind.name for kind in written.layout[rank][virtual]].count("decoder")
+            if built != len(split.stages[stage].layers):
+                raise ValueError(f"rank {rank} has {built} layers in stage {stage}")
+
+
+def _compare_activation(core: Any, layout: Layout, named: str) -> None:
+    name = core.activation_func.__name__
+    if name == "gelu" and core.bias_activation_fusion:
+        name = "gelu_tanh"
+    model = layout.config.model
+    wanted = (model.activation_func, model.gated_linear_unit)
+    if (name, core.gated_linear_unit) != wanted and "activation_func" not in named:
+        raise ValueError(f"its activation is {name}, gated {core.gated_linear_unit}")
+
+
+def _rates_of_megatron(args: Any) -> Iterator[float]:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    group: dict[str, Any] = {"params": []}
+    scheduler = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[group]),
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=args.lr_warmup_iters,
+        lr_decay_steps=args.lr_decay_iters or args.train_iters,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=args.train_iters,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        wsd_decay_steps=args.lr_wsd_decay_iters,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+    while True:
+        yield scheduler.get_lr(group)
+        scheduler.num_steps += 1
+
+
+def _compare_rates(theirs: Iterator[float], layout: Layout, *, first: int = 0) -> None:
+    """Of each step from `first` on."""
+    optimizer, steps = layout.config.optimizer, layout.config.training.train_iters
+    for step, rate in zip(range(steps), theirs, strict=False):
+        ours = learning_rate(step, optimizer, steps)
+        if step >= first and abs(rate - ours) > 1e-9 * optimizer.lr:
+            raise ValueError(f"the learning rate of step {step} is {ours} here and {rate} there")
+
+
+def read_by_torchtitan(found: Export, layout: Layout) -> None:
+    """Its parser; then its stages, its learning rates and its model.
+
+    A model that it does not have becomes its smallest.
+    """
     from torchtitan.config import ConfigManager
 
-    words = shlex.split(text.replace("\\\n", " "))
-    if "--module" not in words:
+    words = _words(found.text)
+    its_own = "--module" in words
+    if not its_own:
         words = ["--module", "llama3", "--config", "llama3_debugmodel", *words]
     told = StringIO()
     try:
@@ -179,146 +260,190 @@ def read_by_torchtitan(text: str, layout: Layout) -> None:
             config = ConfigManager().parse_args(words)
     except SystemExit:
         raise ValueError(told.getvalue()) from None
+    named = "\n".join(found.missing)
     parallel = config.parallelism
     assert parallel.pipeline_parallel_degree == layout.grid.pp
-    assert len(parallel.module_fqns_per_model_part or "-") == len(layout.split.stages)
+    if "pipeline_schedule" not in named:
+        assert len(parallel.module_fqns_per_model_part or "-") == len(layout.split.stages)
+    assert config.debug.seed == layout.config.training.seed
+    assert (parallel.enable_sequence_parallel, layout.grid.tp > 1) != (
+        not layout.config.parallel.sequence_parallel,
+        True,
+    )
+    if its_own:
+        its = ITS_MODELS[words[words.index("--config") + 1]]
+        _compare_model(config.model_spec.model, layout.config.model, its.narrow)
+    optimizer = layout.config.optimizer
+    scheduler = config.lr_scheduler.build(
+        optimizers=[torch.optim.SGD([torch.zeros(1)], lr=optimizer.lr)],
+        training_steps=config.training.steps,
+    ).schedulers[0]
+    if not any(word in named for word in ("lr_wsd_decay_style", "lr_decay_iters")):
+        rates = (optimizer.lr * scheduler.lr_lambdas[0](n) for n in range(config.training.steps))
+        warmed_up = optimizer.lr_warmup_iters if "lr_warmup_init" in named else 0
+        _compare_rates(rates, layout, first=warmed_up)
 
 
-def read_by_deepspeed(text: str, layout: Layout) -> None:
-    """Parse the file as a rank among so many data-parallel ones."""
+def check_its_models() -> None:
+    """Our table of torchtitan's models against its own."""
+    from torchtitan.components.quantization import float8
+
+    float8.has_cuda_capability = lambda *_: True  # else no Float8 model is built
+    for name, its in ITS_MODELS.items():
+        registry = import_module(f"torchtitan.models.{its.module}.config_registry")
+        _compare_model(getattr(registry, name)().model_spec.model, its.model, its.narrow)
+
+
+def _compare_model(theirs: Any, model: ModelConfig, formats: tuple[str | None, ...]) -> None:
+    """The dimensions of its model, and what else decides the function."""
+    last = theirs.layers[-1]
+    attention, rope = last.attention, last.attention.rope
+    found = {
+        "num_layers": len(theirs.layers),
+        "hidden_size": theirs.dim,
+        "vocab_size": theirs.vocab_size,
+        "num_attention_heads": attention.n_heads,
+        "norm_epsilon": theirs.norm.eps,
+        "rotary_base": rope.theta,
+        "use_rope_scaling": rope.scaling == "llama",
+        "untie_embeddings_and_output_weights": not getattr(theirs, "enable_weight_tying", False),
+        "num_experts": last.moe.router.num_experts if last.moe else None,
+    }
+    if rope.scaling == "llama":
+        found |= {
+            "rope_scaling_factor": rope.scaling_factor,
+            "rope_low_freq_factor": rope.low_freq_factor,
+            "rope_high_freq_factor": rope.high_freq_factor,
+            "rope_original_max_position_embeddings": rope.original_max_position_embeddings,
+        }
+    assert (rope.scaling == "yarn") is ("yarn RoPE scaling" in model.unmodelled)
+    if model.multi_latent_attention:
+        found |= {
+            "q_lora_rank": attention.q_lora_rank or None,
+            "kv_lora_rank": attention.kv_lora_rank,
+            "qk_head_dim": attention.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": attention.qk_rope_head_dim,
+            "v_head_dim": attention.v_head_dim,
+        }
+    else:
+        size = attention.head_dim or theirs.dim // attention.n_heads
+        found |= {"num_kv_heads": attention.n_kv_heads, "head_dim": size}
+        found["qk_layernorm"] = getattr(attention, "qk_norm", None) is not None
+    if last.moe:
+        router, experts = last.moe.router, last.moe.routed_experts.inner_experts
+        shared = getattr(last.moe, "shared_experts", None)
+        found |= {
+            "moe_router_topk": router.top_k,
+            "moe_router_num_groups": router.num_expert_groups,
+            "moe_router_group_topk": router.num_limited_groups,
+            "expert_ffn_size": experts.hidden_dim,
+            "shared_ffn_size": shared.w1.out_features if shared else 0,
+        }
+        dense = [layer.moe is None for layer in theirs.layers]
+        layers = expert_layers(model.moe_layer_freq, model.num_layers)
+        assert dense == [not experts for experts in layers]
+    if not (last.moe and not any(layer.moe is None for layer in theirs.layers)):
+        found["ffn_size"] = theirs.layers[0].feed_forward.w1.out_features
+    for name, value in found.items():
+        if getattr(model, name) != value:
+            raise ValueError(f"{name} is {getattr(model, name)} here and {value} there")
+    narrow = any(type(part).__qualname__.startswith("Float8") for _, part, *_ in _linears(theirs))
+    assert narrow is (formats[0] is not None)
+
+
+def _linears(theirs: Any) -> Iterator[Any]:
+    from torchtitan.models.common.linear import Linear
+
+    return theirs.traverse(Linear.Config)
+
+
+def read_by_deepspeed(found: Export, layout: Layout) -> None:
+    """Its configuration, as a rank among so many data-parallel ones; then its learning rates."""
     from deepspeed.runtime import config as runtime
+    from deepspeed.runtime import lr_schedules
 
     runtime.dist.get_rank = lambda: 0
     ranks = SimpleNamespace(get_data_parallel_world_size=lambda: layout.grid.dp)
-    runtime.DeepSpeedConfig(json.loads(text), mpu=ranks)
+    settings = json.loads(found.text)
+    config = runtime.DeepSpeedConfig(settings, mpu=ranks)
+    weights = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([weights], **config.optimizer_params)
+    rates = None
+    if config.scheduler_name:
+        kind = getattr(lr_schedules, config.scheduler_name)
+        rates = kind(optimizer, **config.scheduler_params)
+
+    def told() -> Iterator[float]:
+        while True:
+            yield optimizer.param_groups[0]["lr"]
+            if rates is not None:
+                rates.step()
+
+    named = "\n".join(found.missing)
+    if "WSD" not in named:
+        inexact = "lr_warmup_i" in named
+        _compare_rates(
+            told(), layout, first=layout.config.optimizer.lr_warmup_iters + 1 if inexact else 0
+        )
 
 
-MEGATRON_ARGUMENTS = frozenset(
-    {
-        "ckpt-format",
-        "global-batch-size",
-        "grad-reduce-in-bf16",
-        "group-query-attention",
-        "lr-decay-style",
-        "lr-warmup-iters",
-        "make-vocab-size-divisible-by",
-        "max-position-embeddings",
-        "micro-batch-size",
-        "position-embedding-type",
-        "rope-scaling-factor",
-        "rotary-base",
-        "seq-length",
-        "train-iters",
-        "untie-embeddings-and-output-weights",
-        "use-rope-scaling",
-        "vocab-size",
-    }
-)
-"""Flags of megatron/training/arguments.py (Megatron-LM, commit 000c4ac) that its core knows not."""
-MEGATRON_FIELDS = {
-    "norm-epsilon": "layernorm_epsilon",
-    "num-experts": "num_moe_experts",
-    "fp8-format": "fp8",
-    "fp4-format": "fp4",
-    "decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
-    "decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
-    "num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
-    "num-layers-per-virtual-pipeline-stage": "virtual_pipeline_model_parallel_size",
-    "microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
-    "disable-bias-linear": "add_bias_linear",
-    "swiglu": "gated_linear_unit",
-}
-"""Flags under whose name the core has no field; its parser sets these."""
-
-
-def read_by_megatron(text: str, layout: Layout) -> None:
-    """Set the fields that the flags stand for, and let the core check what goes together."""
-    import torch
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig as Latent
-    from megatron.core.transformer.transformer_config import TransformerConfig as Plain
-
-    latent = layout.config.model.multi_latent_attention
-    kinds = (Latent if latent else Plain, DistributedDataParallelConfig, OptimizerConfig)
-    values: list[dict[str, Any]] = [{}, {}, {}]
-    for name, words in _flags(text).items():
-        field = MEGATRON_FIELDS.get(name, name.replace("-", "_"))
-        found = [n for n, kind in enumerate(kinds) if field in {f.name for f in fields(kind)}]
-        if not found and name not in MEGATRON_ARGUMENTS:
-            raise ValueError(f"unknown flag --{name}")
-        for number in found:
-            values[number][field] = _value(name, words, layout.config.model.num_layers)
-    size = layout.split.num_virtual
-    values[0]["virtual_pipeline_model_parallel_size"] = size if size > 1 else None
-    values[0] |= {"pipeline_dtype": torch.bfloat16, "params_dtype": torch.bfloat16}
-    for narrow in ("fp8", "fp8_recipe", "fp4"):  # would ask for Transformer Engine
-        values[0].pop(narrow, None)
-    values[2].pop("use_precision_aware_optimizer", None)
-    values[2].pop("optimizer_cpu_offload", None)
-    for kind, chosen in zip(kinds, values, strict=True):
-        kind(**chosen)
-
-
-def _flags(text: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for word in shlex.split(text.replace("\\\n", " ")):
-        if word.startswith("--"):
-            words = found[word[2:]] = []
-        else:
-            words.append(word)
-    return found
-
-
-def _value(name: str, words: list[str], layers: int) -> Any:
-    """As Megatron-LM's parser reads it."""
-    numbers = [int(w) if w.lstrip("-").isdigit() else _number(w) for w in words]
-    if name in ("recompute-modules", "offload-modules", "hierarchical-context-parallel-sizes"):
-        return numbers
-    if name == "disable-bias-linear":
-        return False
-    if name == "moe-layer-freq" and "[" in words[0]:
-        return list(map(int, expert_layers(words[0], layers)))
-    if name == "window-size":
-        return tuple(map(int, words[0].split(",")))
-    return numbers[0] if numbers else True
-
-
-def _number(word: str) -> Any:
-    try:
-        return float(word)
-    except ValueError:
-        return word
-
-
-TRAINERS: Mapping[str, tuple[str, Callable[[str, Layout], None]]] = {
-    "megatron": ("megatron-core", read_by_megatron),
+TRAINERS: Mapping[str, tuple[str, Callable[[Export, Layout], None]]] = {
+    "megatron": ("megatron.training.arguments", read_by_megatron),
     "torchtitan": ("torchtitan", read_by_torchtitan),
     "deepspeed": ("deepspeed", read_by_deepspeed),
 }
-"""Target -> the package, and what reads the settings and raises what it says against them."""
+"""Target -> a module of the trainer, and what reads the settings and raises what is wrong."""
+
+
+def cases() -> Iterator[tuple[str, Layout]]:
+    """The layouts to export, each of which a trainer reads."""
+    yield from layouts()
+    for name in CHANGES:
+        before, after = changed(name)
+        yield f"{name}, before", before
+        yield name, after
+
+
+def release(target: str) -> str:
+    """Of the trainer that is there."""
+    if target == "megatron":
+        return f"Megatron-LM {import_module('megatron.core.package_info').__version__}"
+    return f"{target} {version(target)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
-    record = parser.parse_args().record
+    parser.add_argument("--only", choices=TRAINERS, help="this trainer alone")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    for target, (package, read) in TRAINERS.items():
-        try:
-            release = f"{package} {version(package)}"
-        except PackageNotFoundError:
-            print(f"{target}: {package} is not installed")
+    for target, (module, read) in TRAINERS.items():
+        if options.only not in (None, target):
             continue
+        try:
+            import_module(module)
+        except ImportError as error:
+            print(f"{target}: {error}")
+            continue
+        if target == "torchtitan":
+            check_its_models()
         used: set[str] = set()
-        for _, layout in layouts():
-            text = export(layout, target).text
-            read(text, layout)
-            used |= names(target, text)
-        print(f"{target}: {release} reads {len(LAYOUTS)} layouts, {len(used)} settings")
-        known[target] = {"release": release, "names": sorted(used)}
-    if record:
-        RECORD.write_text(json.dumps(known, indent=1) + "\n")
+        number = wrong = 0
+        for name, layout in cases():
+            found = export(layout, target)
+            number += 1
+            try:
+                read(found, layout)
+            except Exception as error:  # whatever it raises is its opinion of our settings
+                wrong += 1
+                print(f"{target} does not take {name!r}: {error!r}")
+            used |= names(target, found.text)
+        told = f"{release(target)} reads {number - wrong} of {number} layouts"
+        print(f"{target}: {told}, {len(used)} settings")
+        known[target] = {"release": release(target), "names": sorted(used)}
+    if options.record:
+        write_atomic(RECORD, json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

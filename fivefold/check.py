@@ -4,18 +4,23 @@
 that will run. It raises one ConfigError with everything that is wrong.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
+from shlex import quote
 from typing import Any
 
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
+from fivefold.config.dependence import check_dependents
+from fivefold.config.foreign import name_of
 from fivefold.config.memory import check_memory
-from fivefold.config.model import check_model
+from fivefold.config.model import ModelConfig, check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.memory.rules import check_techniques
-from fivefold.mesh.degrees import infer_degrees
+from fivefold.mesh.degrees import DEGREES, infer_degrees
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import (
     check_context,
@@ -28,7 +33,14 @@ from fivefold.pipeline.layout import Split, StageSpec, split_layers
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import executed, lower
 from fivefold.pipeline.modelled import modelled_problem, searched_program
-from fivefold.pipeline.rules import AUTO, SYNTHESISED, check_schedule, resolved_schedule
+from fivefold.pipeline.rules import (
+    AUTO,
+    SYNTHESISED,
+    check_groups_used,
+    check_schedule,
+    read_choice,
+    resolved_schedule,
+)
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program, with_copies
 from fivefold.pipeline.sharding import with_sharding_actions
 
@@ -147,11 +159,31 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
 
     def passes(other: Config) -> bool:
         try:
-            check(other, world_size, planned=planned)
+            _check(other, world_size, planned, lambda _: False)
         except ConfigError:
             return False
         return True
 
+    try:
+        return _check(config, world_size, planned, passes)
+    except ConfigError as error:
+        raise error if planned else error.spelled(_built) from error
+
+
+def _built(choice: str) -> tuple[str, ...]:
+    """The choice, unless it asks to run in a way that this version cannot.
+
+    What belongs to a model is named all the same: the next message says who cannot train it.
+    """
+    ways = [row for row in NOT_BUILT if not hasattr(ModelConfig, row[0])]
+    off = {name: SETTINGS[name].typed(default) for name, _, default in ways}
+    return () if off.get(name_of(choice), choice) != choice else (choice,)
+
+
+def _check(
+    config: Config, world_size: int, planned: bool, passes: Callable[[Config], bool]
+) -> Layout:
+    """As `check`; `passes` says of other configurations whether they are worth suggesting."""
     mistakes = Mistakes()
     check_values(config, mistakes)
     if world_size < 1:
@@ -161,6 +193,7 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     check_memory(config.memory, config.model, mistakes)
     parallel = infer_degrees(config, world_size, passes, mistakes)
     if not planned:
+        check_dependents(_resolved(config, parallel, world_size), mistakes)
         _check_built(config, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
@@ -172,6 +205,8 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     split = None
     with mistakes.collecting():
         split = _split(config, parallel)
+    if split is not None and not planned:
+        check_groups_used(parallel, split.num_virtual, mistakes)
     microbatches = _microbatches(config, parallel, mistakes)
     mistakes.raise_if_any()
     assert split is not None
@@ -179,8 +214,42 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     layout = Layout(
         replace(config, parallel=parallel), _grid(parallel), split, schedule, microbatches
     )
-    layout.compute_program()  # raises what the schedule cannot do
+    try:
+        layout.compute_program()
+    except ConfigError as error:
+        raise error.spelled(lambda choice: _as_flags(choice, layout, passes)) from error
     return layout
+
+
+def _as_flags(choice: str, layout: Layout, passes: Callable[[Config], bool]) -> tuple[str, ...]:
+    """What to type for the choice of a schedule that could not be made; schedules must pass."""
+    config, parallel = layout.config, layout.config.parallel
+    unit = config.training.micro_batch_size * layout.grid.dp
+    kind, value = read_choice(choice)
+    match kind:
+        case "microbatches":
+            return (f"--global-batch-size {int(value) * unit}",)
+        case "groups":
+            group = f"--microbatch-group-size-per-virtual-pipeline-stage {value}"
+            return (f"--global-batch-size {int(value) * unit} {group}",)
+        case "slices":
+            return (f"--num-sequence-slices {value}",)
+        case "cap":
+            return (f"--pipeline-in-flight-limit {value}",)
+        case "schedule":
+            fits = passes(config.with_values(pipeline_schedule=value))
+            return (f"--pipeline-schedule {value}",) if fits else ()
+        case "shape":
+            text = f"{value}:{(parallel.pipeline_model_parallel_layout or '').rpartition(':')[2]}"
+            fits = passes(config.with_values(pipeline_model_parallel_layout=text))
+            return (f"--pipeline-model-parallel-layout {quote(text)}",) if fits else ()
+    return (choice,)
+
+
+def _resolved(config: Config, parallel: ParallelConfig, world_size: int) -> Config:
+    """With every degree that was inferred, unless the ranks cannot be split at all."""
+    product = prod(getattr(parallel, name) for name in DEGREES.values())
+    return replace(config, parallel=parallel) if product == world_size else config
 
 
 def _split(config: Config, parallel: ParallelConfig) -> Split:
@@ -193,7 +262,7 @@ def _split(config: Config, parallel: ParallelConfig) -> Split:
     if in_a_v and virtual is None and each is None and layout in (None, AUTO):
         virtual = 2
     if layout == AUTO:
-        return automatic_split(config, parallel, virtual or 1, in_a_v=in_a_v)
+        return automatic_split(config, parallel, 1 if virtual is None else virtual, in_a_v=in_a_v)
     model = config.model
     return split_layers(
         model.num_layers,
@@ -230,22 +299,22 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             "Fivefold plans with it, and does not train it"
         )
     check_techniques(config, mistakes)
-    for name, what, default in _NOT_BUILT:
-        value = next(getattr(s, name) for _, s in config.sections() if hasattr(s, name))
+    for name, what, default in NOT_BUILT:
+        value, setting = config.value(name), SETTINGS[name]
         if value != default:
-            shown = "none" if default is None else str(default).lower()
             mistakes.add(
-                f"{name} = {value}: this version of Fivefold plans with {what}, and does not "
-                "train with it yet",
-                works=[shown],
+                f"{name} = {setting.words(value)}: this version of Fivefold plans with {what}, and "
+                "does not train with it yet",
+                works=[setting.typed(default)],
             )
 
 
-_NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
+NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("expert_model_parallel_size", "expert parallelism", 1),
     ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
     ("num_experts", "mixtures of experts", None),
     ("multi_latent_attention", "latent attention", False),
+    ("softmax_type", "learned attention sinks", "vanilla"),
     ("mtp_num_layers", "multi-token prediction", 0),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),
@@ -268,7 +337,9 @@ def _check_profile(config: Config, world_size: int, mistakes: Mistakes) -> None:
         )
     for rank in logging.profile_ranks:
         if rank not in range(world_size):
-            mistakes.add(f"profile_ranks names rank {rank} of {world_size}")
+            mistakes.add(
+                f"profile_ranks names rank {rank} of {world_size}", works=["--profile-ranks 0"]
+            )
 
 
 def _check_sequence(config: Config, mistakes: Mistakes) -> None:

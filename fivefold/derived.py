@@ -173,8 +173,7 @@ def _deferred(layout: Layout) -> list[Row]:
         most = max(most, *accumulate(changes.get((kid.kind, kid.part), 0) for kid in kids))
     if not most:
         return []
-    strategy = layout.config.parallel.data_parallel_sharding_strategy
-    sharded = strategy in ("optim_grads", "optim_grads_params")
+    sharded = layout.config.parallel.sharding.splits_gradients
     return [
         (
             "dW waits",

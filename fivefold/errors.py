@@ -1,9 +1,12 @@
 """The errors that a person reads: what is wrong, the arithmetic, the nearest valid choices."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+import reprlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 
 class FivefoldError(Exception):
@@ -41,6 +44,19 @@ class ConfigError(FivefoldError):
     def __init__(self, *mistakes: Mistake | str) -> None:
         self.mistakes = tuple(Mistake(m) if isinstance(m, str) else m for m in mistakes)
         super().__init__("\n".join(str(m) for m in self.mistakes))
+
+    def spelled(self, spell: Callable[[str], Iterable[str]]) -> "ConfigError":
+        """The same, with each choice in the words of the command that was given.
+
+        Args:
+            spell: what to type for a choice; nothing, where the command has no word for it.
+        """
+        return ConfigError(
+            *(
+                replace(mistake, works=tuple(dict.fromkeys(chain(*map(spell, mistake.works)))))
+                for mistake in self.mistakes
+            )
+        )
 
 
 class DataError(FivefoldError):
@@ -104,3 +120,17 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f", did you mean {close[0]!r}?" if close else ""
+
+
+def shown(value: Any) -> str:
+    """A value that somebody wrote, as a message shows it: its repr, of bounded length and depth.
+
+    >>> shown("64"), shown([[[[[]]]]]), len(shown("x" * 1000))
+    ("'64'", '[[[[[...]]]]]', 100)
+    """
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother, short.maxlong = 4, 100, 100, 100
+    try:
+        return short.repr(value)
+    except ValueError:  # a number of more digits than Python prints
+        return f"a {type(value).__name__} with a number of thousands of digits"

@@ -1,10 +1,25 @@
-"""Files that are either wholly there or not at all, whenever the process or the machine dies."""
+"""Files: written whole or not at all, and read as what they claim to be.
 
+A file that somebody else wrote, or that was changed since, may hold anything. The readers here
+turn whatever is wrong with it into one message; nothing else in the project parses JSON or TOML.
+"""
+
+import errno
 import os
+import re
+import resource
 import secrets
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
+
+from fivefold.errors import FivefoldError, Mistake
+
+T = TypeVar("T")
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, a limit (ulimit -f)
 
 
 @contextmanager
@@ -40,6 +55,184 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     """
     with atomic_path(path) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def caused_by_full_disk(error: BaseException) -> OSError | None:
+    """The error behind `error`, or `error` itself, that says that no more can be written."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def disk_full(
+    what: str,
+    folder: str | os.PathLike[str] | None,
+    *why: str,
+    needed: int | None = None,
+    goes_on: str = "",
+) -> Mistake:
+    """What to tell people of a full disk: the bytes needed and free, and what helps.
+
+    Args:
+        what: "saving step 3 failed".
+        folder: that was to be written to, if that is known.
+        why: lines that come first.
+        needed: bytes at least, if that is known.
+        goes_on: what the same command then does, such as ": it goes on from step 3".
+    """
+    lines, free = list(why), None if folder is None else free_bytes(folder)
+    if needed is not None:
+        lines.append(f"at least {needed:,} bytes needed")
+    if free is not None:
+        lines.append(f"{free:,} bytes free")
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        lines.append(f"no file may have more than {limit:,} bytes (ulimit -f)")
+    attempt = f"free space there, then the same command{goes_on}"
+    return Mistake(f"disk full: {what}", tuple(lines), attempt=attempt)
+
+
+@contextmanager
+def telling_full_disk(
+    error: type[FivefoldError], folder: str | os.PathLike[str] | None = None
+) -> Iterator[None]:
+    """Turn the OSError of a full disk, raised in the block, into one message.
+
+    Args:
+        error: the class of error to raise.
+        folder: written to by those who do not say it in their error.
+    """
+    try:
+        yield
+    except OSError as problem:
+        if caused_by_full_disk(problem) is None:
+            raise
+        if isinstance(problem.filename, str):
+            folder = Path(problem.filename).parent
+        what = f"cannot write {problem.filename or folder or 'a file'}"
+        raise error(str(disk_full(what, folder, str(problem.strerror)))) from problem
+
+
+def free_bytes(path: str | os.PathLike[str]) -> int | None:
+    """Bytes that this user may still write at `path`, which need not exist yet.
+
+    None if the file system does not tell.
+    """
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    system = os.statvfs(place)
+    blocks = system.f_bfree if os.geteuid() == 0 else system.f_bavail
+    return blocks * system.f_frsize if system.f_blocks else None
+
+
+def read_text(path: str | os.PathLike[str], error: type[FivefoldError] = FivefoldError) -> str:
+    """The contents of a UTF-8 file.
+
+    Raises:
+        FivefoldError: of the class `error`; the file cannot be read, or is not text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as problem:
+        raise error(f"cannot read {path}: {problem.strerror or problem}") from None
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is not UTF-8 text: byte {problem.start} is wrong") from None
+
+
+def read_json(
+    path: str | os.PathLike[str], kind: type[T], error: type[FivefoldError] = FivefoldError
+) -> T:
+    """The contents of a JSON file, as `parse_json` returns them."""
+    return parse_json(read_text(path, error), kind, str(path), error)
+
+
+def read_json_lines(
+    path: str | os.PathLike[str], kind: type[T], error: type[FivefoldError] = FivefoldError
+) -> list[T]:
+    """The lines of a file that is appended to, as `parse_json` returns each.
+
+    What follows the last line's end is left out: it is being written, or a crash cut it short.
+    """
+    lines = read_text(path, error).split("\n")[:-1]
+    return [parse_json(line, kind, f"{path}:{n}", error) for n, line in enumerate(lines, 1)]
+
+
+def parse_json(
+    text: str, kind: type[T], source: str, error: type[FivefoldError] = FivefoldError
+) -> T:
+    """JSON text as a value of exactly the type `kind`; nothing is converted but int to float.
+
+    Args:
+        text: the JSON.
+        kind: a dataclass, `msgspec.Struct`, TypedDict, `dict[str, int]`, ...; bounds of numbers
+            are written as `Annotated[int, msgspec.Meta(ge=0)]`. `Any` takes every JSON.
+        source: what to call the text in a message, such as the path of its file.
+        error: the class of error to raise.
+
+    Raises:
+        FivefoldError: of the class `error`; the text is not JSON, or not of this type. The message
+            names the place, such as `$.model.num_layers`.
+    """
+    import msgspec
+
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as problem:
+        raise error(f"{source} does not hold what it should: {problem}") from None
+    except RecursionError:
+        raise error(f"{source} is nested too deep to be read") from None
+    except (msgspec.DecodeError, ValueError) as problem:
+        raise error(f"{source} is not JSON: {problem}") from None
+
+
+def parse_toml(
+    text: str, source: str, error: type[FivefoldError] = FivefoldError
+) -> dict[str, Any]:
+    """TOML text as a table.
+
+    Raises:
+        FivefoldError: of the class `error`; the text is not TOML (the message starts with
+            file:line:column and shows the line), nests too deep, or has a number with more digits
+            than Python reads.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise error(f"{source} is nested too deep to be read") from None
+    except tomllib.TOMLDecodeError as problem:
+        raise error(_toml_mistake(text, source, str(problem))) from None
+    except ValueError:
+        raise error(
+            f"{source} is not TOML that can be read: a number has thousands of digits"
+        ) from None
+
+
+def _toml_mistake(text: str, source: str, message: str) -> str:
+    place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+    if place is None:
+        return f"{source}:{text.count(chr(10)) + 1}: this is not TOML: {message}"
+    line, column = int(place[1]), int(place[2])
+    start = max(column - 80, 0)
+    part = text.replace("\r\n", "\n").split("\n")[line - 1][start : start + 100]
+    caret = " " * (column - 1 - start) + "^"
+    what = f"{source}:{line}:{column}: this is not TOML: {message[: place.start()]}"
+    return f"{what}\n  {part}\n  {caret}"
+
+
+def as_kind(value: Any, kind: type[T], source: str, error: type[FivefoldError]) -> T:
+    """Parsed JSON or TOML as a value of the type `kind`, with the checks of `parse_json`."""
+    import msgspec
+
+    try:
+        return msgspec.convert(value, kind)
+    except RecursionError:
+        raise error(f"{source} is nested too deep to be read") from None
+    except msgspec.ValidationError as problem:
+        raise error(f"{source} does not hold what it should: {problem}") from None
 
 
 def _fsync(path: Path) -> None:

@@ -79,6 +79,10 @@ class Gpu:
     launch: float = 3e-6
     overlap_slowdown: float = 0.1
 
+    def multiplies_in(self, precision: str) -> bool:
+        """Whether it has units for a precision, and their rates are known."""
+        return None not in (getattr(self.peak, precision), getattr(self.matmul, precision))
+
 
 def _rates(**tflops: float) -> Rates:
     return Rates(**{name: value * _TERA for name, value in tflops.items()})
@@ -113,7 +117,7 @@ _B200 = Gpu(
     "B200",
     memory_bytes=178.4 * _GIB,
     memory_bandwidth=8000 * GB,
-    peak=_rates(bf16=2250, fp8=4500, fp4=9000),
+    peak=_rates(bf16=2250, fp8=4500, fp4=9000, fp32=75),
     matmul=_rates(bf16=1745, fp8=3433, fp4=6600, fp32=60),
     multiprocessors=148,
     sustained=0.549,

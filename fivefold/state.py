@@ -10,8 +10,8 @@ from functools import lru_cache
 from math import prod
 
 from fivefold.check import Layout
+from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.model.shape import (
     StageParts,
@@ -41,6 +41,9 @@ class StatePolicy:
         reducing: of the gradients of a layer that are being reduced while the next one computes.
         in_flight: layers whose copies are held at once where they are split: one that computes,
             and those that arrive. The ends of a stage are held as long as it runs.
+        compute: of a weight in the compute type.
+        offloaded: share of the parameters whose master and moments are in host memory, with room
+            there for the gradient that updates them; the device keeps them in the compute type.
     """
 
     copy: float
@@ -54,23 +57,49 @@ class StatePolicy:
     placeholder: float = 0.0
     reducing: float = 0.0
     in_flight: int = 2
+    compute: float = 2.0
+    offloaded: float = 0.0
+
+    @property
+    def device_masters(self) -> float:
+        """Bytes of masters that stay on the device, of a parameter on average."""
+        return (1 - self.offloaded) * self.master
+
+    @property
+    def device_moments(self) -> float:
+        """Bytes of moments that stay on the device, of a parameter on average."""
+        return (1 - self.offloaded) * self.moments
+
+    @property
+    def device_stand_ins(self) -> float:
+        """Bytes, of a parameter on average, in the compute type for a master that is offloaded;
+        none where a copy computes anyway, and stays."""
+        return self.offloaded * self.compute if self.splits_copy or not self.copy else 0.0
+
+    @property
+    def host(self) -> float:
+        """Bytes in host memory, of a parameter on average."""
+        return self.offloaded * (self.master + self.moments + self.gradient)
 
 
-def engine_policy(parallel: ParallelConfig, precision: str) -> StatePolicy:
+def engine_policy(config: Config) -> StatePolicy:
     """Fivefold's own: masters and gradients in at least fp32, copies in the compute type."""
-    strategy = parallel.data_parallel_sharding_strategy
+    sharding, precision = config.parallel.sharding, config.training.precision
+    memory = config.memory
     compute, master = ELEMENT_BYTES[precision], max(4, ELEMENT_BYTES[precision])
-    shared = strategy != "no_shard"
+    shared = sharding.splits_optimizer
     return StatePolicy(
         copy=compute if shared or compute != master else 0,
         gradient=master,
         master=master,
         moments=2 * master,
-        splits_copy=strategy == "optim_grads_params",
-        splits_gradient=strategy in ("optim_grads", "optim_grads_params"),
+        splits_copy=sharding.splits_parameters,
+        splits_gradient=sharding.splits_gradients,
         splits_optimizer=shared,
         fresh=compute,
         reducing=compute + master if shared else 0,
+        compute=compute,
+        offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
     )
 
 
@@ -93,7 +122,8 @@ def megatron_policy(splits_optimizer: bool) -> StatePolicy:
 
 @dataclass(frozen=True)
 class ModelState:
-    """Bytes that a rank keeps from one microbatch to the next, activations apart.
+    """Bytes that a rank keeps from one microbatch to the next, activations apart; on the device,
+    unless it says otherwise.
 
     Attributes:
         parameters: that the rank is responsible for, after tensor and pipeline parallelism.
@@ -102,6 +132,7 @@ class ModelState:
         gradients: that are accumulated.
         optimizer: the moments.
         gathered: copies of layers, and of a stage's ends, gathered to compute and freed after it.
+        host: in host memory: masters and moments that are offloaded, and room for their gradients.
     """
 
     parameters: int
@@ -110,6 +141,7 @@ class ModelState:
     gradients: float
     optimizer: float
     gathered: float
+    host: float = 0.0
 
     @property
     def weights(self) -> float:
@@ -118,7 +150,7 @@ class ModelState:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All of it that is on the device."""
         return self.weights + self.gradients + self.optimizer + self.gathered
 
 
@@ -177,8 +209,8 @@ def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
 
 def num_shards(layout: Layout) -> int:
     """Ranks that share the optimizer state of a dense parameter."""
-    strategy = layout.config.parallel.data_parallel_sharding_strategy
-    return 1 if strategy == "no_shard" else layout.grid.dp_shard * layout.grid.cp
+    shared = layout.config.parallel.sharding.splits_optimizer
+    return layout.grid.dp_shard * layout.grid.cp if shared else 1
 
 
 def num_expert_shards(layout: Layout) -> int:
@@ -204,8 +236,7 @@ def model_state(
         shard: its index among those that share the state; the first one holds the most.
         policy: of the framework; None: of Fivefold.
     """
-    config = layout.config
-    policy = policy or engine_policy(config.parallel, config.training.precision)
+    policy = policy or engine_policy(layout.config)
     shards, expert_shards = num_shards(layout), num_expert_shards(layout)
     whole = gathered = own = 0
     for index in stages_held(layout, pp_rank):
@@ -223,11 +254,13 @@ def model_state(
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
     return ModelState(
         parameters=whole,
-        masters=optimizer * policy.master,
-        copies=0 if policy.splits_copy else whole * policy.copy,
+        masters=optimizer * policy.device_masters,
+        copies=(0 if policy.splits_copy else whole * policy.copy)
+        + optimizer * policy.device_stand_ins,
         gradients=gradients,
-        optimizer=optimizer * policy.moments,
+        optimizer=optimizer * policy.device_moments,
         gathered=gathered * policy.copy if policy.splits_copy else 0,
+        host=optimizer * policy.host,
     )
 
 

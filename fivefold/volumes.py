@@ -204,7 +204,7 @@ class _Volumes:
         ZeRO-1, (M g + c) Psi for ZeRO-2, M (2c + g) Psi for ZeRO-3; the r replicas of a shard
         then all-reduce it, 2 (r-1)/r of g Psi / d, and so do all ranks without sharding (d = 1).
         """
-        strategy = self.parallel.data_parallel_sharding_strategy
+        sharding = self.parallel.sharding
         shards, replicas = self.shards, self.data // self.shards
         often = self._gathers()
         padded = gathers = 0
@@ -216,15 +216,14 @@ class _Volumes:
             )
             padded += size
             gathers += often[stage] * size
-        often_reduced = strategy in ("optim_grads", "optim_grads_params")
-        reductions = self.microbatches * self.slices if often_reduced else 1
+        reductions = sharding.reductions(self.microbatches * self.slices)
         axis = "data" if replicas == 1 else "dp_shard_cp"
         gathered = wire_bytes("all_gather", shards * gathers * self.element, shards)
         yield Flow(axis, "gathered parameters", gathered)
         reduced = wire_bytes("reduce_scatter", shards * padded * self.wire, shards)
         yield Flow(axis, "reduced gradients", reductions * reduced)
         # FSDP2 sums replicas in the reduction type; only our buckets and reduce-scatter narrow it.
-        bucketed = strategy == "no_shard" and self.element == self.master
+        bucketed = not sharding.splits_optimizer and self.element == self.master
         summed = padded * (self.wire if bucketed else self.master)
         yield Flow(
             "data" if shards == 1 else "dp_replicate",
@@ -234,10 +233,9 @@ class _Volumes:
 
     def _gathers(self) -> dict[int, int]:
         """How often each stage's parameters are gathered: as the program says, where it does."""
-        if self.parallel.data_parallel_sharding_strategy != "optim_grads_params":
-            return dict.fromkeys(self.stages, 1)
         if self.parallel.pipeline_max_unsharded_stages is None:
-            return dict.fromkeys(self.stages, 2 * self.microbatches * self.slices)
+            passes = self.microbatches * self.slices
+            return dict.fromkeys(self.stages, self.parallel.sharding.gathers(passes))
         acts = self.layout.program().ranks[self.at["pp"]]
         return Counter(act.stage for act in acts if act.kind is Kind.UNSHARD)
 
@@ -372,13 +370,13 @@ class _Volumes:
     def _expert_data(self, owned: int) -> Iterator[Flow]:
         """As `data_parallel`, over the ranks that hold the same experts."""
         shards = num_expert_shards(self.layout)
-        strategy = self.parallel.data_parallel_sharding_strategy
-        if strategy == "no_shard":
+        sharding = self.parallel.sharding
+        if not sharding.splits_optimizer:
             summed = wire_bytes("all_reduce", owned * self.wire, self.layout.grid.edp)
             yield Flow("edp", "gradients of experts", summed)
             return
-        gathers = 2 * self.microbatches if strategy == "optim_grads_params" else 1
-        reductions = 1 if strategy == "optim" else self.microbatches
+        gathers = sharding.gathers(self.microbatches)
+        reductions = sharding.reductions(self.microbatches)
         gathered = wire_bytes("all_gather", owned * self.element, shards)
         yield Flow("edp", "gathered experts", gathers * gathered)
         reduced = wire_bytes("reduce_scatter", owned * self.wire, shards)

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.train.launch import die_with_parent, lost_connection
+from fivefold.mesh.groups import lost_connection
+from fivefold.train.launch import die_with_parent
 
 REPORT_SECONDS = 1.0  # for the other ranks' reports after the first failure
 

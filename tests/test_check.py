@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 
 from fivefold.check import check
 from fivefold.config.config import Config
+from fivefold.config.dependence import orphans
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
 from fivefold.mesh.rules import divisors
 from fivefold.pipeline.validate import validate
 
-SPLIT = re.compile(r"tp=(\d+) pp=(\d+) dp=(\d+)(?: gbs=(\d+))?")
+SPLIT = re.compile(
+    r"--tp (\d+) --pp (\d+) --dp-shard (\d+)(?: --dp-replicate (\d+))?(?: --gbs (\d+))?(.*)"
+)
 
 
 @st.composite
@@ -71,14 +74,18 @@ def test_a_layout_adds_up_or_is_refused_with_splits_that_pass(config: Config, wo
 
 
 def _with_split(config: Config, match: re.Match[str]) -> Config:
-    tp, pp, dp = (int(match[i]) for i in (1, 2, 3))
-    replicas = config.parallel.num_distributed_optimizer_instances
-    return config.with_values(
+    tp, pp, shards, replicas = (int(match[i] or 1) for i in (1, 2, 3, 4))
+    changed = config.with_values(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        data_parallel_shard_size=dp // replicas,
-        global_batch_size=int(match[4] or config.training.global_batch_size),
+        data_parallel_shard_size=shards,
+        num_distributed_optimizer_instances=replicas,
+        global_batch_size=int(match[5] or config.training.global_batch_size),
     )
+    off = {orphan.off: {orphan.name: orphan.default} for orphan in orphans(changed)}
+    for flag in filter(None, re.split(r" (?=--)", match[6])):
+        changed = changed.with_values(**off[flag])
+    return changed
 
 
 @given(configs(), st.integers(1, 24))
@@ -108,7 +115,7 @@ def test_divisors(n: int) -> None:
 def test_a_split_is_suggested_even_where_the_batch_has_to_follow() -> None:
     model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=4, vocab_size=512)
     config = Config(model).with_values(tensor_model_parallel_size=2, global_batch_size=8)
-    with pytest.raises(ConfigError, match="works: tp=1 pp=1 dp=3 gbs=6") as caught:
+    with pytest.raises(ConfigError, match="works: --tp 1 --pp 1 --dp-shard 3 --gbs 6") as caught:
         check(config, 3)
     assert "try:   --nproc 4" in str(caught.value)
 
@@ -167,23 +174,26 @@ def test_layers_of_further_prediction_are_in_the_stages() -> None:
             [
                 "ep 3 x etp 1 does not divide",
                 "3 does not divide num_experts 8",
-                "works: ep=2 | ep=4",
+                "works: --ep 2 | --ep 4",
             ],
         ),
         (
             "qwen3-30b-a3b",
             {"expert_model_parallel_size": 32},
-            ["dp 8 x cp 1 x tp 2 = 16, and 16 / (32 x 1) = 0.5", "works: ep=16 etp=1 | ep=8 etp=1"],
+            [
+                "dp 8 x cp 1 x tp 2 = 16, and 16 / (32 x 1) = 0.5",
+                "works: --ep 16 --etp 1 | --ep 8 --etp 1",
+            ],
         ),
         (
             "mixtral-8x7b",
             {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 4},
-            ["16 / (8 x 4) = 0.5", "works: ep=4 etp=4"],
+            ["16 / (8 x 4) = 0.5", "works: --ep 4 --etp 4"],
         ),
         (
             "qwen3-30b-a3b",
             {"expert_tensor_parallel_size": 512, "moe_ffn_hidden_size": 768},
-            ["512 does not divide an expert's 768 features", "works: etp=256 | etp=384"],
+            ["512 does not divide an expert's 768 features", "works: --etp 256 | --etp 384"],
         ),
         (
             "mixtral-8x7b",

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.check import check
+from fivefold.check import NOT_BUILT, check
 from fivefold.cli.main import VERBS, main
-from fivefold.config.sources import load, load_options, read_config
+from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.sources import config_settings, load, load_options, read_config
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -175,3 +176,25 @@ def test_the_house_has_the_floors_that_are_kept() -> None:
     ]
     built = [room for room in floors if list((ROOT / "fivefold").glob(f"{room}*"))]
     assert named == [room for room in built if room != "__main__"]
+
+
+def _flags_of(title: str) -> list[str]:
+    """The flags that a section of the page for Megatron-LM's users names."""
+    page = (DOCS / "how-to" / "from-megatron.md").read_text(encoding="utf-8")
+    section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return [flag[2:].replace("-", "_") for flag in re.findall(r"`(--[\w-]+)", section)]
+
+
+def _known_flags() -> set[str]:
+    return {s.name for each in config_settings().values() for s in each} | set(ALIASES)
+
+
+def test_megatrons_flags_are_where_the_page_says() -> None:
+    """Accepted, planned with only, or unknown; and no section forgets what is not trained."""
+    untrained = {name for name, _, _ in NOT_BUILT}
+    accepted = _flags_of("Accepted as they are")
+    assert len(accepted) > 80
+    assert not [f for f in accepted if f not in _known_flags() | set(SWITCHES) or f in untrained]
+    assert set(_flags_of("Planned with, not trained")) == untrained
+    absent = _flags_of("Not there yet")
+    assert absent and not [flag for flag in absent if flag in _known_flags() | set(SWITCHES)]

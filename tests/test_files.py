@@ -1,11 +1,28 @@
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+import msgspec
 import pytest
 
-from fivefold.files import atomic_path, write_atomic
+from fivefold.errors import CheckpointError, DataError
+from fivefold.files import (
+    as_kind,
+    atomic_path,
+    caused_by_full_disk,
+    free_bytes,
+    parse_json,
+    parse_toml,
+    read_json,
+    read_text,
+    telling_full_disk,
+    write_atomic,
+)
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
@@ -53,3 +70,96 @@ def test_the_umask_decides_the_permissions(tmp_path):
     write_atomic(tmp_path / "file", "x")
     (tmp_path / "plain").write_text("x")
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@dataclass
+class Meta:
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    losses: list[float]
+
+
+def test_json_of_its_type_is_read(tmp_path):
+    path = tmp_path / "meta.json"
+    path.write_text('{"step": 3, "losses": [1, 2.5]}')
+    assert read_json(path, Meta) == Meta(3, [1.0, 2.5])
+    assert parse_json("[null, true]", Any, "text") == [None, True]
+    assert as_kind({"step": 3, "losses": []}, Meta, "table", DataError) == Meta(3, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"step": "3", "losses": []}', r"\$\.step"),
+        ('{"step": -1, "losses": []}', r">= 0 - at `\$\.step`"),
+        ('{"step": 1e300, "losses": []}', r"\$\.step"),
+        ('{"step": true, "losses": []}', r"\$\.step"),
+        ('{"step": 1, "losses": [null]}', r"\$\.losses"),
+        ('{"step": 1}', "losses"),
+        ("null", "does not hold"),
+        ("", "is not JSON"),
+        ('{"step": NaN}', "is not JSON"),
+        ('{"a":' * 100_000, "nested too deep"),
+    ],
+)
+def test_other_json_is_refused_by_its_place(text, says):
+    with pytest.raises(CheckpointError, match="^meta.json .*" + says):
+        parse_json(text, Meta, "meta.json", CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a", ":1: this is not TOML"),
+        ("a = 1\nb = ?\n", r":2:5: this is not TOML: .*\n  b = \?\n      \^$"),
+        ("a = " + "9" * 500 + "x", r":1:505: .*\n  9{79}x\n {81}\^$"),
+        ("a = " + "9" * 5000, " is not TOML"),
+        ("a = " + "[" * 5000 + "]" * 5000, " is nested too deep"),
+    ],
+)
+def test_other_toml_is_refused(text, says):
+    with pytest.raises(DataError, match="^run.toml" + says):
+        parse_toml(text, "run.toml", DataError)
+
+
+def test_text_that_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "bytes").write_bytes(b"a\xff")
+    with pytest.raises(DataError, match="not UTF-8 text: byte 1"):
+        read_text(tmp_path / "bytes", DataError)
+    for path in (tmp_path, tmp_path / "none", tmp_path / "bytes" / "below"):
+        with pytest.raises(DataError, match=r"cannot read .*: \w"):
+            read_text(path, DataError)
+
+
+def test_a_full_disk_is_one_message_with_the_bytes_that_are_free(tmp_path):
+    said = r"disk full: cannot write {}\n  No space left on device\n  [\d,]+ bytes free\n  try: "
+    with (
+        pytest.raises(DataError, match=said.format(tmp_path)),
+        telling_full_disk(DataError, tmp_path),
+        open("/dev/full", "w") as file,
+    ):
+        file.write("x" * 10_000)
+    with (
+        pytest.raises(DataError, match=said.format(tmp_path / "new" / "x")),
+        telling_full_disk(DataError),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "new" / "x"))
+    with pytest.raises(FileNotFoundError), telling_full_disk(DataError, tmp_path):
+        (tmp_path / "none").read_bytes()
+
+
+def test_a_full_disk_is_found_behind_other_errors():
+    full = OSError(errno.EDQUOT, "quota")
+    try:
+        try:
+            raise full
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+    except RuntimeError as error:
+        assert caused_by_full_disk(error) is full
+    assert caused_by_full_disk(OSError(errno.EIO, "broken")) is None
+
+
+def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):
+    free = free_bytes(tmp_path / "a" / "b")
+    assert free is not None and 0 < free <= shutil.disk_usage(tmp_path).total
+    assert free_bytes("/proc/self") is None, "no file system of blocks"

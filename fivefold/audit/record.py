@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from fivefold.check import Layout
 from fivefold.errors import DataError
-from fivefold.files import write_atomic
+from fivefold.files import read_json, write_atomic
 from fivefold.model.activations import (
     Running,
     Saved,
@@ -21,6 +24,8 @@ from fivefold.model.activations import (
 from fivefold.model.shape import is_expert, layer_shapes, local_shape
 from fivefold.state import model_state, num_shards, stages_held
 from fivefold.volumes import by_axis, step_volumes
+
+Amount = Annotated[float, Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,17 @@ class RankRecord:
         peak_allocated: of the device's memory in the step; None where nobody counts.
     """
 
-    rank: int
-    step: int
-    sent: Mapping[str, float]
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: Mapping[int, float]
-    multiplications: float
+    rank: Annotated[int, Meta(ge=0)]
+    step: Annotated[int, Meta(ge=1)]
+    sent: Mapping[str, Amount]
+    parameters: Amount
+    gradients: Amount
+    optimizer: Amount
+    activations: Mapping[Annotated[int, Meta(ge=0)], Amount]
+    multiplications: Amount
     packed: bool = False
     any_packed: bool = False
-    peak_allocated: float | None = None
+    peak_allocated: Amount | None = None
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
@@ -72,14 +77,7 @@ def read_records(folder: Path) -> list[RankRecord]:
             f"{folder} has no records: nothing was measured in that run\n"
             "  try: train with --audit, which measures one step"
         )
-    records = []
-    for path in paths:
-        try:
-            values = json.loads(path.read_text())
-            activations = {int(stage): size for stage, size in values.pop("activations").items()}
-            records.append(RankRecord(**values, activations=activations))
-        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            raise DataError(f"cannot read {path}: {error}") from error
+    records = [read_json(path, RankRecord, DataError) for path in paths]
     records.sort(key=lambda record: record.rank)
     missing = sorted({*range(len(records))} - {record.rank for record in records})
     if missing:

@@ -1,15 +1,18 @@
 """Predicted beside measured, and what is to be said of a difference; torch-free."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Annotated
+
+from msgspec import UNSET, Meta, UnsetType
 
 from fivefold.audit.record import RankRecord, expected_record
 from fivefold.check import Layout
 from fivefold.errors import DataError
+from fivefold.files import read_json_lines
 from fivefold.units import human_bytes, human_flops, human_seconds
 
 ACTIVATION_TOLERANCE = 0.03
@@ -180,13 +183,20 @@ def usual_seconds(metrics: Path, audited: int) -> float | None:
     Raises:
         DataError: the file cannot be read.
     """
-    try:
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {metrics}: {error}") from error
-    steps = [line for line in lines if "seconds" in line and "grad_norm" in line]
-    usual = [line["seconds"] for line in steps[1:] if line["step"] != audited]
+    steps = [
+        line for line in read_json_lines(metrics, _Line, DataError) if line.grad_norm is not UNSET
+    ]
+    usual = [s.seconds for s in steps[1:] if s.seconds is not UNSET and s.step != audited]
     return median(usual) if usual else None
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What is of interest in a line of `metrics.jsonl`: steps have a gradient norm."""
+
+    step: Annotated[int, Meta(ge=0)]
+    seconds: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
+    grad_norm: float | UnsetType | None = UNSET
 
 
 Pairs = Sequence[tuple[RankRecord, RankRecord]]

@@ -81,7 +81,7 @@ def calibrate(path: Path, nproc: int | None) -> int:
     if env.launcher != "single":
         if nproc is not None:
             what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
-            raise ConfigError(Mistake(what, works=("one of the two",)))
+            raise ConfigError(Mistake(what, works=("--nproc none",)))
         return worker(env)
     return launch_local(worker, nproc or 1)
 

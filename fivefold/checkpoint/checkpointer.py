@@ -5,8 +5,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,29 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fivefold.checkpoint.integrity import MANIFEST, find_faults, stamps, write_manifest
+from fivefold.checkpoint.folder import CheckpointFolder, step_of
+from fivefold.checkpoint.index import SavedTensor, read_index
+from fivefold.checkpoint.integrity import (
+    INDEX,
+    MANIFEST,
+    META,
+    find_faults,
+    read_manifest,
+    stamps,
+    write_manifest,
+)
 from fivefold.checkpoint.matching import mismatches
-from fivefold.checkpoint.planners import PieceLoadPlanner, PieceSavePlanner
-from fivefold.checkpoint.team import Team
+from fivefold.checkpoint.reader import fill
+from fivefold.checkpoint.team import DiskFullError, Team
+from fivefold.checkpoint.writer import PieceSavePlanner, PieceWriter
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import write_atomic
+from fivefold.files import disk_full, free_bytes, read_json, write_atomic
+from fivefold.mesh.groups import new_group
 from fivefold.mesh.slices import Piece, piece_of
 
-_META = "meta.json"
-_LATEST = "latest"
-_UNFINISHED = ".tmp"
+_HEADER = 1_800  # bytes around each tensor, at least: torch.save's, and its lines of the index
+LOAD_STEP = "--ckpt-step"
 
 Tensors = Mapping[str, Tensor | Piece]
 
@@ -35,8 +47,7 @@ class Checkpointer:
     """The checkpoints of one folder.
 
     On disk: `step-00000100/` with DCP's files, `meta.json` and `manifest.json`, and a file `latest`
-    with the number of the step. A checkpoint is written beside its place and renamed when it is
-    complete.
+    with the number of the step; `CheckpointFolder` says how that stays whole.
 
     The constructor and all methods but `steps` and `latest` are collective over the group.
 
@@ -47,6 +58,7 @@ class Checkpointer:
         process_group: ranks that save and load together, used by nothing else meanwhile; gloo.
             None: a new gloo group of all ranks, or this process alone if torch.distributed is
             not initialised.
+        step_flag: of the command that loads, to advise another step.
     """
 
     def __init__(
@@ -56,11 +68,13 @@ class Checkpointer:
         keep_latest: int | None = None,
         async_save: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        step_flag: str = LOAD_STEP,
     ) -> None:
         self.folder = Path(folder)
-        self._keep_latest = keep_latest
+        self._step_flag = step_flag
+        self._checkpoints = CheckpointFolder(self.folder, keep_latest)
         if process_group is None and dist.is_initialized():
-            process_group = dist.new_group(backend="gloo")
+            process_group = new_group(backend="gloo")
         self._team = Team(process_group)
         self._async = async_save
         self._staged: dict[str, Tensor] = {}
@@ -69,23 +83,21 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in order."""
-        found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.glob("step-*"))
-        return sorted(int(match[1]) for match in found if match)
+        return self._checkpoints.steps()
 
     def latest(self) -> int | None:
-        """The step written last, or None if there is no checkpoint."""
-        steps = self.steps()
-        try:
-            step = int((self.folder / _LATEST).read_text("utf-8"))
-        except (FileNotFoundError, ValueError):
-            step = -1
-        return step if step in steps else max(steps, default=None)
+        """The step written last, or None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: the file `latest` holds no number, so that nobody can say.
+        """
+        return self._checkpoints.latest()
 
     def save(self, step: int, tensors: Tensors, meta: Mapping[str, Any]) -> None:
         """Save, replacing a checkpoint of the same step.
 
         With `async_save` the caller may change the tensors at once; an earlier save that still
-        writes is waited for.
+        writes is waited for. That the disk has room is seen to at once in either case.
 
         Args:
             step: number of completed optimizer steps.
@@ -93,16 +105,27 @@ class Checkpointer:
             meta: what JSON can hold; that of the first rank is kept.
 
         Raises:
-            CheckpointError: this save failed, or the one before when `async_save`.
+            CheckpointError: there is no room, or this save failed, or the one before when
+                `async_save`.
         """
         self.wait()
         text = json.dumps(meta, indent=1)
         pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
+        needed = self._make_room(step, pieces)
         if self._async:
             pieces = self._stage(pieces)
-            self._writing = self._pool.submit(self._write, step, pieces, text)
+            self._writing = self._pool.submit(self._write, step, pieces, text, needed)
         else:
-            self._write(step, pieces, text)
+            self._write(step, pieces, text, needed)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save under way has failed; on some ranks it may show later than on others.
+
+        `wait` raises the error then. It is not collective: ranks that act on it must agree first.
+        """
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
 
     def wait(self) -> None:
         """Return when nothing is being written; call it before the process ends.
@@ -132,76 +155,120 @@ class Checkpointer:
             CheckpointError: on every rank: there is no such checkpoint, it is damaged, or it is
                 of another model.
         """
-        self.wait()
         folder = self._find(step)
         if faults := find_faults(folder, self._team):
             raise self._damaged(folder, faults)
         pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
-        self._check_names(folder, pieces, skip)
+        job = f"reading {folder}"
+        index = self._team.each(job, lambda: read_index(folder, read_manifest(folder)))
+        self._check_names(folder, index, pieces, skip)
         meta = self._read_meta(folder)
-        self._team.together(f"loading {folder}", lambda: self._read(folder, pieces))
+        self._team.each(f"loading {folder}", lambda: fill(folder, index, pieces))
         return meta
+
+    def find(self, step: int | None) -> int:
+        """The step that `load` and `read_meta` take: `step`, or the latest if None.
+
+        Raises:
+            CheckpointError: there is no such checkpoint.
+        """
+        return step_of(self._find(step))
 
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
         """The meta of a checkpoint, the latest if None, without its tensors or their checks.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or its meta cannot be read.
+            CheckpointError: there is no such checkpoint, or its meta is not what was saved.
         """
-        self.wait()
-        return self._read_meta(self._find(step))
+        folder = self._find(step)
+        if faults := find_faults(folder, self._team, META):
+            raise self._damaged(folder, faults)
+        return self._read_meta(folder)
 
-    def _write(self, step: int, pieces: dict[str, Piece], meta: str) -> None:
+    def _make_room(self, step: int, pieces: dict[str, Piece]) -> int:
+        """Remove what killed saves left, and see that the disk has room; bytes needed."""
+        job = f"saving step {step} to {self.folder}"
+        # The ranks with the first element of a tensor speak for it: in a dict replicas are one.
+        own = {
+            name: prod(piece.shape) * piece.local.element_size() + _HEADER
+            for name, piece in pieces.items()
+            if all(part.start == 0 for part in piece.slices)
+        }
+        sizes = {
+            n: size for sizes in self._team.together(job, lambda: own) for n, size in sizes.items()
+        }
+        needed = sum(sizes.values())
+
+        def free() -> int | None:
+            self._checkpoints.clear()
+            return free_bytes(self.folder)
+
+        available = self._team.leader(job, free)
+        if available is not None and available < needed:
+            raise self._disk_full(job, needed)
+        return needed
+
+    def _write(self, step: int, pieces: dict[str, Piece], meta: str, needed: int) -> None:
         """Write all of a checkpoint, then put it in its place."""
         job = f"saving step {step} to {self.folder}"
-        final = self._path(step)
-        unfinished = final.with_name(final.name + _UNFINISHED)
+        unfinished = self._checkpoints.unfinished(step)
+        try:
+            self._write_files(job, unfinished, pieces, meta)
+            self._team.leader(job, lambda: self._checkpoints.put_in_place(step))
+        except CheckpointError as error:
+            self._team.leader(job, lambda: shutil.rmtree(unfinished, ignore_errors=True))
+            if isinstance(error, DiskFullError):
+                raise self._disk_full(job, needed, error) from None
+            raise
 
-        def clear() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for left_over in self.folder.glob(f"step-*{_UNFINISHED}"):
-                shutil.rmtree(left_over)
-            unfinished.mkdir()
+    def _write_files(self, job: str, folder: Path, pieces: dict[str, Piece], meta: str) -> None:
+        """Write a checkpoint to a new folder, its manifest last."""
 
         def write() -> None:
-            writer = dcp.FileSystemWriter(unfinished)
-            self._dcp(dcp.save, pieces, storage_writer=writer, planner=PieceSavePlanner())
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is")  # known, when alone
+                group = self._team.group
+                how = {"storage_writer": PieceWriter(folder), "planner": PieceSavePlanner()}
+                dcp.save(dict(pieces), process_group=group, no_dist=group is None, **how)
 
         def measure() -> dict:
-            names = [path.name for path in unfinished.glob(f"__{self._team.rank}_*")]
+            names = [path.name for path in folder.glob(f"__{self._team.rank}_*")]
             if self._team.rank == 0:
-                write_atomic(unfinished / _META, meta)
-                names += [".metadata", _META]
-            return stamps(unfinished, names)
+                write_atomic(folder / META, meta)
+                names += [INDEX, META]
+            return stamps(folder, names)
 
-        self._team.leader(job, clear)
-        self._team.together(job, write)
+        def begin() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+
+        self._team.leader(job, begin)
+        self._team.each(job, write)
         measured = self._team.together(job, measure)
+        files = {name: stamp for stamps_ in measured for name, stamp in stamps_.items()}
+        self._team.leader(job, lambda: write_manifest(folder, files))
 
-        def finish() -> None:
-            write_manifest(unfinished, {name: s for files in measured for name, s in files.items()})
-            replaced = _set_aside(final) if final.exists() else None
-            unfinished.rename(final)
-            write_atomic(self.folder / _LATEST, f"{step}\n")
-            if replaced is not None:
-                shutil.rmtree(replaced)
-            self._discard_old(step)
+    def _disk_full(
+        self, job: str, needed: int, failure: CheckpointError | None = None
+    ) -> CheckpointError:
+        """The error to raise, with the numbers; collective."""
 
-        self._team.leader(job, finish)
+        def tell() -> Mistake:
+            kept = None
+            with suppress(CheckpointError):  # a pointer that cannot be read is not what to tell now
+                kept = self.latest()
+            why = [line.strip() for line in str(failure).splitlines()[1:]] if failure else []
+            goes_on = "" if kept is None else f": it goes on from the checkpoint of step {kept}"
+            what = f"{job} failed"
+            return disk_full(what, self.folder, *why, needed=needed, goes_on=goes_on)
+
+        return CheckpointError(str(self._team.leader(job, tell)))
 
     def _read_meta(self, folder: Path) -> dict[str, Any]:
-        path = folder / _META
-        return self._team.leader(f"reading {path}", lambda: json.loads(path.read_bytes()))
-
-    def _read(self, folder: Path, pieces: dict[str, Piece]) -> None:
-        reader = dcp.FileSystemReader(folder)
-        self._dcp(dcp.load, pieces, storage_reader=reader, planner=PieceLoadPlanner())
-
-    def _dcp(self, operation: Callable, pieces: dict[str, Piece], **settings: Any) -> None:
-        group = self._team.group
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is")  # that we know, when alone
-            operation(dict(pieces), process_group=group, no_dist=group is None, **settings)
+        path = folder / META
+        return self._team.leader(
+            f"reading {path}", lambda: read_json(path, dict[str, Any], CheckpointError)
+        )
 
     def _stage(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
         """Copies on the CPU, in memory that is kept for the next save."""
@@ -216,40 +283,31 @@ class Checkpointer:
             torch.cuda.current_stream().synchronize()
         return staged
 
-    def _discard_old(self, current: int) -> None:
-        if self._keep_latest is None:
-            return
-        others = [self._path(step) for step in self.steps() if step != current]
-        others.sort(key=_written, reverse=True)
-        for old in others[max(self._keep_latest - 1, 0) :]:
-            shutil.rmtree(_set_aside(old))
-
-    def _check_names(self, folder: Path, pieces: dict[str, Piece], skip: tuple[str, ...]) -> None:
+    def _check_names(
+        self,
+        folder: Path,
+        index: Mapping[str, SavedTensor],
+        pieces: dict[str, Piece],
+        skip: tuple[str, ...],
+    ) -> None:
         by_rank = self._team.together(
             f"reading {folder}", lambda: {name: tuple(p.shape) for name, p in pieces.items()}
         )
         asked = {name: shape for shapes in by_rank for name, shape in shapes.items()}
 
-        def compare() -> list[Mistake]:
-            saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-            shapes = {
-                name: tuple(tensor.size)
-                for name, tensor in saved.items()
-                if isinstance(tensor, TensorStorageMetadata)
-            }
-            return mismatches(asked, shapes, skip)
-
-        if mistakes := self._team.leader(f"reading {folder}", compare):
+        saved = {name: tensor.shape for name, tensor in index.items()}
+        if mistakes := mismatches(asked, saved, skip):
             lines = "\n".join(str(mistake) for mistake in mistakes)
             raise CheckpointError(f"{folder} is of another model\n{lines}")
 
     def _find(self, step: int | None) -> Path:
-        """The folder of a step, the latest if None."""
+        """The folder of a step, the latest if None, once nothing is being written."""
+        self.wait()
 
         def find() -> Path | Mistake:
             wanted = self.latest() if step is None else step
-            if wanted is not None and self._path(wanted).is_dir():
-                return self._path(wanted)
+            if wanted is not None and self._checkpoints.of(wanted).is_dir():
+                return self._checkpoints.of(wanted)
             return self._absent(step)
 
         found = self._team.leader(f"looking into {self.folder}", find)
@@ -258,49 +316,34 @@ class Checkpointer:
         return found
 
     def _absent(self, step: int | None) -> Mistake:
-        if (self.folder / MANIFEST).exists():
+        if (self.folder / MANIFEST).exists() and re.fullmatch(r"step-[0-9]+", self.folder.name):
             return Mistake(
                 f"{self.folder} is one checkpoint, not a folder of them",
-                attempt=f"--load {self.folder.parent} --ckpt-step {_step(self.folder)}",
+                attempt=f"--load {self.folder.parent} --ckpt-step {step_of(self.folder)}",
             )
         if not (steps := self.steps()):
             return Mistake(f"there is no checkpoint in {self.folder}")
         return Mistake(
             f"there is no checkpoint of step {step} in {self.folder}",
-            works=tuple(f"--ckpt-step {s}" for s in steps),
+            works=tuple(f"{self._step_flag} {s}" for s in steps),
         )
 
     def _damaged(self, folder: Path, faults: list[str]) -> CheckpointError:
         """The error to raise, with the best checkpoint to load instead; collective."""
         steps = self._team.leader(f"looking into {self.folder}", self.steps)
-        others = [step for step in reversed(steps) if self._path(step) != folder]
-        intact = next((s for s in others if not find_faults(self._path(s), self._team)), None)
+        others = [step for step in reversed(steps) if self._checkpoints.of(step) != folder]
+        intact = next(
+            (s for s in others if not find_faults(self._checkpoints.of(s), self._team)), None
+        )
         if intact is None:
             why, attempt = f"no other checkpoint in {self.folder} is intact", None
         else:
             why = f"the checkpoint of step {intact} is intact"
-            attempt = f"load it with --load {self.folder} --ckpt-step {intact} and another --save"
+            attempt = f"{self._step_flag} {intact}"
+            if self._step_flag == LOAD_STEP:
+                attempt = f"load it with --load {self.folder} {attempt} and another --save"
         return CheckpointError(str(Mistake(f"{folder} is damaged", (*faults, why), (), attempt)))
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
 
 
 def _as_piece(tensor: Tensor | Piece) -> Piece:
     return tensor if isinstance(tensor, Piece) else piece_of(tensor)
-
-
-def _written(checkpoint: Path) -> int:
-    """When it was completed, in ns; 0 if it never was."""
-    manifest = checkpoint / MANIFEST
-    return manifest.stat().st_mtime_ns if manifest.exists() else 0
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def _set_aside(checkpoint: Path) -> Path:
-    """Rename it, before it is removed, so that no half of one is ever taken for one."""
-    aside = checkpoint.with_name(f"{checkpoint.name}.old{_UNFINISHED}")
-    return checkpoint.rename(aside)

@@ -1,16 +1,23 @@
 """The manifest of a checkpoint: which files it has, how long they are, and their checksums."""
 
 import json
+import re
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
 
 from fivefold.checkpoint.team import Team
-from fivefold.files import write_atomic
+from fivefold.errors import CheckpointError
+from fivefold.files import read_json, write_atomic
 
 MANIFEST = "manifest.json"
+INDEX = ".metadata"
+META = "meta.json"
+_DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 
 class Stamp(NamedTuple):
@@ -18,6 +25,15 @@ class Stamp(NamedTuple):
 
     size: int
     crc32: int
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    size: Annotated[int, Meta(ge=0)]
+    crc32: Annotated[str, Meta(pattern="^[0-9a-f]{8}$")]
+
+
+class _Manifest(Struct, forbid_unknown_fields=True):
+    files: dict[str, _File]
 
 
 def stamp(path: Path) -> Stamp:
@@ -43,46 +59,65 @@ def write_manifest(folder: Path, files: dict[str, Stamp]) -> None:
     write_atomic(folder / MANIFEST, json.dumps({"files": listed}, indent=1, sort_keys=True))
 
 
-def find_faults(folder: Path, team: Team) -> list[str]:
+def read_manifest(folder: Path) -> dict[str, Stamp]:
+    """The files of a checkpoint by name, none of them outside its folder.
+
+    Raises:
+        CheckpointError: the manifest is missing, or is no list of a checkpoint's files; one line.
+    """
+    if not (folder / MANIFEST).exists():
+        raise CheckpointError(f"{MANIFEST}: missing, so the checkpoint is not complete")
+    try:
+        files = read_json(folder / MANIFEST, _Manifest, CheckpointError).files
+    except CheckpointError as error:
+        raise CheckpointError(f"{MANIFEST}: expected a list of files; {error}") from None
+    for name in files:
+        if name not in (INDEX, META) and not _DATA.fullmatch(name):
+            raise CheckpointError(f"{MANIFEST}: expected files of a checkpoint, found {name!r}")
+    if absent := [name for name in (INDEX, META) if name not in files]:
+        raise CheckpointError(f"{MANIFEST}: expected {' and '.join(absent)} in its list")
+    return {name: Stamp(file.size, int(file.crc32, 16)) for name, file in files.items()}
+
+
+def find_faults(folder: Path, team: Team, only: str | None = None) -> list[str]:
     """Everything in a checkpoint that is not as its manifest says; collective.
 
     Every file is read once, by one of the ranks. Every rank gets the same list, one line for each
     damaged file; an intact checkpoint has none.
+
+    Args:
+        folder: the checkpoint.
+        team: the ranks that share the reading.
+        only: the one file to compare; None: all of them.
     """
     job = f"checking {folder}"
-    expected = team.leader(job, lambda: _read_manifest(folder))
+    expected = team.leader(job, lambda: _manifest_or_fault(folder))
     if isinstance(expected, str):
         return [expected]
+    if only is not None:
+        expected = {only: expected[only]}
     largest_first = sorted(expected, key=lambda name: (-expected[name].size, name))
     mine = largest_first[team.rank :: team.size]
     found = team.together(job, lambda: _faults(folder, {name: expected[name] for name in mine}))
     return sorted(fault for faults in found for fault in faults)
 
 
-def _read_manifest(folder: Path) -> dict[str, Stamp] | str:
-    """The manifest, or what is wrong with it."""
+def _manifest_or_fault(folder: Path) -> dict[str, Stamp] | str:
     try:
-        text = (folder / MANIFEST).read_text("utf-8")
-    except FileNotFoundError:
-        return f"{MANIFEST}: missing, so the checkpoint is not complete"
-    except UnicodeDecodeError:
-        return f"{MANIFEST}: expected text, found other bytes"
-    try:
-        files = json.loads(text)["files"]
-        return {name: Stamp(file["size"], int(file["crc32"], 16)) for name, file in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST}: expected a list of files, found {text[:40]!r}"
+        return read_manifest(folder)
+    except CheckpointError as error:
+        return str(error)
 
 
 def _faults(folder: Path, expected: dict[str, Stamp]) -> list[str]:
     faults, right_size = [], []
     for name, stamp_ in expected.items():
-        try:
-            size = (folder / name).stat().st_size
-        except FileNotFoundError:
+        path = folder / name
+        if not path.exists():
             faults.append(f"{name}: expected {stamp_.size:,} bytes, found no such file")
-            continue
-        if size != stamp_.size:
+        elif not path.is_file():
+            faults.append(f"{name}: expected a file, found something else of that name")
+        elif (size := path.stat().st_size) != stamp_.size:
             faults.append(f"{name}: expected {stamp_.size:,} bytes, found {size:,}")
         else:
             right_size.append(name)

@@ -1,20 +1,31 @@
 """Ranks that do a job together and learn of each other's failures."""
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from fivefold.errors import CheckpointError, Mistake
+from fivefold.errors import CheckpointError, FivefoldError, Mistake
+from fivefold.files import caused_by_full_disk
+from fivefold.mesh.groups import lost_connection
 
 T = TypeVar("T")
+
+
+class DiskFullError(CheckpointError):
+    """A job of several ranks that failed because the disk of one of them is full."""
+
+
+class _Failure(NamedTuple):
+    reason: str
+    disk_full: bool = False
 
 
 class Team:
     """The ranks of a process group, or one process alone.
 
-    Both methods are collective, and a failure on one rank raises the same error on every rank:
+    All methods are collective, and a failure on one rank raises the same error on every rank:
     none goes on, and none is left waiting.
 
     Args:
@@ -30,17 +41,18 @@ class Team:
         """Run `work` on every rank; every rank gets all results, by rank.
 
         Raises:
-            CheckpointError: `job` ("saving step 3") failed; on which ranks, and why.
+            DiskFullError: `job` ("saving step 3") failed on a rank whose disk is full.
+            CheckpointError: `job` failed; on which ranks, and why.
         """
-        outcomes = self._gather(_attempt(work))
-        failures: dict[str, list[int]] = {}
-        for rank, (_, failure) in enumerate(outcomes):
-            if failure is not None:
-                failures.setdefault(failure, []).append(rank)
-        if failures:
-            reasons = (f"{_ranks(ranks, self.size)}{reason}" for reason, ranks in failures.items())
-            raise CheckpointError(str(Mistake(f"{job} failed", tuple(reasons))))
+        outcomes = self._gather(_attempt(work, self.size))
+        self._raise_if_any(job, [failure for _, failure in outcomes])
         return [result for result, _ in outcomes]  # type: ignore[misc]
+
+    def each(self, job: str, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; each gets its own result. Raises as `together` does."""
+        result, failure = _attempt(work, self.size)
+        self._raise_if_any(job, self._gather(failure))
+        return result  # type: ignore[return-value]
 
     def leader(self, job: str, work: Callable[[], T]) -> T:
         """Run `work` on the first rank only; every rank gets its result.
@@ -50,6 +62,12 @@ class Team:
         """
         return self.together(job, work if self.rank == 0 else lambda: None)[0]  # type: ignore
 
+    def _raise_if_any(self, job: str, failures: list[_Failure | None]) -> None:
+        if failed := {rank: why for rank, why in enumerate(failures) if why is not None}:
+            full = any(failure.disk_full for failure in failed.values())
+            kind = DiskFullError if full else CheckpointError
+            raise kind(str(Mistake(f"{job} failed", tuple(_reasons(failed, self.size)))))
+
     def _gather(self, mine: T) -> list[T]:
         if self.group is None:
             return [mine]
@@ -58,14 +76,31 @@ class Team:
         return everyones
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, str | None]:
+def _attempt(work: Callable[[], T], size: int) -> tuple[T | None, _Failure | None]:
     try:
         return work(), None
-    except CheckpointException as error:
-        reasons = {f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()}
-        return None, "; ".join(sorted(reasons))
+    except CheckpointException as error:  # of DCP, which has told every rank already
+        failed = {rank: _failure(cause) for rank, (cause, _) in error.failures.items()}
+        full = any(failure.disk_full for failure in failed.values())
+        return None, _Failure("; ".join(_reasons(failed, size)), full)
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        if lost_connection(error):  # nobody is there to be told
+            raise
+        return None, _failure(error)
+
+
+def _failure(error: BaseException) -> _Failure:
+    if isinstance(error, FivefoldError):
+        return _Failure(str(error))
+    return _Failure(f"{type(error).__name__}: {error}", caused_by_full_disk(error) is not None)
+
+
+def _reasons(failed: Mapping[int, _Failure], size: int) -> list[str]:
+    """Each reason once, after the ranks that it is of unless they are all."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, failure in sorted(failed.items()):
+        by_reason.setdefault(failure.reason, []).append(rank)
+    return [f"{_ranks(ranks, size)}{reason}" for reason, ranks in by_reason.items()]
 
 
 def _ranks(ranks: list[int], size: int) -> str:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fivefold.cli.style import note
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
 from fivefold.derived import as_table
@@ -20,9 +21,10 @@ class Options:
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
-    _, config = load(argv, Options)
-    from fivefold.train.corpora import open_data
+    _, config = load(argv, Options, note)
+    from fivefold.train.corpora import check_corpora, open_data
 
+    check_corpora(config)
     data = open_data(config, lambda line: print(line, file=sys.stderr))
     tokenizer = data.tokenizer
     rows = [

@@ -11,8 +11,9 @@ from importlib import import_module
 from types import MappingProxyType
 
 from fivefold import __version__
-from fivefold.cli.style import paint
+from fivefold.cli.style import first_rank, paint
 from fivefold.errors import ConfigError, FivefoldError, did_you_mean
+from fivefold.files import telling_full_disk
 
 VERBS: Mapping[str, str] = MappingProxyType(
     {
@@ -32,12 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit status: 0, 1 for a failure, 2 for a mistake."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        status = _dispatch(words)
-        sys.stdout.flush()
+        with telling_full_disk(FivefoldError):
+            status = _dispatch(words)
+            sys.stdout.flush()
         return status
     except FivefoldError as error:
         # All ranks of a cluster read the same settings and would say the same.
-        if not isinstance(error, ConfigError) or _first_rank():
+        if not isinstance(error, ConfigError) or first_rank():
             print(f"{paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -87,7 +89,3 @@ def _overview() -> str:
             "try: fivefold train demo --nproc 4",
         ]
     )
-
-
-def _first_rank() -> bool:
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

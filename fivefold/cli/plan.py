@@ -1,6 +1,7 @@
 """`fivefold plan`: which layout, will it fit, how fast, and why not another one?"""
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from fivefold.cli.style import paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import Loaded, load_with_origins
-from fivefold.errors import Mistakes
+from fivefold.errors import ConfigError, Mistakes
 from fivefold.files import write_atomic
 from fivefold.plan.cluster import load_cluster
 
@@ -67,7 +68,8 @@ def run(argv: Sequence[str]) -> int:
     loaded = load_with_origins(argv, Options, models=True)
     options, tokens = loaded.options, _tokens(loaded.options.train_tokens)
     asked = _request(loaded, tokens)
-    from fivefold.plan.explain import changed, why_nothing
+    from fivefold.plan.explain import changed
+    from fivefold.plan.no import why_nothing
     from fivefold.plan.search import search
 
     other = None if options.why is None else changed(asked, options.why)
@@ -77,7 +79,11 @@ def run(argv: Sequence[str]) -> int:
     if options.html is not None:
         from fivefold.plan.page import page
 
-        write_atomic(options.html, page(result, tokens))
+        text = page(result, tokens)
+        try:
+            write_atomic(options.html, text)
+        except OSError as error:
+            raise ConfigError(f"cannot write {options.html}: {error.strerror}") from None
     if options.emit is not None:
         _emit(result, options.emit)
     elif options.json:
@@ -126,6 +132,7 @@ def _tokens(text: str | None) -> float | None:
 
 def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
     """The question, or everything that is wrong with it, before anything is searched."""
+    from fivefold.config.dependence import check_dependents
     from fivefold.config.model import check_model
     from fivefold.config.values import check_values
     from fivefold.plan.request import request
@@ -143,15 +150,28 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
             works=("15T", "100B", "3.5e11"),
         )
     if options.json and options.emit is not None:
-        mistakes.add("--json and --emit both say what to print", works=("one of the two",))
-    if options.html is not None and not Path(options.html).parent.is_dir():
-        mistakes.add(f"--html {options.html}: there is no folder {Path(options.html).parent}")
+        mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
+    if options.html is not None:
+        _check_page(Path(options.html), mistakes)
     cluster = None
     with mistakes.collecting():
         cluster = load_cluster(options.cluster, options.gpus)
     mistakes.raise_if_any()
     assert cluster is not None
-    return request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
+    asked = request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
+    check_dependents(asked.config, mistakes, planned=True)
+    mistakes.raise_if_any()
+    return asked
+
+
+def _check_page(path: Path, mistakes: Mistakes) -> None:
+    """A page can be written there, as far as that can be known."""
+    if path.is_dir():
+        mistakes.add(f"--html {path} is a folder", works=(f"--html {path / 'plan.html'}",))
+    elif not path.parent.is_dir():
+        mistakes.add(f"--html {path}: there is no folder {path.parent}")
+    elif not os.access(path.parent, os.W_OK):
+        mistakes.add(f"--html {path}: files in {path.parent} cannot be written")
 
 
 def _emit(result: "Result", target: str) -> None:

@@ -3,16 +3,17 @@
 from pathlib import Path
 
 from fivefold.config.config import Config
+from fivefold.config.model import check_model
 from fivefold.config.sources import read_config
-from fivefold.errors import DataError, did_you_mean
+from fivefold.config.values import check_values
+from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean
 
 
 def run_config(folder: Path) -> Config:
     """The settings of the run's latest start.
 
     Raises:
-        DataError: the folder is not that of a run.
-        ConfigError: the settings cannot be read.
+        DataError: the folder is not that of a run, or holds settings that no run had.
     """
     file = folder / "config.toml"
     if not file.is_file():
@@ -20,4 +21,12 @@ def run_config(folder: Path) -> Config:
         raise DataError(
             f"{folder} is not a run folder: it has no {file.name}{did_you_mean(folder.name, near)}"
         )
-    return read_config(file)
+    try:
+        config, mistakes = read_config(file), Mistakes()
+        check_values(config, mistakes)
+        check_model(config.model, mistakes)
+        mistakes.raise_if_any()
+    except ConfigError as error:  # what its mistakes advise is for a command line
+        why = tuple(line for found in error.mistakes for line in (found.what, *found.why))
+        raise DataError(str(Mistake(f"{file} does not hold the settings of a run", why))) from None
+    return config

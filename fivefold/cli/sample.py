@@ -31,8 +31,7 @@ def run(argv: Sequence[str]) -> int:
     _check(options)
     from fivefold.train.sample import sample
 
-    sys.stdout.write(options.prompt)
-    for text in sample(
+    texts = sample(
         Path(options.run),
         options.prompt,
         step=options.step,
@@ -40,7 +39,9 @@ def run(argv: Sequence[str]) -> int:
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-    ):
+    )
+    sys.stdout.write(options.prompt)
+    for text in texts:
         sys.stdout.write(text)
         sys.stdout.flush()
     print()

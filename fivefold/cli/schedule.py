@@ -23,6 +23,7 @@ from fivefold.files import write_atomic
 from fivefold.mesh.degrees import DEGREES
 from fivefold.pipeline.balance_study import Cut, cut_figures, cut_lines, cut_model
 from fivefold.pipeline.chart import Chart
+from fivefold.pipeline.costs import times_problem
 from fivefold.pipeline.draw import picture
 from fivefold.pipeline.draw_html import to_html
 from fivefold.pipeline.draw_svg import to_svg
@@ -31,6 +32,7 @@ from fivefold.pipeline.figures import comparison, comparison_json, figures, list
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.measured import measured_program, median_costs, read_measured
 from fivefold.pipeline.parts import joined, read_costs
+from fivefold.pipeline.rules import read_choice
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.study import (
     AUTO,
@@ -46,7 +48,8 @@ if TYPE_CHECKING:
     from fivefold.pipeline.measured_parts import MeasuredPieces
 
 PLAIN_WIDTH = 120  # of a picture that no terminal shows
-MOST = 1 << 18  # stages x microbatches
+MOST = 1 << 18  # stages x microbatches x slices
+WIDEST, MOST_GIB, LONGEST_SEQUENCE = 10_000, 1e9, 1 << 40
 _MORE = (
     "     fivefold schedule zb_v --stages 8 --microbatches 24 --html zb_v.html",
     "     fivefold schedule --compare --stages 8 --microbatches 24 --costs 1,1.2,0.8 --latency 0.1",
@@ -119,6 +122,30 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
     options = load_options(argv, Options)
+    try:
+        return _run(options)
+    except ConfigError as error:
+        raise error.spelled(_as_typed) from error
+
+
+def _as_typed(choice: str) -> tuple[str, ...]:
+    """What to type for the choice of a schedule that could not be made."""
+    kind, value = read_choice(choice)
+    match kind:
+        case "microbatches" | "groups":
+            return (f"--microbatches {value}",)
+        case "ranks":
+            return (f"--stages {value}",)
+        case "slices":
+            return (f"--slices {value}",)
+        case "cap":
+            return (f"--memory-cap {value}",)
+        case "shape":
+            return ()
+    return () if choice.startswith("--microbatch-group-size") else (choice,)
+
+
+def _run(options: Options) -> int:
     study = _study(options)
     measured = _measured(options)
     if measured:
@@ -174,29 +201,23 @@ def _study(options: Options) -> Study:
         if value is not None and value < 1:
             mistakes.add(f"{flag} must be at least 1, not {value}")
     microbatches = options.microbatches or max(8, 2 * options.stages)
-    work = options.stages * (options.chunks or 2) * microbatches
+    work = options.stages * (options.chunks or 2) * microbatches * options.slices
     if work > MOST:
+        cut = "" if options.slices == 1 else f" x --slices {options.slices}"
         mistakes.add(
             f"{work:,} forwards in a step are too many to draw",
             f"--stages {options.stages} x --chunks {options.chunks or 2} x --microbatches "
-            f"{microbatches}, at most {MOST:,}",
+            f"{microbatches}{cut}, at most {MOST:,}",
         )
-    if options.latency < 0:
-        mistakes.add(f"--latency must be 0 or more, not {options.latency:g}")
+    if options.width is not None and options.width > WIDEST:
+        mistakes.add(f"--width must be at most {WIDEST:,}, not {options.width:,}")
     if options.memory_cap is not None and options.memory_cap <= 0:
         mistakes.add(f"--memory-cap must be positive, not {options.memory_cap:g}")
-    times = (1.0, 1.0, 1.0)
-    try:
-        forward, dx, dw = (float(text) for text in options.costs.split(","))
-        times = (forward, dx, dw)
-        if not (0 < forward < inf and 0 < dx < inf and 0 <= dw < inf):
-            raise ValueError
-    except ValueError:
-        mistakes.add(
-            f"--costs must be three times F,B,W, not {options.costs!r}",
-            "forward and dX are positive, dW may be 0",
-            works=("1,1,1", "18.5,18.1,9.3"),
-        )
+    if options.memory_gib is not None and not 0 < options.memory_gib <= MOST_GIB:
+        mistakes.add(f"--memory-gib must be in (0, {MOST_GIB:,.0f}], not {options.memory_gib:g}")
+    if not 1 <= options.seq_length <= LONGEST_SEQUENCE:
+        mistakes.add(f"--seq-length must be in 1 .. {LONGEST_SEQUENCE:,}, not {options.seq_length}")
+    times = _times(options, mistakes)
     mistakes.raise_if_any()
     return Study(
         options.stages,
@@ -207,6 +228,29 @@ def _study(options: Options) -> Study:
         options.chunks,
         options.slices,
     )
+
+
+def _times(options: Options, mistakes: Mistakes) -> tuple[float, float, float]:
+    """Those of --costs, which must share a clock with --latency."""
+    if not options.latency >= 0:
+        mistakes.add(f"--latency must be 0 or more, not {options.latency:g}")
+    works = ("1,1,1", "18.5,18.1,9.3")
+    try:
+        forward, dx, dw = (float(text) for text in options.costs.split(","))
+        if not (forward > 0 and dx > 0 and dw >= 0):
+            raise ValueError
+    except ValueError:
+        mistakes.add(
+            f"--costs must be three times F,B,W, not {options.costs!r}",
+            "forward and dX are positive, dW may be 0",
+            works=works,
+        )
+        return 1.0, 1.0, 1.0
+    if problem := times_problem((forward, dx, dw)):
+        mistakes.add(f"--costs {options.costs}: {problem}", works=works)
+    elif problem := times_problem((forward, dx, dw, abs(options.latency))):
+        mistakes.add(f"--latency {options.latency:g} and --costs {options.costs}: {problem}")
+    return forward, dx, dw
 
 
 def _measured(options: Options) -> "MeasuredPieces | None":

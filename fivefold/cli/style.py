@@ -1,6 +1,7 @@
 """Colour on a terminal, plain text elsewhere and under NO_COLOR (no-color.org)."""
 
 import os
+import sys
 from typing import Literal, TextIO
 
 Style = Literal["red", "green", "yellow", "bold", "dim"]
@@ -13,6 +14,17 @@ def paint(text: str, style: Style, stream: TextIO) -> str:
     if not shows_styles(stream):
         return text
     return f"\033[{_CODES[style]}m{text}\033[0m"
+
+
+def note(text: str) -> None:
+    """Say something on the error stream that is no error."""
+    if first_rank():
+        print(f"{paint('note:', 'yellow', sys.stderr)} {text}", file=sys.stderr)
+
+
+def first_rank() -> bool:
+    """Whether this process speaks for all ranks, which read the same settings."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def shows_styles(stream: TextIO) -> bool:

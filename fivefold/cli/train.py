@@ -2,11 +2,11 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.check import Layout, check
-from fivefold.cli.style import paint
+from fivefold.cli.style import note, paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load, to_toml
@@ -35,8 +35,12 @@ class Options:
 
 def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
-    options, config = load(argv, Options)
-    layout = check(config, ranks(options.nproc, dry_run=options.dry_run))
+    options, config = load(argv, Options, note)
+    world = ranks(options.nproc, dry_run=options.dry_run)
+    try:
+        layout = check(config, world)
+    except ConfigError as error:
+        raise error if options.nproc is not None else _by_launcher(error) from error
     # Only now numpy, and torch only when all that can be known beforehand is known to be right.
     from fivefold.train.corpora import check_corpora, check_data_settings
 
@@ -44,10 +48,28 @@ def run(argv: Sequence[str]) -> int:
         check_data_settings(config)  # the files may be on another machine
         print("\n".join(_preview(layout)))
         return 0
+    from fivefold.train.preflight import check_start
+
+    check_start(config)
     check_corpora(config)
     from fivefold.train.run import train
 
     return train(layout, recipe_name(options.recipe), options.nproc)
+
+
+def _by_launcher(error: ConfigError) -> ConfigError:
+    """The same, where it is torchrun or srun that would have to start another number of ranks."""
+    launcher = read_rank_env().launcher
+    if launcher == "single":
+        return error
+    mistakes = []
+    for mistake in error.mistakes:
+        flag, _, count = (mistake.attempt or "").partition(" ")
+        if flag == "--nproc":
+            why = (*mistake.why, f"{launcher} would have to start {count} ranks")
+            mistake = replace(mistake, why=why, attempt=None)
+        mistakes.append(mistake)
+    return ConfigError(*mistakes)
 
 
 def recipe_name(recipe: str | None) -> str:
@@ -68,7 +90,7 @@ def ranks(nproc: int | None, *, dry_run: bool = False) -> int:
         raise ConfigError(f"--nproc must be at least 1, not {nproc}")
     if env.launcher != "single" and not dry_run:
         what = f"--nproc {nproc} starts ranks, and {env.launcher} has started {env.world_size}"
-        raise ConfigError(Mistake(what, works=("one of the two",)))
+        raise ConfigError(Mistake(what, works=("--nproc none",)))
     return nproc
 
 

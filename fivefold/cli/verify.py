@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fivefold.check import check
+from fivefold.cli.style import note
 from fivefold.cli.verdict import tell
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
@@ -47,7 +48,7 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the verb; `argv` is what follows it."""
     chosen = any(_flag_name(word) in PRECISIONS for word in argv)
-    options, config = load([*(() if chosen else ("--precision", "fp64")), *argv], Options)
+    options, config = load([*(() if chosen else ("--precision", "fp64")), *argv], Options, note)
     layout = check(config, options.nproc)
     import torch
 

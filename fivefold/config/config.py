@@ -1,6 +1,6 @@
 """The one Config: every setting of a run, in sections."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.settings import Setting, settings_of
 from fivefold.config.training import (
     CheckpointConfig,
     DataConfig,
@@ -44,6 +45,14 @@ class Config:
             **{name: replace(getattr(self, name), **values) for name, values in changes.items()},
         )
 
+    def value(self, name: str) -> Any:
+        """A setting, whatever its section.
+
+        Raises:
+            KeyError: no section has such a field.
+        """
+        return getattr(getattr(self, _SECTION_OF[name]), name)
+
     def sections(self) -> Iterator[tuple[str, Any]]:
         """Section names and their dataclasses."""
         for section in fields(self):
@@ -60,6 +69,9 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
 }
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {s.name: s for cls in SECTIONS.values() for s in settings_of(cls)}
+)
 _SECTION_OF = MappingProxyType(
     {f.name: name for name, cls in SECTIONS.items() for f in fields(cls)}
 )

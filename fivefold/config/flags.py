@@ -1,14 +1,16 @@
 """Command lines read into dataclasses: every field is a flag, Megatron-LM's spellings included."""
 
+import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.config.settings import Setting
-from fivefold.errors import Mistakes, did_you_mean
+from fivefold.config.foreign import FOREIGN, MEANT, Foreign, name_of
+from fivefold.config.settings import NONE, Setting
+from fivefold.errors import Mistakes, shown
 
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -42,6 +44,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 
+_SWITCHED = re.compile(r"true|false|none|[\d.]+", re.IGNORECASE)  # what others give to switches
 _DASHES = "-\u2013\u2014"  # documents turn "--" into en or em dashes, which are then pasted
 
 
@@ -141,6 +144,8 @@ class _Scanner:
         if not texts:
             self._mistakes.add(f"{flag} needs a value: {setting.expected}")
             return
+        if setting.default == () and texts == [NONE]:
+            texts = []
         try:
             values = [setting.from_text(text) for text in texts]
         except (ValueError, KeyError):
@@ -168,23 +173,44 @@ class _Scanner:
                 self._given.values[name] = value
                 self._spelled.setdefault(name, flag)
 
-    def _unknown(self, flag: str, has_value: bool) -> None:
-        name = flag.lstrip(_DASHES).replace("-", "_")
+    def _unknown(self, spelled: str, has_value: bool) -> None:
+        name = spelled.lstrip(_DASHES).replace("-", "_")
         booleans = [s.name for s in self._settings.values() if s.kind is bool]
         alone = [*self._switches, *booleans, *(f"no_{name}" for name in booleans)]
         if has_value and name in alone:
-            self._mistakes.add(f"{flag} takes no value")
+            self._mistakes.add(f"{spelled} takes no value")
             return
         aliases = [alias for alias, of in ALIASES.items() if of in self._settings]
         known = list(dict.fromkeys([*self._settings, *alone, *aliases]))
-        close = get_close_matches(name, known, n=1, cutoff=0.6)
-        close = close or [k for k in known if k.startswith(name)][:3]
-        dashed = ["--" + k.replace("_", "-") for k in close]
-        suffix = f", did you mean {' or '.join(dashed)}?" if dashed else ""
-        self._mistakes.add(f"unknown flag {flag}{suffix}")
-        takes_value = not has_value and not (close and set(close) <= set(alone))
-        if takes_value and self._words and not _is_flag(self._words[0]):
-            self._words.popleft()  # not to be taken for an argument
+        foreign = FOREIGN.get(name, Foreign(()))
+        meant = [flag] if (flag := foreign.meant(known)) else []
+        if foreign.flags and not meant:
+            foreign = Foreign(())  # of another command
+        if not meant and not foreign.note:
+            close = get_close_matches(name, known, n=1, cutoff=0.6)
+            close = close or [k for k in known if k.startswith(name)][:3]
+            meant = ["--" + k.replace("_", "-") for k in close]
+        suffix = f", did you mean {' or '.join(meant)}?" if meant else ""
+        self._mistakes.add(f"unknown flag {spelled}{suffix}", *filter(None, [foreign.note]))
+        if not has_value:
+            self._skip_value(meant[0] if meant else "", alone)
+
+    def _skip_value(self, meant: str, alone: Collection[str]) -> None:
+        """Take what follows an unknown flag for its value, not for an argument.
+
+        Args:
+            meant: the flag that was meant, if that is known.
+            alone: names of those that take no value.
+        """
+        name = name_of(meant) if meant else ""
+        switch = " " in meant or name in alone
+        setting = self._settings.get(ALIASES.get(name, name))
+        while self._words and not _is_flag(self._words[0]):
+            if switch and not _SWITCHED.fullmatch(self._words[0]):
+                return
+            self._words.popleft()
+            if setting is None or not setting.many:
+                return
 
 
 def _is_flag(word: str) -> bool:
@@ -192,11 +218,23 @@ def _is_flag(word: str) -> bool:
     return len(word) > 1 and word[0] in _DASHES and not word[1].isdigit() and word[1] != "."
 
 
+def _choice_meant(setting: Setting, found: str) -> str:
+    """A suffix that suggests the choice that is meant, whatever its case and its dashes."""
+    plain = found.lower().replace("-", "_")
+    meant = MEANT.get(setting.name, {}).get(plain)
+    folded = {choice.lower(): choice for choice in setting.choices}
+    if meant is None and (close := get_close_matches(plain, folded, n=1, cutoff=0.6)):
+        meant = folded[close[0]]
+    return f", did you mean {meant!r}?" if meant else ""
+
+
 def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistakes) -> None:
     """Record that `place` (a flag, a TOML key) holds something of the wrong kind."""
-    shown = str(found).lower() if isinstance(found, bool) else repr(found)
+    value = str(found).lower() if isinstance(found, bool) else shown(found)
     if setting.choices:
-        suggestion = did_you_mean(str(found), setting.choices)
-        mistakes.add(f"{place} cannot be {shown}{suggestion}", works=setting.choices)
+        suggestion = _choice_meant(setting, str(found))
+        mistakes.add(f"{place} cannot be {value}{suggestion}", works=setting.choices)
+    elif setting.is_too_large(found):
+        mistakes.add(f"{place} must be below 2^64, not {value}")
     else:
-        mistakes.add(f"{place} must be {setting.expected}, not {shown}")
+        mistakes.add(f"{place} must be {setting.expected}, not {value}")

@@ -7,7 +7,8 @@ from itertools import groupby
 
 from fivefold.errors import ConfigError, Mistake
 
-_MAX_ENTRIES = 100_000  # as many as a model may have layers, so that a slip cannot ask for more
+# Stages list their layers, so a slip of the keyboard must not ask for a billion.
+MAX_LAYERS = 100_000
 
 
 @lru_cache(maxsize=256)
@@ -25,16 +26,18 @@ def expert_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
     try:
         value = _value(ast.parse(freq.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _wrong(freq, f"moe_layer_freq {freq!r} is neither a number nor a list") from error
+        raise _wrong(
+            num_layers, f"moe_layer_freq {freq!r} is neither a number nor a list"
+        ) from error
     if isinstance(value, int):
         if value < 1:
-            raise _wrong(freq, f"moe_layer_freq must be at least 1, not {value}")
+            raise _wrong(num_layers, f"moe_layer_freq must be at least 1, not {value}")
         return tuple(layer % value == 0 for layer in range(num_layers))
     if len(value) != num_layers:
         sizes = f"{len(value)} entries, {num_layers} layers"
-        raise _wrong(freq, f"moe_layer_freq {freq!r} does not have one entry a layer", sizes)
+        raise _wrong(num_layers, f"moe_layer_freq {freq!r} does not have one entry a layer", sizes)
     if set(value) - {0, 1}:
-        raise _wrong(freq, f"moe_layer_freq {freq!r} has entries other than 0 and 1")
+        raise _wrong(num_layers, f"moe_layer_freq {freq!r} has entries other than 0 and 1")
     return tuple(map(bool, value))
 
 
@@ -68,11 +71,12 @@ def _value(node: ast.expr) -> int | list[int]:
             if isinstance(first, int):
                 first, second = second, first
             if isinstance(first, list) and isinstance(second, int):
-                if len(first) * second > _MAX_ENTRIES:
-                    raise ValueError(f"more than {_MAX_ENTRIES} entries")
+                if len(first) * second > MAX_LAYERS:
+                    raise ValueError(f"more than {MAX_LAYERS} entries")
                 return first * second
     raise ValueError(ast.unparse(node))
 
 
-def _wrong(freq: str, what: str, *why: str) -> ConfigError:
-    return ConfigError(Mistake(what, why, works=("1 (every layer)", "2", "'[0]*3+[1]*58'")))
+def _wrong(num_layers: int, what: str, *why: str) -> ConfigError:
+    words = ["1", f"[0]*1+[1]*{num_layers - 1}"][: min(num_layers, 2)]
+    return ConfigError(Mistake(what, why, tuple(f"--moe-layer-freq {word}" for word in words)))

@@ -42,7 +42,7 @@ class MemoryConfig:
     )
     offload_modules: tuple[OffloadModule, ...] = option((), "modules whose inputs are moved")
     min_offloaded_tensor_size: int = option(
-        1 << 20, "elements of the smallest tensor that is worth moving"
+        1 << 20, "bytes of the smallest tensor that is worth moving"
     )
     cross_entropy_loss_fusion: bool = option(False, "compute the loss without keeping its parts")
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = option(
@@ -104,12 +104,15 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
     if memory.fine_grained_activation_offloading:
         named["offload_modules"] = memory.offload_modules
         if not memory.offload_modules:
-            mistakes.add("fine_grained_activation_offloading needs offload_modules, what to move")
+            mistakes.add(
+                "fine_grained_activation_offloading needs offload_modules, what to move",
+                works=["--offload-modules core_attn attn_proj"],
+            )
     elif memory.offload_modules:
         mistakes.add(
             f"offload_modules {' '.join(memory.offload_modules)} are moved by "
             "fine_grained_activation_offloading only",
-            works=["--fine-grained-activation-offloading"],
+            works=["--fine-grained-activation-offloading", "--offload-modules none"],
         )
     for name, modules in named.items():
         for module in modules:

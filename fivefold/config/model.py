@@ -1,11 +1,14 @@
 """What the model is: its architecture and the rules it must keep by itself."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from fivefold.config.layer_pattern import expert_layers
+from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers
 from fivefold.config.parallel import option
 from fivefold.errors import Mistakes, did_you_mean
+
+MAX_SIZE = (1 << 31) - 1  # of any dimension: products of two are exact in 64 bits
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
     attention_dropout: float = option(0.0, "dropout of attention probabilities")
+    softmax_type: Literal["vanilla", "learnable"] = option(
+        "vanilla",
+        "softmax of attention: over the keys alone, or with a learned sink of each head beside "
+        "them, as gpt-oss has",
+    )
     window_size: int | None = option(
         None, "tokens before itself that each token attends to (sliding window); none: all"
     )
@@ -192,6 +200,11 @@ _POSITIVE = (
     "init_method_std",
     "make_vocab_size_divisible_by",
 )
+_AT_MOST = {
+    name: MAX_LAYERS if name in ("num_layers", "mtp_num_layers") else MAX_SIZE
+    for name, kind in get_type_hints(ModelConfig).items()
+    if kind in (int, int | None)
+}
 _OF_EXPERTS = (
     "moe_router_topk",
     "moe_router_num_groups",
@@ -221,6 +234,13 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
     ]
     for name in not_positive:
         mistakes.add(f"{name} must be positive, not {getattr(model, name)}")
+    too_large = [
+        (name, most) for name, most in _AT_MOST.items() if (getattr(model, name) or 0) > most
+    ]
+    for name, most in too_large:
+        mistakes.add(f"{name} must be at most {most}, not {getattr(model, name)}")
+    if too_large:
+        return
     for name, choices in _CHOICES.items():
         value = getattr(model, name)
         if value not in choices:
@@ -248,13 +268,13 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
         mistakes.add(
             f"hidden_size {hidden} cannot be split over {heads} heads",
             f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole, or set kv_channels)",
-            works=[f"num_attention_heads={n}" for n in _near_divisors(hidden, heads)],
+            works=[f"--num-attention-heads {n}" for n in _near_divisors(hidden, heads)],
         )
     if heads % groups:
         mistakes.add(
             f"{heads} query heads cannot share {groups} key/value heads",
             f"{heads} / {groups} = {heads / groups:.2f} (must be whole)",
-            works=[f"num_query_groups={n}" for n in _near_divisors(heads, groups)],
+            works=[f"--num-query-groups {n}" for n in _near_divisors(heads, groups)],
         )
     turned = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.head_dim
     if model.position_embedding_type == "rope" and turned % 2:
@@ -263,7 +283,7 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
 
 def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
     if model.num_experts is None:
-        _check_unused(model, _OF_EXPERTS, "--num-experts", mistakes)
+        _check_unused(model, _OF_EXPERTS, "--num-experts", "--num-experts 8", mistakes)
         return
     if model.moe_router_topk > model.num_experts:
         mistakes.add(
@@ -284,7 +304,8 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
 
 def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
     if not model.multi_latent_attention:
-        _check_unused(model, _OF_LATENTS, "--multi-latent-attention", mistakes)
+        flag = "--multi-latent-attention"
+        _check_unused(model, _OF_LATENTS, flag, flag, mistakes)
         return
     heads, groups = model.num_attention_heads, model.num_query_groups
     if groups not in (None, heads):
@@ -331,17 +352,18 @@ def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
 
 
 def _check_unused(
-    model: ModelConfig, names: tuple[str, ...], needs: str, mistakes: Mistakes
+    model: ModelConfig, names: tuple[str, ...], needs: str, add: str, mistakes: Mistakes
 ) -> None:
-    """Settings that say something about a part that the model does not have."""
+    """Settings that say something about a part that the model does not have: `add` gives it."""
     for name in names:
         default, value = getattr(ModelConfig, name), getattr(model, name)
         if value != default:
             shown = "none" if default is None else default
             flag = f"--{name.replace('_', '-')}"
-            mistakes.add(f"{name} = {value} needs {needs}", works=[needs, f"{flag} {shown}"])
+            mistakes.add(f"{name} = {value} needs {needs}", works=[add, f"{flag} {shown}"])
 
 
 def _near_divisors(n: int, wanted: int) -> list[int]:
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    divisors = {*small, *(n // d for d in small)}
     return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:3])

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fivefold.config.sharding import SHARDING, Sharding, ShardingStrategy
+
 
 def option(default: Any, help: str) -> Any:
     """A dataclass field whose help text feeds --help and the flag reference."""
     return field(default=default, metadata={"help": help})
 
 
-ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 PipelineSchedule = Literal[
     "auto",
     "gpipe",
@@ -127,3 +128,8 @@ class ParallelConfig:
         False,
         "send gradients as bf16: summed in fp32 where they are sharded; not between HSDP replicas",
     )
+
+    @property
+    def sharding(self) -> Sharding:
+        """What data-parallel ranks split, and when they gather and reduce it."""
+        return SHARDING[self.data_parallel_sharding_strategy]

@@ -1,12 +1,13 @@
 """Architectures by name: presets, their hub names, or the path of a Hugging Face model."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.model import ModelConfig
-from fivefold.errors import ConfigError, Mistake, did_you_mean
+from fivefold.errors import ConfigError, Mistake, did_you_mean, shown
 
 _LLAMA2_7B = ModelConfig(
     num_layers=32,
@@ -119,9 +120,9 @@ _GPT_OSS_120B = ModelConfig(
     add_bias_linear=True,
     num_experts=128,
     moe_router_topk=4,
+    softmax_type="learnable",
     unmodelled=(
         "yarn RoPE scaling",
-        "attention sinks",
         "a clamped SwiGLU",
         "a window of 128 tokens in 18 of 36 layers",
     ),
@@ -358,11 +359,12 @@ def resolve_model(name_or_path: str | Path) -> ModelConfig:
     preset = PRESETS.get(HUB_NAMES.get(name, name))
     if preset is not None:
         return preset
-    if Path(name).exists():
-        return from_hf_config(Path(name))
+    with suppress(OSError):  # a name that is too long for a path
+        if Path(name).exists():
+            return from_hf_config(Path(name))
     raise ConfigError(
         Mistake(
-            f"unknown model {name!r}{did_you_mean(name, [*PRESETS, *HUB_NAMES])}",
+            f"unknown model {shown(name)}{did_you_mean(name, [*PRESETS, *HUB_NAMES])}",
             why=("it is neither a preset, nor a hub name of one, nor a path with a config.json",),
             works=tuple(PRESETS),
         )

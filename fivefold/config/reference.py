@@ -99,6 +99,13 @@ def _page_lines() -> Iterator[str]:
         f'`{NONE}` stands for no value, in TOML as `"{NONE}"`. '
         "This page is written by `python -m fivefold.docs`."
     )
+    yield ""
+    yield (
+        "A setting that acts only beside another one is refused alone, with what to add "
+        "(`--recompute-modules mlp` needs `--recompute-granularity selective`). What a recipe sets "
+        "for a part that a flag takes away, such as `sequence_parallel` under `--tp 1`, is left "
+        "out, with a line that says so; given as flags, both are an error."
+    )
     for section, settings in config_settings().items():
         yield from ("", f"## [{section}]", "", _summary(SECTIONS[section]), "")
         if section == "model":

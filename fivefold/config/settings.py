@@ -1,12 +1,14 @@
 """A dataclass field as something a person sets: its type, its flag and its TOML key."""
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _SPELLINGS = MappingProxyType({"allgather": "all_gather"})  # a word that Megatron-LM has both ways
+_MAX_WHOLE = 1 << 64  # of which sums and ratios are still floats
 NONE = "none"  # how flags and TOML, which has no null, spell None
 
 
@@ -66,6 +68,30 @@ class Setting:
             return {"true": True, "false": False}[text.lower()]
         return self._checked(self.kind(text))
 
+    def is_too_large(self, value: object) -> bool:
+        """Whether a value is a whole number, and refused only because it is too large."""
+        try:
+            return self.kind is int and abs(int(str(value))) >= _MAX_WHOLE
+        except (ValueError, RecursionError):
+            return False
+
+    def words(self, value: Any) -> str:
+        """The inverse of `from_text`; the words of several values are put in a row."""
+        if value is None or value == ():
+            return NONE
+        if isinstance(value, tuple):
+            return " ".join(map(self.words, value))
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    def typed(self, value: Any) -> str:
+        """The flag that sets a value, as a shell takes it."""
+        if self.kind is bool:
+            return self.flag if value else f"--no-{self.flag[2:]}"
+        parts = (
+            map(self.words, value) if isinstance(value, tuple) and value else [self.words(value)]
+        )
+        return " ".join([self.flag, *map(shlex.quote, parts)])
+
     def from_toml(self, value: object) -> Any:
         """The value that a TOML value stands for.
 
@@ -80,7 +106,7 @@ class Setting:
 
     def _one(self, value: object) -> Any:
         """A TOML value, or an item of a list."""
-        if self.kind is float and type(value) is int:
+        if self.kind is float and type(value) is int and abs(value) < _MAX_WHOLE:
             value = float(value)
         if type(value) is not self.kind:
             raise ValueError(value)
@@ -100,6 +126,8 @@ class Setting:
         if self.choices and value not in self.choices:
             value = _SPELLINGS.get(value, value)
         if self.choices and value not in self.choices:
+            raise ValueError(value)
+        if type(value) is int and abs(value) >= _MAX_WHOLE:
             raise ValueError(value)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(value)

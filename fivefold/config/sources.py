@@ -1,8 +1,7 @@
 """The doors into Config: the defaults, then a recipe (TOML), then flags."""
 
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import cache
 from pathlib import Path
@@ -10,13 +9,17 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from fivefold.config.config import SECTIONS, Config
+from fivefold.config.dependence import without_orphans
 from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
+from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
 from fivefold.config.settings import Setting, settings_of
-from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
+from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean, shown
+from fivefold.files import parse_toml, read_text
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 PRESET = "preset"  # key of [model] whose value is what --model takes
@@ -75,18 +78,26 @@ class Loaded(Generic[T]):
     by_recipe: frozenset[str]
 
 
-def load(argv: Sequence[str], options: type[T]) -> tuple[T, Config]:
+def load(
+    argv: Sequence[str], options: type[T], note: Callable[[str], None] = _log.info
+) -> tuple[T, Config]:
     """A verb's options and the Config it works on, from its command line.
+
+    What a recipe sets for, say, tensor-parallel ranks is left out where a flag asks for only one.
 
     Args:
         argv: words after the verb.
         options: a dataclass with a field `recipe`, which may be None.
+        note: told what is left out.
 
     Raises:
         ConfigError: everything that is wrong with the flags and with the recipe.
     """
     loaded = load_with_origins(argv, options)
-    return loaded.options, loaded.config
+    config, left_out = without_orphans(loaded.config, loaded.by_flag)
+    for orphan in left_out:
+        note(f"{orphan.shown} of the recipe is left out: {orphan.why}")
+    return loaded.options, config
 
 
 def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = False) -> Loaded[T]:
@@ -216,8 +227,9 @@ def _model(
         if not found_before and name is None:
             mistakes.add(
                 f"no model: {', '.join(missing)} missing",
-                works=("a recipe", "--model llama3-8b", "--model PATH/config.json"),
-                attempt=f"one of the recipes {' '.join(recipe_names())}",
+                f"a recipe has one ({' '.join(recipe_names())}, or the path of a .toml file), and "
+                "so has --model: a preset, a hub name, or the path of a config.json",
+                works=("--model llama3-8b", "--model debug-llama"),
             )
         return None
     model = ModelConfig(**values)
@@ -229,15 +241,7 @@ def _model(
 def _read_recipe(recipe: str) -> dict[str, dict[str, Any]]:
     """Section -> values, each of the right type."""
     path = _find_recipe(recipe)
-    try:
-        text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: byte {error.start} is wrong") from error
-    except tomllib.TOMLDecodeError as error:
-        raise _syntax_error(path, text, str(error)) from error
+    tables = parse_toml(read_text(path, ConfigError), str(path), ConfigError)
     mistakes = Mistakes()
     values = {
         section: _read_section(section, table, path, mistakes) for section, table in tables.items()
@@ -247,31 +251,24 @@ def _read_recipe(recipe: str) -> dict[str, dict[str, Any]]:
 
 
 def _find_recipe(recipe: str) -> Path:
-    path = Path(recipe).expanduser()
-    if path.is_file():
+    try:
+        path = Path(recipe).expanduser()
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as problem:  # a name too long, the home of nobody
+        why = getattr(problem, "strerror", None) or str(problem)
+        raise ConfigError(f"cannot read the recipe {shown(recipe)}: {why}") from None
+    if is_file:
         return path
     if path.suffix != ".toml" and "/" not in recipe and (RECIPES / f"{recipe}.toml").is_file():
         return RECIPES / f"{recipe}.toml"
-    if path.is_dir():
+    if is_folder:
         raise ConfigError(f"{recipe} is a folder, and a recipe is a .toml file")
     if path.suffix == ".toml" or "/" in recipe:
         near = [p.name for p in path.parent.glob("*.toml")]
         raise ConfigError(f"no such recipe file: {recipe}{did_you_mean(path.name, near)}")
     names = recipe_names()
     what = f"unknown recipe {recipe!r}{did_you_mean(recipe, names)}"
-    raise ConfigError(Mistake(what, works=(*names, "the path of a .toml file")))
-
-
-def _syntax_error(path: Path, text: str, message: str) -> ConfigError:
-    """A TOML error that starts with file:line:column and shows the line."""
-    place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-    if place is None:
-        return ConfigError(f"{path}:{text.count(chr(10)) + 1}: {message}")
-    line, column = int(place[1]), int(place[2])
-    shown = text.split("\n")[line - 1]
-    caret = " " * (column - 1) + "^"
-    what = f"{path}:{line}:{column}: {message[: place.start()]}"
-    return ConfigError(Mistake(what, why=(shown, caret)))
+    raise ConfigError(Mistake(what, ("or the path of a .toml file",), works=tuple(names)))
 
 
 def _read_section(section: str, table: Any, path: Path, mistakes: Mistakes) -> dict[str, Any]:
@@ -290,7 +287,7 @@ def _read_section(section: str, table: Any, path: Path, mistakes: Mistakes) -> d
     if not isinstance(table, dict):
         mistakes.add(
             f"{path}: {section} is a section: write [{section}] and its keys below, not "
-            f"{section} = {table!r}"
+            f"{section} = {shown(table)}"
         )
         return {}
     values: dict[str, Any] = {}
@@ -313,8 +310,10 @@ def _read_section(section: str, table: Any, path: Path, mistakes: Mistakes) -> d
 
 def _meant(key: str, owner: Mapping[str, str]) -> str:
     name = key.replace("-", "_")
+    if foreign := FOREIGN.get(name):
+        name = name_of(foreign.meant([*owner, *ALIASES]) or f"--{name}")
     name = ALIASES.get(name, name)
     suffix = did_you_mean(name, owner)
-    if suffix and (key in ALIASES or owner.get(name)):
+    if suffix and owner.get(name):
         return f", did you mean {name!r} in [{owner[name]}]?"
     return suffix

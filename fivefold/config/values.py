@@ -13,12 +13,8 @@ _NOT_NEGATIVE: _Rule = (lambda v: v >= 0, "0 or more")
 _POSITIVE: _Rule = (lambda v: v > 0, "positive")
 _SHARE: _Rule = (lambda v: 0 <= v < 1, "in [0, 1)")
 
-# Stages list their layers, so a slip of the keyboard must not ask for a billion.
-MAX_LAYERS = 100_000
-
 _RULES = MappingProxyType(
     {
-        "num_layers": (lambda v: v <= MAX_LAYERS, f"at most {MAX_LAYERS}"),
         "num_experts": _AT_LEAST_ONE,
         "moe_router_topk": _AT_LEAST_ONE,
         "moe_router_num_groups": _AT_LEAST_ONE,
@@ -61,34 +57,58 @@ _RULES = MappingProxyType(
         "log_interval": _AT_LEAST_ONE,
     }
 )
+_OF_THE_RATE = frozenset(
+    ("train_iters", "lr", "min_lr", "lr_decay_iters", "lr_warmup_iters", "lr_warmup_init")
+)
 
 
 def check_values(config: Config, mistakes: Mistakes) -> None:
     """Add every setting that is out of its range, and pairs that contradict each other."""
-    for _, section in config.sections():
-        for name, (holds, range_) in _RULES.items():
-            value = getattr(section, name, None)
-            if value is not None and not holds(value):
-                mistakes.add(f"{name} must be {range_}, not {value}")
+    out_of_range = set()
+    for name, (holds, range_) in _RULES.items():
+        value = config.value(name)
+        if value is not None and not holds(value):
+            mistakes.add(f"{name} must be {range_}, not {value}")
+            out_of_range.add(name)
+    if not out_of_range & _OF_THE_RATE:
+        _check_rate(config, mistakes)
+    if config.checkpoint.load is None:
+        if config.checkpoint.ckpt_step is not None:
+            mistakes.add(
+                "ckpt_step chooses a checkpoint of --load, and there is no --load",
+                works=["--ckpt-step none"],
+            )
+        if config.checkpoint.finetune:
+            mistakes.add(
+                "finetune takes the weights of --load, and there is no --load",
+                works=["--no-finetune"],
+            )
+
+
+def _check_rate(config: Config, mistakes: Mistakes) -> None:
+    """Numbers of the learning rate that are in their ranges, and contradict each other."""
     optimizer, iters = config.optimizer, config.training.train_iters
     if optimizer.min_lr > optimizer.lr:
-        mistakes.add(f"min_lr {optimizer.min_lr} exceeds lr {optimizer.lr}")
-    if optimizer.lr_warmup_init > optimizer.lr:
-        mistakes.add(f"lr_warmup_init {optimizer.lr_warmup_init} exceeds lr {optimizer.lr}")
-    end = optimizer.lr_decay_iters or iters
-    if optimizer.lr_decay_style != "constant" and optimizer.lr_warmup_iters >= end:
         mistakes.add(
-            f"lr_warmup_iters {optimizer.lr_warmup_iters} leaves nothing to decay before step "
-            f"{end}",
-            works=[f"--lr-warmup-iters {end // 10}"],
+            f"min_lr {optimizer.min_lr} exceeds lr {optimizer.lr}",
+            works=[f"--min-lr {optimizer.lr}"],
+        )
+    if optimizer.lr_warmup_init > optimizer.lr:
+        mistakes.add(
+            f"lr_warmup_init {optimizer.lr_warmup_init} exceeds lr {optimizer.lr}",
+            works=[f"--lr-warmup-init {optimizer.lr}"],
+        )
+    end = optimizer.lr_decay_iters or iters
+    warmup = optimizer.lr_warmup_iters
+    if optimizer.lr_decay_style != "constant" and warmup >= end:
+        mistakes.add(
+            f"lr_warmup_iters {warmup} leaves nothing to decay before step {end}, which is "
+            f"{'lr_decay_iters' if optimizer.lr_decay_iters else 'train_iters'}",
+            "a short run has a shorter warm-up, or is the beginning of a longer decay",
+            works=[f"--lr-warmup-iters {end // 10}", f"--lr-decay-iters {10 * warmup}"],
         )
     if optimizer.lr_decay_style == "WSD" and optimizer.lr_wsd_decay_iters is None:
         mistakes.add(
             "lr_decay_style WSD needs lr_wsd_decay_iters, the length of the final decay",
             works=[f"--lr-wsd-decay-iters {max(end // 10, 1)}"],
         )
-    if config.checkpoint.load is None:
-        if config.checkpoint.ckpt_step is not None:
-            mistakes.add("ckpt_step chooses a checkpoint of --load, and there is no --load")
-        if config.checkpoint.finetune:
-            mistakes.add("finetune takes the weights of --load, and there is no --load")

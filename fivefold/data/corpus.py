@@ -1,15 +1,21 @@
 """Documents out of text files, folders, globs, JSON lines, Parquet and the standard library."""
 
+import codecs
 import glob
-import json
 import os
+import shlex
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from fivefold.data.borders import last_border
 from fivefold.errors import DataError, did_you_mean
+from fivefold.files import parse_json
+from fivefold.recipes import how_to_get
 
 BUILTIN = "builtin"
+BYTE_ORDER_MARK = "\ufeff"
 TEXT_SUFFIXES = (
     frozenset({".txt", ".text", ".md", ".rst", ".tex", ".html", ".toml", ".yaml", ".yml"})
     | frozenset({".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go"})
@@ -18,7 +24,8 @@ TEXT_SUFFIXES = (
 JSON_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 PARQUET_SUFFIXES = frozenset({".parquet"})
 SUFFIXES = TEXT_SUFFIXES | JSON_SUFFIXES | PARQUET_SUFFIXES
-# Text files are read in pieces of about this size, so that memory stays bounded.
+# Text files are read in pieces of about this size, so that memory stays bounded: tokenising takes
+# about a hundred bytes a character.
 PIECE_BYTES = 1 << 20
 # Not of the library proper; or tables of characters and help texts, from which little is learnt.
 _NOT_BUILTIN = frozenset({"site-packages", "dist-packages", "_bundled", "__pycache__", "lib2to3"})
@@ -35,31 +42,44 @@ def resolve(spec: str) -> list[Path]:
     """
     if spec == BUILTIN:
         return _builtin_files()
-    path = Path(spec).expanduser()
+    try:
+        return _resolve(spec, Path(spec).expanduser())
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise DataError(f"{spec} cannot be read: {error.strerror}") from error
+
+
+def _resolve(spec: str, path: Path) -> list[Path]:
     if path.is_dir():
         return _known(spec, _walk(path))
     if path.exists():
         if path.suffix.lower() not in SUFFIXES:
             raise DataError(
                 f"{path} cannot be read as text: unknown extension {path.suffix or '(none)'!r}\n"
-                f"  works: {_kinds()} | a .bin/.idx prefix | {BUILTIN}"
+                f"  what can be read: {_kinds()}, or a .bin/.idx prefix\n"
+                f"  works: --data-path {BUILTIN}"
             )
-        return [path]
+        return _known(spec, [path])
     if glob.has_magic(spec):
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-        return _known(spec, (match for match in matches if match.is_file()))
+        return _known(spec, (match for match in matches if not match.is_dir()))
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    where = path.absolute()
     raise DataError(
         f"no such file or folder: {spec}{did_you_mean(path.name, [*siblings, BUILTIN])}\n"
-        f"  works: a file ({_kinds()}) | a folder | a glob | a .bin/.idx prefix | {BUILTIN}"
+        f"  looked for: {where}, or {where}.bin and .idx\n"
+        f"{how_to_get(spec)}"
+        f"  what can be read: a file ({_kinds()}), a folder, a glob, or a .bin/.idx prefix\n"
+        f"  works: --data-path {BUILTIN}"
     )
 
 
-def pieces(path: Path, text_key: str = "text") -> Iterator[tuple[str, bool]]:
+def pieces(
+    path: Path, text_key: str = "text", *, whole: bool = False
+) -> Iterator[tuple[str, bool]]:
     """The text of a file as (piece, whether a document ends with it), in order.
 
-    A text file is one document, cut at line ends into pieces of about a megabyte; each line of
-    a .jsonl and each row of a .parquet is one document. Empty documents are left out.
+    A text file is one document, cut into pieces of about a megabyte unless it is asked for whole;
+    each line of a .jsonl and each row of a .parquet is one document. Empty documents are left out.
 
     Raises:
         DataError: not UTF-8, not JSON, no such key or column; says where.
@@ -71,9 +91,9 @@ def pieces(path: Path, text_key: str = "text") -> Iterator[tuple[str, bool]]:
         elif suffix in JSON_SUFFIXES:
             yield from _json_lines(path, text_key)
         else:
-            yield from _text(path)
+            yield from _text(path, whole)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _builtin_files() -> list[Path]:
@@ -85,12 +105,24 @@ def _builtin_files() -> list[Path]:
 
 
 def _walk(root: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Files below a folder in an order that does not depend on the file system."""
-    found = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name[0] != "." and name not in skipped]
+    """Files below a folder in an order that does not depend on the file system.
+
+    Links to folders are followed, each folder is read once.
+    """
+    found, seen = [], {os.path.realpath(root)}
+    for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
+        unread: dict[str, str] = {}  # real path -> name
+        for name in sorted(folders):
+            if name[0] != "." and name not in skipped:
+                unread.setdefault(os.path.realpath(os.path.join(folder, name)), name)
+        folders[:] = [name for real, name in unread.items() if real not in seen]
+        seen |= unread.keys()
         found += [Path(folder, name) for name in names if name[0] != "."]
     return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 def _known(spec: str, paths: Iterable[Path]) -> list[Path]:
@@ -101,8 +133,11 @@ def _known(spec: str, paths: Iterable[Path]) -> list[Path]:
         raise DataError(
             f"nothing to read in {spec}: {len(seen)} files"
             + (f", with extensions {' '.join(others[:8])}" if others else "")
-            + f"\n  works: {_kinds()}"
+            + f"\n  what can be read: {_kinds()}\n  works: --data-path {BUILTIN}"
         )
+    for path in known:
+        if not path.is_file():
+            raise DataError(f"{path} is a link to nothing, a folder, a pipe or a device, no file")
     return known
 
 
@@ -114,24 +149,34 @@ def _decode(data: bytes, path: Path, offset: int, place: str = "") -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
+        wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        coding = "utf-16" if wide and offset == 0 else "latin1"
+        copy = path.with_suffix(f".utf8{path.suffix}")
         raise DataError(
             f"{path}{place} is not UTF-8: byte {offset + error.start} is "
             f"0x{data[error.start]:02x} ({error.reason})\n"
-            f"  works: iconv -f latin1 -t utf-8 {path.name} (if it is Latin-1)"
+            f"  if it is {coding}, a copy that works is made by\n"
+            f"  try:   iconv -f {coding} -t utf-8 -o {shlex.join([str(copy), str(path)])}"
         ) from error
 
 
-def _text(path: Path) -> Iterator[tuple[str, bool]]:
+def _text(path: Path, whole: bool) -> Iterator[tuple[str, bool]]:
+    pending: list[str] = []  # since the last cut
     with open(path, "rb") as file:
         offset = 0
-        lines = file.readlines(PIECE_BYTES)
-        while lines:
-            following = file.readlines(PIECE_BYTES)
+        while lines := file.readlines(PIECE_BYTES):
             data = b"".join(lines)
             text = _decode(data, path, offset)
-            yield text.removeprefix("\ufeff") if offset == 0 else text, not following
+            if offset == 0:
+                text = text.removeprefix(BYTE_ORDER_MARK)
             offset += len(data)
-            lines = following
+            border = 0 if whole else last_border(text)
+            if border:
+                yield "".join([*pending, text[:border]]), False
+                pending.clear()
+            pending.append(text[border:])
+    if text := "".join(pending):
+        yield text, True
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
@@ -140,8 +185,10 @@ def _json_lines(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
         for number, line in enumerate(file, start=1):
             place = f":{number}"
             text = _decode(line, path, offset, place)
+            if offset == 0:
+                text = text.removeprefix(BYTE_ORDER_MARK)
             offset += len(line)
-            if text.isspace():
+            if not text.strip(" \t\r\n"):
                 continue
             document = _json_text(text, f"{path}{place}", text_key)
             if document:
@@ -149,21 +196,24 @@ def _json_lines(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
 
 
 def _json_text(line: str, place: str, text_key: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place} is not JSON: {error}") from error
+    record = parse_json(line, Any, place, DataError)
     if not isinstance(record, dict):
         raise DataError(f"{place} is a JSON {type(record).__name__}, not an object")
     if text_key not in record:
         raise DataError(
             f"{place} has no key {text_key!r}{did_you_mean(text_key, record)}\n"
-            f"  its keys: {', '.join(record) or 'none'}\n  works: text_key = one of them"
+            f"  its keys: {', '.join(record) or 'none'}{_text_keys(record)}"
         )
     text = record[text_key]
     if not isinstance(text, str):
         raise DataError(f"{place}: {text_key!r} is a {type(text).__name__}, not a string")
     return text
+
+
+def _text_keys(names: Iterable[str]) -> str:
+    """A line with the flags that choose one of these names."""
+    works = " | ".join(f"--text-key {shlex.quote(name)}" for name in names)
+    return f"\n  works: {works}" if works else ""
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
@@ -175,12 +225,12 @@ def _parquet(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
             f"{path} needs pyarrow\n  works: pip install 'fivefold[parquet]'"
         ) from error
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             columns = file.schema_arrow.names
             if text_key not in columns:
                 raise DataError(
                     f"{path} has no column {text_key!r}{did_you_mean(text_key, columns)}\n"
-                    f"  its columns: {', '.join(columns)}\n  works: text_key = one of them"
+                    f"  its columns: {', '.join(columns)}{_text_keys(columns)}"
                 )
             kind = file.schema_arrow.field(text_key).type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
@@ -189,5 +239,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
                 for text in batch.column(0).to_pylist():
                     if text:
                         yield text, True
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: column {text_key!r} is not UTF-8 ({error.reason})") from error
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error

@@ -1,10 +1,11 @@
 """A blend of token streams, cut into samples: the global sample index alone decides the sample."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import ConfigError, DataError, Mistake
 
 SPLITS = ("train", "valid", "test")
+_DECIMAL = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -41,41 +43,47 @@ class Corpus:
         )
 
 
-def parse_split(split: str) -> tuple[Fraction, ...]:
+def parse_split(split: str) -> tuple[float, ...]:
     """Shares of train, validation and test, summing to 1: "969,30,1", or fewer numbers.
 
+    They are Megatron-LM's floats (`parse_and_normalize_split`), to the last bit. It looks for
+    digits and points alone, so "1e-3" or "1/3" is two numbers to it; here they are refused.
+
     Raises:
-        ConfigError: not one to three numbers >= 0 with a positive sum.
+        ConfigError: not one to three plain decimal numbers with a positive sum.
     """
-    try:
-        parts = [Fraction(part.strip()) for part in split.split(",")]
-    except (ValueError, ZeroDivisionError):
-        parts = []
-    if not 1 <= len(parts) <= len(SPLITS) or min(parts) < 0 or not sum(parts):
+    parts = [part.strip() for part in split.split(",")]
+    weights = np.array([float(part) for part in parts if _DECIMAL.fullmatch(part)])
+    with np.errstate(over="ignore"):
+        total = weights.sum()
+    if len(weights) != len(parts) or len(parts) > len(SPLITS) or not 0 < total < np.inf:
         raise ConfigError(
             Mistake(
                 f"split {split!r} is not up to three shares, of {', '.join(SPLITS)}",
-                works=("969,30,1", "98,2", "1"),
+                ("shares are plain decimal numbers with commas between them, not all 0",),
+                works=("--split 969,30,1", "--split 98,2", "--split 1"),
             )
         )
-    parts += [Fraction(0)] * (len(SPLITS) - len(parts))
-    return tuple(part / sum(parts) for part in parts)
+    shares = (weights / total).tolist()
+    return (*shares, *[0.0] * (len(SPLITS) - len(shares)))
 
 
-def split_bounds(data: IndexedTokens, shares: Sequence[Fraction]) -> list[int]:
+def split_bounds(data: IndexedTokens, shares: Sequence[float]) -> list[int]:
     """The tokens at which the splits begin, and the end: splits + 1 numbers.
 
-    Whole documents, counted as Megatron-LM does; where there are too few documents to give
-    every split one, the token stream is cut instead, so that a single text file will do.
+    Megatron-LM's rule: whole sequences of the index (each a document, unless the preprocessing
+    split documents), the running sums of the shares rounded as floats, ties to even. Where that
+    leaves a split none, on which Megatron-LM would search for ever, the token stream is cut
+    instead, so that a single text file will do.
     """
-    cumulative = [Fraction(0), *accumulate(shares)]
-    documents = [round(share * data.num_documents) for share in cumulative]
+    edges = [0.0, *accumulate(shares)]
+    sequences = [round(edge * data.num_sequences) for edge in edges]
     if all(
-        first < last or not share
-        for share, first, last in zip(shares, documents, documents[1:], strict=False)
+        first < last or end <= start
+        for (start, end), (first, last) in zip(pairwise(edges), pairwise(sequences), strict=True)
     ):
-        return [int(data.document_starts[document]) for document in documents]
-    return [round(share * len(data.tokens)) for share in cumulative]
+        return [int(data.sequence_starts[sequence]) for sequence in sequences]
+    return [round(edge * len(data.tokens)) for edge in edges]
 
 
 class Dataset:
@@ -163,7 +171,7 @@ class Dataset:
             raise DataError(
                 f"{self._names[corpus]} holds token {bad}; the tokenizer knows 0 to "
                 f"{self._vocab_size - 1}\n"
-                "  works: the tokenizer_model that the data was tokenised with"
+                "  tokenizer_model has to be the one that the data was tokenised with"
             )
         return window
 
@@ -180,9 +188,7 @@ def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: s
         f"{seq_length + 1} (seq_length {seq_length} + 1 to predict)\n"
         f"  split {split} of {total} tokens in {corpus.data.num_documents} documents"
     )
-    works = ["more text"]
-    if tokens > 1:
-        works.insert(0, f"seq_length <= {tokens - 1}")
     if total > seq_length:
-        works.insert(0, f"a share of at least {(seq_length + 1) / total:.2%} for {part}")
-    return DataError(f"{message}\n  works: {' | '.join(works)}")
+        message += f"\n  a share of at least {(seq_length + 1) / total:.2%} would do for {part}"
+    works = f"--seq-length {tokens - 1}" if tokens > 1 else ""
+    return DataError(f"{message}\n  works: {works}" if works else f"{message}; more text is needed")

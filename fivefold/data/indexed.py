@@ -26,6 +26,7 @@ from fivefold.files import atomic_path
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
+_LONGEST_SEQUENCE = (1 << 31) - 1
 DTYPES: dict[int, np.dtype] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
@@ -48,8 +49,8 @@ class IndexedTokens:
 
     Attributes:
         tokens: every token of the corpus in order, [tokens], mapped, not read.
-        document_starts: first token of each document, then the number of tokens; int64,
-            [documents + 1].
+        sequence_starts: first token of each sequence, then the number of tokens; int64,
+            [sequences + 1].
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -66,27 +67,45 @@ class IndexedTokens:
                     f"no such file: {path}\n"
                     f"  indexed data is a pair of files, PREFIX.bin and PREFIX.idx"
                 )
+        try:
+            self._open(idx, bin_)
+        except OSError as error:
+            raise DataError(f"{error.filename or idx} cannot be read: {error.strerror}") from error
+
+    def _open(self, idx: str, bin_: str) -> None:
         dtype, lengths, pointers, documents = _read_index(idx)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        count = int(ends[-1]) if len(ends) else 0
-        _check_index(idx, dtype, lengths, pointers, documents, ends)
+        starts = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=starts[1:])
+        count = int(starts[-1])
+        _check_index(idx, dtype, lengths, pointers, documents, starts)
         found, expected = os.path.getsize(bin_), count * dtype.itemsize
         if found != expected:
             raise DataError(
                 f"{bin_} has {found} bytes where its index needs {expected}\n"
                 f"  {count} tokens x {dtype.itemsize} bytes ({dtype.name}) = {expected} bytes, "
                 f"{abs(found - expected)} too {'few' if found < expected else 'many'}\n"
-                "  works: copy or make both files again, in one run of the preprocessing"
+                "  copy or make both files again, in one run of the preprocessing"
             )
         if not count:
             raise DataError(f"{bin_} holds no tokens")
         self.tokens = np.memmap(bin_, dtype=dtype, mode="r")
-        self.document_starts = np.concatenate(([0], ends))[documents]
+        self.sequence_starts = starts
+        self._documents = documents
+
+    @property
+    def document_starts(self) -> np.ndarray:
+        """First token of each document, then the number of tokens; int64, [documents + 1]."""
+        return self.sequence_starts[self._documents]
 
     @property
     def num_documents(self) -> int:
         """Documents in the corpus."""
-        return len(self.document_starts) - 1
+        return len(self._documents) - 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the corpus."""
+        return len(self.sequence_starts) - 1
 
 
 def _read_index(path: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
@@ -112,7 +131,7 @@ def _read_index(path: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray
             f"{path} has {size} bytes where its header asks for {expected}\n"
             f"  {HEADER.size} + {sequences} sequences x (4 + 8) + {entries} document entries x 8 "
             f"= {expected} bytes\n"
-            "  works: copy the file again, or run the preprocessing again"
+            "  copy the file again, or run the preprocessing again"
         )
     content = np.memmap(path, mode="r")
     lengths, pointers, documents = np.split(
@@ -127,13 +146,13 @@ def _check_index(
     lengths: np.ndarray,
     pointers: np.ndarray,
     documents: np.ndarray,
-    ends: np.ndarray,
+    starts: np.ndarray,
 ) -> None:
     """Raise DataError unless sequences follow each other and documents cover them."""
     if len(lengths) and lengths.min() < 0:
         bad = int(np.argmin(lengths))
         raise DataError(f"{path} is corrupt: sequence {bad} has {lengths[bad]} tokens")
-    wanted = (ends - lengths) * dtype.itemsize
+    wanted = starts[:-1] * dtype.itemsize
     if (pointers != wanted).any():
         bad = int(np.argmax(pointers != wanted))
         raise DataError(
@@ -142,7 +161,7 @@ def _check_index(
             f"it says {pointers[bad]}"
         )
     covered = len(documents) and documents[0] == 0 and documents[-1] == len(lengths)
-    if not covered or (np.diff(documents) < 0).any():
+    if not covered or (documents[1:] < documents[:-1]).any():  # a difference could overflow
         raise DataError(
             f"{path} is corrupt: its document entries should rise from 0 to {len(lengths)} "
             f"sequences, they are {documents[:3].tolist()}...{documents[-3:].tolist()}"
@@ -159,10 +178,17 @@ class IndexedWriter:
         self._lengths = array("i")
         self._documents = array("q", [0])
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Append one sequence of tokens to the current document."""
+    def add(self, tokens: np.ndarray, *, continues: bool = False) -> None:
+        """Append one sequence of tokens to the current document.
+
+        With `continues` the tokens prolong the last sequence, as long as the 32 bits in which the
+        format counts its tokens can say so.
+        """
         self._file.write(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
-        self._lengths.append(len(tokens))
+        if continues and self._lengths[-1] + len(tokens) <= _LONGEST_SEQUENCE:
+            self._lengths[-1] += len(tokens)
+        else:
+            self._lengths.append(len(tokens))
 
     def end_document(self) -> None:
         """The sequences added since the last call make up one document."""

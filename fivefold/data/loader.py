@@ -3,11 +3,23 @@
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 from fivefold.data.dataset import Dataset
 from fivefold.data.packing import Microbatch
 from fivefold.errors import ConfigError, DataError
+
+
+class LoaderState(TypedDict):
+    """A place in the data.
+
+    Attributes:
+        consumed_samples: samples of all ranks before the next batch.
+        fingerprint: what the data is, see `Dataset`; JSON types.
+    """
+
+    consumed_samples: int
+    fingerprint: dict[str, Any]
 
 
 class Loader:
@@ -84,14 +96,14 @@ class Loader:
             self._ahead = None
         self.consumed_samples = consumed_samples
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the next batch starts, and the fingerprint of the data; JSON types."""
+    def state_dict(self) -> LoaderState:
+        """Where the next batch starts, and the fingerprint of the data."""
         return {
             "consumed_samples": self.consumed_samples,
             "fingerprint": self._dataset.fingerprint,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: LoaderState) -> None:
         """Go on where `state_dict` was taken.
 
         Raises:
@@ -105,8 +117,8 @@ class Loader:
                 f"cannot resume after {state['consumed_samples']} samples: the data is not what "
                 "it was when the checkpoint was saved\n  "
                 + "\n  ".join(lines)
-                + "\n  works: the same data and settings | start the data afresh, keeping only "
-                "the weights"
+                + "\n  it goes on with the same data and settings; --finetune takes only the "
+                "weights of --load, and starts the data afresh"
             )
         self.seek(state["consumed_samples"])
 

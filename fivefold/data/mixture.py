@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from shlex import quote
 
 from fivefold.data.corpus import resolve
 from fivefold.data.indexed import is_indexed
@@ -38,15 +39,18 @@ def parse_data_path(data_path: Sequence[str]) -> list[Source]:
         words = words[0].split()
     mistakes = Mistakes()
     if not words:
-        mistakes.add("data_path is empty", works=("builtin", "a file", "0.3 a 0.7 b"))
+        mistakes.add("data_path is empty", works=("--data-path builtin",))
     weights = [_weight(word) for word in words]
     if all(weight is None for weight in weights):
         mistakes.raise_if_any()
         return [Source(word) for word in words]
+    paths = [word for word, weight in zip(words, weights, strict=True) if weight is None]
+    pairs = zip(words[::2], words[1::2], weights[::2], strict=False)
+    kept = [each for *pair, weight in pairs if weight is not None and weight > 0 for each in pair]
     if len(words) % 2:
         mistakes.add(
             f"data_path has {len(words)} entries; weights and paths by turns make an even number",
-            works=("0.3 a 0.7 b", "paths alone"),
+            works=[f"--data-path {' '.join(map(quote, paths))}"] if paths else [],
         )
     for place, (word, weight) in enumerate(zip(words, weights, strict=True), start=1):
         if place % 2 == 0 and weight is not None:
@@ -55,7 +59,8 @@ def parse_data_path(data_path: Sequence[str]) -> list[Source]:
             mistakes.add(f"entry {place} of data_path is {word!r}, where a weight should be")
         elif weight is not None and weight <= 0:
             mistakes.add(
-                f"weight {word} in data_path is not positive", works=("leave its path out",)
+                f"weight {word} in data_path is not positive",
+                works=[f"--data-path {' '.join(map(quote, kept))}"] if kept else [],
             )
     mistakes.raise_if_any()
     return [Source(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ DEFAULT_VOCAB_SIZE = 8192
 TRAINING_CHARACTERS = 32 << 20
 # Text is encoded in batches of about this many characters, in parallel.
 _BATCH_CHARACTERS = 8 << 20
-_CACHE_VERSION = 1  # to be raised when the same text would be tokenised otherwise
+_CACHE_VERSION = 2  # to be raised when the same text would be tokenised otherwise
 
 Progress = Callable[[str], None]
 _log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def prepare(
     except OSError as error:
         raise DataError(
             f"cannot make the cache folder {cache}: {error.strerror}\n"
-            "  works: data_cache_path = a folder that can be written"
+            "  data_cache_path has to be a folder that can be written"
         ) from error
     groups = grouped(sources)
     files = [file for group in groups for file in group.files]
@@ -112,7 +113,11 @@ def prepare(
             with _once(f"{prefix}.idx", progress) as missing:
                 if missing:
                     build_index(group.files, tokenizer, prefix, config.text_key, progress)
-        corpora.append(Corpus(group.name, IndexedTokens(prefix), group.weight))
+            with _cached(f"{prefix}.bin", f"{prefix}.idx"):
+                data = IndexedTokens(prefix)
+        else:
+            data = IndexedTokens(prefix)
+        corpora.append(Corpus(group.name, data, group.weight))
     return PreparedData(
         tokenizer=tokenizer,
         corpora=tuple(corpora),
@@ -137,6 +142,8 @@ def build_index(
 ) -> None:
     """Tokenise files into `PREFIX.bin/.idx`, an end-of-document token after each document.
 
+    Documents without tokens are left out, as Megatron-LM's preprocessing does.
+
     Raises:
         DataError: a file cannot be read as text, or there is no text at all.
     """
@@ -144,21 +151,24 @@ def build_index(
     size = sum(file.stat().st_size for file in files)
     progress(f"tokenising {len(files)} files, {human_bytes(size)}")
     end = np.array([tokenizer.eod_id], dtype=tokenizer.token_dtype)
-    tokens = 0
+    whole = not tokenizer.may_cut
+    tokens, begun = 0, False
     with write_indexed(prefix, tokenizer.token_dtype) as writer:
-        stream = (piece for file in files for piece in pieces(file, text_key))
+        stream = (piece for file in files for piece in pieces(file, text_key, whole=whole))
         for batch in _batches(stream):
             encoded = tokenizer.encode_batch([text for text, _ in batch])
             for (_, ends), ids in zip(batch, encoded, strict=True):
-                writer.add(np.concatenate((ids, end)) if ends else ids)
-                tokens += len(ids) + ends
-                if ends:
+                if len(ids):
+                    writer.add(ids, continues=begun)
+                    begun = True
+                tokens += len(ids)
+                if ends and begun:
+                    writer.add(end, continues=True)
                     writer.end_document()
+                    tokens += 1
+                    begun = False
         if not tokens:
-            raise DataError(
-                f"no text in {len(files)} files, the first is {files[0]}\n"
-                "  works: files with text in them"
-            )
+            raise DataError(f"no text in {len(files)} files, the first is {files[0]}")
     progress(
         f"tokenised {human_count(tokens)} tokens in {human_seconds(time.perf_counter() - began)}"
     )
@@ -180,14 +190,17 @@ def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
     if indexed and config.tokenizer_model is None:
         mistakes.add(
             f"{indexed[0]} holds tokens already, so tokenizer_model has to name their tokenizer",
-            attempt="--tokenizer-model PATH/tokenizer.json",
+            "--tokenizer-model takes the path of a tokenizer.json, or of a folder that holds one",
         )
     size = config.tokenizer_vocab_size
     if config.tokenizer_model is None and size is not None and size < SMALLEST_VOCAB_SIZE:
         mistakes.add(
             f"tokenizer_vocab_size {size} is too small for a byte-level BPE",
             f"256 bytes + 1 end of document = {SMALLEST_VOCAB_SIZE}",
-            works=(str(SMALLEST_VOCAB_SIZE), str(DEFAULT_VOCAB_SIZE)),
+            works=[
+                f"--tokenizer-vocab-size {size}"
+                for size in (SMALLEST_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
+            ],
         )
     if seed < 0:
         mistakes.add(f"seed {seed} is negative")
@@ -209,7 +222,8 @@ def _tokenizer(
             tokenizer = Tokenizer.train(_sample(files, config.text_key), vocab_size)
             tokenizer.save(path)
             progress(f"trained it in {human_seconds(time.perf_counter() - began)}")
-    return Tokenizer.load(path)
+    with _cached(str(path)):
+        return Tokenizer.load(path)
 
 
 def _sample(files: Sequence[Path], text_key: str) -> Iterator[str]:
@@ -249,19 +263,37 @@ def _key(files: Sequence[Path], *settings: str) -> str:
 
 
 @contextmanager
+def _cached(*paths: str) -> Iterator[None]:
+    """Say of an error in reading these that they can be made again."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(
+            f"{error}\n  it is in the cache, and is made again when it is not there\n"
+            f"  try:   rm -f {shlex.join(paths)}"
+        ) from error
+
+
+@contextmanager
 def _once(path: str, progress: Progress) -> Iterator[bool]:
     """Yields whether `path` has still to be made; while one process makes it, others wait."""
     if os.path.exists(path):
         yield False
         return
-    with open(f"{path}.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another process that prepares the same data")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            # Some network file systems have no locks. Then several do the same work; what they
-            # make is equal and appears whole, so nothing is lost but time.
-            _log.debug("no lock on %s: %s", path, error)
-        yield not os.path.exists(path)
+    try:
+        with open(f"{path}.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                progress("waiting for another process that prepares the same data")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            except OSError as error:
+                # Some network file systems have no locks. Then several do the same work; what they
+                # make is equal and appears whole, so nothing is lost but time.
+                _log.debug("no lock on %s: %s", path, error)
+            yield not os.path.exists(path)
+    except OSError as error:  # those of reading are DataErrors already
+        raise DataError(
+            f"cannot write {path}: {error.strerror or error}\n"
+            "  works: --data-cache-path with a folder that can be written and has room"
+        ) from error

@@ -2,13 +2,20 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from fivefold.data.borders import may_cut
 from fivefold.errors import DataError
-from fivefold.files import write_atomic
+from fivefold.files import parse_json, write_atomic
+from fivefold.recipes import how_to_get
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Best name first: where several exist (Llama 3, Qwen), the one that ends a document, not a turn.
@@ -23,48 +30,59 @@ END_OF_DOCUMENT_NAMES = (
     "<|eot_id|>",
     "<|im_end|>",
 )
+_NO_CHARACTER = "\U0010ffff"  # for ever unassigned, so in no vocabulary
 SMALLEST_VOCAB_SIZE = 257  # 256 bytes and the end of a document
 
 
 class Tokenizer:
     """Text to token ids and back.
 
+    What a tokenizer.json says about the batches of some other use is left out: truncation, padding
+    and templates that put tokens around a text.
+
     Attributes:
         vocab_size: the largest id plus one.
         eod_id: the id of the token that ends a document.
         digest: SHA-256 of the tokenizer.json text; equal digests encode equally.
+        may_cut: the pieces of a text that is cut at a `borders.last_border` have its tokens.
     """
 
     def __init__(self, definition: str, origin: str) -> None:
         """Build from the text of a tokenizer.json; `origin` names it in errors.
 
         Raises:
-            DataError: the text is no tokenizer, or has no token that ends a document.
+            DataError: the text is no tokenizer, has no token that ends a document, or gives the
+                same text other tokens each time.
         """
-        import tokenizers
+        from tokenizers import AddedToken
 
-        try:
-            self._backend = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # the Rust side raises bare Exception
-            raise DataError(
-                f"{origin} is not a tokenizer.json that `tokenizers` {tokenizers.__version__} can "
-                f"read\n  it says: {error}"
-            ) from error
-        # A document that spells out "<|endoftext|>" must not end there.
-        self._backend.encode_special_tokens = True
-        self._definition = definition
-        vocab = self._backend.get_vocab(with_added_tokens=True)
+        backend = _backend(definition, origin)
+        vocab = backend.get_vocab(with_added_tokens=True)
         name = next((name for name in END_OF_DOCUMENT_NAMES if name in vocab), None)
         if name is None:
-            special = [t.content for t in self._backend.get_added_tokens_decoder().values()]
+            special = [t.content for t in backend.get_added_tokens_decoder().values()]
             raise DataError(
                 f"{origin} has no token that ends a document\n"
                 f"  looked for: {' '.join(END_OF_DOCUMENT_NAMES)}\n"
                 f"  its special tokens: {' '.join(special[:12]) or 'none'}"
             )
+        # A document that spells out "<|endoftext|>" must not end there.
+        backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+        backend.encode_special_tokens = True
         self.eod_id: int = vocab[name]
         self.vocab_size: int = max(vocab.values()) + 1
+        if self.vocab_size > 1 << 31:
+            raise DataError(f"{origin} has a token {self.vocab_size - 1}, beyond 32-bit integers")
         self.digest = hashlib.sha256(definition.encode()).hexdigest()
+        self.may_cut = may_cut(
+            _state(backend.normalizer),
+            _state(backend.pre_tokenizer),
+            backend.get_added_tokens_decoder().values(),
+        )
+        self._backend = backend
+        self._definition = definition
+        self._origin = origin
+        self._name = name
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
@@ -73,21 +91,23 @@ class Tokenizer:
         Raises:
             DataError: no such file, not UTF-8, not a tokenizer.
         """
-        path = Path(path).expanduser()
-        if path.is_dir():
-            path /= "tokenizer.json"
+        file = Path(path).expanduser()
         try:
-            return cls(path.read_text(encoding="utf-8"), str(path))
+            if file.is_dir():
+                file /= "tokenizer.json"
+            return cls(file.read_text(encoding="utf-8"), str(file))
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{path} is not a tokenizer.json: byte {error.start} is not UTF-8\n"
-                "  works: a tokenizer.json (a SentencePiece .model has to be converted first)"
+                f"{file} is not a tokenizer.json: byte {error.start} is not UTF-8\n"
+                "  a SentencePiece .model has to be converted to a tokenizer.json first"
             ) from error
         except OSError as error:
             raise DataError(
-                f"no tokenizer at {path}: {error.strerror}\n"
-                "  works: a tokenizer.json | a folder that holds one | no tokenizer_model, "
-                "to train a byte-level BPE on the corpus"
+                f"no tokenizer at {file}: {error.strerror}\n"
+                f"{how_to_get(os.fspath(path))}"
+                "  tokenizer_model is a tokenizer.json, or a folder that holds one; without it a "
+                "byte-level BPE is trained on the corpus\n"
+                "  works: --tokenizer-model none"
             ) from error
 
     @classmethod
@@ -117,9 +137,42 @@ class Tokenizer:
         return np.dtype(np.uint16 if self.vocab_size < 65500 else np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text, in `token_dtype`; nothing is added at either end."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self.token_dtype) for encoding in encodings]
+        """Token ids of each text, in `token_dtype`; nothing is added at either end.
+
+        Raises:
+            DataError: the tokenizer has no token for some of the text, or the one that ends a
+                document.
+        """
+        with _telling(f"{self._origin} cannot tokenise the text"):
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [
+            self._without_end(np.array(encoding.ids, dtype=self.token_dtype))
+            for encoding in encodings
+        ]
+
+    def _without_end(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids of a text that does not end a document where it spells that out.
+
+        Some models (Unigram, WordLevel) find in a text any token that has its spelling, special
+        ones too. Such a one is given the tokens of its first character and of the others.
+        """
+        ends = np.flatnonzero(ids == self.eod_id)
+        if not len(ends):
+            return ids
+        model = self._backend.model
+        with _telling(f"{self._origin} cannot tokenise {self._name!r} in a text"):
+            spelt = [
+                t.id for part in (self._name[:1], self._name[1:]) for t in model.tokenize(part)
+            ]
+            unknown = [token.id for token in model.tokenize(_NO_CHARACTER)]
+        if self.eod_id in spelt + unknown:
+            raise DataError(
+                f"{self._origin} has {self._name!r} for text that it does not know, which would "
+                "end a document there\n  works: a tokenizer with a token of its own for such text"
+            )
+        parts = np.split(ids, ends)
+        spelt_ids = np.array(spelt, dtype=ids.dtype)
+        return np.concatenate([parts[0], *[x for part in parts[1:] for x in (spelt_ids, part[1:])]])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some token ids, special tokens spelt out."""
@@ -128,3 +181,63 @@ class Tokenizer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tokenizer.json; it appears whole or not at all."""
         write_atomic(path, self._definition)
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Turn an error of the Rust side into a DataError that begins with `what`."""
+    try:
+        yield
+    except BaseException as error:
+        # It raises bare Exception, or a PanicException that is none and that nothing exports.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{what}\n  it says: {error}") from error
+        raise
+
+
+def _backend(definition: str, origin: str) -> "Backend":
+    """A tokenizer that gives a text its own tokens, all of them, no others, the same each time."""
+    import tokenizers
+    from tokenizers.processors import Sequence as Processors
+
+    _check_merges(definition, origin)
+    unreadable = f"{origin} is not a tokenizer.json that `tokenizers` "
+    with _telling(f"{unreadable}{tokenizers.__version__} can read"):
+        backend = tokenizers.Tokenizer.from_str(definition)
+    if dropout := getattr(backend.model, "dropout", None):
+        raise DataError(
+            f"{origin} gives the same text other tokens each time: its BPE has a dropout of "
+            f'{dropout:.3g}\n  works: "dropout": null in it'
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    backend.post_processor = Processors([])
+    return backend
+
+
+class _Model(TypedDict, total=False):
+    continuing_subword_prefix: str | None
+    merges: list[tuple[str, str] | str]
+
+
+class _Definition(TypedDict, total=False):
+    model: _Model
+
+
+def _check_merges(definition: str, origin: str) -> None:
+    """Look for what makes `tokenizers` end the whole process: merges without their BPE's prefix."""
+    source = f"{origin} is not a tokenizer.json: it"
+    model = parse_json(definition, _Definition, source, DataError).get("model", {})
+    prefix = model.get("continuing_subword_prefix") or ""
+    for merge in model.get("merges", ()):
+        second = merge.partition(" ")[2] if isinstance(merge, str) else merge[1]
+        if not second.startswith(prefix):
+            raise DataError(
+                f"{source} merges {second!r}, which does not begin with its "
+                f"continuing_subword_prefix {prefix!r}"
+            )
+
+
+def _state(part: Any) -> dict[str, Any] | None:
+    """A normaliser or pre-tokeniser as a tokenizer.json has it, every setting spelt out."""
+    return None if part is None else parse_json(part.__getstate__(), dict, "its state", DataError)

@@ -52,13 +52,12 @@ class Policy:
 
 def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
     """The switches of a strategy and a precision."""
-    strategy = parallel.data_parallel_sharding_strategy
+    sharding = parallel.sharding
     master = torch.float64 if precision == "fp64" else torch.float32
     return Policy(
-        shards=strategy != "no_shard",
-        reshards=strategy == "optim_grads_params"
-        and parallel.pipeline_max_unsharded_stages is None,
-        reduces_every_microbatch=strategy in ("optim_grads", "optim_grads_params"),
+        shards=sharding.splits_optimizer,
+        reshards=sharding.splits_parameters and parallel.pipeline_max_unsharded_stages is None,
+        reduces_every_microbatch=sharding.splits_gradients,
         compute_dtype=DTYPES[precision],
         master_dtype=master,
         wire_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else master,

@@ -1,13 +1,14 @@
 """What the settings of data parallelism must satisfy; torch-free."""
 
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.sharding import SHARDING
 from fivefold.errors import Mistakes
 
 
 def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:
     """Settings of gradients and replicas that the sharding strategy leaves without effect."""
     instances = parallel.num_distributed_optimizer_instances
-    replicated = parallel.data_parallel_sharding_strategy == "no_shard"
+    replicated = not parallel.sharding.splits_optimizer
     if parallel.grad_reduce_in_bf16 and replicated and precision == "bf16":
         mistakes.add(
             "grad_reduce_in_bf16 has no effect on no_shard with bf16: the all-reduce of fp32 "
@@ -20,6 +21,7 @@ def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mist
             "and no_shard has none",
             works=[
                 f"--data-parallel-sharding-strategy {s}"
-                for s in ("optim", "optim_grads", "optim_grads_params")
+                for s, sharding in SHARDING.items()
+                if sharding.splits_optimizer
             ],
         )

@@ -61,15 +61,15 @@ class Host:
 
     Args:
         device: where activations live.
-        min_elements: smaller tensors stay.
+        min_bytes: smaller tensors stay.
 
     Attributes:
         link: copies to and from the host.
         moved_bytes: to the host so far; memory that is saved twice moves once.
     """
 
-    def __init__(self, device: torch.device, min_elements: int) -> None:
-        self._least = min_elements
+    def __init__(self, device: torch.device, min_bytes: int) -> None:
+        self._least = min_bytes
         self.link = HostLink(device)
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Copy]]] = {}
         self._latest: weakref.ref[_Group] | None = None
@@ -87,8 +87,9 @@ class Host:
             self._latest = weakref.ref(group)
 
             def pack(saved: Tensor) -> Tensor | _View:
-                small = saved.numel() < self._least or not saved.is_floating_point()
-                if small or saved.untyped_storage().data_ptr() in stay:
+                memory = saved.untyped_storage()  # all of which moves, or stays for any view of it
+                small = memory.nbytes() < self._least or not saved.is_floating_point()
+                if small or memory.data_ptr() in stay:
                     return saved
                 copy = self._copy_of(saved.detach())
                 group.copies.append(copy)

@@ -60,14 +60,17 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
 
 def _check_compile(config: Config, mistakes: Mistakes) -> None:
     """Memory techniques whose hooks lie inside of what would be compiled."""
-    memory, hooks = config.memory, set[str]()
+    memory, hooks, others = config.memory, set[str](), []
     if memory.recompute_granularity == "selective":
         hooks |= {"mlp", "layernorm"}.intersection(memory.recompute_modules)
+        others += ["--recompute-modules core_attn"] if hooks else []
     if memory.fine_grained_activation_offloading:
-        hooks |= {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)
+        norms = {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)
+        others += ["--offload-modules core_attn attn_proj"] if norms else []
+        hooks |= norms
     if config.training.compile and hooks:
         mistakes.add(
             f"compiled layers cannot recompute or move away {' '.join(sorted(hooks))}, which lie "
             "inside of them",
-            works=["--no-compile", "--recompute-granularity full"],
+            works=["--no-compile", " ".join(others)],
         )

@@ -1,11 +1,12 @@
 """How many ranks each axis of the mesh has: what is inferred, and what the world allows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import prod
 from typing import Any
 
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
+from fivefold.config.dependence import without_orphans
 from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import divisors, tensor_parallel_sizes
@@ -38,12 +39,15 @@ def infer_degrees(
     sizes = {axis: getattr(parallel, name) for axis, name in DEGREES.items()}
     wrong = {axis: size for axis, size in sizes.items() if size < 1 and size != -1}
     for axis, size in wrong.items():
-        mistakes.add(f"{DEGREES[axis]} must be at least 1, or -1 to infer it, not {size}")
+        mistakes.add(
+            f"{DEGREES[axis]} must be at least 1, or -1 to infer it, not {size}",
+            works=[f"{SETTINGS[DEGREES[axis]].flag} 1"],
+        )
     unknown = [axis for axis, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         mistakes.add(
             f"only one degree can be inferred, but {' and '.join(unknown)} are -1",
-            works=[f"--{DEGREES[axis].replace('_', '-')} N" for axis in unknown],
+            works=[f"{SETTINGS[DEGREES[axis]].flag} 1" for axis in unknown],
         )
     changes: dict[str, Any]
     if wrong or len(unknown) > 1:
@@ -98,7 +102,8 @@ def _splits_near(
         for p in divisors(world_size // t)
         if (world_size // (t * p)) % rest == 0
     )
-    found: list[str] = []
+    plain: list[str] = []
+    others: list[str] = []  # those that take back settings, too
     for _, t, p in near:
         changes = {
             "tensor_model_parallel_size": t,
@@ -106,12 +111,14 @@ def _splits_near(
             "data_parallel_shard_size": world_size // (t * p * rest),
             "num_distributed_optimizer_instances": max(sizes["dp_replicate"], 1),
         }
-        changed = _with_whole_batch(config.with_values(**changes))
+        fitting, left_out = without_orphans(config.with_values(**changes), changes)
+        changed = _with_whole_batch(fitting)
         if passes(changed):
-            found.append(_in_words(changed, config.training.global_batch_size))
-        if len(found) == 3:
+            words = _in_words(changed, config, [orphan.off for orphan in left_out])
+            (others if left_out else plain).append(words)
+        if len(plain) == 3:
             break
-    return found
+    return [*plain, *others][:3]
 
 
 def _with_whole_batch(config: Config) -> Config:
@@ -121,14 +128,18 @@ def _with_whole_batch(config: Config) -> Config:
     return config.with_values(global_batch_size=max(training.global_batch_size // unit, 1) * unit)
 
 
-def _in_words(config: Config, batch: int) -> str:
-    """The split, and its global batch if that is not the one asked for."""
-    parallel, own = config.parallel, config.training.global_batch_size
-    split = (
-        f"tp={parallel.tensor_model_parallel_size} pp={parallel.pipeline_model_parallel_size} "
-        f"dp={_data_parallel(parallel)}"
-    )
-    return split if own == batch else f"{split} gbs={own}"
+def _in_words(config: Config, asked: Config, others: Iterable[str]) -> str:
+    """The split as flags, with its batch and replicas if they are not those that were asked for."""
+    parallel, batch = config.parallel, config.training.global_batch_size
+    words = [
+        f"--tp {parallel.tensor_model_parallel_size} --pp {parallel.pipeline_model_parallel_size}",
+        f"--dp-shard {parallel.data_parallel_shard_size}",
+    ]
+    if parallel.num_distributed_optimizer_instances > 1:
+        words.append(f"--dp-replicate {parallel.num_distributed_optimizer_instances}")
+    if batch != asked.training.global_batch_size:
+        words.append(f"--gbs {batch}")
+    return " ".join([*words, *others])
 
 
 def _data_parallel(parallel: ParallelConfig) -> int:

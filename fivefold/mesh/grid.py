@@ -121,8 +121,8 @@ class Grid:
         """The mesh map, a line an axis: size, stride and the first group."""
         lines = []
         for axis in ATTENTION_AXES:
-            group = self.group_of(0, (axis,))
-            stride = group[1] - group[0] if len(group) > 1 else 1
+            stride = self.rank({axis: 1}) if self.size(axis) > 1 else 1
+            group = range(0, self.size(axis) * stride, stride)
             shown = ", ".join(map(str, group[:4])) + (", ..." if len(group) > 4 else "")
             lines.append(f"{axis:<13}{self.size(axis):>6}  stride {stride:<6} ranks {shown}")
         return lines

@@ -1,6 +1,6 @@
 """The process groups of one rank, built from the grid and handed to whoever needs them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from fivefold.mesh.grid import Grid
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard_cp", "tp")
+
+_CONNECTION_LOST = (  # what gloo says in a plain RuntimeError when another rank is gone or silent
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "application timeout caused pair closure",
+    "timed out waiting",
+)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None, *, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group that waits for its members as long as the world's group does.
+
+    torch gives each new group its own default of half an hour, whatever the world was given.
+
+    Args:
+        ranks: its members, who alone take part and know of it; None: every rank.
+        backend: as in torch; None: that of the world.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "the world's group comes first"
+    return dist.new_group(
+        None if ranks is None else list(ranks),
+        timeout=world._get_backend(torch.device("cpu")).options._timeout,
+        backend=backend,
+        use_local_synchronization=ranks is not None,
+    )
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether `error` is only how a rank notices that another one is gone or silent."""
+    if isinstance(error, ConnectionError | dist.DistError):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(s in message for s in _CONNECTION_LOST)
 
 
 @dataclass(frozen=True)
@@ -92,7 +129,7 @@ def build_groups(
     elif tied_ranks is not None:
         # torch names a group after its ranks and the number of groups that each has made before:
         # ranks without a tied embedding make one as well, or the next common group would hang.
-        _new_group((rank,))
+        new_group((rank,))
     pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
     return Groups(
         grid=grid,
@@ -119,7 +156,7 @@ class _Made:
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """Of these ranks."""
         if ranks not in self._groups:
-            self._groups[ranks] = _new_group(ranks)
+            self._groups[ranks] = new_group(ranks)
         return self._groups[ranks]
 
     def unless_alone(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -129,12 +166,7 @@ class _Made:
 
 def _apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """A group that is not shared: what attention sends must not wait for gradients' messages."""
-    return _new_group(ranks) if len(ranks) > 1 else None
-
-
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """Of its members alone: the other ranks know nothing of it."""
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    return new_group(ranks) if len(ranks) > 1 else None
 
 
 def _hierarchy(

@@ -1,9 +1,9 @@
 """Which sizes the axes of a mesh may have for a model: tensor, expert and context parallelism."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import isqrt, prod
 
-from fivefold.config.config import Config
+from fivefold.config.config import SETTINGS, Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import Mistakes
@@ -57,14 +57,14 @@ def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mi
             mistakes.add(
                 f"tensor_model_parallel_size {tp} does not divide {name} {size}",
                 f"{size} / {tp} = {size / tp:.4g}",
-                works=[f"tp={d}" for d in nearest(tp, tensor_parallel_sizes(model))],
+                works=[f"--tp {d}" for d in nearest(tp, tensor_parallel_sizes(model))],
             )
     kv_heads = model.num_kv_heads
     if kv_heads % tp and tp % kv_heads:
         mistakes.add(
             f"{kv_heads} key/value heads are neither a multiple nor a divisor of tp {tp}",
             f"{kv_heads} / {tp} = {kv_heads / tp:.4g}, {tp} / {kv_heads} = {tp / kv_heads:.4g}",
-            works=[f"tp={d}" for d in nearest(tp, tensor_parallel_sizes(model))],
+            works=[f"--tp {d}" for d in nearest(tp, tensor_parallel_sizes(model))],
         )
     cp = parallel.context_parallel_size
     tokens = training.micro_batch_size * training.seq_length // cp
@@ -105,13 +105,13 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
         mistakes.add(
             f"expert_model_parallel_size {ep} does not divide num_experts {model.num_experts}",
             f"{model.num_experts} / {ep} = {model.num_experts / ep:.4g}",
-            works=[f"ep={d}" for d in nearest(ep, divisors(model.num_experts))],
+            works=[f"--ep {d}" for d in nearest(ep, divisors(model.num_experts))],
         )
     if inner % etp:
         mistakes.add(
             f"expert_tensor_parallel_size {etp} does not divide an expert's {inner} features",
             f"{inner} / {etp} = {inner / etp:.4g}",
-            works=[f"etp={d}" for d in nearest(etp, divisors(inner))],
+            works=[f"--etp {d}" for d in nearest(etp, divisors(inner))],
         )
     _check_folding(model.num_experts, parallel, mistakes)
     if tp > 1 and not parallel.sequence_parallel:
@@ -131,9 +131,12 @@ def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
         "moe_token_dispatcher_type",
         "overlap_moe_expert_parallel_comm",
     ):
-        value, default = getattr(parallel, name), getattr(ParallelConfig, name)
-        if value != default:
-            mistakes.add(f"{name} = {value} needs a model with num_experts")
+        value, setting = getattr(parallel, name), SETTINGS[name]
+        if value != setting.default:
+            mistakes.add(
+                f"{name} = {setting.words(value)} needs a model with num_experts",
+                works=[setting.typed(setting.default)],
+            )
 
 
 def _check_folding(num_experts: int, parallel: ParallelConfig, mistakes: Mistakes) -> None:
@@ -155,7 +158,7 @@ def _check_folding(num_experts: int, parallel: ParallelConfig, mistakes: Mistake
     mistakes.add(
         f"ep {ep} x etp {etp} does not divide the ranks of a pipeline stage",
         f"{product} = {ranks}, and {ranks} / ({ep} x {etp}) = {ranks / (ep * etp):.4g}",
-        works=[f"ep={e} etp={x}" for e, x in closest[:2]],
+        works=[f"--ep {e} --etp {x}" for e, x in closest[:2]],
     )
 
 
@@ -193,8 +196,10 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
         mistakes.add(
             "cp_comm_type needs one way for all layers, or one for each",
             f"{len(kinds)} given, {model.num_layers} layers",
+            works=[f"--cp-comm-type {kind}" for kind in dict.fromkeys(kinds) if kind != "a2a+p2p"],
         )
-    if "a2a+p2p" in kinds and (len(sizes) != 2 or prod(sizes) != cp):
+    two = len(sizes) == 2 and min(sizes) > 0
+    if "a2a+p2p" in kinds and not (two and prod(sizes) == cp):
         product = " x ".join(map(str, sizes)) or "none"
         mistakes.add(
             "cp_comm_type a2a+p2p needs two hierarchical_context_parallel_sizes with the product "
@@ -208,7 +213,7 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     elif sizes and "a2a+p2p" not in kinds:
         mistakes.add(
             "hierarchical_context_parallel_sizes are for cp_comm_type a2a+p2p",
-            works=["--cp-comm-type a2a+p2p"],
+            works=["--cp-comm-type a2a+p2p", "--hierarchical-context-parallel-sizes none"],
         )
     if cp < 2:
         return
@@ -222,28 +227,54 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
             works=[f"--seq-length {n * unit}" for n in near if n],
         )
     if "a2a" in kinds:
-        _check_heads(model, parallel, cp, mistakes)
-    if "a2a+p2p" in kinds and len(sizes) == 2:
-        _check_heads(model, parallel, sizes[0], mistakes)
+        _check_heads(model, parallel, cp, lambda n: f"--cp {n}", mistakes)
+    if "a2a+p2p" in kinds and two and prod(sizes) == cp:
+
+        def sized(inner: int) -> str:
+            return f"--hierarchical-context-parallel-sizes {inner} {cp // inner}"
+
+        _check_heads(model, parallel, sizes[0], sized, mistakes, divisors(cp))
 
 
 def _check_heads(
-    model: ModelConfig, parallel: ParallelConfig, ranks: int, mistakes: Mistakes
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    ranks: int,
+    typed: Callable[[int], str],
+    mistakes: Mistakes,
+    among: Collection[int] | None = None,
 ) -> None:
-    """Heads are exchanged for tokens: each rank must get whole ones; few keys are repeated."""
+    """Heads are exchanged for tokens: each rank must get whole ones; few keys are repeated.
+
+    Args:
+        model: whose heads.
+        parallel: tp splits them already.
+        ranks: that exchange them.
+        typed: the flags for another number of these ranks.
+        mistakes: what is wrong is added here.
+        among: the numbers that there may be; None: any.
+    """
     tp = parallel.tensor_model_parallel_size
     heads, kv_heads = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)
-    fitting = [d for d in divisors(max(heads, 1)) if kv_heads % d == 0 or d % kv_heads == 0]
+    fitting = [
+        d
+        for d in divisors(max(heads, 1))
+        if (kv_heads % d == 0 or d % kv_heads == 0) and (among is None or d in among)
+    ]
+    ring = "--cp-comm-type p2p"
+    if parallel.hierarchical_context_parallel_sizes:
+        ring += " --hierarchical-context-parallel-sizes none"
+    works = [*(typed(d) for d in nearest(ranks, fitting)), ring]
     if heads % ranks:
         mistakes.add(
             f"{ranks} ranks cannot exchange tokens for {heads} query heads",
             f"{model.num_attention_heads} heads / tp {tp} = {heads}, and {heads} / {ranks} = "
             f"{heads / ranks:.4g}",
-            works=[f"{d} ranks" for d in nearest(ranks, fitting)] + ["--cp-comm-type p2p"],
+            works=works,
         )
     elif kv_heads % ranks and ranks % kv_heads:
         mistakes.add(
             f"{ranks} ranks cannot exchange tokens for {kv_heads} key/value heads",
             f"neither is a multiple of the other: {kv_heads} / {ranks} = {kv_heads / ranks:.4g}",
-            works=[f"{d} ranks" for d in nearest(ranks, fitting)] + ["--cp-comm-type p2p"],
+            works=works,
         )

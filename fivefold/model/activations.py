@@ -7,6 +7,7 @@ inputs change of it. A tensor that two modules keep is counted once, with the fi
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from fivefold.config.config import Config
 from fivefold.config.memory import MemoryConfig
@@ -34,6 +35,8 @@ class Running:
         fused_attention: whether a kernel without the S x S matrix computes attention; dropping
             probabilities needs the matrix.
         memory: what is recomputed, moved away or fused.
+        microbatch_tokens: that pass a layer at once on this rank, before sequence parallelism
+            splits them; the fewer, the more tensors are too small to be moved away.
     """
 
     seq_length: int
@@ -45,6 +48,7 @@ class Running:
     imbalance: float = 1.0
     fused_attention: bool = True
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    microbatch_tokens: float = inf
 
     @classmethod
     def of(
@@ -53,6 +57,7 @@ class Running:
         """As a configuration says, which names its degrees of tensor parallelism."""
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
+        parts = parallel.context_parallel_size * parallel.num_sequence_slices
         narrow = 0.5 if training.fp4_format else 1 if training.fp8_format else element
         return cls(
             seq_length=training.seq_length,
@@ -64,6 +69,7 @@ class Running:
             imbalance=imbalance,
             fused_attention=fused_attention,
             memory=config.memory,
+            microbatch_tokens=training.micro_batch_size * training.seq_length / parts,
         )
 
     @property
@@ -125,14 +131,14 @@ def saved_activations(
         return first | {name: Saved(remade=size) for name, size in whole.items()}
     remade = _remade(memory, whole)
     moved = _moved(memory)
-    return {
-        name: Saved(remade=size)
-        if name in remade
-        else Saved(offloaded=size)
-        if name in moved
-        else Saved(kept=size)
+    saved = {
+        name: Saved(remade=size) if name in remade else Saved(kept=size)
         for name, size in whole.items()
     }
+    for name in moved.intersection(whole) - remade:
+        away = _large_enough(name, whole[name], model, running)
+        saved[name] = Saved(kept=whole[name] - away, offloaded=away)
+    return saved
 
 
 def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
@@ -213,8 +219,6 @@ def _attention(model: ModelConfig, running: Running) -> dict[str, float]:
     element, narrow = running.element_bytes, running.input_bytes
     heads, tokens = running.tensor_parallel, running.token_parts
     h, a = model.hidden_size, model.num_attention_heads
-    key_heads = min(heads, model.num_kv_heads)  # parts of keys and values: a rank has one at least
-    mixed = element * (model.q_size / heads + (model.k_size + model.v_size) / key_heads)
     narrower_output = element * model.attention_size if narrow < element else 0.0
     if running.fused_attention and not model.attention_dropout:
         inside = max(_LOG_SUM_EXP, element) * a + narrower_output
@@ -224,7 +228,7 @@ def _attention(model: ModelConfig, running: Running) -> dict[str, float]:
     sizes = {
         "attn_norm": element * h / tokens,
         "qkv": narrow * h / tokens,
-        "core_attn": mixed,
+        "core_attn": sum(_attended(model, running)),
         "attn_scores": inside / heads,
         "attn_proj": narrow * model.attention_size / heads,
         "attn_dropout": h / tokens if model.hidden_dropout else 0.0,
@@ -234,8 +238,16 @@ def _attention(model: ModelConfig, running: Running) -> dict[str, float]:
         sizes["latents"] = element * latents / tokens
         sizes["mla_up_proj"] = narrow * latents / tokens
     elif model.qk_layernorm:
-        sizes["qk_norm"] = element * (model.q_size / heads + model.k_size / key_heads)
+        sizes["qk_norm"] = sum(_attended(model, running)[:2])
     return sizes
+
+
+def _attended(model: ModelConfig, running: Running) -> tuple[float, float, float]:
+    """Bytes per token of queries, keys and values."""
+    element, heads = running.element_bytes, running.tensor_parallel
+    key_heads = min(heads, model.num_kv_heads)  # parts of keys and values: a rank has one at least
+    q, k, v = model.q_size / heads, model.k_size / key_heads, model.v_size / key_heads
+    return element * q, element * k, element * v
 
 
 def _dense_mlp(model: ModelConfig, running: Running) -> dict[str, float]:
@@ -328,3 +340,10 @@ def _moved(memory: MemoryConfig) -> set[str]:
         return set()
     moved = set(memory.offload_modules)
     return moved | ({"attn_scores"} if "core_attn" in moved else set())
+
+
+def _large_enough(name: str, size: float, model: ModelConfig, running: Running) -> float:
+    """Bytes per token of an item's tensors that are not too small to be moved."""
+    least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
+    tensors = _attended(model, running) if name == "core_attn" else (size,)
+    return sum(tensor for tensor in tensors if tensor >= least)

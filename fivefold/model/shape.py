@@ -140,10 +140,10 @@ def local_shape(
 ) -> tuple[int, ...]:
     """What one rank holds of a parameter, before data-parallel sharding.
 
-    Projections into heads, inner features or vocabulary are split by rows, projections out of them
-    by columns (their bias is whole), all else is whole: norms, the router, projections into
-    latents, and keys and values whose heads are fewer than the ranks. Experts are split over `ep`,
-    and each of them over `etp`.
+    Projections into heads, inner features or vocabulary are split by rows, as are the sinks of
+    heads; projections out of them by columns (their bias is whole), all else is whole: norms, the
+    router, projections into latents, and keys and values whose heads are fewer than the ranks.
+    Experts are split over `ep`, and each of them over `etp`.
     """
     *_, module, kind = name.split(".")
     first, ranks = ((shape[0] // ep,), etp) if is_expert(name) else ((), tp)
@@ -158,7 +158,7 @@ def local_shape(
 
 _KEY_VALUE = ("k_proj", "v_proj")
 _BY_ROWS = (
-    *("q_proj", *_KEY_VALUE, "q_b_proj", "kv_b_proj"),
+    *("sinks", "q_proj", *_KEY_VALUE, "q_b_proj", "kv_b_proj"),
     *("gate_proj", "up_proj", "eh_proj", "embed_tokens", "lm_head"),
 )
 _BY_COLUMNS = ("o_proj", "down_proj")
@@ -275,6 +275,8 @@ def _layer_shapes(model: ModelConfig, is_moe: bool) -> Shapes:
     h = model.hidden_size
     shapes = _norm("input_layernorm", model, h)
     shapes |= _latent_attention(model) if model.multi_latent_attention else _attention(model)
+    if model.softmax_type == "learnable":
+        shapes["self_attn.sinks.weight"] = (model.num_attention_heads,)
     shapes |= _linear("self_attn.o_proj", model.attention_size, h, model.add_bias_linear)
     shapes |= _norm("post_attention_layernorm", model, h)
     shapes |= _experts(model) if is_moe else _mlp("mlp", model, model.ffn_size)

@@ -35,6 +35,8 @@ def global_grad_norm(
     grads: Sequence[tuple[Tensor, bool]],
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
+    *,
+    vouches: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Euclidean norm of the whole gradient, every element counted once; fp64 scalar.
 
@@ -46,6 +48,9 @@ def global_grad_norm(
         group: the ranks that hold the gradient between them, every rank once; None: this rank
             alone holds it.
         device: where the scalar is reduced (default: that of the first gradient).
+        vouches: tensors of this rank for which the norm vouches, as for the gradients that are not
+            counted: it is NaN on every rank if they are not finite on one. None: for the counted
+            gradients only.
     """
     counted = [local_tensor(grad) for grad, counts in grads if counts and grad.numel()]
     device = device or (grads[0][0].device if grads else "cpu")
@@ -53,9 +58,23 @@ def global_grad_norm(
     if counted:
         norms = torch._foreach_norm(counted, 2, dtype=torch.float64)
         total += torch.stack([norm.to(device) for norm in norms]).square().sum()
+    if vouches is not None:
+        uncounted = [local_tensor(grad) for grad, counts in grads if not counts]
+        total += zero_if_finite([*uncounted, *vouches], total.device)
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt()
+
+
+@torch.no_grad()
+def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """0 if every element of every tensor is finite, else NaN; fp64 scalar. Nothing waits for it."""
+    full = [tensor for tensor in tensors if tensor.numel()]
+    if not full:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # The largest magnitude, unlike a sum, is finite where all are.
+    largest = torch._foreach_norm(full, float("inf"))
+    return torch.stack([norm.to(device, torch.float64) for norm in largest]).mul_(0.0).sum()
 
 
 @torch.no_grad()

@@ -35,14 +35,22 @@ def automatic_split(
     others = [name for name in _OTHER_WAYS if getattr(parallel, name)]
     if others:
         flags = [f"--{name.replace('_', '-')}" for name in others]
+        offs = [
+            f"--no-{flag[2:]}" if getattr(parallel, name) is True else f"{flag} none"
+            for name, flag in zip(others, flags, strict=True)
+        ]
         raise ConfigError(
             Mistake(
                 f"--pipeline-model-parallel-layout auto and {' and '.join(flags)} exclude each "
                 "other",
                 ("auto decides how many layers each stage has",),
-                ("--pipeline-model-parallel-layout auto", *flags),
+                ("--pipeline-model-parallel-layout none", " ".join(offs)),
             )
         )
+    if num_virtual < 1:
+        name = "--num-virtual-stages-per-pipeline-rank"
+        what = f"{name} must be at least 1, not {num_virtual}"
+        raise ConfigError(Mistake(what, works=(f"{name} 1",)))
     ranks, training = parallel.pipeline_model_parallel_size, config.training
     placement = (v_placement if in_a_v else loop_placement)(ranks, ranks * num_virtual)
     dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances

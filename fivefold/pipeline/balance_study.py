@@ -81,6 +81,9 @@ def cut_model(
     elif costs is not None:
         stated = stated_parts(kinds, model.mtp_num_layers, costs, study.times)
         parts = _with_times(parts, stated)
+    everything = [parts.embedding, *parts.items, parts.head]
+    if not any(part.time for part in everything):
+        raise ConfigError("no piece of the model takes any time, so that nothing can be balanced")
     if layout is not None:
         known = SCHEDULES.get(schedule or "")
         split = split_layers(

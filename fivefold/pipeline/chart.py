@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_lowercase
 
+from fivefold import pages
 from fivefold.pipeline.costs import ONE_EACH, Footprint
 from fivefold.pipeline.ir import Act, Kind, Program
 from fivefold.pipeline.simulate import Simulation, memory_curve, peak_in_flight
@@ -17,14 +18,15 @@ MEANINGS = {
     Kind.FB: "a forward and a backward, overlapped",
 }
 
-# Of each kind, on a rank's first stage and on its others; apart for colour-blind eyes, too.
+# Of each kind, on a rank's first stage and on its others.
 COLOURS = {
-    Kind.F: ("#3b75af", "#8fb8de"),
-    Kind.B: ("#3a8f5c", "#93cca8"),
-    Kind.BW: ("#2b7f7a", "#8ac4c0"),
-    Kind.W: ("#d9822b", "#f2c188"),
-    Kind.R: ("#8a8a8a", "#c4c4c4"),
+    Kind.F: (pages.FORWARD, pages.FORWARD_LIGHT),
+    Kind.B: (pages.DX, pages.DX_LIGHT),
+    Kind.BW: (pages.DX_AND_DW, pages.DX_AND_DW_LIGHT),
+    Kind.W: (pages.DW, pages.DW_LIGHT),
+    Kind.R: (pages.AGAIN, pages.AGAIN_LIGHT),
 }
+HELD_MEANING = "held for backward"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Chart:
         """Round times from 0 to the makespan, no more than about `most` of them."""
         step = next(
             base * 10.0**power
-            for power in range(-9, 99)
+            for power in range(-15, 99)
             for base in (1, 2, 5)
             if base * 10.0**power * most >= self.simulation.makespan
         )
@@ -117,9 +119,8 @@ class Chart:
 
     @property
     def note(self) -> str:
-        """What else a coloured picture shows."""
-        more = "lighter: a rank's later stages; " if self.has_chunks else ""
-        return f"{more}violet: what the rank holds for backward"
+        """What shades mean, if there are any."""
+        return "lighter: a rank's later stages" if self.has_chunks else ""
 
     @property
     def legend(self) -> str:

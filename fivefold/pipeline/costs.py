@@ -1,9 +1,25 @@
 """What the acts of a program cost: time and memory, per stage."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 
 from fivefold.errors import ConfigError
 from fivefold.pipeline.ir import COPIES, Act, Kind
+
+SHORTEST, LONGEST = 1e-12, 1e12  # times that are given, in whatever unit
+APART = 1e6  # times the shortest that the longest may take: a clock has some 16 digits
+
+
+def times_problem(times: Iterable[float]) -> str | None:
+    """Why times, of which some may be 0, cannot be put on one clock; None: they can."""
+    positive = [time for time in times if time != 0]
+    for time in positive:
+        if not SHORTEST <= time <= LONGEST:
+            return f"{time:g} is not between {SHORTEST:g} and {LONGEST:g}"
+    if positive and max(positive) > APART * min(positive):
+        return f"{max(positive):g} is more than {APART:,.0f} times {min(positive):g}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,8 @@ class Costs:
     scale: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        if not isfinite(sum(self.f) + sum(self.b) + sum(self.w) + self.hop):
+            raise ConfigError("stage costs must be finite, and so must their sum")
         if min(*self.f, *self.b) <= 0 or min(*self.w, self.hop) < 0:
             raise ConfigError("stage costs f and b must be positive, w and hop not negative")
         if min(self.scale or (1.0,)) <= 0 or min(self.copy or (0.0,)) < 0:

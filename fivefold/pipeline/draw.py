@@ -108,7 +108,8 @@ def _scale(chart: Chart, labels: list[list[str]], unit: float | None) -> float:
     """Characters per unit of time, so that labels fit into all acts at least as long as `unit`."""
     timeline = chart.simulation.timeline
     if unit is None:
-        unit = median_low(timed.end - timed.start for row in timeline for timed in row)
+        times = (timed.end - timed.start for row in timeline for timed in row)
+        unit = median_low([time for time in times if time > 0] or [chart.simulation.makespan])
     return max(
         (1 + len(text)) / max(timed.end - timed.start, unit)
         for row, texts in zip(timeline, labels, strict=True)

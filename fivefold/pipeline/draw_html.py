@@ -1,37 +1,55 @@
-"""Programs as a page of their own: zoom, and hover to see what runs, when, and why a rank waits."""
+"""Programs on a page: zoom, and point to see what runs, when, and why a rank waits."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
-from fivefold.pipeline.chart import COLOURS, MEANINGS, Chart
+from fivefold.pages import HELD, IDLE, LINE, QUIET, Tone, document
+from fivefold.pipeline.chart import COLOURS, HELD_MEANING, MEANINGS, Chart
 from fivefold.pipeline.ir import Act
 from fivefold.pipeline.simulate import Reason
 
 _GAPS = {
-    Reason.FILL: ("#f1f1f1", "nothing has arrived yet"),
-    Reason.DRAIN: ("#f1f1f1", "all its work is done"),
-    Reason.UPSTREAM: ("#f6d5d5", "the rank that makes what it needs is not ready"),
-    Reason.STREAM: ("#e3d3ee", "what it needs is ready, another message is in its way"),
-    Reason.IN_FLIGHT: ("#fbe9c8", "what it needs is on its way"),
-    Reason.MEMORY: ("#d3e9ec", "activations are on their way to or from host memory"),
-    Reason.READY: ("#d9d9d9", "what it needs is there, and it has not begun"),
+    Reason.FILL: (IDLE, "nothing has arrived yet"),
+    Reason.DRAIN: (IDLE, "all its work is done"),
+    Reason.UPSTREAM: (
+        Tone("#f6d5d5", "#54282c"),
+        "the rank that makes what it needs is not ready",
+    ),
+    Reason.STREAM: (
+        Tone("#e3d3ee", "#43304f"),
+        "what it needs is ready, another message is in its way",
+    ),
+    Reason.IN_FLIGHT: (Tone("#fbe9c8", "#4f4120"), "what it needs is on its way"),
+    Reason.MEMORY: (
+        Tone("#d3e9ec", "#214248"),
+        "activations are on their way to or from host memory",
+    ),
+    Reason.READY: (Tone("#d9d9d9", "#3f434b"), "what it needs is there, and it has not begun"),
 }
 _DIGITS = 7  # significant ones of a time
 
 
 def to_html(charts: Sequence[Chart]) -> str:
     """A page without any other file, showing one or several programs."""
+    title = charts[0].title if len(charts) == 1 else f"{len(charts)} pipelines"
+    return document(title, timelines(charts))
+
+
+def timelines(charts: Sequence[Chart]) -> Iterator[str]:
+    """HTML that shows programs at one scale of time; once on a page."""
     data = {
         "colours": COLOURS,
-        "gaps": {reason: colour for reason, (colour, _) in _GAPS.items()},
+        "gaps": {reason: tone for reason, (tone, _) in _GAPS.items()},
+        "tones": {"quiet": QUIET, "line": LINE},
+        "held": [HELD, HELD_MEANING],
         "charts": [_chart(chart) for chart in charts],
     }
     # "</" would end the script.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     page = files("fivefold.pipeline").joinpath("timeline.html").read_text(encoding="utf-8")
-    return page.replace("/*DATA*/", text)
+    yield page.replace("/*DATA*/", text)
 
 
 def _chart(chart: Chart) -> dict[str, Any]:

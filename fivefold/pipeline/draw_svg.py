@@ -4,19 +4,30 @@ from collections.abc import Iterator, Sequence
 from statistics import median_low
 from xml.sax.saxutils import escape
 
-from fivefold.pipeline.chart import COLOURS, MEANINGS, Chart
+from fivefold.pages import HELD, IDLE, INK, LINE, PAPER, QUIET, rules
+from fivefold.pipeline.chart import COLOURS, HELD_MEANING, MEANINGS, Chart
 from fivefold.pipeline.ir import Act
 from fivefold.pipeline.simulate import Timed
 
 # Pixels.
 _LEFT, _RIGHT, _ROW, _MEMORY, _SPACE = 64, 24, 24, 14, 6
+_HEAD, _FOOT, _LINE = 40, 44, 16  # above the first rank; below the last; a line of the legend
 _CHARACTER = 6.2  # of the font
-_MOST = 6000  # wide; labels that no longer fit are left out
+_WORDS = 6.4  # a character of titles, figures and legends, at most
+_LEAST, _MOST = 480, 6000  # wide; labels that no longer fit are left out
 
 _STYLE = (
     "text{font:10px ui-monospace,Menlo,Consolas,monospace;fill:#222}"
-    ".t{font:bold 13px system-ui,sans-serif}.n{font:11px system-ui,sans-serif;fill:#555}"
-    ".d{fill:#fff}.h{fill:#f3f3f3}.m{fill:#b9a7d0}.g{stroke:#ddd}"
+    ".t{font:bold 13px system-ui,sans-serif}.n{font:11px system-ui,sans-serif}"
+    f".d{{fill:#fff}}.m{{fill:{HELD}}}"
+) + rules(
+    [
+        (".p", "fill", PAPER),
+        (".t", "fill", INK),
+        (".n", "fill", QUIET),
+        (".h", "fill", IDLE),
+        (".g", "stroke", LINE),
+    ]
 )
 
 
@@ -24,17 +35,18 @@ def to_svg(charts: Sequence[Chart]) -> str:
     """A picture of one or several programs below each other, all at the same scale of time."""
     longest = max(chart.simulation.makespan for chart in charts)
     scale = min(max(map(_scale, charts)), _MOST / longest)
-    width = _LEFT + longest * scale + _RIGHT
+    heads = (len(text) * _WORDS for chart in charts for text in (chart.title, chart.figures))
+    width = _LEFT + max(longest * scale, _LEAST, *heads) + _RIGHT
     body: list[str] = []
     top = 8.0
     for chart in charts:
-        body += _chart(chart, scale, top)
-        top += _height(chart)
+        body += _chart(chart, scale, top, width)
+        top += _height(chart, width)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{top:.0f}" '
             f'viewBox="0 0 {width:.0f} {top:.0f}">',
-            f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',
+            f'<style>{_STYLE}</style><rect class="p" width="100%" height="100%"/>',
             *body,
             "</svg>\n",
         ]
@@ -48,16 +60,17 @@ def _scale(chart: Chart) -> float:
     return (label * _CHARACTER + 4) / median_low(timed.end - timed.start for timed in acts)
 
 
-def _height(chart: Chart) -> float:
-    return 84 + chart.program.num_ranks * (_ROW + _MEMORY + _SPACE)
+def _height(chart: Chart, width: float) -> float:
+    rows = chart.program.num_ranks * (_ROW + _MEMORY + _SPACE)
+    return _HEAD + rows + _FOOT + _LINE * (len(_legend_lines(chart, width)) - 1)
 
 
-def _chart(chart: Chart, scale: float, top: float) -> Iterator[str]:
+def _chart(chart: Chart, scale: float, top: float, whole: float) -> Iterator[str]:
     simulation = chart.simulation
     width, rows = simulation.makespan * scale, chart.program.num_ranks
     yield _text(_LEFT, top + 14, chart.title, "t")
     yield _text(_LEFT, top + 30, chart.figures, "n")
-    first = top + 40
+    first = top + _HEAD
     bottom = first + rows * (_ROW + _MEMORY + _SPACE)
     yield from _clock(chart, scale, first, bottom)
     highest = max(chart.peaks) or 1.0
@@ -68,7 +81,7 @@ def _chart(chart: Chart, scale: float, top: float) -> Iterator[str]:
         for timed in row:
             yield from _act(chart, timed, scale, y)
         yield _held(chart.memory[rank], simulation.makespan, scale, y + _ROW, highest)
-    yield from _legend(chart, bottom + 26)
+    yield from _legend(chart, bottom + 26, whole)
 
 
 def _act(chart: Chart, timed: Timed, scale: float, y: float) -> Iterator[str]:
@@ -109,20 +122,41 @@ def _held(
 
 
 def _clock(chart: Chart, scale: float, first: float, bottom: float) -> Iterator[str]:
-    for time in chart.ticks(chart.simulation.makespan * scale / 90):
+    for time in chart.ticks(chart.simulation.makespan * scale / 60):
         x = _LEFT + time * scale
         yield f'<line class="g" x1="{x:.1f}" y1="{first}" x2="{x:.1f}" y2="{bottom:.1f}"/>'
         yield _text(x, bottom + 10, f"{time:g}{chart.unit}", "n")
 
 
-def _legend(chart: Chart, y: float) -> Iterator[str]:
+def _legend(chart: Chart, top: float, width: float) -> Iterator[str]:
+    for number, line in enumerate(_legend_lines(chart, width)):
+        x, y = float(_LEFT), top + number * _LINE
+        for colour, text in line:
+            if colour:
+                yield f'<rect x="{x:.0f}" y="{y - 9}" width="11" height="11" fill="{colour}"/>'
+            yield _text(x + 15 * bool(colour), y, text, "n")
+            x += _entry_width(text)
+
+
+def _legend_lines(chart: Chart, width: float) -> list[list[tuple[str, str]]]:
+    """(colour, meaning) of each entry, in as many lines as the width of the picture needs."""
+    entries = [(COLOURS[kind][0], f"{kind[0]} {MEANINGS[kind]}") for kind in chart.parts]
+    entries.append((HELD, f"{HELD_MEANING}, at most {max(chart.peaks):.3g} on a rank"))
+    if chart.note:
+        entries.append(("", chart.note))
+    lines: list[list[tuple[str, str]]] = [[]]
     x = float(_LEFT)
-    for kind in chart.parts:
-        text = f"{kind[0]} {MEANINGS[kind]}"
-        yield f'<rect x="{x:.0f}" y="{y - 9}" width="11" height="11" fill="{COLOURS[kind][0]}"/>'
-        yield _text(x + 15, y, text, "n")
-        x += 30 + len(text) * 6
-    yield _text(x, y, chart.note, "n")
+    for colour, text in entries:
+        if lines[-1] and x + _entry_width(text) > width:
+            lines.append([])
+            x = float(_LEFT)
+        lines[-1].append((colour, text))
+        x += _entry_width(text)
+    return lines
+
+
+def _entry_width(text: str) -> float:
+    return 30 + len(text) * _WORDS
 
 
 def _text(x: float, y: float, text: str, kind: str) -> str:

@@ -10,10 +10,13 @@ import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 from fivefold.errors import ConfigError, Mistake
+from fivefold.files import read_text
 from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError
 from fivefold.pipeline.validate import validate
@@ -23,7 +26,8 @@ _TIMES = ("start", "end")
 
 _TO_TORCH = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 _FROM_TORCH = {text: kind for kind, text in _TO_TORCH.items()}
-_TORCH_ACTION = re.compile(r"(\d+)([A-Z_]+?)(\d*)$")
+_TORCH_ACTION = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{0,9})$")
+_COUNT = re.compile(r"[0-9]{1,9}")
 _TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B$")
 _TORCH_ADDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*$")
 
@@ -77,16 +81,15 @@ def read_csv(path: Path) -> Program:
         ProgramError: what it says is no valid program.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    lines = list(csv.reader(text.splitlines()))
+        lines = list(csv.reader(read_text(path, ConfigError).splitlines()))
+    except csv.Error as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
     own = bool(lines) and tuple(lines[0][: len(_COLUMNS)]) == _COLUMNS
     ranks: dict[int, list[Act]] = {}
     for number, cells in enumerate(lines[own:], 1 + own):
         try:
             if own:
-                ranks.setdefault(int(cells[0]), []).append(_own_act(cells))
+                ranks.setdefault(_count(cells[0]), []).append(_own_act(cells))
             else:
                 ranks[number - 1] = [act for cell in cells for act in _torch_acts(cell)]
         except (ValueError, IndexError) as error:
@@ -105,25 +108,32 @@ def program_of(ranks: Mapping[int, Sequence[Act]], *, forward_only: bool | None 
     """A program from the compute acts of its ranks; what it runs on follows from them.
 
     Raises:
-        ProgramError: a rank without acts, or a stage on two ranks.
+        ProgramError: a rank without acts, a stage on two ranks, or a stage, microbatch, slice or
+            part that is left out.
     """
-    if not ranks or set(ranks) != set(range(len(ranks))):
-        raise ProgramError(f"ranks must be 0 to the number of ranks, not {sorted(ranks)}")
     owner: dict[int, int] = {}
     path: set[int] = set()  # of the first microbatch
-    last, backward = 0, False
+    backward = False
+    counted: dict[str, set[int]] = {"ranks": set(ranks), "microbatches": set()}
+    counted |= {"slices": {0}, "parts": {0}}
     for rank, acts in ranks.items():
         for kid in (kid for act in acts for kid in act.elementary):
             if owner.setdefault(kid.stage, rank) != rank:
                 raise ProgramError(f"{kid} is on rank {rank}, the stage on {owner[kid.stage]}")
-            last, backward = max(last, kid.mb), backward or kid.kind is not Kind.F
+            backward = backward or kid.kind is not Kind.F
             if kid.mb == 0:
                 path.add(kid.stage)
-    if set(owner) != set(range(len(owner))):
-        raise ProgramError(f"stages must be 0 to the number of stages, not {sorted(owner)}")
+            counted["microbatches"].add(kid.mb)
+            counted["slices"].add(kid.slice)
+            counted["parts"].add(kid.part)
+    for name, found in (counted | {"stages": set(owner)}).items():
+        if not found or found != set(range(len(found))):
+            raise ProgramError(
+                f"{name} must be 0 to the number of {name}, not {shortened(sorted(found))}"
+            )
     return Program(
         tuple(owner[stage] for stage in range(len(owner))),
-        last + 1,
+        len(counted["microbatches"]),
         tuple(tuple(ranks[rank]) for rank in range(len(ranks))),
         forward_only=not backward if forward_only is None else forward_only,
         num_copies=2 if path and 2 * len(path) == len(owner) else 1,
@@ -172,12 +182,30 @@ def _events(pid: int, chart: Chart) -> Iterator[dict[str, Any]]:
 
 
 def _own_act(cells: Sequence[str]) -> Act:
+    if len(cells) not in (len(_COLUMNS), len(_COLUMNS) + len(_TIMES)):
+        raise ValueError(f"{len(cells)} cells, and there are {len(_COLUMNS)} columns and two times")
     fields = [cell.split("&") for cell in cells[1 : len(_COLUMNS)]]
+    for time in cells[len(_COLUMNS) :]:  # which follow from the costs that are given
+        if not isfinite(float(time)):
+            raise ValueError(f"{time!r} is no time")
     kids = [
-        Act(Kind(kind), int(stage), int(mb), int(piece), int(part))
+        Act(_kind(kind), _count(stage), _count(mb), _count(piece), _count(part))
         for kind, stage, mb, piece, part in zip(*fields, strict=True)
     ]
     return _pair(kids)
+
+
+def _kind(text: str) -> Kind:
+    kinds = [kind for kind in Kind if kind in COMPUTE and kind is not Kind.FB]
+    if text not in kinds:
+        raise ValueError(f"{text!r} is none of {', '.join(kinds)}, or two of them with &")
+    return Kind(text)
+
+
+def _count(text: str) -> int:
+    if not _COUNT.fullmatch(text):
+        raise ValueError(f"{text!r} is no whole number of at most nine digits")
+    return int(text)
 
 
 def _torch_acts(cell: str) -> Iterator[Act]:
@@ -199,5 +227,7 @@ def _torch_act(word: str) -> Act:
 def _pair(kids: Sequence[Act]) -> Act:
     if len(kids) == 1:
         return kids[0]
+    if len(kids) > 2:
+        raise ValueError(f"{len(kids)} acts at once")
     forward, backward = kids
     return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))

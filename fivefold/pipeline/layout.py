@@ -204,21 +204,36 @@ def _check_settings(request: _Request) -> None:
             mistakes.add(f"{name} must be at least 0, not {value}")
     given = request.given()
     if len(given["virtual"]) > 1:
-        mistakes.add(_exclusive(given["virtual"]), "both set the stages per rank")
+        mistakes.add(
+            _exclusive(given["virtual"]),
+            "both set the stages per rank",
+            works=[_without([flag]) for flag in given["virtual"]],
+        )
     if given["layout"]:
         others = [*given["virtual"], *given["ends"], *given["account"]]
         if others:
-            mistakes.add(_exclusive([*given["layout"], *others]), "the layout says it all")
+            mistakes.add(
+                _exclusive([*given["layout"], *others]),
+                "the layout says it all",
+                works=[_without(others), _without(given["layout"])],
+            )
     elif given["ends"] and given["account"]:
-        mistakes.add(_exclusive([*given["ends"], *given["account"]]), "both make uneven ends")
+        mistakes.add(
+            _exclusive([*given["ends"], *given["account"]]),
+            "both make uneven ends",
+            works=[_without(given["account"]), _without(given["ends"])],
+        )
     if given["ends"] and request.layers_per_virtual_stage is not None:
         mistakes.add(
             _exclusive([*given["ends"], "--num-layers-per-virtual-pipeline-stage"]),
             "with uneven ends the stages of different ranks have different sizes",
-            works=("--num-virtual-stages-per-pipeline-rank",),
+            works=("--num-layers-per-virtual-pipeline-stage none",),
         )
     if given["ends"] and request.pp == 1:
-        mistakes.add(f"{_and(given['ends'])} needs more than one pipeline rank")
+        mistakes.add(
+            f"{_and(given['ends'])} needs more than one pipeline rank",
+            works=("--pipeline-model-parallel-size 2", _without(given["ends"])),
+        )
     useful = request.num_layers + 2  # a rank a layer, one the embedding, one the head
     if given["ends"] and request.pp > useful:
         mistakes.add(
@@ -227,6 +242,13 @@ def _check_settings(request: _Request) -> None:
             works=[f"--pipeline-model-parallel-size {request.num_layers}"],
         )
     mistakes.raise_if_any()
+
+
+def _without(flags: Sequence[str]) -> str:
+    """The flags that take others back."""
+    return " ".join(
+        f"--no-{flag[2:]}" if flag.startswith("--account") else f"{flag} none" for flag in flags
+    )
 
 
 def _exclusive(flags: Sequence[str]) -> str:
@@ -247,22 +269,21 @@ def _from_layout(request: _Request, text: str, mtp_num_layers: int) -> Split:
     if len(groups) % pp:
         counts = range(pp, len(groups) + pp + 1, pp)
         sizes = [n for n in range(1, len(groups) + 1) if len(groups) % n == 0]
+        whole = " | ".join(f"{n} stages" for n in _nearest(len(groups), counts))
         mistakes.add(
             f"pipeline layout: {len(groups)} stages cannot be laid over {pp} pipeline ranks",
-            f"{len(groups)} % {pp} = {len(groups) % pp}; an empty stage is legal",
-            works=[
-                *(f"{n} stages" for n in _nearest(len(groups), counts)),
-                *(f"--pipeline-model-parallel-size {n}" for n in _nearest(pp, sizes)),
-            ],
+            f"{len(groups)} % {pp} = {len(groups) % pp}; whole with {whole}, of which some may be "
+            "empty",
+            works=[f"--pipeline-model-parallel-size {n}" for n in _nearest(pp, sizes)],
         )
     mistakes.raise_if_any()
     words = ["".join(symbol.char for symbol in group) for group in groups]
     shape = parsed.shape or ("v" if request.in_a_v else "loop")
     place = v_placement if shape == "v" else loop_placement
     layers = _ranges([word.count("t") for word in words])
+    final = len(words) - 1
     stages = tuple(
-        StageSpec("E" in word, held, "L" in word, word.count("m"))
-        for word, held in zip(words, layers, strict=True)
+        StageSpec(s == 0, layers[s], s == final, word.count("m")) for s, word in enumerate(words)
     )
     return Split(stages, place(pp, len(stages)))
 
@@ -286,15 +307,21 @@ def _indivisible(request: _Request, total: int) -> Mistake:
     """What to say when `total` layers do not divide evenly over the stages."""
     pp, unit, extra = request.pp, request.unit, total - request.num_layers
     each = unit // pp
-    kind = "stages per rank" if request.layers_per_virtual_stage is None else "layers per stage"
+    kind, flag = "stages per rank", "--num-virtual-stages-per-pipeline-rank"
+    if request.layers_per_virtual_stage is not None:
+        kind, flag = "layers per stage", "--num-layers-per-virtual-pipeline-stage"
     counted = f" + {extra} for embedding or loss" if extra else ""
     layers = range(unit - extra, request.num_layers + unit + 1, unit)
     sizes = [n for n in range(1, total // each + 1) if total % (each * n) == 0]
+    others = [n for n in range(1, total // pp + 1) if total % (pp * n) == 0 and each > 1]
     attempt = None
     if request.layers_per_virtual_stage is None and unit <= request.num_layers:
         share, rest = divmod(request.num_layers, unit)
         balanced = _consecutive([share + (s < rest) for s in range(unit)], 0)
+        given = request.given()
         attempt = f"--pipeline-model-parallel-layout '{layout_string(balanced)}'"
+        if given["virtual"] or given["account"]:
+            attempt += f" {_without([*given['virtual'], *given['account']])}"
     return Mistake(
         f"{request.num_layers} layers{counted} do not split evenly over {pp} pipeline ranks "
         f"x {each} {kind}",
@@ -302,6 +329,7 @@ def _indivisible(request: _Request, total: int) -> Mistake:
         (
             *(f"--num-layers {n}" for n in _nearest(request.num_layers, layers)),
             *(f"--pipeline-model-parallel-size {n}" for n in _nearest(pp, sizes)),
+            *(f"{flag} {n}" for n in _nearest(each, others)),
         ),
         attempt,
     )
@@ -319,7 +347,10 @@ def _uneven_counts(request: _Request) -> list[int]:
             mistakes.add(
                 f"{value} layers on the {name} rank do not split over {virtual} stages per rank",
                 f"{value} % {virtual} = {value % virtual}",
-                works=[str(n) for n in _nearest(value, range(0, value + virtual + 1, virtual))],
+                works=[
+                    f"--decoder-{name}-pipeline-num-layers {n}"
+                    for n in _nearest(value, range(0, value + virtual + 1, virtual))
+                ],
             )
     sum_line = f"{request.num_layers} - {taken} = {middle}"
     if middle < 0 or (ranks == 0 and middle):

@@ -1,10 +1,11 @@
 """The layout language: 'Et*2|(tt|)*29,t|mL' -> what each stage holds.
 
 `E` embedding, `t` decoder layer, `m` multi-token-prediction layer, `L` head and loss; `|` ends a
-stage; `x*n` and `(..)*n` repeat, also nested and chained; commas and white space mean nothing. The
-prefix `loop:` or `v:` chooses how the stages are laid over the ranks (by default as the schedule
-wants it). The language is Megatron-LM's, with nesting, white space, chained repeats and the prefix
-added.
+stage; `x*n` and `(..)*n` repeat; commas mean nothing. That is Megatron-LM's language, and each text
+that Megatron-LM reads means here what it means there, whatever else it might mean: `(tt|)*2*3`
+repeats its last symbol, `tt|tt|||`. Where Megatron-LM refuses a text, more is understood: white
+space, parentheses in parentheses, `x*n*k`, and the prefix `loop:` or `v:`, which chooses how the
+stages are laid over the ranks (by default as the schedule wants it).
 """
 
 import re
@@ -14,6 +15,7 @@ from typing import NoReturn
 from fivefold.errors import ConfigError, Mistake, Mistakes
 
 MAX_SYMBOLS = 100_000  # a repeat that explodes is a typing error, not a model
+_MAX_DIGITS = 4300  # of a number that Python, and so Megatron-LM, reads
 
 SYMBOLS = "EtmL|"
 
@@ -55,77 +57,142 @@ def parse(text: str) -> LayoutText:
     Raises:
         ConfigError: with a caret under the place where reading stopped.
     """
-    return _Parser(text).run()
+    shape = None
+    shown = re.sub(r"\s", " ", text)  # so that the caret stays under its column
+    symbols = _as_megatron([Symbol(char, at) for at, char in enumerate(text)])
+    if symbols is None:
+        shape, start = _prefix(shown)
+        cells = _without_space(shown, start)
+        symbols = _as_megatron(cells)
+        if symbols is None:
+            symbols = _Parser(shown, cells).run()
+    return LayoutText(shown, shape, tuple(symbols))
+
+
+_REPEATED_GROUP = re.compile(r"\((?P<body>[^)]++)\)\*(?P<count>\d+)")
+_REPEATED_CHAR = re.compile(r"(?P<body>.)\*(?P<count>\d+)")
+
+
+def _as_megatron(cells: list[Symbol]) -> list[Symbol] | None:
+    """What Megatron-LM makes of a text; None where it refuses it, or it becomes too long.
+
+    Its parser (`PipelineParallelLayerLayout.parse_str_to_list`) knows no nesting: it drops commas,
+    writes out the groups from left to right, then the characters, and looks at what is left. So any
+    character may vanish with `*0`.
+    """
+    cells = [cell for cell in cells if cell.char != ","]
+    for pattern in (_REPEATED_GROUP, _REPEATED_CHAR):
+        written: list[Symbol] = []
+        end = 0
+        for match in pattern.finditer("".join(cell.char for cell in cells)):
+            body, count = cells[slice(*match.span("body"))], match["count"]
+            if len(count) > _MAX_DIGITS or len(body) * int(count) > MAX_SYMBOLS - len(written):
+                return None
+            written += cells[end : match.start()] + body * int(count)
+            end = match.end()
+        cells = written + cells[end:]
+    return cells if all(cell.char in SYMBOLS for cell in cells) else None
+
+
+def _prefix(text: str) -> tuple[str | None, int]:
+    """The placement that a text names, and where its stages start."""
+    name, colon, _ = text.partition(":")
+    if not colon:
+        return None, 0
+    if name.strip() not in ("loop", "v"):
+        _fail(text, f"unknown placement {name.strip()!r}, it is loop: or v:", 0)
+    return name.strip(), len(name) + 1
+
+
+def _without_space(text: str, start: int) -> list[Symbol]:
+    """The characters that mean something."""
+    for gap in re.compile(r"(?<=\d)[ ,]+(?=\d)").finditer(text, start):
+        if " " in gap[0]:
+            what = f"unexpected {text[gap.end()]!r}; a number has no space in it"
+            _fail(text, what, gap.end())
+    return [Symbol(text[at], at) for at in range(start, len(text)) if text[at] not in " ,"]
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
-        self.text = re.sub(r"\s", " ", text)  # so that the caret stays under its column
+    """The language where Megatron-LM refuses a text: parentheses in parentheses, `x*n*k`."""
+
+    def __init__(self, text: str, cells: list[Symbol]) -> None:
+        self.text = text
+        self.cells = cells
         self.at = 0
         self.levels: list[list[Symbol]] = [[]]
         self.opened: list[int] = []
         self.repeatable: int | None = None  # where in the open level the last atom starts
+        self.group = ""  # "closed" after a parenthesis, "repeated" after its *n
 
-    def run(self) -> LayoutText:
-        shape = self._prefix()
-        while self.at < len(self.text):
-            self._token(self.text[self.at])
+    def run(self) -> list[Symbol]:
+        while self.at < len(self.cells):
+            self._token(self.cells[self.at])
         if self.opened:
-            self._fail("this parenthesis is never closed", self.opened[-1])
-        return LayoutText(self.text, shape, tuple(self.levels[0]))
+            _fail(self.text, "this parenthesis is never closed", self.opened[-1])
+        return self.levels[0]
 
-    def _prefix(self) -> str | None:
-        name, colon, _ = self.text.partition(":")
-        if not colon:
-            return None
-        if name.strip() not in ("loop", "v"):
-            self._fail(f"unknown placement {name.strip()!r}, it is loop: or v:", 0)
-        self.at = len(name) + 1
-        return name.strip()
-
-    def _token(self, char: str) -> None:
+    def _token(self, cell: Symbol) -> None:
         level = self.levels[-1]
-        if char == "*":
-            self._repeat()
+        if cell.char == "*":
+            self._repeat(cell.column)
             return
-        if char in SYMBOLS:
+        self.group = ""
+        if cell.char in SYMBOLS:
             self.repeatable = len(level)
-            level.append(Symbol(char, self.at))
-        elif char == "(":
-            self.opened.append(self.at)
+            level.append(cell)
+        elif cell.char == "(":
+            self.opened.append(cell.column)
             self.levels.append([])
             self.repeatable = None
-        elif char == ")":
+        elif cell.char == ")":
             if not self.opened:
-                self._fail("this parenthesis was never opened", self.at)
+                _fail(self.text, "this parenthesis was never opened", cell.column)
             self.opened.pop()
-            group = self.levels.pop()
+            inner = self.levels.pop()
             self.repeatable = len(self.levels[-1])
-            self.levels[-1].extend(group)
-        elif char not in " ,":
-            self._fail(f"unexpected {char!r}; the symbols are E t m L | * ( )", self.at)
+            self.levels[-1].extend(inner)
+            self.group = "closed"
+        else:
+            what = f"unexpected {cell.char!r}; the symbols are E t m L | * ( )"
+            _fail(self.text, what, cell.column)
         self.at += 1
 
-    def _repeat(self) -> None:
+    def _repeat(self, column: int) -> None:
         if self.repeatable is None:
-            self._fail("there is nothing to repeat before this *", self.at)
-        count = re.compile(r"\* *([0-9]+)").match(self.text, self.at)
-        if count is None or int(count[1][:9]) == 0:
-            self._fail("after * comes a number of at least 1", self.at)
+            _fail(self.text, "there is nothing to repeat before this *", column)
+        if self.group == "repeated":
+            what = (
+                "a second * after a parenthesis: Megatron-LM repeats the last symbol alone by it; "
+                "write ((..)*n)*k for the whole"
+            )
+            _fail(self.text, what, column)
+        self.at += 1
+        digits = ""
+        while self.at < len(self.cells) and self.cells[self.at].char in "0123456789":
+            digits += self.cells[self.at].char
+            self.at += 1
+        if not digits:
+            _fail(self.text, "after * comes a number", column)
         level = self.levels[-1]
-        atom = level[self.repeatable :]
-        if len(count[1]) > 9 or len(level) + len(atom) * int(count[1]) > MAX_SYMBOLS:
-            self._fail(f"this repeat gives more than {MAX_SYMBOLS} symbols", self.at)
-        level.extend(atom * (int(count[1]) - 1))
-        self.at = count.end()
+        before, atom = level[: self.repeatable], level[self.repeatable :]
+        # A number of too many digits is too many of anything.
+        count = MAX_SYMBOLS + 1 if len(digits) > _MAX_DIGITS else int(digits)
+        if len(before) + len(atom) * count > MAX_SYMBOLS:
+            _fail(self.text, f"this repeat gives more than {MAX_SYMBOLS} symbols", column)
+        level[:] = before + atom * count
+        self.group = "repeated" if self.group else ""
 
-    def _fail(self, what: str, column: int) -> NoReturn:
-        caret = " " * column + "^"
-        raise ConfigError(Mistake(f"pipeline layout: {what}", (self.text, caret)))
+
+def _fail(text: str, what: str, column: int) -> NoReturn:
+    raise ConfigError(Mistake(f"pipeline layout: {what}", (text, " " * column + "^")))
 
 
 def check_rules(layout: LayoutText, num_layers: int, mtp_num_layers: int) -> None:
     """One E first, one L last, the model's layers, t before m, all m in one stage.
+
+    Stages without a layer may come before E and after L. As in Megatron-LM, the first stage then
+    holds the embedding all the same, and the last one the head.
 
     Raises:
         ConfigError: every broken rule, each with the text and a caret.
@@ -136,10 +203,13 @@ def check_rules(layout: LayoutText, num_layers: int, mtp_num_layers: int) -> Non
         for char in SYMBOLS
     }
 
+    held = [index for index, symbol in enumerate(layout.symbols) if symbol.char != "|"]
+
     def column(index: int) -> int:
         return layout.symbols[index].column
 
-    def once(char: str, meaning: str, place: str, expected: int) -> None:
+    def once(char: str, meaning: str, place: str, at: int) -> None:
+        expected = held[at] if held else 0
         for index in found[char]:
             if index != expected:
                 what = f"pipeline layout: {char} ({meaning}) stands once, as the {place} symbol"
@@ -147,11 +217,11 @@ def check_rules(layout: LayoutText, num_layers: int, mtp_num_layers: int) -> Non
                 return
         if not found[char]:
             what = f"pipeline layout: {char} ({meaning}) is missing; it is the {place} symbol"
-            end = 0 if expected == 0 else len(layout.text.rstrip())
+            end = 0 if at == 0 else len(layout.text.rstrip())
             mistakes.add(what, *layout.point(end))
 
     once("E", "embedding", "first", 0)
-    once("L", "head and loss", "last", len(layout.symbols) - 1)
+    once("L", "head and loss", "last", -1)
     for char, wanted, name in (
         ("t", num_layers, "num_layers"),
         ("m", mtp_num_layers, "mtp_num_layers"),

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import inf
+from math import ceil, inf
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.costs import ONE_EACH, Costs, Footprint
@@ -62,7 +62,7 @@ class Problem:
                 raise ConfigError(
                     Mistake(
                         f"rank {rank} holds {need:g} for one microbatch, the cap is {self.cap:g}",
-                        works=(f"a cap of at least {need:g}",),
+                        works=(f"a cap of at least {ceil(need * 1e3) / 1e3:.12g}",),
                     )
                 )
 

@@ -3,21 +3,25 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from reprlib import repr as shortened
 from statistics import median
+from typing import Any
 
-from fivefold.errors import ConfigError
-from fivefold.files import write_atomic
+from fivefold.errors import ConfigError, did_you_mean
+from fivefold.files import as_kind, parse_json, read_text, write_atomic
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.exchange import program_of
 from fivefold.pipeline.graph import dependency_graph
-from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError
 from fivefold.pipeline.simulate import Simulation, replay
 from fivefold.pipeline.validate import validate
 
 FILE = "pipeline.jsonl"  # in a run folder: one act a line, of one profiled step
 _LEAST = 1e-9  # seconds: what took no measurable time still took some
+_KINDS = tuple(kind for kind in Kind if kind in COMPUTE and kind is not Kind.FB)
+_MOST, _LATEST = 10**9, 1e12  # of what is counted; seconds
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,30 @@ def read_measured(path: Path) -> list[MeasuredAct]:
         ConfigError: there is none, or a line of it is wrong.
     """
     file = path / FILE if path.is_dir() else path
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     acts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(file, ConfigError).splitlines(), 1):
         try:
-            acts.append(MeasuredAct(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{file}:{number}: no measured act: {error}") from error
+            acts.append(_read_act(line))
+        except ConfigError as error:
+            raise ConfigError(f"{file}:{number}: no measured act: {error}") from None
     return acts
+
+
+def _read_act(line: str) -> MeasuredAct:
+    table = parse_json(line, dict[str, Any], "the line", ConfigError)
+    names = [field.name for field in fields(MeasuredAct)]
+    for name in table:
+        if name not in names:
+            raise ConfigError(f"unexpected field {shortened(name)}{did_you_mean(name, names)}")
+    act = as_kind(table, MeasuredAct, "the line", ConfigError)
+    counts = (act.rank, act.stage, act.mb, act.slice, act.part)
+    if not all(0 <= count < _MOST for count in counts):
+        raise ConfigError(f"rank, stage, mb, slice and part must be in 0 .. {_MOST - 1}")
+    if act.kind not in _KINDS:
+        raise ConfigError(f"kind {shortened(act.kind)} is none of {', '.join(_KINDS)}")
+    if not -_LATEST <= act.start <= act.end <= _LATEST:
+        raise ConfigError(f"it goes from second {act.start:g} to second {act.end:g}")
+    return act
 
 
 def measured_program(acts: Iterable[MeasuredAct]) -> tuple[Program, Simulation]:
@@ -78,8 +95,7 @@ def measured_program(acts: Iterable[MeasuredAct]) -> tuple[Program, Simulation]:
     """
     ranks: dict[int, list[MeasuredAct]] = defaultdict(list)
     for act in sorted(acts, key=lambda act: (act.start, act.end)):
-        if act.kind in COMPUTE:
-            ranks[act.rank].append(act)
+        ranks[act.rank].append(act)
     program = program_of(
         {
             rank: [Act(Kind(a.kind), a.stage, a.mb, a.slice, a.part) for a in row]
@@ -87,6 +103,8 @@ def measured_program(acts: Iterable[MeasuredAct]) -> tuple[Program, Simulation]:
         }
     )
     validate(program)
+    if len({(act.start, act.end) for row in ranks.values() for act in row}) == 1:
+        raise ProgramError("all acts ran at the same time, so that it cannot be told how long")
     begin = min(row[0].start for row in ranks.values())
     times = [[(a.start - begin, a.end - begin) for a in ranks[r]] for r in range(len(ranks))]
     return program, replay(program, times)

@@ -56,7 +56,8 @@ def modelled_problem(
     )
     share = ranks / sum(len(parts.layers) for parts in stages)
     held = tuple(max(share * len(parts.layers), _LEAST) for parts in stages)
-    return Problem(placement, num_microbatches, costs, limit or float(ranks), Footprint(held))
+    most = float(ranks) if limit is None else limit
+    return Problem(placement, num_microbatches, costs, most, Footprint(held))
 
 
 @lru_cache(maxsize=32)

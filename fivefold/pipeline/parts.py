@@ -15,6 +15,7 @@ from fivefold.model.activations import (
     total,
 )
 from fivefold.model.shape import count_parameters, forward_flops
+from fivefold.pipeline.costs import times_problem
 from fivefold.pipeline.layout import StageSpec
 
 # Names of the kinds of pieces that a cost can be stated of, and their cost unless it is.
@@ -200,7 +201,10 @@ def read_costs(text: str) -> dict[str, float]:
             equals = ""
         if name not in KINDS:
             mistakes.add(f"unknown kind {name!r}{did_you_mean(name, KINDS)}", works=KINDS)
-        elif not equals or not 0 <= costs[name] < float("inf"):
+        elif not equals or not costs[name] >= 0:
             mistakes.add(f"{word.strip()!r} states no cost", works=(f"{name}=1", f"{name}=0.55"))
+    problem = None if mistakes.found else times_problem(costs.values())
+    if problem:
+        mistakes.add(f"--layer-costs {text!r}: {problem}")
     mistakes.raise_if_any()
     return costs

@@ -1,5 +1,7 @@
 """What the settings of a pipeline must satisfy beyond what its schedule itself demands."""
 
+import re
+
 from fivefold.config.config import Config
 from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import Mistakes
@@ -19,6 +21,56 @@ def resolved_schedule(parallel: ParallelConfig, num_virtual: int) -> str:
     if parallel.overlap_moe_expert_parallel_comm:
         return "combined_1f1b"
     return "interleaved_1f1b" if num_virtual > 1 else "1f1b"
+
+
+_CHOICES = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        ("microbatches", r"number of microbatches (\d+)"),
+        ("groups", r"(\d+) microbatches in groups of \d+"),
+        ("ranks", r"--pipeline-model-parallel-size (\d+)"),
+        ("slices", r"(\d+) slices?"),
+        ("cap", r"a cap of at least (\S+)"),
+        ("shape", r"a layout with the prefix (\w+):"),
+        ("schedule", rf"({'|'.join(SCHEDULES)})"),
+    )
+)
+
+
+def read_choice(choice: str) -> tuple[str, str]:
+    """What a schedule that cannot be made suggests: of which kind, and which value.
+
+    Kinds are microbatches, groups (so many microbatches, and as many in a group), ranks, slices,
+    cap, shape, schedule, and other.
+    """
+    for kind, pattern in _CHOICES:
+        if match := pattern.fullmatch(choice):
+            return kind, match[1]
+    return "other", choice
+
+
+def check_groups_used(parallel: ParallelConfig, num_virtual: int, mistakes: Mistakes) -> None:
+    """Groups of microbatches are for ranks that have a stage to go on to.
+
+    Args:
+        parallel: what is asked for.
+        num_virtual: stages a rank.
+        mistakes: what is wrong is added here.
+    """
+    name = "microbatch_group_size_per_virtual_pipeline_stage"
+    size, schedule = getattr(parallel, name), resolved_schedule(parallel, num_virtual)
+    grouping = [other for other, known in SCHEDULES.items() if known.groups]
+    if size is None or (num_virtual > 1 and schedule in grouping):
+        return
+    stages = "one stage" if num_virtual == 1 else f"{num_virtual} stages"
+    mistakes.add(
+        f"{name} = {size} has no effect on {stages} a rank in the order of {schedule}",
+        works=[
+            *(f"--pipeline-schedule {other}" for other in grouping if num_virtual > 1),
+            *(["--num-virtual-stages-per-pipeline-rank 2"] if num_virtual == 1 else []),
+            f"--{name.replace('_', '-')} none",
+        ],
+    )
 
 
 def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
@@ -82,11 +134,11 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
             works=[f"--pipeline-schedule {SYNTHESISED}"],
         )
     gathered = parallel.pipeline_max_unsharded_stages
-    strategy = parallel.data_parallel_sharding_strategy
     if gathered is not None and gathered < 1:
         mistakes.add(f"pipeline_max_unsharded_stages must be at least 1, not {gathered}")
-    if gathered is not None and strategy != "optim_grads_params":
+    if gathered is not None and not parallel.sharding.splits_parameters:
         mistakes.add(
-            f"pipeline_max_unsharded_stages has no effect on {strategy}: parameters stay gathered",
+            f"pipeline_max_unsharded_stages has no effect on "
+            f"{parallel.data_parallel_sharding_strategy}: parameters stay gathered",
             works=["--data-parallel-sharding-strategy optim_grads_params"],
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.bounds import lower_bounds, work_bound
@@ -19,7 +19,7 @@ from fivefold.pipeline.synthesise import synthesise
 from fivefold.units import human_seconds
 
 AUTO = "auto"
-_LEAST = 1e-6
+_LEAST = 1e-6  # of a mean stage
 _EFFORT = 300_000  # acts that `auto` may schedule in search: about a second
 
 
@@ -65,9 +65,10 @@ class Study:
         even = Part(*(time * share for time in self.times))
         stages = (self.stages or (even,) * len(placement)) * copies
         # An empty stage still hands on what it is given; programs are ordered by positive times.
+        least = _LEAST * sum(stage.time for stage in stages) / len(stages)
         return Costs(
-            tuple(max(stage.f, _LEAST) for stage in stages),
-            tuple(max(stage.b, _LEAST) for stage in stages),
+            tuple(max(stage.f, least) for stage in stages),
+            tuple(max(stage.b, least) for stage in stages),
             tuple(stage.w for stage in stages),
             self.hop,
         )
@@ -126,7 +127,9 @@ def run_schedule(study: Study, name: str, *, dx_first: bool = False) -> Result:
     result = timed(study, program, name, dx_first=dx_first)
     most = max(result.chart.peaks)
     if most > study.cap * (1 + 1e-9):
-        raise ConfigError(f"{name} holds {most:g} microbatches, the cap is {study.cap:g}")
+        what = f"{name} holds {most:g} microbatches, the cap is {study.cap:g}"
+        cap = f"a cap of at least {ceil(most * 1e3) / 1e3:.12g}"
+        raise ConfigError(Mistake(what, works=(cap,)))
     return result
 
 

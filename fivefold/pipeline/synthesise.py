@@ -7,7 +7,7 @@ runs are then improved by hill climbing. All of it is deterministic, so that eve
 same program.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice, product, zip_longest
@@ -107,7 +107,7 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
     enough = 1e-9 if few == problem.num_microbatches else _NEAR
     if min(found, default=(inf,))[0] <= bounds.best * (1 + enough):
         effort = 0  # nothing can be better, or not by enough to be found on few microbatches
-    search = _Search(replace(problem, num_microbatches=few), effort, Random(seed))
+    search = _Search(replace(problem, num_microbatches=few), effort, Random(seed), fixed)
     kitchen = _Kitchen(problem, fixed)
     for recipe in search.best():
         run = kitchen.cook(recipe)
@@ -115,6 +115,9 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
             # Its order without its waiting, some of which came to nothing.
             run = Replay(problem, run.orders)
             found.append((run.makespan, str(recipe), run))
+    if not found:
+        run = _one_by_one(problem)
+        found.append((run.makespan, "one microbatch after the other", run))
     makespan, name, run = min(found, key=lambda entry: entry[0])
     makespans = {name: run.makespan for name, run in fixed.items()}
     return Synthesis(run.program(), name, makespan, bounds, makespans)
@@ -174,6 +177,18 @@ def _timed(problem: Problem, ranks: Sequence[Sequence[Act]]) -> Run:
             for acts in ranks
         ],
     )
+
+
+def _one_by_one(problem: Problem) -> Run:
+    """Each microbatch there and back before the next; it fits wherever one fits."""
+    orders = []
+    for rank in range(problem.num_ranks):
+        own = sorted(stages_on(problem.placement, rank))
+        kinds = [(Kind.F, stage) for stage in own]
+        kinds += [(kind, stage) for stage in reversed(own) for kind in (Kind.B, Kind.W)]
+        acts = [(index, stage) for kind, stage in kinds for index in _INDEX[kind]]
+        orders.append(acts * problem.num_microbatches)
+    return Replay(problem, orders)
 
 
 class _Kitchen:
@@ -241,10 +256,21 @@ class _Kitchen:
 
 
 class _Search:
-    """Looks for good recipes: a grid, then hill climbing from the best of it."""
+    """Looks for good recipes: a grid, then hill climbing from the best of it.
 
-    def __init__(self, problem: Problem, effort: int, random: Random) -> None:
-        self._kitchen = _Kitchen(problem, dict(_fixed(problem)))
+    Args:
+        problem: what to schedule.
+        effort: acts that may be scheduled.
+        random: of the climbing.
+        seeds: fixed schedules that may be begun with: a few microbatches suit some that all of them
+            do not.
+    """
+
+    def __init__(
+        self, problem: Problem, effort: int, random: Random, seeds: Collection[str]
+    ) -> None:
+        fixed = {name: run for name, run in _fixed(problem) if name in seeds}
+        self._kitchen = _Kitchen(problem, fixed)
         self._random = random
         self._tries = effort // (3 * len(problem.placement) * problem.num_microbatches)
         self._scores: dict[_Recipe, float] = {}

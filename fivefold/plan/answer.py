@@ -17,8 +17,9 @@ from fivefold.plan.explain import (
     sensitivities,
     shortfall,
     slower,
-    why_nothing,
 )
+from fivefold.plan.export.targets import export
+from fivefold.plan.no import why_nothing
 from fivefold.plan.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.plan.search import Result
 from fivefold.plan.step import Prediction, precision_of
@@ -122,12 +123,14 @@ def memory_table(candidate: Candidate) -> list[str]:
         sizes = (human_bytes(ranks[rank].parts.get(name, 0.0)) for rank in shown)
         rows.append((name, *sizes))
     rows.append(("peak", *(human_bytes(ranks[rank].peak) for rank in shown)))
-    worst = candidate.memory.worst
+    worst, host = candidate.memory.worst, candidate.memory.host
+    offloaded = f"in host memory: {human_bytes(host)} of the GPU that has most there"
     return [
         *table(rows, right=range(1, len(shown) + 1)),
         f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",
         f"driver, NCCL and fragmentation take {human_bytes(candidate.memory.reserved)} more, of "
         f"{human_bytes(candidate.memory.capacity)}",
+        *([offloaded] if host else []),
     ]
 
 
@@ -190,7 +193,8 @@ def best(result: Result) -> Iterator[str]:
         f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
     )
     yield CONVENTION
-    for note in (*prediction.notes, *requirements(candidate.layout)):
+    untrained = export(candidate.layout, "fivefold").missing
+    for note in (*prediction.notes, *requirements(candidate.layout), *untrained):
         yield f"note: {note}"
 
 
@@ -294,6 +298,8 @@ def explained(result: Result) -> Iterator[str]:
         layout = percent(change.seconds / result.best.seconds - 1)
         if change.moves:
             layout += f", by {_unlike(change.candidate, result.best)}"
+        if change.untrained:
+            layout += "; Fivefold plans with it, and does not train with it yet"
         rows.append((change.change, human_seconds(change.seconds), layout))
     yield from listed(rows, right=(1,))
 

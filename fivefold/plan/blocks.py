@@ -216,19 +216,19 @@ class Cells:
     """What depends on few columns, computed once for each of their combinations.
 
     Args:
-        space: the candidates.
+        space: the candidates, of which there may be none.
+        count: numbers of each part.
         parts: whose numbers are added up.
     """
 
-    def __init__(self, space: Space, *parts: Part) -> None:
+    def __init__(self, space: Space, count: int, *parts: Part) -> None:
         names = dict.fromkeys(name for columns, _ in parts for name in columns)
         few, self.index = space.distinct(tuple(names))
-        table: Values | float = 0.0
+        self.table: Values = np.zeros((len(few), count))
         for columns, compute in parts:
             fewer, of_few = few.distinct(columns)
             values = [compute(fewer.config_of(row)) for row in range(len(fewer))]
-            table = table + np.array(values, float)[of_few]
-        self.table: Values = np.asarray(table)
+            self.table += np.array(values, float).reshape(-1, count)[of_few]
 
     def column(self, number: int) -> Values:
         """One of the numbers, for every candidate."""

@@ -16,15 +16,41 @@ A file that names no preset gives everything, as `to_toml` does.
 """
 
 import json
-import tomllib
+import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
+from reprlib import repr as shortened
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
+from fivefold.files import parse_toml, read_text
 from fivefold.hardware import GB, GPUS, Gpu, Rates
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a key or a column of a file may have, bounds included.
+
+    Attributes:
+        low: the smallest.
+        high: the largest: beyond it, it is not what the place is for.
+        whole: a count.
+    """
+
+    low: float
+    high: float
+    whole: bool = False
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is such a number; NaN is none, and neither is a truth value."""
+        kinds = (int,) if self.whole else (int, float)
+        return type(value) in kinds and self.low <= cast(float, value) <= self.high
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.whole else "a number"
+        return f"{kind} from {self.low:,g} to {self.high:,g}"
 
 
 @dataclass(frozen=True)
@@ -125,6 +151,7 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
         "rtx4090": "RTX 4090",
     }
 )
+MAX_GPUS = 10_000_000
 NODE_LATENCY, NETWORK_LATENCY = 2e-6, 6e-6  # seconds of a hop, as NCCL shows them
 # 419 unexpected interruptions in 54 days on 16,384 H100s (Llama 3, 2024, section 3.3.4).
 INTERRUPTIONS_PER_GPU_DAY = 419 / 54 / 16384
@@ -171,15 +198,9 @@ def load_cluster(name_or_path: str | Path, num_gpus: int | None = None) -> Clust
         ConfigError: everything that is wrong with the name or the file.
     """
     path = Path(name_or_path)
-    if path.suffix != ".toml" and not path.is_file():
+    if path.suffix != ".toml" and not os.path.isfile(path):
         return preset(str(name_or_path), num_gpus)
-    try:
-        with path.open("rb") as file:
-            table = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from None
+    table = parse_toml(read_text(path, ConfigError), str(path), ConfigError)
     if num_gpus is not None:
         table["num_gpus"] = num_gpus
     return _from_table(table, path)
@@ -192,7 +213,7 @@ def to_toml(cluster: Cluster) -> str:
         if isinstance(value, dict):
             tables.append((key, value))
         elif value is not None:
-            scalars.append(f"{key} = {json.dumps(value)}")
+            scalars.append(f"{key} = {_written(value)}")
     return "\n".join([*scalars, *_tables(tables)]) + "\n"
 
 
@@ -201,7 +222,7 @@ def _tables(tables: list[tuple[str, dict[str, Any]]]) -> list[str]:
     for name, table in tables:
         lines += ["", f"[{name}]"]
         lines += [
-            f"{key} = {json.dumps(value)}"
+            f"{key} = {_written(value)}"
             for key, value in table.items()
             if value is not None and not isinstance(value, dict)
         ]
@@ -209,18 +230,24 @@ def _tables(tables: list[tuple[str, dict[str, Any]]]) -> list[str]:
     return lines
 
 
+def _written(value: float | str) -> str:
+    """A value as TOML, which knows JSON's numbers and texts, but no escapes of half characters."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _from_table(table: dict[str, Any], path: Path) -> Cluster:
     """Start from the preset that the file names, or from nothing, and replace what it gives."""
     mistakes = Mistakes()
-    gpu = table.get("gpu")
-    name = table.pop("preset", gpu if isinstance(gpu, str) else None)
-    if isinstance(gpu, str):
-        del table["gpu"]
+    names = [table.pop(key) for key in ("preset", "gpu") if isinstance(table.get(key), str)]
+    if len(names) > 1:
+        mistakes.add(f"preset {names[0]!r} and gpu {names[1]!r} both name what to start from")
     base = None
     with mistakes.collecting():
-        base = preset(str(name)) if name is not None else None
+        base = preset(names[0]) if names else None
     mistakes.raise_if_any()
     cluster = _read(Cluster, table, base, "", mistakes)
+    if cluster is not None:
+        _check_together(cluster, mistakes)
     if mistakes.found:
         mistakes.add(f"all of this is in {path}", attempt='preset = "H100"  # and what differs')
     mistakes.raise_if_any()
@@ -228,6 +255,53 @@ def _from_table(table: dict[str, Any], path: Path) -> Cluster:
     return cluster
 
 
+def _check_together(cluster: Cluster, mistakes: Mistakes) -> None:
+    """What contradicts something else."""
+    gpu = cluster.gpu
+    if cluster.reserved_bytes >= gpu.memory_bytes:
+        mistakes.add(
+            f"reserved_bytes {cluster.reserved_bytes:g} leave nothing of gpu.memory_bytes "
+            f"{gpu.memory_bytes:g}"
+        )
+    for name in (field.name for field in fields(Rates)):
+        peak, reached = getattr(gpu.peak, name), getattr(gpu.matmul, name)
+        if peak is not None and reached is not None and reached > ABOVE_PEAK * peak:
+            mistakes.add(f"gpu.matmul.{name} {reached:g} exceeds gpu.peak.{name} {peak:g}")
+
+
+ABOVE_PEAK = 1.1  # times a data sheet's rate that a measurement may reach
+_SHARE = Range(1e-6, 2)  # of a data sheet's figure, which a measurement may exceed
+_SECONDS = Range(0, 1)  # of one small operation
+_BANDWIDTH, _FLOPS, _BYTES = Range(1e3, 1e18), Range(1e6, 1e21), Range(1e6, 1e18)
+_GPUS = Range(1, MAX_GPUS, whole=True)
+_RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        "num_gpus": _GPUS,
+        "gpus_per_node": _GPUS,
+        "host_bandwidth": _BANDWIDTH,
+        "reserved_bytes": Range(0, 1e18),
+        "jitter": Range(0, 2),
+        "host_operation": _SECONDS,
+        "interruptions_per_gpu_day": Range(0, 1e3),
+        "price_per_gpu_hour": Range(0, 1e9),
+        "bandwidth": _BANDWIDTH,
+        "latency": _SECONDS,
+        "efficiency": _SHARE,
+        "memory_bytes": _BYTES,
+        "memory_bandwidth": _BANDWIDTH,
+        "multiprocessors": Range(1, 1e6, whole=True),
+        "sustained": _SHARE,
+        "sustained_narrow": _SHARE,
+        "attention_forward": _SHARE,
+        "attention_backward": _SHARE,
+        "flash1": _SHARE,
+        "flash2": _SHARE,
+        "memory_efficiency": _SHARE,
+        "launch": _SECONDS,
+        "overlap_slowdown": Range(0, 1),
+    }
+    | {field.name: _FLOPS for field in fields(Rates)}
+)
 _SECTIONS: Mapping[str, type] = MappingProxyType(
     {"gpu": Gpu, "peak": Rates, "matmul": Rates, "node_link": Link, "network_link": Link}
 )
@@ -237,7 +311,7 @@ T = TypeVar("T")
 def _read(kind: type[T], table: Any, base: T | None, where: str, mistakes: Mistakes) -> T | None:
     """A dataclass from its table; what the table leaves out is taken from `base`, or a default."""
     if not isinstance(table, dict):
-        mistakes.add(f"{where.rstrip('.')} must be a table, not {table!r}")
+        mistakes.add(f"{where.rstrip('.')} must be a table, not {_shown(table)}")
         return None
     known = {field.name: field for field in fields(cast(Any, kind))}
     for key in table:
@@ -251,7 +325,7 @@ def _read(kind: type[T], table: Any, base: T | None, where: str, mistakes: Mista
             values[name] = found
         elif name in table:
             values[name] = table[name]
-            _check_value(f"{where}{name}", table[name], name == "name", mistakes)
+            _check_value(where, name, table[name], mistakes)
         elif base is not None:
             values[name] = inherited
         elif field.default is MISSING:
@@ -259,9 +333,16 @@ def _read(kind: type[T], table: Any, base: T | None, where: str, mistakes: Mista
     return None if mistakes.found else kind(**values)
 
 
-def _check_value(name: str, value: object, is_text: bool, mistakes: Mistakes) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_text and not isinstance(value, str):
-        mistakes.add(f"{name} must be text, not {value!r}")
-    elif not is_text and not (number and cast(float, value) >= 0):
-        mistakes.add(f"{name} must be a number, at least 0, not {value!r}")
+def _check_value(where: str, name: str, value: object, mistakes: Mistakes) -> None:
+    holds = isinstance(value, str) if name == "name" else _RANGES[name].holds(value)
+    if not holds:
+        expected = "text" if name == "name" else _RANGES[name]
+        mistakes.add(f"{where}{name} must be {expected}, not {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """A value in a few characters; Python writes no number of thousands of digits."""
+    try:
+        return shortened(value)
+    except ValueError:
+        return "a number of thousands of digits"

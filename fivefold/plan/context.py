@@ -20,8 +20,6 @@ from fivefold.plan.compute import Phases, attention, overlapped
 from fivefold.volumes import PassVolumes, context_volumes
 
 ELEMENT, SUMMED = 2, 4  # bytes of keys and values, and of gradients that a ring sums on their way
-SETTINGS = frozenset({"cp_comm_type", "hierarchical_context_parallel_sizes"})
-"""Where one of them is given, no other way is tried."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class ContextWay:
     @property
     def settings(self) -> dict[str, Any]:
         """That ask for it."""
-        found: dict[str, Any] = {"cp_comm_type": (self.kind,)}
-        return found | {"hierarchical_context_parallel_sizes": self.sizes}
+        return {"cp_comm_type": (self.kind,), "hierarchical_context_parallel_sizes": self.sizes}
 
     @property
     def seconds(self) -> float:
@@ -61,16 +58,23 @@ class ContextWay:
         return self.attention.total + self.exposed.total
 
 
-def context_ways(config: Config, cluster: Cluster) -> list[ContextWay]:
+def context_ways(
+    config: Config, cluster: Cluster, given: frozenset[str] = frozenset()
+) -> list[ContextWay]:
     """Every way that the rules let pass on this layout, the fastest first."""
-    ways = [context_way(config, cluster, *way) for way in _legal(config)]
+    ways = [
+        context_way(config, cluster, kinds[0], sizes) for kinds, sizes in legal_ways(config, given)
+    ]
     return sorted(ways, key=lambda way: way.seconds)
 
 
-def best_context(config: Config, cluster: Cluster) -> Mapping[str, Any]:
-    """The settings of the fastest way; none if no way is legal."""
-    ways = context_ways(config, cluster)
-    return ways[0].settings if ways else {}
+def best_context(
+    config: Config, cluster: Cluster, given: frozenset[str] = frozenset()
+) -> Mapping[str, Any]:
+    """The settings of the fastest way that is legal and leaves those that were given."""
+    fastest = context_ways(config, cluster, given)[0]
+    kinds = config.parallel.cp_comm_type
+    return fastest.settings | ({"cp_comm_type": kinds} if len(kinds) > 1 else {})
 
 
 def configured_way(config: Config, cluster: Cluster) -> ContextWay:
@@ -80,17 +84,32 @@ def configured_way(config: Config, cluster: Cluster) -> ContextWay:
     return context_way(config, cluster, kind, sizes if kind == "a2a+p2p" else ())
 
 
-def _legal(config: Config) -> Iterator[tuple[CpCommType, tuple[int, ...]]]:
-    cp = config.parallel.context_parallel_size
-    tried: list[tuple[CpCommType, tuple[int, ...]]] = [("p2p", ()), ("all_gather", ()), ("a2a", ())]
-    tried += [("a2a+p2p", (inner, cp // inner)) for inner in divisors(cp) if 1 < inner < cp]
-    for kind, sizes in tried:
-        mistakes = Mistakes()
-        asked = {"cp_comm_type": (kind,), "hierarchical_context_parallel_sizes": sizes}
-        changed = config.with_values(**asked)
-        check_context(changed, changed.parallel, mistakes)
-        if not mistakes.found:
-            yield kind, sizes
+def legal_ways(
+    config: Config, given: frozenset[str]
+) -> Iterator[tuple[tuple[CpCommType, ...], tuple[int, ...]]]:
+    """Kinds of communication with sizes of their groups that the rules let pass.
+
+    Args:
+        config: with the degrees.
+        given: names of the settings that stay as they are.
+    """
+    parallel, cp = config.parallel, config.parallel.context_parallel_size
+    kinds: list[tuple[CpCommType, ...]] = [("p2p",), ("all_gather",), ("a2a",), ("a2a+p2p",)]
+    if "cp_comm_type" in given:
+        kinds = [parallel.cp_comm_type]
+    for kind in kinds:
+        sizes: list[tuple[int, ...]] = [()]
+        if "hierarchical_context_parallel_sizes" in given:
+            sizes = [parallel.hierarchical_context_parallel_sizes]
+        elif "a2a+p2p" in kind:
+            sizes = [(inner, cp // inner) for inner in divisors(cp) if 1 < inner < cp]
+        for each in sizes:
+            asked = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": each}
+            mistakes = Mistakes()
+            changed = config.with_values(**asked)
+            check_context(changed, changed.parallel, mistakes)
+            if not mistakes.found:
+                yield kind, each
 
 
 def context_way(

@@ -63,7 +63,9 @@ def memory_words(layout: Layout) -> list[str]:
     if memory.cross_entropy_loss_fusion:
         words.append(f"fused loss ({memory.cross_entropy_fusion_impl})")
     if memory.optimizer_cpu_offload:
-        words.append("optimizer on the host")
+        share = memory.optimizer_offload_fraction
+        part = f"{share:.0%} of the " if share < 1 else ""
+        words.append(f"{part}optimizer on the host")
     return words
 
 

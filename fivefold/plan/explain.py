@@ -1,29 +1,27 @@
-"""Why a layout is the best, why not another one, what would change that, and why nothing fits."""
+"""Why a layout is the best, why not another one, and what would change that."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.check import check
 from fivefold.config.config import Config
-from fivefold.config.flags import scan
+from fivefold.config.flags import ALIASES, scan
 from fivefold.config.settings import Setting
 from fivefold.config.sources import config_settings
-from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.errors import ConfigError, Mistakes, did_you_mean
 from fivefold.mesh.rules import divisors
-from fivefold.plan.candidate import Candidate, capacity, evaluate
+from fivefold.plan.candidate import Candidate, evaluate
 from fivefold.plan.cluster import Cluster, Link
 from fivefold.plan.describe import summary
+from fivefold.plan.export.targets import export
 from fivefold.plan.memory import MemoryPrediction
-from fivefold.plan.request import LAYOUT, Request
-from fivefold.plan.search import LESS_MEMORY, Result, smallest_layouts
-from fivefold.plan.space import enumerate_space
-from fivefold.plan.step import Prediction, predict_all
+from fivefold.plan.request import FIXABLE, Request
+from fivefold.plan.search import LESS_MEMORY, Result
+from fivefold.plan.step import Prediction, precision_of, predict_all
 from fivefold.plan.ways import balanced_layout
 from fivefold.units import human_bytes, human_seconds
 
 SOME = 8  # layouts that are predicted anew where the cluster changes
-GROWTH = (2, 4, 8, 16, 32, 64)  # times the GPUs, tried where nothing fits
 
 
 def differences(base: Prediction, other: Prediction, most: int = 3) -> list[str]:
@@ -108,12 +106,14 @@ class Sensitivity:
         seconds: of a step of the best layout there.
         candidate: that layout.
         moves: whether it is another layout than the best here.
+        untrained: whether Fivefold's own trainer lacks what changes.
     """
 
     change: str
     seconds: float
     candidate: Candidate
     moves: bool
+    untrained: bool = False
 
 
 def sensitivities(result: Result) -> list[Sensitivity]:
@@ -124,12 +124,15 @@ def sensitivities(result: Result) -> list[Sensitivity]:
 
 def _techniques(result: Result) -> Iterator[Sensitivity]:
     """The best layout with one more setting each, where it makes a difference and was not given."""
-    best, given = result.best, result.request.given
-    for change, settings in (
+    best, given, cluster = result.best, result.request.given, result.request.cluster
+    tried: list[tuple[str, dict[str, Any]]] = [
         ("--tp-comm-overlap", {"tp_comm_overlap": True}),
         ("--moe-token-dispatcher-type alltoall", {"moe_token_dispatcher_type": "alltoall"}),
-        ("--fp8-format hybrid", {"fp8_format": "hybrid"}),
-    ):
+    ]
+    missing = export(best.layout, "fivefold").missing
+    if cluster.gpu.multiplies_in("fp8") and precision_of(best.layout) == "bf16":
+        tried.append(("--fp8-format hybrid", {"fp8_format": "hybrid"}))
+    for change, settings in tried:
         config = best.layout.config.with_values(**settings)
         if given & set(settings) or config == best.layout.config:
             continue
@@ -138,7 +141,8 @@ def _techniques(result: Result) -> Iterator[Sensitivity]:
         except ConfigError:
             continue
         if candidate.memory.fits and abs(candidate.seconds / best.seconds - 1) >= 1e-3:
-            yield Sensitivity(change, candidate.seconds, candidate, False)
+            lacks = set(export(candidate.layout, "fivefold").missing) - set(missing)
+            yield Sensitivity(change, candidate.seconds, candidate, False, bool(lacks))
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -214,29 +218,36 @@ def changed(request: Request, text: str) -> Request:
     Raises:
         ConfigError: words that are no layout settings, or values of the wrong kind.
     """
-    argv = [word for part in text.split() for word in _as_flag(part)]
-    mistakes = Mistakes()
+    mistakes, argv = Mistakes(), []
+    for part in text.split():
+        name, has_value, value = part.partition("=")
+        dashed = name if name.startswith("-") else f"--{name}"
+        if _names_a_setting(dashed):
+            argv += [dashed, *(value.split(",") if has_value else ())]
+        else:
+            known = [*ALIASES, *sorted(FIXABLE)]
+            close = did_you_mean(name.lstrip("-").replace("-", "_"), known)
+            what = f"--why {part}: {name!r} is no layout setting{close}"
+            mistakes.add(what, works=("--why 'tp=4 pp=8'",))
     given = scan(argv, _layout_settings(), mistakes)
     for word in given.words:
         mistakes.add(f"--why takes settings such as tp=4 pp=8, not {word!r}")
     if not (given.values or given.words or mistakes.found):
         mistakes.add("--why takes settings such as tp=4 pp=8, and there are none")
     mistakes.raise_if_any()
-    config = request.config.with_values(**given.values)
-    return replace(request, config=config, given=request.given | set(given.values))
+    return request.but(**given.values)
 
 
-def _as_flag(part: str) -> list[str]:
-    name, has_value, value = part.partition("=")
-    if not has_value:
-        return [name if name.startswith("-") else f"--{name}"]
-    words = value.split(",")
-    return [name if name.startswith("-") else f"--{name}", *words]
+def _names_a_setting(flag: str) -> bool:
+    """Whether a word that begins with dashes is a layout setting, or a switch turned off."""
+    name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
+    name = ALIASES.get(name, name)
+    switches = {s.name for s in _layout_settings() if s.kind is bool}
+    return name in FIXABLE or name.removeprefix("no_") in switches
 
 
 def _layout_settings() -> list[Setting]:
-    allowed = LAYOUT | {"micro_batch_size"}
-    return [s for section in config_settings().values() for s in section if s.name in allowed]
+    return [s for section in config_settings().values() for s in section if s.name in FIXABLE]
 
 
 @dataclass(frozen=True)
@@ -322,75 +333,3 @@ def _rule_steps(found: Candidate) -> Iterator[str]:
     yield f"data parallelism {grid.dp} with ZeRO-1 for the rest, micro-batch 1"
     if found.layout.config.memory.recompute_granularity:
         yield "full recomputation: without it nothing fits"
-
-
-def why_nothing(result: Result) -> ConfigError:
-    """The error to raise where no layout fits, or none is legal."""
-    request = result.request
-    if not result.legal:
-        return _nothing_legal(request)
-    nearest = [*result.rejected, *smallest_layouts(request)]
-    best = min(nearest, key=lambda c: c.memory.device_total) if nearest else None
-    fixed = request.fixed()
-    why = [
-        f"{result.legal:,} layouts are legal, and the smallest of them needs at least "
-        f"{human_bytes(result.smallest)} of the {human_bytes(capacity(request))} that a "
-        f"{request.cluster.gpu.name} has to give"
-    ]
-    if best is not None:
-        why.append(f"nearest: {summary(best.layout)}")
-        why.append(shortfall(best.memory))
-    if fixed:
-        why.append("fixed: " + ", ".join(f"{name} = {value}" for name, value in fixed.items()))
-    works = _what_fits(request, best)
-    what = f"no layout of this model fits on {request.world:,} x {request.cluster.gpu.name}"
-    return ConfigError(Mistake(what, tuple(why), tuple(works)))
-
-
-def _nothing_legal(request: Request) -> ConfigError:
-    """What `check` says of the fixed settings alone, and device counts that are legal."""
-    counts = [n for n in _counts_near(request.world) if _any_legal(request, n)]
-    works = tuple(f"--gpus {n}" for n in counts)
-    try:
-        check(request.config, request.world, planned=True)
-    except ConfigError as error:
-        first, *rest = (replace(mistake, attempt=None) for mistake in error.mistakes)
-        return ConfigError(replace(first, works=(*first.works, *works)), *rest)
-    return ConfigError(
-        Mistake(f"no layout of this model is legal on {request.world:,} GPUs", works=works)
-    )
-
-
-def _counts_near(world: int) -> list[int]:
-    """Numbers of GPUs around one that has no layout: powers of two and whole nodes."""
-    power = 1 << (world.bit_length() - 1)
-    nodes = world // 8 * 8
-    return sorted({n for n in (power, 2 * power, nodes, nodes + 8) if n > 0 and n != world})
-
-
-def _any_legal(request: Request, world: int) -> bool:
-    return len(enumerate_space(request.config, world, request.given)) > 0
-
-
-def _what_fits(request: Request, best: Candidate | None) -> Iterator[str]:
-    """More GPUs, and techniques that the search does not try by itself."""
-    for times in GROWTH:
-        more = replace(request, cluster=replace(request.cluster, num_gpus=request.world * times))
-        if any(candidate.memory.fits for candidate in smallest_layouts(more)):
-            yield f"--gpus {more.world}"
-            break
-    if best is None:
-        return
-    for words, settings in (
-        ("--optimizer-cpu-offload", {"optimizer_cpu_offload": True}),
-        (
-            "--recompute-granularity full",
-            {"recompute_granularity": "full", "recompute_method": "uniform"},
-        ),
-    ):
-        try:
-            candidate = evaluate(request, best.layout.config.with_values(**settings))
-        except ConfigError:
-            continue
-        if candidate.memory.fits:
-            yield words

@@ -13,6 +13,7 @@ import numpy as np
 
 from fivefold.check import Layout
 from fivefold.mesh.grid import Grid
+from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.plan.blocks import Values
 from fivefold.plan.candidate import Candidate, evaluate
 from fivefold.plan.layer import Blocks
@@ -28,6 +29,7 @@ APIECE = 600  # acts that take as long to walk for any number of costs as one co
 UNTIL_ONE = 2_000_000  # acts more that may be spent until a layout fits
 TO_IMPROVE = 200_000  # acts that may be spent afterwards, at least
 TO_TRADE = 25_000  # acts that may be spent to find the fastest layout within some memory
+SOUGHT = 300_000  # acts that take as long as the search for one program
 LOOK, TIMED = 500, 200  # acts that take as long to build and walk as one look, and one timing
 
 
@@ -132,7 +134,7 @@ class Frontier:
 
     def learn(self, other: "Frontier") -> None:
         """Raise bounds to those of another frontier's rows, to which these add only offloading."""
-        bases = np.array([-1 if c.base is None else c.base for c in self.space.memory])
+        bases = np.array([-1 if c.base is None else c.base for c in self.space.memory], np.intp)
         base = bases[self.space.columns["memory"]]
         mine = np.flatnonzero(base >= 0)
         plain = np.flatnonzero(other.space.columns["strategy"] <= 1)
@@ -148,7 +150,7 @@ class Frontier:
 
     def _alike(self, row: int) -> list[int]:
         """The row, and others of its program that may be faster than the best and are not timed."""
-        together = np.clip(_acts(self.layout(row), 5) // APIECE, 2, TOGETHER)
+        together = np.clip(_acts(layout_of(self.space, row), 5) // APIECE, 2, TOGETHER)
         rows = self._programs.members(row)
         rows = rows[self.lower[rows] < self.ledger.best]
         rows = rows[np.argsort(self.lower[rows], kind="stable")]
@@ -164,7 +166,7 @@ class Frontier:
     def time(self, rows: Sequence[int]) -> None:
         """Time the programs of some rows of one program, and raise the bounds of all like them."""
         ledger, cluster = self.ledger, self.request.cluster
-        layouts = [self.layout(row, sharded=False) for row in rows]
+        layouts = [layout_of(self.space, row, sharded=False) for row in rows]
         acts, key = _acts(layouts[0], 5), (self._program(layouts[0]), "walk")
         ledger.charge(key, acts)
         ledger.work -= len(rows) * (TIMED + acts / 100)
@@ -184,7 +186,7 @@ class Frontier:
             self.time([row])
         ledger, bound = self.ledger, float(self.lower[row])
         self.lower[row] = np.inf
-        layout = self.layout(row)
+        layout = layout_of(self.space, row)
         ledger.charge((self._program(layout), "sweep"), _acts(layout, 3))
         ledger.work -= LOOK
         ledger.looks += 1
@@ -209,32 +211,34 @@ class Frontier:
         less = (strategy[rows] <= strategy[row]) & (instances[rows] >= instances[row])
         self.lower[rows[less | (strategy[rows] == 0)]] = np.inf
 
-    def layout(self, row: int, *, sharded: bool = True) -> Layout:
-        """What a row stands for; it is known, so that `check` need not find it again.
-
-        Args:
-            row: of the space.
-            sharded: False: without what sharding adds to every microbatch.
-        """
-        config = self.space.config_of(row)
-        if not sharded:
-            config = config.with_values(data_parallel_sharding_strategy="no_shard")
-        at = {name: int(column[row]) for name, column in self.space.columns.items()}
-        way = self.space.ways[at["way"]]
-        grid = Grid(
-            pp=at["pp"],
-            dp_replicate=at["instances"],
-            dp_shard=at["dp"] // at["instances"],
-            cp=at["cp"],
-            tp=at["tp"],
-            ep=at["ep"],
-            etp=at["etp"],
-        )
-        return Layout(config, grid, way.split, way.schedule, at["microbatches"])
-
     @staticmethod
     def _program(layout: Layout) -> tuple[object, ...]:
         return (layout.schedule, layout.split.placement, layout.overlaps_pairs)
+
+
+def layout_of(space: Space, row: int, *, sharded: bool = True) -> Layout:
+    """What a row stands for; it is known, so that `check` need not find it again.
+
+    Args:
+        space: the candidates.
+        row: of the space.
+        sharded: False: without what sharding adds to every microbatch.
+    """
+    config = space.config_of(row)
+    if not sharded:
+        config = config.with_values(data_parallel_sharding_strategy="no_shard")
+    at = {name: int(column[row]) for name, column in space.columns.items()}
+    way = space.ways[at["way"]]
+    grid = Grid(
+        pp=at["pp"],
+        dp_replicate=at["instances"],
+        dp_shard=at["dp"] // at["instances"],
+        cp=at["cp"],
+        tp=at["tp"],
+        ep=at["ep"],
+        etp=at["etp"],
+    )
+    return Layout(config, grid, way.split, way.schedule, at["microbatches"])
 
 
 class _Groups:
@@ -256,4 +260,5 @@ def _acts(layout: Layout, rounds: int) -> float:
     """How many acts a few rounds of a layout's program have, at most; some are hard to order."""
     stages = len(layout.split.stages)
     each = 9 if layout.schedule in V_SHAPED else 3
-    return min(layout.num_microbatches, rounds * layout.grid.pp) * stages * each
+    sought = SOUGHT if layout.schedule == SYNTHESISED else 0
+    return sought + min(layout.num_microbatches, rounds * layout.grid.pp) * stages * each

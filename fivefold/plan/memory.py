@@ -48,6 +48,7 @@ class RankMemory:
         act: that runs then, in words.
         parts: what the peak is made of; they add up to it.
         phases: peak of each phase of the step.
+        host: bytes in host memory, at most: optimizer state and activations that are offloaded.
     """
 
     pp_rank: int
@@ -55,6 +56,7 @@ class RankMemory:
     act: str
     parts: Mapping[str, float]
     phases: Mapping[str, float]
+    host: float = 0.0
 
     @cached_property
     def peak(self) -> float:
@@ -90,6 +92,11 @@ class MemoryPrediction:
     def device_total(self) -> float:
         """The highest peak with what the allocator does not count, as `nvidia-smi` does."""
         return self.max_allocated + self.reserved
+
+    @cached_property
+    def host(self) -> float:
+        """Bytes in host memory of the rank that has most there."""
+        return max(rank.host for rank in self.ranks)
 
     @property
     def fits(self) -> bool:
@@ -136,6 +143,7 @@ class _StageBytes:
         remade: what R makes anew.
         waiting: between B and W.
         buffers: of communication, while an act runs.
+        moved: to host memory, between forward and backward.
         points: of each kind of act.
     """
 
@@ -144,6 +152,7 @@ class _StageBytes:
     remade: float
     waiting: float
     buffers: float
+    moved: float
     points: Mapping[Kind, tuple[_Point, ...]]
 
 
@@ -165,8 +174,7 @@ def peak_memory(
     """
     running = Running.of(layout.config, imbalance=imbalance)
     splits = policy is None and layout.defers_weights
-    parallel, precision = layout.config.parallel, layout.config.training.precision
-    policy = policy or engine_policy(parallel, precision)
+    policy = policy or engine_policy(layout.config)
     kinds, known = [], {}
     for stage in layout.split.stages:
         ends = (stage.embedding, stage.head, stage.mtp)
@@ -207,6 +215,7 @@ def _stage_bytes(
         remade=tokens * whole.remade,
         waiting=waiting,
         buffers=tokens * _buffer_bytes(layout, stage, running),
+        moved=tokens * whole.offloaded,
         points={
             Kind.F: (forward,),
             Kind.R: (_Point("recomputation"),),
@@ -385,12 +394,13 @@ def _rank_peak(
         for buffer, each in zip(buffers, points, strict=True)
     ]
     held = _held(found, own)
+    host = state.host + float((found.kept @ np.array([size.moved for size in own])).max())
     peaks = start + state.gathered + sum(held.values()) + np.array(worst)[found.which]
     phases = {OPTIMIZER: start}
     phases |= {phase: float(peaks[at].max()) for phase, at in found.phases()}
     moment = int(peaks.argmax())
     if peaks[moment] < start:
-        return RankMemory(pp_rank, OPTIMIZER, "the optimizer updates", always, phases)
+        return RankMemory(pp_rank, OPTIMIZER, "the optimizer updates", always, phases, host)
     number = int(found.which[moment])
     parts = always | {"gathered weights": state.gathered}
     parts |= {name: float(size[moment]) for name, size in held.items()}
@@ -403,7 +413,7 @@ def _rank_peak(
     parts["communication"] = buffers[number]
     kept = {name: part for name, part in parts.items() if part}
     words = _in_words(found.running[number], points[number])
-    return RankMemory(pp_rank, found.phase(moment), words, kept, phases)
+    return RankMemory(pp_rank, found.phase(moment), words, kept, phases, host)
 
 
 def _worst_points(running: Acts, sizes: list[_StageBytes]) -> list[_Point]:

@@ -62,7 +62,7 @@ class _State:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.sizes = Cells(space, (("tp", "ep", "etp"), block_parameters))
+        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), block_parameters))
         c = space.columns
         experts = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         inside = experts // c["instances"]
@@ -81,9 +81,8 @@ class _State:
     def arriving(self, ranks: Ranks, which: int) -> Values:
         """Gradients of a layer's weights, fresh and being reduced, where shards are summed."""
         way = self.space.columns["way"]
-        config = self.space.config
-        parallel = config.with_values(data_parallel_sharding_strategy="optim").parallel
-        reducing = engine_policy(parallel, config.training.precision).reducing
+        sharded = self.space.config.with_values(data_parallel_sharding_strategy="optim")
+        reducing = engine_policy(sharded).reducing
         held = ranks.held[way, which]
         smallest = np.full(len(self.space), np.inf)
         for kind in (DENSE, EXPERTS):
@@ -96,11 +95,11 @@ class _State:
         config, shards = self.space.config, self.shards[kind]
         each = np.zeros(len(STRATEGIES)), np.zeros(len(STRATEGIES))
         for number, strategy in enumerate(STRATEGIES):
-            parallel = config.with_values(data_parallel_sharding_strategy=strategy).parallel
-            policy = engine_policy(parallel, config.training.precision)
+            policy = engine_policy(config.with_values(data_parallel_sharding_strategy=strategy))
+            optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
             whole = 0.0 if policy.splits_copy else policy.copy
-            split = (policy.master + policy.moments) if policy.splits_optimizer else 0.0
-            whole += 0.0 if policy.splits_optimizer else policy.master + policy.moments
+            split = optimizer if policy.splits_optimizer else 0.0
+            whole += 0.0 if policy.splits_optimizer else optimizer
             split += policy.gradient if policy.splits_gradient else 0.0
             whole += 0.0 if policy.splits_gradient else policy.gradient
             each[0][number], each[1][number] = whole, split
@@ -115,7 +114,7 @@ class _Kept:
     def __init__(self, space: Space) -> None:
         self.space = space
         names = ("tp", "sp", "etp", "memory")
-        self.per_token = Cells(space, (names, _saved))
+        self.per_token = Cells(space, 2 * KINDS, (names, _saved))
         c = space.columns
         self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
 

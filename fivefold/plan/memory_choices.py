@@ -1,13 +1,14 @@
 """What a plan may recompute, offload or fuse to save memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.config import Config
-from fivefold.config.memory import MemoryConfig
+from fivefold.config.memory import MemoryConfig, check_memory
 from fivefold.config.model import ModelConfig
+from fivefold.errors import Mistakes
 
 RECOMPUTE = tuple(f.name for f in fields(MemoryConfig) if f.name.startswith("recompute_"))
 OFFLOAD = ("fine_grained_activation_offloading", "offload_modules")
@@ -34,8 +35,8 @@ def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
     """What the search tries everywhere: nothing, cheap modules, costly modules, whole layers."""
     if given & set(RECOMPUTE):
         is_full = config.memory.recompute_granularity == "full"
-        return [MemoryChoice(describe(config.memory), {}, is_full)]
-    return [
+        return _legal(config, [MemoryChoice(describe(config.memory), {}, is_full)])
+    choices = [
         MemoryChoice("no recompute", _settings(recompute_granularity=None)),
         *(_selective(modules) for modules in _module_sets(config.model)),
         MemoryChoice(
@@ -46,6 +47,19 @@ def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
             is_full=True,
         ),
     ]
+    return _legal(config, choices)
+
+
+def _legal(config: Config, choices: Iterable[MemoryChoice]) -> list[MemoryChoice]:
+    """Those that go with the model, with its slices and with what was given."""
+    sliced, found = config.parallel.num_sequence_slices > 1, []
+    for choice in choices:
+        mistakes = Mistakes()
+        check_memory(config.with_values(**choice.settings).memory, config.model, mistakes)
+        # A whole layer of one slice cannot run again: its keys and values serve later slices.
+        if not mistakes.found and not (sliced and choice.is_full):
+            found.append(choice)
+    return found
 
 
 def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
@@ -65,7 +79,7 @@ def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]
         found += with_moved
         if "cross_entropy_loss_fusion" not in given:
             found += [_together(each, fused) for each in (choice, *with_moved)]
-    return found
+    return _legal(config, found)
 
 
 def _with_moved(config: Config, choice: MemoryChoice) -> list[MemoryChoice]:

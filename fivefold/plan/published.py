@@ -18,7 +18,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, DataError, FivefoldError
 from fivefold.model.shape import layer_shapes, training_flops
 from fivefold.pipeline.layout import StageSpec, layout_string
-from fivefold.plan.row import Row, cluster_of, model_of
+from fivefold.plan.row import OUT_OF_MEMORY, Row, cluster_of, model_of
 from fivefold.plan.software import Software
 from fivefold.plan.ways import balanced_layout
 
@@ -90,16 +90,20 @@ def measured_seconds(row: Row, layout: Layout) -> float | None:
 def measured_bytes(row: Row) -> float | None:
     """Peak memory, of the rank that the framework reports; None where it was not published."""
     held, unit = row.number("mem"), row.text("mem_unit")
+    if held is None:
+        return None
     scale = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "bytes": 1.0, "b": 1.0}
     if "nanotron" in row.source.lower():
         scale["gb"] = scale["gib"]  # it divides by 1024^3 and calls that GB
-    words = unit.split()
-    return held * scale[words[0]] if held and words and words[0] in scale else None
+    first = unit.partition(" ")[0]
+    if first not in scale:
+        raise DataError(f"mem_unit {unit!r} does not begin with one of {', '.join(scale)}")
+    return held * scale[first]
 
 
 def ran_out_of_memory(row: Row) -> bool:
     """Whether the run failed for want of memory: its memory is "OOM"."""
-    return row.text("mem") == "oom"
+    return row.text("mem") == OUT_OF_MEMORY
 
 
 def _flops(row: Row, layout: Layout) -> float:
@@ -239,7 +243,7 @@ def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
             settings["overlap_moe_expert_parallel_comm"] = True
             settings["pipeline_schedule"] = "dualpipe"
         settings["moe_token_dispatcher_type"] = "flex" if across or "deepep" in note else "alltoall"
-    hsdp = re.search(r"hsdp\s*(\d+)x(\d+)", zero)
+    hsdp = re.search(r"hsdp\s*(\d{1,7})x(\d{1,7})", zero)
     if hsdp:
         settings["num_distributed_optimizer_instances"] = int(hsdp.group(2))
     return settings
@@ -247,19 +251,24 @@ def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
 
 def _strategy(row: Row) -> str:
     zero = row.text("zero")
-    stage = 3 if re.match("fsdp|hsdp", zero) else row.whole("zero")
     names = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-    if stage is not None and 0 <= stage <= 3:
-        return names[stage]
-    return "no_shard" if row.is_old_megatron else "optim"
+    if zero in ("", "n/a"):
+        return "no_shard" if row.is_old_megatron else "optim"
+    if re.match("fsdp|hsdp", zero):
+        return names[3]
+    if zero not in ("0", "1", "2", "3"):
+        raise DataError(f"zero must be 0 to 3, FSDP or HSDP, not {zero!r}")
+    return names[int(zero)]
 
 
 def _precision(row: Row) -> dict[str, Any]:
     kind = row.text("prec")
     if "fp4" in kind:
         return {"fp4_format": "e2m1"}
-    if "fp8" not in kind:
+    if kind in ("", "bf16", "fp16"):
         return {}
+    if "fp8" not in kind:
+        raise DataError(f"prec must be bf16, fp16, or some fp8 or fp4, not {kind!r}")
     recipes = {
         "row": "rowwise",
         "tensor": "tensorwise",
@@ -336,9 +345,11 @@ def _recompute(row: Row, model: ModelConfig) -> list[dict[str, Any]]:
         return [{}]
     if row.text("flops_conv") == "hfu96":
         return [{"recompute_granularity": "full"}]  # which the convention counts
-    modules = tuple(_MODULES[w] for w in re.findall(r"[a-z_]+", text) if w in _MODULES)
-    if modules:
-        return [_selective(*modules)]
+    words = re.findall(r"[a-z_]+", text)
+    if unknown := [word for word in words if word not in _MODULES]:
+        raise DataError(f"recomp: {unknown[0]!r} is none of {', '.join(_MODULES)}")
+    if words:
+        return [_selective(*(_MODULES[word] for word in words))]
     light = _selective("layernorm", "moe_act" if model.num_experts else "mlp")
     return [{}, light, {"recompute_granularity": "full"}]
 

@@ -40,6 +40,7 @@ def as_json(result: Result, tokens: float | None, most: int) -> dict[str, Any]:
                 "step_seconds": change.seconds,
                 "layout": summary(change.candidate.layout),
                 "another_layout": change.moves,
+                "untrained": change.untrained,
             }
             for change in sensitivities(result)
         ],
@@ -65,6 +66,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "settings": layout_settings(candidate.layout.config),
         "memory_bytes": memory.device_total,
         "capacity_bytes": memory.capacity,
+        "host_bytes": memory.host,
         "fits": memory.fits,
         "memory_by_rank": [{"peak": rank.peak, **rank.parts} for rank in memory.ranks],
     }

@@ -5,19 +5,24 @@ value and an alternative, of which the first counts; "n/a" and an empty cell wer
 """
 
 import csv
+import io
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from reprlib import repr as shortened
 from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.errors import ConfigError, DataError
+from fivefold.errors import ConfigError, DataError, did_you_mean
+from fivefold.files import read_text
 from fivefold.hardware import find_gpu
 from fivefold.model.shape import count_parameters
-from fivefold.plan.cluster import Cluster, preset
+from fivefold.plan.cluster import MAX_GPUS, Cluster, Range, preset
 
 COLUMNS = [
     "src",
@@ -56,6 +61,25 @@ COLUMNS = [
     "flops_conv",
     "note",
 ]
+_COUNT = Range(1, 1e6, whole=True)
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        **dict.fromkeys(("ngpu", "dp"), Range(1, MAX_GPUS, whole=True)),
+        **dict.fromkeys(("L", "vpp"), Range(1, 1e4, whole=True)),
+        **dict.fromkeys(("h", "heads", "kv", "E", "topk", "mbs", "tp", "pp", "cp", "ep"), _COUNT),
+        **dict.fromkeys(("ffn", "vocab", "seq", "gbs"), Range(1, 1e9, whole=True)),
+        "sp": Range(0, 1, whole=True),
+        "tflops": Range(1e-3, 1e6),
+        "mfu": Range(1e-3, 100),
+        "tps_gpu": Range(1e-3, 1e9),
+        "step_s": Range(1e-6, 1e7),
+        "mem": Range(1e-3, 1e15),
+    }
+)
+"""What the numbers of a column may be."""
+OUT_OF_MEMORY = "oom"  # stands where the memory of a run would, had it run
+_CELL = re.compile(r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?\(.*\))?")
+MOST_TOLD = 10  # mistakes of a file
 
 
 @dataclass(frozen=True)
@@ -71,8 +95,8 @@ class Row:
 
     def number(self, column: str) -> float | None:
         """The first number of a cell, or None."""
-        found = re.search(r"-?\d+(\.\d+)?(e[+-]?\d+)?", self.text(column))
-        return float(found.group()) if found else None
+        found = _CELL.fullmatch(self.text(column))
+        return float(found[1]) if found else None
 
     def whole(self, column: str) -> int | None:
         """The first number of a cell as a whole one."""
@@ -106,20 +130,66 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a file.
 
     Raises:
-        DataError: it cannot be read, or lacks a column.
+        DataError: it cannot be read, its columns are not those of `COLUMNS`, or a cell is not what
+            its column is for.
     """
+    text = read_text(path, DataError).removeprefix("\ufeff")
+    if "\0" in text:
+        raise DataError(f"{path} is no table: it has a zero byte in line {_line(text)}")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [c for c in COLUMNS if c not in (reader.fieldnames or ())]
-            if missing:
-                raise DataError(f"{path} has no column {', '.join(missing)}")
-            return [
-                Row(reader.line_num, MappingProxyType({c: cells[c] or "" for c in COLUMNS}))
-                for cells in reader
-            ]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
+        names = next(reader, [])
+        _check_columns(path, names)
+        lines = [(reader.line_num, cells) for cells in reader if cells]
+    except csv.Error as error:
+        raise DataError(f"cannot read {path}:{reader.line_num}: {error}") from None
+    wrong = list(islice(_wrong(names, lines), MOST_TOLD))
+    if wrong:
+        raise DataError("\n".join(f"{path}:{problem}" for problem in wrong))
+    return [
+        Row(line, MappingProxyType(dict(zip(names, cells, strict=True)))) for line, cells in lines
+    ]
+
+
+def _line(text: str) -> int:
+    return text[: text.index("\0")].count("\n") + 1
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    missing = [name for name in COLUMNS if name not in names]
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    others = [name for name in names if name not in COLUMNS]
+    if missing:
+        raise DataError(f"{path} has no column {', '.join(missing)}")
+    if twice:
+        raise DataError(f"{path} has the column {', '.join(map(repr, twice))} more than once")
+    if others:
+        close = did_you_mean(others[0], COLUMNS)
+        raise DataError(f"{path} has an unknown column {shortened(others[0])}{close}")
+
+
+def _wrong(names: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> Iterator[str]:
+    """Lines of the wrong length, and cells that no number of their column are."""
+    for line, cells in lines:
+        if len(cells) != len(names):
+            yield f"{line}: {len(cells)} cells, and there are {len(names)} columns"
+            continue
+        for name, cell in zip(names, cells, strict=True):
+            if name in RANGES and not _holds(name, cell.strip().lower()):
+                yield (
+                    f"{line}: {name} must be {RANGES[name]}, empty or n/a, not {shortened(cell)}"
+                )
+
+
+def _holds(column: str, text: str) -> bool:
+    """Whether a cell, in lower case, is one of its column."""
+    if text in ("", "n/a") or (column == "mem" and text == OUT_OF_MEMORY):
+        return True
+    found, range_ = _CELL.fullmatch(text), RANGES[column]
+    if found is None:
+        return False
+    number = float(found[1])
+    return range_.holds(int(number) if range_.whole and number.is_integer() else number)
 
 
 def model_of(row: Row) -> ModelConfig:

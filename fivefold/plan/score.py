@@ -292,6 +292,7 @@ def prepare(
     for row in rows:
         try:
             choices = row_layouts(row)
+            measured_bytes(row)  # in a unit that is known
             if measured_seconds(row, choices[0].layout) is None:
                 skipped.append((row, "no time was published"))
                 continue

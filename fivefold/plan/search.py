@@ -14,12 +14,13 @@ from time import perf_counter
 
 import numpy as np
 
-from fivefold.check import check
+from fivefold.check import Layout, check
 from fivefold.errors import ConfigError
 from fivefold.plan.blocks import Ranks, Values
 from fivefold.plan.candidate import Candidate, capacity, evaluate
-from fivefold.plan.context import SETTINGS, best_context
-from fivefold.plan.frontier import Frontier, Ledger
+from fivefold.plan.context import best_context
+from fivefold.plan.frontier import Frontier, Ledger, layout_of
+from fivefold.plan.memory import peak_memory
 from fivefold.plan.memory_bound import memory_bound
 from fivefold.plan.memory_choices import MemoryChoice, further_choices, refinements
 from fivefold.plan.request import Request
@@ -103,9 +104,11 @@ def search(request: Request) -> Result:
 
 
 def legal_space(request: Request) -> Space:
-    """Every legal layout."""
-    widest = 2 * request.cluster.gpus_per_node
-    space = enumerate_space(request.config, request.world, request.given, widest)
+    """Every legal layout that is worth a try; where none is, every legal one."""
+    question = request.config, request.world, request.given
+    space = enumerate_space(*question, widest=2 * request.cluster.gpus_per_node)
+    if not len(space):
+        space = enumerate_space(*question, widest=request.world, shortest=1)
     return with_context(space, request)
 
 
@@ -142,8 +145,9 @@ class _Search:
         if not ledger.found:  # the work was used up among fast layouts that do not fit
             sizes = memory_bound(self.space, self.ranks)
             smallest = float(sizes.min())
-            small = smallest_of(request, self.space, sizes)
-            ledger.found += [c for c in small if c.prediction is not None]
+            for layout in smallest_of(self.space, sizes):
+                candidate = evaluate(request, layout.config, layout=layout, blocks=ledger.blocks)
+                ledger.found += [candidate] if candidate.prediction is not None else []
         self._refine()
         found = self._checked(ledger.found)
         gap = found[0].seconds / min(self.unseen, found[0].seconds) - 1 if found else 0.0
@@ -246,18 +250,21 @@ class _Search:
 
 
 def smallest_layouts(request: Request) -> list[Candidate]:
-    """A close look at the legal layouts whose memory bounds are lowest, fit or not."""
+    """The legal layouts whose memory bounds are lowest, fit or not; none of them is timed."""
     space = legal_space(request)
+    if not len(space):
+        return []
     sizes = memory_bound(space, Ranks.of(request.config.model, space.ways))
-    return smallest_of(request, space, sizes)
+    return [
+        Candidate(layout, peak_memory(layout, request.cluster), None, 0.0)
+        for layout in smallest_of(space, sizes)
+    ]
 
 
-def smallest_of(request: Request, space: Space, sizes: Values) -> list[Candidate]:
-    """A close look at those of some layouts whose memory bounds are lowest."""
+def smallest_of(space: Space, sizes: Values) -> list[Layout]:
+    """Those of some layouts whose memory bounds are lowest."""
     rows = np.argsort(sizes, kind="stable")[:SMALLEST].tolist()
-    unknown = TimeBound(np.zeros(len(space)), np.zeros(len(space)))
-    frontier = Frontier(request, space, unknown, Ledger(WORK))
-    return [frontier.look(row) for row in rows]
+    return [layout_of(space, row) for row in rows]
 
 
 def with_context(space: Space, request: Request) -> Space:
@@ -265,13 +272,11 @@ def with_context(space: Space, request: Request) -> Space:
 
     How fast a way is depends on few columns, and on nothing that is added around attention.
     """
-    if request.given & SETTINGS or not len(space):
-        return space
     few, _ = space.distinct(("tp", "cp", "mbs"))
     context = {}
     for row in np.flatnonzero(few.columns["cp"] > 1).tolist():
         tp, cp, mbs = (int(few.columns[name][row]) for name in ("tp", "cp", "mbs"))
-        context[tp, cp, mbs] = best_context(few.config_of(row), request.cluster)
+        context[tp, cp, mbs] = best_context(few.config_of(row), request.cluster, request.given)
     return replace(space, context=context)
 
 
@@ -312,11 +317,19 @@ def _distinct(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def _legal(candidates: list[Candidate], request: Request) -> list[Candidate]:
-    """The candidates from the first one on that `check` lets pass: it has the last word."""
+    """The candidates from the first one on that `check` lets pass: it has the last word.
+
+    Raises:
+        ConfigError: it lets none pass, and says why.
+    """
+    refusal = None
     for number, candidate in enumerate(candidates):
         try:
             check(candidate.layout.config, request.world, planned=True)
-        except ConfigError:
+        except ConfigError as error:
+            refusal = refusal or error
             continue
         return candidates[number:]
+    if refusal is not None:
+        raise refusal
     return []

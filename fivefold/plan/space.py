@@ -14,11 +14,12 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.check import check
+from fivefold.check import MAX_MICROBATCHES, check
 from fivefold.config.config import Config
 from fivefold.config.parallel import ShardingStrategy, TokenDispatcher
-from fivefold.errors import ConfigError
-from fivefold.mesh.rules import divisors
+from fivefold.errors import ConfigError, Mistakes
+from fivefold.mesh.rules import check_experts, divisors
+from fivefold.plan.context import legal_ways
 from fivefold.plan.memory_choices import MemoryChoice, memory_choices
 from fivefold.plan.ways import PAIRED, Way, ways
 
@@ -38,6 +39,7 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "mbs": "micro_batch_size",
     }
 )
+SHARD = "data_parallel_shard_size"
 MAX_MICRO_BATCH = 16  # sequences that are tried
 MIN_SLICE = 256  # tokens of a sequence that context-parallel ranks keep at least
 DENSE, SPARSE = 64, 1 << 22  # numbers that are taken as they come; numbers that are counted anew
@@ -141,7 +143,11 @@ class Space:
 
 
 def enumerate_space(
-    config: Config, world: int, given: frozenset[str] = frozenset(), widest: int = 16
+    config: Config,
+    world: int,
+    given: frozenset[str] = frozenset(),
+    widest: int = 16,
+    shortest: int = MIN_SLICE,
 ) -> Space:
     """Every legal layout of `config` on `world` devices.
 
@@ -150,24 +156,24 @@ def enumerate_space(
         world: devices.
         given: names of the settings that must stay as they are.
         widest: tensor-parallel size that is tried at most: two nodes, say.
+        shortest: tokens of a sequence that context-parallel ranks keep at least.
     """
-    axes = _Axes(config, world, given, widest)
+    axes = _Axes(config, world, given, widest, shortest)
     columns = _meshes(axes)
     pps = sorted({int(pp) for pp in columns["pp"]})
     found = ways(config, given, pps)
     # Each filter as early as its columns are there: the last tables have millions of rows.
     columns = _join(columns, axes.sharding())
-    columns = _where(columns, _sharding_holds(columns))
+    columns = _where(columns, axes.sharding_holds(columns))
     columns = _join(columns, {"way": range(len(found)), "_pp": [way.pp for way in found]})
     columns = _where(columns, columns["pp"] == columns.pop("_pp"))
-    columns = _runnable(columns, found)
+    columns = _runnable(columns, config, found)
     columns = _join(columns, axes.experts(set(columns["tp"].tolist())))
     if FIELDS["etp"] not in given:
         columns = _where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
     stage = columns["dp"] * columns["cp"] * columns["tp"]
     columns = _where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
-    sliced = config.parallel.num_sequence_slices > 1  # whose layers do not run again as a whole
-    choices = [c for c in memory_choices(config, given) if not (sliced and c.is_full)]
+    choices = memory_choices(config, given)
     columns = _join(columns, {"memory": range(len(choices))})
     columns = _paired(columns, config, given, found, choices)
     # No other sends fewer rows: none twice to a rank or a node.
@@ -178,85 +184,124 @@ def enumerate_space(
 class _Axes:
     """The values that each axis may take."""
 
-    def __init__(self, config: Config, world: int, given: frozenset[str], widest: int) -> None:
-        self.config, self.world, self.given, self.widest = config, world, given, widest
+    def __init__(
+        self, config: Config, world: int, given: frozenset[str], widest: int, shortest: int
+    ) -> None:
+        self.config, self.world, self.given = config, world, given
+        self.widest, self.shortest = widest, shortest
 
     def sizes(
-        self, axis: str, legal: Callable[[int], bool], tried: Callable[[int], bool] = bool
+        self, axis: str, legal: Callable[[int], bool] = bool, tried: Callable[[int], bool] = bool
     ) -> list[int]:
         """The legal ones of the divisors of the world that are tried, or of the one given."""
+        sizes = [size for size in divisors(self.world) if tried(size)]
         if FIELDS[axis] in self.given:
-            section = self.config.training if axis == "mbs" else self.config.parallel
-            sizes = [getattr(section, FIELDS[axis])]
-        else:
-            sizes = [size for size in divisors(self.world) if tried(size)]
+            size = getattr(self.config.parallel, FIELDS[axis])
+            sizes = [size] if size > 0 and self.world % size == 0 else []
         return [size for size in sizes if legal(size)]
 
-    def passes(self, world: int, **settings: Any) -> bool:
-        """Whether `check` lets a layout pass that sets nothing but this."""
-        plain = {
-            "data_parallel_shard_size": -1,
-            "global_batch_size": world,
-            "micro_batch_size": 1,
-            "sequence_parallel": settings.get(FIELDS["tp"], 1) > 1,
-        }
-        try:
-            check(_plain(self.config).with_values(**plain | settings), world, planned=True)
-        except ConfigError:
-            return False
-        return True
-
     def tensor(self) -> list[int]:
-        """Tensor-parallel sizes."""
-        field = FIELDS["tp"]
-        return self.sizes("tp", lambda n: self.passes(n, **{field: n}), lambda n: n <= self.widest)
+        """Tensor-parallel sizes: `check` lets them pass where tokens are no hindrance."""
+        experts = self.config.model.num_experts is not None
+
+        def passes(size: int) -> bool:
+            alone = {
+                FIELDS["tp"]: size,
+                "global_batch_size": size,
+                "micro_batch_size": size,
+                "sequence_parallel": experts and size > 1,
+            }
+            try:
+                check(_plain(self.config).with_values(**alone), size, planned=True)
+            except ConfigError:
+                return False
+            return True
+
+        return self.sizes("tp", passes, lambda n: n <= self.widest)
 
     def context(self) -> list[int]:
-        """Context-parallel sizes."""
-        field, parallel = FIELDS["cp"], self.config.parallel
-        way = {
-            "cp_comm_type": parallel.cp_comm_type,
-            "hierarchical_context_parallel_sizes": parallel.hierarchical_context_parallel_sizes,
-        }
-        if parallel.num_sequence_slices > 1:  # which cut every sequence already
+        """Context-parallel sizes; what they need of the heads depends on tensor parallelism."""
+        if self.config.parallel.num_sequence_slices > 1:  # which cut every sequence already
             return self.sizes("cp", lambda n: n == 1)
         length = self.config.training.seq_length
-        return self.sizes(
-            "cp",
-            lambda n: n == 1 or self.passes(n, **{field: n}, **way),
-            lambda n: length >= n * MIN_SLICE,
-        )
+        return self.sizes("cp", tried=lambda n: n == 1 or length >= n * self.shortest)
+
+    def context_holds(self, columns: Columns) -> NDArray[np.bool_]:
+        """Where keys and values can travel in some way, of those that were not ruled out."""
+
+        def holds(tp: int, cp: int) -> bool:
+            sizes = {FIELDS["tp"]: tp, FIELDS["cp"]: cp}
+            return any(True for _ in legal_ways(self.config.with_values(**sizes), self.given))
+
+        pairs = list(zip(columns["tp"].tolist(), columns["cp"].tolist(), strict=True))
+        known = {pair: holds(*pair) for pair in set(pairs)}
+        return np.array([known[pair] for pair in pairs], bool)
 
     def pipeline(self) -> list[int]:
-        """Pipeline-parallel sizes: at least a layer a rank, if that is possible."""
-        return self.sizes("pp", lambda n: n <= self.config.model.num_layers)
+        """Pipeline-parallel sizes: at least a layer a rank, unless stages are written out."""
+        layers = self.config.model.num_layers
+        written = "pipeline_model_parallel_layout" in self.given
+        return self.sizes("pp", tried=lambda n: written or n <= layers)
 
     def experts(self, tensor: Collection[int]) -> dict[str, list[int]]:
-        """Pairs of expert-parallel and expert-tensor-parallel sizes, these those of `tensor`."""
-        experts = self.config.model.num_experts
+        """Pairs of expert-parallel and expert-tensor-parallel sizes, these 1 or of `tensor`."""
+        experts, inner = self.config.model.num_experts, self.config.model.expert_ffn_size
         if experts is None:
-            return {"ep": [1], "etp": [1]}
+            mistakes = Mistakes()
+            check_experts(self.config, self.config.parallel, mistakes)
+            return {"ep": [], "etp": []} if mistakes.found else {"ep": [1], "etp": [1]}
         ep = self.sizes("ep", lambda n: experts % n == 0)
-        etp = self.sizes("etp", lambda n: n in tensor)
+        etp = self.sizes("etp", lambda n: inner % n == 0, lambda n: n == 1 or n in tensor)
         pairs = [(e, t) for e in ep for t in etp]
         return {"ep": [e for e, _ in pairs], "etp": [t for _, t in pairs]}
 
+    @property
+    def strategies(self) -> list[int]:
+        """Numbers of the sharding strategies that go with what was given."""
+        parallel = self.config.parallel
+        numbers = list(range(len(STRATEGIES)))
+        if "data_parallel_sharding_strategy" in self.given:
+            numbers = [STRATEGIES.index(parallel.data_parallel_sharding_strategy)]
+        if parallel.pipeline_max_unsharded_stages is not None:  # only parameters are gathered
+            numbers = [n for n in numbers if STRATEGIES[n] == "optim_grads_params"]
+        if parallel.grad_reduce_in_bf16 and self.config.training.precision == "bf16":
+            numbers = [n for n in numbers if n]  # an all-reduce would sum in bf16
+        return numbers
+
+    @property
+    def shard_size(self) -> int | None:
+        """Data-parallel ranks of a sharding group, if that was given."""
+        return self.config.parallel.data_parallel_shard_size if SHARD in self.given else None
+
     def sharding(self) -> dict[str, list[int]]:
         """Pairs of a strategy and a number of sharding groups."""
-        strategy = self.config.parallel.data_parallel_sharding_strategy
-        fixed = "data_parallel_sharding_strategy" in self.given
-        numbers = [STRATEGIES.index(strategy)] if fixed else range(len(STRATEGIES))
-        instances = self.sizes("instances", lambda n: True)
-        instances = [*instances[:1], *instances[1 :: -(-len(instances) // FEW)]]
-        pairs = [(s, n) for s in numbers for n in instances if s or n == 1]
+        instances = self.sizes("instances")
+        if self.shard_size is None and len(instances) > 1:
+            instances = [*instances[:1], *instances[1 :: -(-len(instances) // FEW)]]
+        elif self.shard_size is not None and self.world % self.shard_size:
+            instances = []
+        pairs = [(s, n) for s in self.strategies for n in instances if s or n == 1]
         return {"strategy": [s for s, _ in pairs], "instances": [n for _, n in pairs]}
+
+    def sharding_holds(self, columns: Columns) -> NDArray[np.bool_]:
+        """Groups divide dp, are as large as was asked for, or else have something to shard."""
+        dp, instances = columns["dp"], columns["instances"]
+        ranks = dp * columns["cp"]
+        holds: NDArray[np.bool_] = dp % instances == 0
+        if self.shard_size is not None:
+            holds &= dp == self.shard_size * instances
+        elif FIELDS["instances"] not in self.given:
+            holds &= (instances == 1) | (ranks > instances)
+        if 0 in self.strategies:
+            holds &= (ranks > 1) | (columns["strategy"] == 0)
+        return holds
 
     def micro_batches(self) -> list[int]:
         """Sequences a microbatch."""
+        sizes = [1 << n for n in range(MAX_MICRO_BATCH.bit_length())]
         if FIELDS["mbs"] in self.given:
-            return [self.config.training.micro_batch_size]
-        powers = [1 << n for n in range(MAX_MICRO_BATCH.bit_length())]
-        return [n for n in powers if self.config.training.global_batch_size % n == 0]
+            sizes = [self.config.training.micro_batch_size]
+        return [n for n in sizes if self.config.training.global_batch_size % n == 0]
 
 
 def _plain(config: Config) -> Config:
@@ -267,34 +312,54 @@ def _plain(config: Config) -> Config:
 def _meshes(axes: _Axes) -> Columns:
     """tp x cp x pp x dp = world, with microbatches that fill the global batch."""
     config, world = axes.config, axes.world
-    columns = _table({"tp": axes.tensor()})
+    columns = _table({"tp": axes.tensor() if _can_be_sliced(config) else []})
     columns = _join(columns, {"cp": axes.context()})
+    columns = _where(columns, axes.context_holds(columns))
     columns = _join(columns, {"pp": axes.pipeline()})
     used = columns["tp"] * columns["cp"] * columns["pp"]
     columns = _where(columns, world % used == 0)
     columns["dp"] = world // (columns["tp"] * columns["cp"] * columns["pp"])
-    if "data_parallel_shard_size" in axes.given and config.parallel.data_parallel_shard_size > 0:
-        shard = config.parallel.data_parallel_shard_size
-        columns = _where(columns, columns["dp"] % shard == 0)
-    columns["sp"] = (columns["tp"] > 1).astype(np.int32)
-    if "sequence_parallel" in axes.given:
-        columns["sp"] *= int(config.parallel.sequence_parallel)
     columns = _join(columns, {"mbs": axes.micro_batches()})
-    batch = config.training.global_batch_size
-    columns = _where(columns, batch % (columns["mbs"] * columns["dp"]) == 0)
-    columns["microbatches"] = batch // (columns["mbs"] * columns["dp"])
-    tokens = columns["mbs"] * config.training.seq_length // columns["cp"]
-    return _where(columns, (columns["sp"] == 0) | (tokens % columns["tp"] == 0))
+    batch, unit = config.training.global_batch_size, columns["mbs"].astype(np.int64) * columns["dp"]
+    columns["microbatches"] = np.where(batch % unit, 0, batch // unit)
+    count = columns["microbatches"]
+    columns = _where(columns, (count > 0) & (count <= MAX_MICROBATCHES))
+    columns["microbatches"] = columns["microbatches"].astype(np.int32)
+    return _with_sequence_parallel(columns, config, axes.given)
 
 
-def _runnable(columns: Columns, found: Sequence[Way]) -> Columns:
+def _can_be_sliced(config: Config) -> bool:
+    """Whether every sequence can be cut into as many slices as were asked for."""
+    slices, model = config.parallel.num_sequence_slices, config.model
+    whole = not (model.multi_latent_attention or model.mtp_num_layers)
+    return slices == 1 or (config.training.seq_length % slices == 0 and whole)
+
+
+def _with_sequence_parallel(columns: Columns, config: Config, given: frozenset[str]) -> Columns:
+    """With the column of sequence parallelism: wherever it can be, unless it was given.
+
+    Beside tensor parallelism experts need it.
+    """
+    asked, slices = config.parallel.sequence_parallel, config.parallel.num_sequence_slices
+    sequences = columns["mbs"].astype(np.int64)
+    tokens = sequences * (config.training.seq_length // slices) // columns["cp"]
+    wide = columns["tp"] > 1
+    can = wide & (tokens % columns["tp"] == 0)
+    without = ~wide if config.model.num_experts is not None else np.ones_like(wide)
+    chosen = can if "sequence_parallel" not in given else np.full_like(wide, asked)
+    columns["sp"] = chosen.astype(np.int32)
+    return _where(columns, np.where(chosen, can, without))
+
+
+def _runnable(columns: Columns, config: Config, found: Sequence[Way]) -> Columns:
     """Where the schedule of the way takes the number of microbatches."""
     way, microbatches = columns["way"], columns["microbatches"]
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
     if not len(way):
         return columns
     takes = np.zeros((len(found), int(microbatches.max()) + 1), bool)
     for number in set(microbatches.tolist()):
-        takes[:, number] = [w.takes(number) for w in found]
+        takes[:, number] = [w.takes(number, group) for w in found]
     return _where(columns, takes[way, microbatches])
 
 
@@ -312,6 +377,8 @@ def _paired(
     pairs = np.array([way.schedule in PAIRED for way in found], bool)[columns["way"]]
     whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
     hides = (columns["ep"] > 1) & ~whole & pairs
+    if config.parallel.moe_token_dispatcher_type == "allgather":  # has no all-to-alls to hide
+        hides[:] = False
     asked = "overlap_moe_expert_parallel_comm" in given
     wanted = config.parallel.overlap_moe_expert_parallel_comm if asked else True
     columns["pairs"] = (hides & wanted).astype(np.int32)
@@ -321,15 +388,6 @@ def _paired(
         return columns
     alone = np.array([way.schedule != "combined_1f1b" for way in found], bool)[columns["way"]]
     return _where(columns, hides | alone)
-
-
-def _sharding_holds(columns: Columns) -> NDArray[np.bool_]:
-    """Groups divide dp and have something to shard."""
-    dp, instances = columns["dp"], columns["instances"]
-    ranks = dp * columns["cp"]
-    whole = (dp % instances == 0) & ((instances == 1) | (ranks > instances))
-    found: NDArray[np.bool_] = whole & ((ranks > 1) | (columns["strategy"] == 0))
-    return found
 
 
 def _table(columns: Mapping[str, Iterable[int]]) -> Columns:

@@ -19,12 +19,13 @@ from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, send, span
-from fivefold.plan.compute import Phases, elementwise, overlapped
+from fivefold.plan.compute import Phases, overlapped
 from fivefold.plan.layer import Blocks, LayerTimes
 from fivefold.plan.pairs import Paired, pair_seconds
 from fivefold.plan.software import Software
 from fivefold.plan.times import Times
 from fivefold.plan.timetable import Clock
+from fivefold.plan.update import offload_seconds, update_seconds
 from fivefold.state import engine_policy, stage_blocks, stages_held
 
 # Half-widths of the 80 % interval, as logarithms: of the published rows of a kind, four in five lie
@@ -171,7 +172,7 @@ class _Predictor:
         self.layout, self.cluster, self.software = layout, cluster, software
         self.grid, self.parallel = layout.grid, layout.config.parallel
         self.times = LayerTimes(layout, cluster, software, blocks)
-        self.policy = engine_policy(self.parallel, layout.config.training.precision)
+        self.policy = engine_policy(layout.config)
         known: dict[StageKind, Times] = {}
         self._paired: dict[StageKind, Paired] = {}
         self._known_moves: dict[StageKind, tuple[float, float]] = {}
@@ -339,8 +340,7 @@ class _Predictor:
         return alone + overlapped(self.cluster.gpu, work, move - alone)
 
     def _optimizer(self) -> float:
-        """AdamW on a rank's shard: gradient, master and moments read, all but the gradient and the
-        copy in the compute type written; before it, the gradients' norm."""
+        """AdamW on a rank's shard; before it, the gradients' norm."""
         shard, _, expert = self._data_groups()
         sharded = self.policy.splits_optimizer
         worst, most = 0.0, 0
@@ -353,14 +353,11 @@ class _Predictor:
                     tensors += block.count * (len(block.dense) + len(block.experts))
             share = dense / shard.size + experts / expert.size if sharded else dense + experts
             worst, most = max(worst, share), max(most, tensors)
-        memory = self.layout.config.memory
-        moved = 0.0
-        if memory.optimizer_cpu_offload:
-            moved = worst * memory.optimizer_offload_fraction * 6 / self.cluster.host_bandwidth
         host = 0.0
         if self.software.by_tensor:
             host = most * _TENSOR_OPERATIONS * self.cluster.host_operation
-        return max(elementwise(self.cluster.gpu, worst * 34.0, 20), host) + moved
+        here = update_seconds(self.cluster, self.policy, worst)
+        return max(here, host) + offload_seconds(self.cluster, self.policy, worst)
 
     def prediction(self, whole: float, still: float) -> Prediction:
         """From seconds of the program, and of the same with messages that take no time."""

@@ -29,12 +29,13 @@ from fivefold.plan.blocks import (
 )
 from fivefold.plan.cluster import Cluster
 from fivefold.plan.communication import Span, all_reduce, gather, span
-from fivefold.plan.compute import elementwise
 from fivefold.plan.layer import Blocks, LayerTimes
 from fivefold.plan.pairs import cuts
 from fivefold.plan.software import Software
 from fivefold.plan.space import Column, Space, codes
 from fivefold.plan.times import Times
+from fivefold.plan.update import offload_seconds, update_seconds
+from fivefold.state import engine_policy
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ def _cells(space: Space, cluster: Cluster, software: Software, blocks: Blocks | 
     parts: list[Part] = [(columns, ends), (columns, layers(False))]
     if model.num_experts is not None:
         parts.append(((*columns, "ep", "etp"), layers(True)))
-    return Cells(space, *parts)
+    return Cells(space, len(_NUMBERS) * KINDS + 1, *parts)
 
 
 _NUMBERS = (
@@ -319,7 +320,7 @@ class _DataParallel:
     def __init__(self, space: Space, cluster: Cluster) -> None:
         c = space.columns
         self.space, self.cluster = space, cluster
-        self.sizes = Cells(space, (("tp", "ep", "etp"), block_parameters))
+        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), block_parameters))
         self.shard = c["dp"] // c["instances"] * c["cp"]
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         wire = 2 if space.config.parallel.grad_reduce_in_bf16 else 4
@@ -386,10 +387,8 @@ class _DataParallel:
             dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
             own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
             most = np.maximum(most, own)
-        gpu = self.cluster.gpu
-        each = elementwise(gpu, OPTIMIZER_TRAFFIC, 0)
-        return most * each
-
-
-OPTIMIZER_TRAFFIC = 34.0
-"""Bytes a parameter that AdamW reads and writes, as `plan.step` counts them."""
+        policy = engine_policy(self.space.config)
+        return most * (
+            update_seconds(self.cluster, policy, 1.0, kernels=0)
+            + offload_seconds(self.cluster, policy, 1.0)
+        )

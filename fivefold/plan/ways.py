@@ -14,8 +14,9 @@ from fivefold.pipeline.balance import even_stages
 from fivefold.pipeline.layout import Split, layout_string, split_layers
 from fivefold.pipeline.modelled import modelled_problem
 from fivefold.pipeline.parts import joined, modelled_parts
-from fivefold.pipeline.rules import SYNTHESISED
-from fivefold.pipeline.schedules.registry import SCHEDULES
+from fivefold.pipeline.rules import AUTO, SYNTHESISED
+from fivefold.pipeline.schedules.fixed import groups_fit
+from fivefold.pipeline.schedules.registry import SCHEDULES, Shape
 
 MAX_VIRTUAL = 16  # stages a rank that are tried; finer ones send more than they save
 CUTTING = (
@@ -126,11 +127,11 @@ class Way:
         """Of the model, between which the microbatches are divided."""
         return 1 if self.schedule == SYNTHESISED else SCHEDULES[self.schedule].num_copies
 
-    def takes(self, microbatches: int) -> bool:
-        """Whether the schedule can run so many microbatches; `check` has the last word."""
+    def takes(self, microbatches: int, group: int | None = None) -> bool:
+        """Whether the schedule can run so many microbatches, in groups of so many where it has
+        groups (None: of as many as there are ranks); `check` has the last word."""
         if self.schedule in LOOP:
-            rest = microbatches % self.pp
-            return microbatches >= self.pp and rest == 0
+            return groups_fit(self.pp, microbatches, group or self.pp)
         if self.schedule in ("dualpipe", "dualpipe_v"):
             whole = microbatches % self.num_copies == self.pp % self.num_copies == 0
             return microbatches >= 2 * self.pp and whole
@@ -150,10 +151,10 @@ def ways(config: Config, given: frozenset[str], sizes: Sequence[int]) -> list[Wa
 
 def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
     seen = set()
-    for settings, split in _cuts(config, given, pp):
+    for settings, split, in_a_v in _cuts(config, given, pp):
         for schedule in _schedules(config, given, split):
             key = (split, schedule)
-            if key not in seen:
+            if key not in seen and in_a_v in (None, _turns(schedule)):
                 seen.add(key)
                 plain = pp == 1 and schedule == "1f1b"
                 chosen = {} if plain else {"pipeline_schedule": schedule}
@@ -161,9 +162,13 @@ def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
 
 
 def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[str]:
-    asked = config.parallel.pipeline_schedule
-    if "pipeline_schedule" in given and asked != "auto":
+    asked, slices = config.parallel.pipeline_schedule, config.parallel.num_sequence_slices
+    if "pipeline_schedule" in given and asked != AUTO:
         names: tuple[str, ...] = (asked,)
+    elif config.parallel.pipeline_in_flight_limit is not None:  # of schedules that are searched for
+        names = (SYNTHESISED,)
+    elif slices > 1:
+        names = tuple(name for name, schedule in SCHEDULES.items() if schedule.slices)
     elif split.num_ranks == 1:
         names = ("1f1b", "combined_1f1b")
     else:
@@ -179,9 +184,10 @@ def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[
         if asked_for and overlap and name not in PAIRED:
             continue
         if name == SYNTHESISED:
-            fits = _searchable(config, split)
+            fits = slices == 1 and _searchable(config, split)
         else:
-            fits = SCHEDULES[name].shape.fits(split.placement)
+            schedule = SCHEDULES[name]
+            fits = schedule.shape.fits(split.placement) and (slices == 1 or schedule.slices)
         if fits:
             yield name
 
@@ -196,28 +202,72 @@ def _searchable(config: Config, split: Split) -> bool:
     return True
 
 
-def _cuts(config: Config, given: frozenset[str], pp: int) -> Iterator[tuple[dict[str, Any], Split]]:
+_Cut = tuple[dict[str, Any], Split, bool | None]
+"""Settings, the stages that they ask for, and whether only of schedules in a V, or only of others,
+since these lay the stages out; None: of any."""
+
+
+def _turns(schedule: str) -> bool:
+    """Whether a schedule lays stages there and back again, unless a layout says otherwise."""
+    return schedule != SYNTHESISED and SCHEDULES[schedule].shape is Shape.V
+
+
+def _cuts(config: Config, given: frozenset[str], pp: int) -> Iterator[_Cut]:
     parallel, model = config.parallel, config.model
-    if given & set(CUTTING):
-        asked = {name: getattr(parallel, name) for name in CUTTING}
-        yield from _if_legal(model, pp, asked)
+    asked = {name: getattr(parallel, name) for name in CUTTING}
+    if asked["pipeline_model_parallel_layout"] == AUTO:
+        yield from _automatic_cuts(config, asked, pp)
+        return
+    if any(_says(asked[name]) for name in given & set(CUTTING)) or (
+        pp == 1 and parallel.pipeline_schedule in V_SHAPED
+    ):
+        yield from _if_legal(model, pp, asked, in_a_v=False)
+        yield from _if_legal(model, pp, asked, in_a_v=True)
         return
     if pp == 1:
         yield from _if_legal(model, 1, {})
         return
     for virtual in _virtual_sizes(model.num_layers, pp):
-        stages = {"num_virtual_stages_per_pipeline_rank": virtual} if virtual > 1 else {}
-        even = list(_if_legal(model, pp, stages))
-        ends = {
-            "account_for_embedding_in_pipeline_split": True,
-            "account_for_loss_in_pipeline_split": True,
-        }
-        yield from even
-        yield from _if_legal(model, pp, {**stages, **ends})
-        balanced = balanced_layout(config, pp * virtual)
-        yield from _if_legal(model, pp, {"pipeline_model_parallel_layout": balanced})
-        if virtual == 2:
-            yield from _if_legal(model, pp, {"pipeline_model_parallel_layout": f"v:{balanced}"})
+        for settings, split, in_a_v in _cuts_of(config, pp, virtual):
+            if not given & set(settings):  # those are to stay as they are: unsaid
+                yield settings, split, in_a_v
+
+
+def _cuts_of(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
+    """Stages of equal numbers of layers, with and without the ends counted, and of equal times."""
+    stages = {"num_virtual_stages_per_pipeline_rank": virtual} if virtual > 1 else {}
+    ends = {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
+    yield from _if_legal(config.model, pp, stages)
+    yield from _if_legal(config.model, pp, {**stages, **ends})
+    yield from _balanced_cuts(config, pp, virtual)
+
+
+def _says(value: object) -> bool:
+    """Whether a value of one of `CUTTING` cuts: it is neither None nor False; 0 does."""
+    return value is not None and value is not False
+
+
+def _balanced_cuts(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
+    """Stages of nearly equal times, in a loop, and in a V where there are two a rank."""
+    balanced = balanced_layout(config, pp * virtual)
+    for prefix in ("", "v:")[: 2 if virtual == 2 else 1]:
+        settings = {"pipeline_model_parallel_layout": prefix + balanced}
+        yield from _if_legal(config.model, pp, settings)
+
+
+def _automatic_cuts(config: Config, asked: Mapping[str, Any], pp: int) -> Iterator[_Cut]:
+    """What "auto" asks for: balanced stages, written out; as many a rank as was asked for."""
+    virtual = asked["num_virtual_stages_per_pipeline_rank"]
+    said = {"pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"}
+    if any(value for name, value in asked.items() if name not in said) or (virtual or 1) < 1:
+        return
+    sizes = _virtual_sizes(config.model.num_layers, pp) if pp > 1 else [1, 2]
+    for each in [virtual] if virtual else sizes:
+        for settings, split, in_a_v in _balanced_cuts(config, pp, each):
+            yield settings | {"num_virtual_stages_per_pipeline_rank": None}, split, in_a_v
 
 
 def _virtual_sizes(layers: int, pp: int) -> list[int]:
@@ -228,16 +278,24 @@ def _virtual_sizes(layers: int, pp: int) -> list[int]:
 
 
 def _if_legal(
-    model: ModelConfig, pp: int, settings: dict[str, Any]
-) -> Iterator[tuple[dict[str, Any], Split]]:
+    model: ModelConfig, pp: int, settings: dict[str, Any], *, in_a_v: bool | None = None
+) -> Iterator[_Cut]:
     """The cut, unless the layers do not divide so."""
-    chosen = {name: value for name, value in settings.items() if value}
+    chosen = {name: value for name, value in settings.items() if _says(value)}
     arguments = {_ARGUMENTS[name]: value for name, value in chosen.items()}
+    if in_a_v and not {"virtual", "layers_per_virtual_stage", "layout"} & set(arguments):
+        arguments["virtual"] = 2
     try:
-        split = split_layers(model.num_layers, pp, mtp_num_layers=model.mtp_num_layers, **arguments)
+        split = split_layers(
+            model.num_layers,
+            pp,
+            mtp_num_layers=model.mtp_num_layers,
+            in_a_v=bool(in_a_v),
+            **arguments,
+        )
     except ConfigError:
         return
-    yield chosen, split
+    yield chosen, split, in_a_v
 
 
 _ARGUMENTS: Mapping[str, str] = MappingProxyType(

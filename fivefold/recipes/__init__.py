@@ -1,1 +1,26 @@
 """Runs that ship with Fivefold, one TOML file each."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# What they read that does not ship with them: how to get it from the Hugging Face hub. `hf` comes
+# with the library `tokenizers`.
+FETCH: Mapping[str, str] = MappingProxyType(
+    {
+        "data/openwebtext": "hf download Skylion007/openwebtext --repo-type dataset "
+        "--include '*.parquet' --local-dir data/openwebtext",
+        "data/corpus": "hf download HuggingFaceFW/fineweb-edu --repo-type dataset "
+        "--include 'sample/10BT/*.parquet' --local-dir data/corpus",
+        "data/gpt2/tokenizer.json": "hf download openai-community/gpt2 tokenizer.json "
+        "--local-dir data/gpt2",
+        "data/llama3/tokenizer.json": "hf download meta-llama/Llama-3.1-8B tokenizer.json "
+        "--local-dir data/llama3",
+        "data/qwen3/tokenizer.json": "hf download Qwen/Qwen3-8B tokenizer.json "
+        "--local-dir data/qwen3",
+    }
+)
+
+
+def how_to_get(path: str) -> str:
+    """A line of a message with the command that fetches what a recipe reads, or no text."""
+    return f"  get it with: {FETCH[path]}\n" if path in FETCH else ""

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from fivefold.config.config import Config
 from fivefold.config.training import DataConfig
+from fivefold.data.corpus import BUILTIN
 from fivefold.data.mixture import grouped
 from fivefold.data.prepare import PreparedData, Progress, checked_sources, prepare
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import ConfigError, DataError, Mistake
+from fivefold.recipes import FETCH
 
 
 def check_data_settings(config: Config) -> None:
@@ -23,12 +25,29 @@ def check_corpora(config: Config) -> None:
     """Look whether files and tokenizer are there, in a moment and without reading the text.
 
     Raises:
-        ConfigError, DataError: something is missing, or does not fit the model.
+        ConfigError, DataError: something is missing, or does not fit the model; what is missing
+            all at once.
     """
     settings = _settings(config)
-    grouped(checked_sources(settings, config.training.seed))
-    if settings.tokenizer_model is not None:
-        _check_vocabulary(config, Tokenizer.load(settings.tokenizer_model))
+    sources = checked_sources(settings, config.training.seed)
+    missing, instead = [], []
+    try:
+        grouped(sources)
+    except DataError as error:
+        missing.append(str(error))
+        if any(source.path in FETCH for source in sources):
+            instead.append(f"--data-path {BUILTIN}")
+    try:
+        if settings.tokenizer_model is not None:
+            _check_vocabulary(config, Tokenizer.load(settings.tokenizer_model))
+    except DataError as error:
+        missing.append(str(error))
+        if settings.tokenizer_model in FETCH and not any(s.indexed_prefix for s in sources):
+            instead.append("--tokenizer-model none")
+    if instead:
+        missing.append(f"  try:   {' '.join(instead)}")
+    if missing:
+        raise DataError("\n".join(missing))
 
 
 def open_data(config: Config, progress: Progress) -> PreparedData:

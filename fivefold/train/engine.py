@@ -1,6 +1,6 @@
 """One training step on this rank, and one evaluation: everything but data, files and talk."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
 from fivefold.optim.adamw import AdamW
-from fivefold.optim.grad_norm import clip_, global_grad_norm, owns
+from fivefold.optim.grad_norm import clip_, global_grad_norm, owns, zero_if_finite
 from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize, tied_ranks
 from fivefold.pipeline.ir import Program
@@ -29,7 +29,8 @@ class StepResult:
 
     Attributes:
         loss: mean over the global batch's valid tokens.
-        grad_norm: of the global gradient before clipping.
+        grad_norm: of the global gradient before clipping; NaN, too, if a parameter or a copy of a
+            gradient is not finite on any rank.
         lr: that the step was taken with.
         tokens: valid tokens of the global batch.
         votes: how many ranks asked to stop after this step.
@@ -58,7 +59,7 @@ class Engine:
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         self.layout, self.device = layout, device
-        sharded = layout.config.parallel.data_parallel_sharding_strategy != "no_shard"
+        sharded = layout.config.parallel.sharding.splits_optimizer
         self.groups: Groups = build_groups(
             layout.grid,
             rank,
@@ -79,12 +80,14 @@ class Engine:
         """Optimizer steps taken."""
         return self.optimizer.steps
 
-    def step(self, microbatches: Sequence[Microbatch], *, vote: bool = False) -> StepResult:
+    def step(
+        self, microbatches: Sequence[Microbatch], *, vote: Callable[[], bool] = lambda: False
+    ) -> StepResult:
         """Forward, backward, reduce, and unless something is not finite clip and update.
 
         Args:
             microbatches: this data-parallel rank's part of the global batch.
-            vote: whether this rank asks all to stop after this step.
+            vote: whether this rank asks all to stop after this step; asked at its end.
         """
         result = self.gradients(microbatches, vote=vote)
         checks = self.layout.config.training.check_for_nan_in_loss_and_grad
@@ -92,17 +95,24 @@ class Engine:
             self.apply(result)
         return result
 
-    def gradients(self, microbatches: Sequence[Microbatch], *, vote: bool = False) -> StepResult:
+    def gradients(
+        self, microbatches: Sequence[Microbatch], *, vote: Callable[[], bool] = lambda: False
+    ) -> StepResult:
         """Leave the global batch's complete gradient on the parameters."""
         batches = self._batches(microbatches)
         tokens = self._count(batches)
         program = self._program(len(microbatches))
         local_loss = self.model.executor.run(program, batches, 1.0 / max(tokens, 1))
         self.model.finish_gradients()
-        norm = global_grad_norm(self._counted_grads(), self.groups.world, self.device)
         optimizer, training = self.layout.config.optimizer, self.layout.config.training
+        norm = global_grad_norm(
+            self._counted_grads(),
+            self.groups.world,
+            self.device,
+            vouches=self._weights() if training.check_for_nan_in_loss_and_grad else None,
+        )
         lr = learning_rate(self.steps, optimizer, training.train_iters)
-        loss, votes = self._sums(local_loss, vote)
+        loss, votes = self._sums(local_loss, vote())
         return StepResult(loss, float(norm), lr, tokens, votes)
 
     def apply(self, result: StepResult) -> None:
@@ -128,13 +138,11 @@ class Engine:
         self.model.reshard()
         return total / max(tokens, 1), tokens
 
-    def not_finite(self) -> list[str]:
-        """Names of this rank's parameters whose gradient has an infinity or a NaN."""
-        return [
-            name
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None and not local_tensor(parameter.grad).isfinite().all()
-        ]
+    def sound(self) -> bool:
+        """Whether weights and moments are finite on every rank; collective."""
+        moments = [piece.local for piece in self.optimizer.state_tensors().values()]
+        zero = zero_if_finite([*self._weights(), *moments], self.device)
+        return bool(all_reduce(zero, self.groups.world) == 0)
 
     def stored_tensors(self) -> dict[str, object]:
         """Weights and optimizer state by the names of the whole model, for a checkpoint."""
@@ -200,6 +208,10 @@ class Engine:
         loss = local_loss.to(torch.float64) * (self.groups.at["tp"] == 0)
         sums = all_reduce(torch.stack([loss, torch.full_like(loss, vote)]), self.groups.world)
         return float(sums[0]), int(sums[1])
+
+    def _weights(self) -> list[Tensor]:
+        """What lies here of every parameter."""
+        return [local_tensor(parameter) for parameter in self.parameters.values()]
 
     def _counted_grads(self) -> list[tuple[Tensor, bool]]:
         at = self.groups.at

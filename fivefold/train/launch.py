@@ -13,8 +13,7 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -24,10 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fivefold.errors import ConfigError, FivefoldError, Mistake
-from fivefold.files import write_atomic
+from fivefold.errors import ConfigError, Mistake
+from fivefold.train import failures
+from fivefold.train.failures import Failure
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.signals import STOP_SIGNALS, StopRequest
+from fivefold.train.roll_call import Answer, RollCall, answers, call, find_suspect
+from fivefold.train.signals import STOP_SIGNALS, StopRequest, passed_on
 
 Worker = Callable[[RankEnv], int | None]
 
@@ -35,48 +36,24 @@ POLL_SECONDS = 0.02
 SETTLE_SECONDS = 0.3  # for the report of a rank that failed a moment earlier
 SEARCH_SECONDS = 3.0  # for the rank behind a lost connection: a dying process first frees memory
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-REPORT_LIMIT = 6_000  # characters of message and of traceback: both fit in a pipe's 64 KiB
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-CONNECTION_LOST = (  # what gloo says in a plain RuntimeError when another rank is gone
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "application timeout caused pair closure",
-    "timed out waiting",
-)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank ended badly.
-
-    Attributes:
-        cause: one line, "killed by SIGSEGV" or "ValueError: ...", or a FivefoldError's message.
-        for_user: `cause` is the whole message of a FivefoldError.
-        consequence: only a symptom: the rank lost the connection to another one.
-        when: seconds on the system's monotonic clock, which all processes share.
-        status: what the program should exit with.
-        traceback: its text, empty if there was no exception.
-        traceback_file: where it was written, if it was.
-    """
-
-    cause: str
-    when: float
-    status: int = 1
-    for_user: bool = False
-    consequence: bool = False
-    traceback: str = ""
-    traceback_file: str | None = None
+DONE = b"done"  # what a rank reports when its work is
 
 
 @dataclass
 class _Rank:
-    """A child process and the pipe on which it says what went wrong."""
+    """A child process and the pipe on which it says how it ended.
+
+    Attributes:
+        failure: why it ended badly.
+        done: when its work was, in seconds on the system's monotonic clock.
+    """
 
     rank: int
     pid: int
     reports: int
     failure: Failure | None = None
+    done: float | None = None
     running: bool = True
 
     def poll(self, stopping: bool) -> None:
@@ -88,12 +65,14 @@ class _Rank:
         with open(self.reports, "rb", buffering=0) as pipe:
             report = pipe.read()  # None if nothing came but a helper of the rank holds the pipe
         code = os.waitstatus_to_exitcode(status)
-        if report:
+        if report == DONE and code == 0:
+            self.done = time.monotonic()
+        elif report and report != DONE:
             self.failure = Failure(**json.loads(report))
         elif code < 0:
-            self.failure = _killed(-code, stopping)
-        elif code > 0:
-            self.failure = Failure(f"left with status {code}", time.monotonic(), status=code)
+            self.failure = failures.killed(-code, stopping)
+        else:
+            self.failure = failures.left(code)
 
 
 def launch_local(
@@ -102,19 +81,21 @@ def launch_local(
     *,
     describe: Callable[[int], str] | None = None,
     errors_folder: Path | None = None,
+    threads: int | None = None,
 ) -> int:
     """Run `worker(rank_env)` in `nproc` forked processes and return the exit status for the shell.
 
-    Each rank has torchrun's environment variables, its share of the cores as threads, and ends
-    when the parent ends, however it ends. When a rank fails, the first cause is printed to stderr
-    with the rank's coordinates and the others are stopped. The first SIGINT, SIGTERM or SIGUSR1 is
-    passed to every rank once, as SIGTERM; a second Ctrl-C ends them.
+    Each rank has torchrun's environment variables, and ends when the parent ends, however it ends.
+    When a rank fails, the first cause is printed to stderr with the rank's coordinates and the
+    others are stopped. The first SIGINT, SIGTERM or SIGUSR1 is passed to every rank once; a second
+    Ctrl-C ends them.
 
     Args:
         worker: called in each child; what it returns is the child's exit status (None = 0).
         describe: rank -> its coordinates, such as "PP(1) DP(0) CP(0) TP(1)".
         errors_folder: where `rank-N.txt` with the full traceback of rank N is written. If None,
             the traceback of the first cause is printed.
+        threads: of each rank, unless OMP_NUM_THREADS says otherwise; None: its share of the cores.
 
     Returns:
         0 if every rank returned 0 or None; 2 after a ConfigError; 128 + signal if killed; else 1
@@ -129,7 +110,7 @@ def launch_local(
         with StopRequest() as stop:
             for rank in range(nproc):
                 env = RankEnv(rank, rank, nproc, nproc, "127.0.0.1", port, "local")
-                ranks.append(_fork(worker, env, errors_folder))
+                ranks.append(_fork(worker, env, errors_folder, threads))
             try:
                 store = dist.TCPStore(
                     "127.0.0.1",
@@ -138,17 +119,17 @@ def launch_local(
                     wait_for_workers=False,
                     master_listen_fd=listener.detach(),
                 )
-                failed = _watch(ranks, stop)
+                cause = _watch(ranks, stop, store, errors_folder)
             except KeyboardInterrupt:  # a second Ctrl-C
-                failed = None
+                cause = None
             finally:
                 _terminate(ranks)
             del store  # the ranks needed it until here
-    if failed is None:
+    if cause is None:
         return 128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0
-    _explain(failed, nproc, describe)
-    assert failed.failure is not None
-    return failed.failure.status
+    rank, failure = cause
+    failures.explain(failure, place_name(rank, describe), nproc)
+    return failure.status
 
 
 def init_process_group(
@@ -216,15 +197,12 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def lost_connection(error: BaseException) -> bool:
-    """Whether `error` is only how a rank notices that another one is gone."""
-    if isinstance(error, ConnectionError | dist.DistError):
-        return True
-    message = str(error).lower()
-    return isinstance(error, RuntimeError) and any(s in message for s in CONNECTION_LOST)
+def place_name(rank: int, describe: Callable[[int], str] | None) -> str:
+    """A rank with its coordinates, if `describe` knows them."""
+    return f"rank {rank}" + (f" {describe(rank)}" if describe else "")
 
 
-def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None) -> _Rank:
+def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int | None) -> _Rank:
     sys.stdout.flush()
     sys.stderr.flush()
     reports_in, reports_out = os.pipe()
@@ -235,7 +213,7 @@ def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None) -> _Rank:
     if pid == 0:
         status = 1
         try:
-            _become_rank(env, parent)
+            _become_rank(env, parent, threads)
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             status = _run_worker(worker, env, reports_out, errors_folder)
         finally:
@@ -247,66 +225,43 @@ def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None) -> _Rank:
     return _Rank(env.rank, pid, reports_in)
 
 
-def _become_rank(env: RankEnv, parent: int) -> None:
+def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
     die_with_parent(parent)
-    # A terminal sends Ctrl-C to the whole process group; only the parent answers, with SIGTERM.
+    # A terminal sends Ctrl-C to the whole process group; only the parent answers, with another.
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     faulthandler.enable(file=2)
     os.environ.update(env.variables)
     # Gloo would look the host's name up, which fails on many laptops.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if "OMP_NUM_THREADS" not in os.environ:  # as with torchrun, what the user set is per rank
-        threads = max(1, torch.get_num_threads() // env.world_size)
+        threads = threads or max(1, torch.get_num_threads() // env.world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
 
 
 def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path | None) -> int:
     try:
-        status = worker(env) or 0
+        with RollCall(env):
+            status = worker(env) or 0
         if dist.is_initialized():
             dist.destroy_process_group()
+        report = DONE
     except BaseException as error:
-        failure = _describe_exception(error, env, errors_folder)
-        os.write(reports, json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace"))
+        failure = failures.raised(error, env.rank, errors_folder)
+        report = json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace")
         status = failure.status
+    os.write(reports, report)
     sys.stdout.flush()
     sys.stderr.flush()
     return status
 
 
-def _describe_exception(error: BaseException, env: RankEnv, folder: Path | None) -> Failure:
-    when = time.monotonic()
-    text = "".join(traceback.format_exception(error))
-    if isinstance(error, FivefoldError):
-        status = 2 if isinstance(error, ConfigError) else 1
-        return Failure(str(error)[:REPORT_LIMIT], when, status=status, for_user=True)
-    path = None
-    if folder is not None:
-        path = folder / f"rank-{env.rank}.txt"
-        write_atomic(path, text)
-    message = str(error).strip()[:REPORT_LIMIT]
-    return Failure(
-        f"{type(error).__name__}: {message}".removesuffix(": "),
-        when,
-        consequence=lost_connection(error),
-        traceback=text[-REPORT_LIMIT:],
-        traceback_file=str(path) if path else None,
-    )
-
-
-def _killed(signum: int, stopping: bool) -> Failure:
-    cause = f"killed by {signal.Signals(signum).name}"
-    if signum == signal.SIGKILL:
-        cause += "; if nobody ran kill -9, the machine ran out of memory (dmesg says so)"
-    told_to = stopping and signum == signal.SIGTERM
-    return Failure(cause, time.monotonic(), status=128 + signum, consequence=told_to)
-
-
-def _watch(ranks: list[_Rank], stop: StopRequest) -> _Rank | None:
-    """Wait until every rank has ended or one has failed; return the first cause, if any.
+def _watch(
+    ranks: list[_Rank], stop: StopRequest, store: dist.Store, errors_folder: Path | None
+) -> tuple[int, Failure] | None:
+    """Wait until every rank has ended or one has failed; return the first cause and its rank.
 
     A rank that only lost a connection, or that ended because it was told to, is a cause only if
     no other is found and nobody asked the run to stop.
@@ -320,24 +275,48 @@ def _watch(ranks: list[_Rank], stop: StopRequest) -> _Rank | None:
         failed = [r for r in ranks if r.failure]
         if failed and deadline is None:
             deadline = time.monotonic() + SEARCH_SECONDS
+            call(store, [r.rank for r in ranks if r.running])
         if any(r.failure and not r.failure.consequence for r in failed):
             deadline = min(deadline or 0.0, time.monotonic() + SETTLE_SECONDS)
         if deadline is not None and time.monotonic() > deadline:
             break
         if stop.signum and not forwarded:
             forwarded = True
-            _signal_all(ranks, signal.SIGTERM)
+            _signal_all(ranks, passed_on(stop.signum))
         time.sleep(POLL_SECONDS)
-    return _first_cause(ranks, asked_to_stop=forwarded)
+    found = [(r.rank, r.failure) for r in ranks if r.failure]
+    if forwarded:
+        found = [(rank, failure) for rank, failure in found if not failure.consequence]
+    if not found:
+        return None
+    first = min(found, key=lambda pair: (pair[1].consequence, pair[1].when, pair[0]))
+    if not first[1].consequence:
+        return first
+    return _behind(first, ranks, answers(store, [r.rank for r in ranks]), errors_folder)
 
 
-def _first_cause(ranks: list[_Rank], asked_to_stop: bool) -> _Rank | None:
-    failures = [
-        (r.failure.consequence, r.failure.when, r.rank, r)
-        for r in ranks
-        if r.failure and not (asked_to_stop and r.failure.consequence)
-    ]
-    return min(failures)[-1] if failures else None
+def _behind(
+    symptom: tuple[int, Failure],
+    ranks: Sequence[_Rank],
+    given: Mapping[int, Answer],
+    errors_folder: Path | None,
+) -> tuple[int, Failure]:
+    """The rank behind a lost connection: one that left too early, or one that keeps others waiting.
+
+    If there is none, the symptom, with where each rank waited.
+    """
+    rank, noticed = symptom
+    gone = [(r.done, r.rank) for r in ranks if r.done is not None]
+    if gone and not noticed.timed_out:
+        when, early = min(gone)
+        cause = "left with status 0, while others still needed it"
+        return early, Failure(cause, when, details=failures.noticed(symptom))
+    running = {r.rank: r.pid for r in ranks if r.running}
+    if (suspect := find_suspect(running, given)) is not None:
+        return suspect.rank, failures.suspected(suspect, symptom, errors_folder)
+    places = {r.rank: r.failure.place for r in ranks if r.failure}
+    places |= {rank: given[rank].place for rank in running}
+    return rank, failures.disagreeing(noticed, places)
 
 
 def _signal_all(ranks: list[_Rank], signum: int) -> None:
@@ -357,21 +336,3 @@ def _terminate(ranks: list[_Rank]) -> None:
             if rank.running:
                 rank.poll(stopping=True)
         time.sleep(POLL_SECONDS)
-
-
-def _explain(failed: _Rank, nproc: int, describe: Callable[[int], str] | None) -> None:
-    failure = failed.failure
-    assert failure is not None
-    if failure.for_user:
-        print(f"error: {failure.cause}", file=sys.stderr, flush=True)
-        return
-    place = f"rank {failed.rank}" + (f" {describe(failed.rank)}" if describe else "")
-    lines = [f"error: {place}: {failure.cause}"]
-    if nproc > 1:
-        others = "other rank was" if nproc == 2 else f"other {nproc - 1} ranks were"
-        lines.append(f"  the {others} stopped")
-    if failure.traceback_file:
-        lines.append(f"  traceback: {failure.traceback_file}")
-    elif failure.traceback:
-        lines.append(failure.traceback)
-    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -1,34 +1,34 @@
 """The training loop of one rank: data in, steps, evaluations, checkpoints, metrics out."""
 
-import json
+import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fivefold.audit.measure import measured
 from fivefold.checkpoint.checkpointer import Checkpointer
-from fivefold.config.model import ModelConfig
 from fivefold.data.loader import Loader
+from fivefold.data.packing import Microbatch
 from fivefold.errors import CheckpointError, Mistake, TrainingError
+from fivefold.files import telling_full_disk
 from fivefold.hardware import peak_flops
 from fivefold.model.shape import training_flops
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
+from fivefold.train.not_finite import locate, locate_in_state
 from fivefold.train.profile import profiled
+from fivefold.train.saved_state import SavedState, read_state
 from fivefold.train.signals import StopRequest
+from fivefold.train.vitals import Vitals
 from fivefold.units import human_seconds
-
-# What may differ between a checkpoint's model and ours without making it another model.
-_FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "init_method_std")
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Trainer:
         audit: folder for what one step sends, holds and computes; None: it is not measured.
         profile: folder for the timeline of a step; None: it is not recorded.
         step: optimizer steps done.
+        check_folder: raises if the run folder is gone; None on all ranks but the first.
     """
 
     engine: Engine
@@ -56,61 +57,77 @@ class Trainer:
     audit: Path | None = None
     profile: Path | None = None
     step: int = 0
+    check_folder: Callable[[], None] | None = None
     _saved: int | None = field(default=None, init=False)
     _steps_here: int = field(default=0, init=False)
+    _vitals: Vitals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._vitals = Vitals(self.engine.layout.config.model.vocab_size)
 
     def restore(self, source: Checkpointer, step: int | None, *, weights_only: bool) -> None:
         """Load weights, and unless `weights_only` optimizer, step and place in the data.
 
         Raises:
-            CheckpointError: no such checkpoint, damaged, or of another model.
+            CheckpointError: no such checkpoint, damaged, or of other tensors.
             DataError: the data is not what it was.
         """
-        meta = source.read_meta(step)
-        _same_model(meta["model"], self.engine.layout.config.model, source.folder)
+        state = read_state(source, step)
         tensors: dict[str, Any] = self.engine.stored_tensors()
         if weights_only:
             weights = {n: t for n, t in tensors.items() if not n.startswith("optim.")}
-            source.load(step, weights, skip=("optim.",))
+            source.load(state.step, weights, skip=("optim.",))
             self.engine.after_load(0)
             return
-        self.loader.load_state_dict(meta["loader"])
-        source.load(step, tensors)
-        self.engine.after_load(meta["step"])
-        self.step = meta["step"]
+        self.loader.load_state_dict(state.loader)
+        source.load(state.step, tensors)
+        self.engine.after_load(state.step)
+        self.step = state.step
         self._saved = self.step if source.folder == self.checkpointer.folder else None
 
     def run(self) -> None:
         """Train until `train_iters` steps are done or a signal asks to stop, then save.
 
         Raises:
-            TrainingError: loss or gradient norm is not finite; nothing was updated.
+            TrainingError: something is not finite, and nothing was updated; or the run is dead, or
+                its folder is gone.
+            CheckpointError: a save failed, perhaps one that went on beside this step.
         """
         config = self.engine.layout.config
         interval = config.checkpoint.save_interval
-        with StopRequest() as request:
+        folder = self.checkpointer.folder.parent
+        with StopRequest() as request, telling_full_disk(TrainingError, folder):
             stopping = False
             while self.step < config.training.train_iters and not stopping:
                 began = time.perf_counter()
-                batch, vote = self.loader.next_batch(), request.signum is not None
+                batch = self.loader.next_batch()
                 with self._measuring(), self._profiling():
-                    result = self.engine.step(batch, vote=vote)
-                if not result.finite and config.training.check_for_nan_in_loss_and_grad:
-                    raise self._not_finite(result)
+                    result = self.engine.step(
+                        batch, vote=lambda: request.signum is not None or self.checkpointer.failed
+                    )
+                if not result.finite and self._checks:
+                    raise self._not_finite(result, batch)
                 self.step += 1
                 self._steps_here += 1
+                self._see_folder()
                 stopping = result.votes > 0
                 self._record(result, time.perf_counter() - began)
+                self._see_that_it_learns(result)
                 every = config.training.eval_interval
                 if every and self.step % every == 0:
                     self._evaluate()
-                if interval and self.step % interval == 0:
+                if interval and self.step % interval == 0 and not self._dying:
                     self._save()
             if self._saved != self.step:
                 self._save()
+            self.checkpointer.wait()
             if stopping and self.console is not None:
                 self.console.note(f"asked to stop ({request.reason}): saved step {self.step}")
-        self.checkpointer.wait()
+            self._see_folder()
+
+    def _see_folder(self) -> None:
+        if self.check_folder is not None:
+            self.check_folder()
 
     def _measuring(self) -> AbstractContextManager[None]:
         """Measures the second step of this start, or its first if that is the only one."""
@@ -129,15 +146,20 @@ class Trainer:
         return profiled(self.engine, self.profile)
 
     def _save(self) -> None:
+        self._see_folder()  # a save would make it again
+        if self._checks and not self.engine.sound():
+            what = f"step {self.step} is not saved: it left weights or moments that are not finite"
+            raise self._stopped(what, locate_in_state(self.engine))
         began = time.perf_counter()
-        meta = {
-            "step": self.step,
-            "loader": self.loader.state_dict(),
-            "model": asdict(self.engine.layout.config.model),
-            "seq_length": self.engine.layout.config.training.seq_length,
-        }
+        config = self.engine.layout.config
+        state = SavedState(
+            step=self.step,
+            loader=self.loader.state_dict(),
+            model=asdict(config.model),
+            seq_length=config.training.seq_length,
+        )
         tensors: dict[str, Any] = self.engine.written_tensors()
-        self.checkpointer.save(self.step, tensors, meta)
+        self.checkpointer.save(self.step, tensors, asdict(state))
         self._saved = self.step
         if self.console is not None:
             took = human_seconds(time.perf_counter() - began)
@@ -155,6 +177,9 @@ class Trainer:
         self.validation.seek(0)
         count = self.engine.layout.config.training.eval_iters
         loss, tokens = self.engine.evaluate([self.validation.next_batch() for _ in range(count)])
+        if self._checks and not math.isfinite(loss):
+            what = f"the validation loss after step {self.step} is not finite: {loss:.6g}"
+            raise self._stopped(what, locate_in_state(self.engine))
         self._tell(EvalMetrics(self.step, loss, tokens, time.perf_counter() - began))
 
     def _record(self, result: StepResult, seconds: float) -> None:
@@ -183,34 +208,64 @@ class Trainer:
             for sink in (self.console, *self.sinks):
                 sink.record(metrics)
 
-    def _not_finite(self, result: StepResult) -> TrainingError:
+    def _not_finite(self, result: StepResult, batch: Sequence[Microbatch]) -> TrainingError:
         """Say where infinities or NaNs are, the same on every rank."""
-        rank, world = self.engine.groups.rank, self.engine.layout.grid.world_size
-        found: list[Any] = [None] * world
-        here = (self.engine.layout.grid.name(rank), self.engine.not_finite())
-        if world > 1:
-            dist.all_gather_object(found, here)
-        else:
-            found = [here]
-        where = [
-            f"rank {r} {name}: {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else "")
-            for r, (name, names) in enumerate(found)
-            if names
-        ]
-        kept = f"step {self._saved}" if self._saved is not None else "none of this start"
-        return TrainingError(
-            str(
-                Mistake(
-                    f"step {self.step + 1} is not finite: loss {result.loss}, "
-                    f"gradient norm {result.grad_norm}",
-                    (
-                        *(f"gradient of {line}" for line in where[:4]),
-                        f"the step was not taken; latest checkpoint: {kept}",
-                    ),
-                    attempt="a lower --lr or a longer --lr-warmup-iters",
-                )
-            )
+        what = (
+            f"step {self.step + 1} is not finite: loss {result.loss:.6g}, "
+            f"gradient norm {result.grad_norm:.6g}"
         )
+        where, passing = locate(self.engine, batch)
+        return self._stopped(what, where, "the step was not taken; ", passing=passing)
+
+    def _see_that_it_learns(self, result: StepResult) -> None:
+        """Warn of a run that is dead, and stop it before its checkpoints replace good ones.
+
+        Raises:
+            TrainingError: it has had no gradient for several steps.
+        """
+        symptom = self._vitals.look(result)
+        if symptom is None:
+            return
+        what = f"step {self.step}: {symptom.what}"
+        if symptom.fatal and self._checks:
+            raise self._stopped(what, symptom.why)
+        if self.console is not None and not symptom.fatal:
+            kept = ("no checkpoint is written meanwhile",) if self._dying else ()
+            self.console.warning(str(Mistake(what, symptom.why + kept, attempt=self._slower)))
+
+    def _stopped(
+        self, what: str, why: Sequence[str], then: str = "", *, passing: bool = False
+    ) -> TrainingError:
+        """An error that all ranks raise; a checkpoint that is being written is finished first.
+
+        Args:
+            what: happened.
+            why: lines.
+            then: before which checkpoint is the latest.
+            passing: no setting is to blame.
+        """
+        with suppress(CheckpointError):  # what it says matters less now
+            self.checkpointer.wait()
+        latest = self.checkpointer.latest()
+        kept = "none of this start" if latest is None else f"step {latest}"
+        again = f"--save {self.checkpointer.folder.parent}, and another machine if it comes again"
+        attempt = again if passing else self._slower
+        why = (*why, f"{then}latest checkpoint: {kept}")
+        return TrainingError(str(Mistake(what, why, attempt=attempt)))
+
+    @property
+    def _slower(self) -> str:
+        lr = self.engine.layout.config.optimizer.lr
+        return f"a lower learning rate, such as --lr {lr / 10:g}, or a longer --lr-warmup-iters"
+
+    @property
+    def _dying(self) -> bool:
+        """Whether a checkpoint now would only take the place of a better one."""
+        return self._checks and self._vitals.dead > 0
+
+    @property
+    def _checks(self) -> bool:
+        return self.engine.layout.config.training.check_for_nan_in_loss_and_grad
 
 
 def peak_memory(device: torch.device) -> int:
@@ -226,14 +281,3 @@ def device_peak(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda":
         return None
     return peak_flops(torch.cuda.get_device_name(device), precision)
-
-
-def _same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
-    now = json.loads(json.dumps(asdict(model)))  # as it was saved: tuples are lists
-    changed = [
-        f"{name}: was {saved.get(name)}, is {now.get(name)}"
-        for name in {**saved, **now}
-        if saved.get(name) != now.get(name) and name not in _FREE_MODEL_FIELDS
-    ]
-    if changed:
-        raise CheckpointError(str(Mistake(f"{folder} is of another model", tuple(changed))))

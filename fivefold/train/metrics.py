@@ -1,6 +1,7 @@
 """What is measured in a step, and the places it can be sent to."""
 
 import importlib
+import importlib.util
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -181,15 +182,26 @@ def close_all(sinks: Iterable[Sink]) -> None:
         raise first
 
 
+def check_installed(package: str, name: str) -> None:
+    """Look for an optional package, without importing it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # none: a folder of that name, such as W&B's beside us
+        raise _not_installed(package, name)
+
+
 def _require(package: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise ConfigError(
-            Mistake(
-                f"{name} is asked for, but {package} is not installed",
-                attempt=f'pip install "fivefold[{package}]"',
-            )
-        ) from None
+        raise _not_installed(package, name) from None
+
+
+def _not_installed(package: str, name: str) -> ConfigError:
+    what = f"{name} is asked for, but {package} is not installed"
+    return ConfigError(Mistake(what, attempt=f'pip install "fivefold[{package}]"'))

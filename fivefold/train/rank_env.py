@@ -79,7 +79,8 @@ def read_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv:
         raise ConfigError(
             Mistake(
                 f"WORLD_SIZE is {variables['WORLD_SIZE']} but RANK is not set",
-                attempt="torchrun --standalone --nproc_per_node N ..., or unset WORLD_SIZE",
+                why=("torchrun sets both",),
+                attempt="unset WORLD_SIZE",
             )
         )
     return RankEnv()
@@ -92,7 +93,8 @@ def _from_torchrun(variables: Mapping[str, str]) -> RankEnv:
         raise ConfigError(
             Mistake(
                 f"{' and '.join(there)} set, but not {' and '.join(missing)}",
-                attempt=f"start with torchrun or srun, or unset {' '.join(there)}",
+                why=("torchrun sets them all",),
+                attempt=f"unset {' '.join(there)}",
             )
         )
     world_size = _integer(variables, "WORLD_SIZE")

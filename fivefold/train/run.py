@@ -1,7 +1,8 @@
 """From a checked layout to a finished run: data, processes, run folder, loop."""
 
 import logging
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,20 +10,26 @@ import torch.distributed as dist
 
 from fivefold.check import Layout
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
 from fivefold.data.loader import Loader
 from fivefold.data.prepare import PreparedData
 from fivefold.derived import describe
+from fivefold.errors import DataError, FivefoldError
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.lock import FolderInUse, RunLock, claim
 from fivefold.train.loop import Trainer, device_peak
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases, close_all
+from fivefold.train.origin import Origin, find_origin, is_finished
 from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.train.run_folder import MetricsFile, RunFolder, new_run_path
+from fivefold.train.run_folder import CHECKPOINTS, MetricsFile, RunFolder, new_run_path
+from fivefold.train.signals import leaving_in_order
+from fivefold.train.started import run_started
+from fivefold.train.threads import Threads, choose_threads
 
-CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer.json"
 
 
@@ -32,15 +39,21 @@ class Job:
 
     Attributes:
         layout: the checked configuration.
-        name: of the recipe, for the run folder.
-        path: of the run folder; None if the first rank is still to choose it.
+        name: of the recipe.
+        path: of the run folder.
+        origin: the checkpoint that it begins with, if any.
+        lock: of the run folder; None on ranks that do not write there but for checkpoints.
         data: tokenised already, or None where each rank opens it itself.
+        threads: of each rank on the CPU.
     """
 
     layout: Layout
     name: str
-    path: Path | None
-    data: PreparedData | None
+    path: Path
+    origin: Origin | None
+    threads: Threads
+    lock: RunLock | None = None
+    data: PreparedData | None = None
 
 
 def train(layout: Layout, name: str, nproc: int | None) -> int:
@@ -52,46 +65,137 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
         nproc: processes to start here; None if torchrun or srun has started them (or there is
             just this one).
     """
-    if nproc is None or nproc == 1:
-        env = RankEnv() if nproc == 1 else read_rank_env()
-        return run_rank(Job(layout, name, _given_path(layout), None), env)
-    data = open_data(layout.config, print)
-    job = Job(layout, name, _given_path(layout) or new_run_path(name), data)
-    assert job.path is not None
-    return launch_local(
-        lambda env: run_rank(job, env),
-        nproc,
-        describe=layout.grid.name,
-        errors_folder=RunFolder(job.path).errors,
-    )
+    env, config = read_rank_env(), layout.config
+    threads = choose_threads(layout, nproc or env.local_world_size, _device_type())
+    if env.launcher != "single":
+        torch.set_num_threads(threads.count)
+        save = config.checkpoint.save
+        return run_started(
+            lambda env: _train_as_launched(layout, name, env, threads),
+            env,
+            describe=layout.grid.name,
+            errors_folder=None if save is None else RunFolder(Path(save)).errors,
+        )
+    with leaving_in_order(), _claim(config, name) as lock:
+        job = Job(layout, name, lock.folder, _find_origin(config, lock), threads, lock)
+        if is_finished(job.origin, config):
+            print(_nothing_to_do(job))
+            return 0
+        with lock.beating():
+            job = replace(job, data=open_data(config, print))
+        if nproc is None or nproc == 1:
+            torch.set_num_threads(threads.count)
+            device = _join(config, env)
+            try:
+                return run_rank(job, env, device)
+            finally:
+                dist.destroy_process_group()
+        return launch_local(
+            lambda env: run_rank(job, env, _join(config, env)),
+            nproc,
+            describe=layout.grid.name,
+            errors_folder=RunFolder(job.path).errors,
+            threads=threads.count,
+        )
 
 
-def run_rank(job: Job, env: RankEnv) -> int:
-    """Train on this rank to the end of the run."""
-    config = job.layout.config
-    device = init_process_group(
-        env,
-        "cuda" if torch.cuda.device_count() else "cpu",
-        timeout_seconds=60 * config.training.distributed_timeout_minutes,
-    )
-    try:
-        data = job.data or open_data(config, print if env.rank == 0 else logging.debug)
-        folder = RunFolder(_agree_on_path(job))
-        console = _open_console(job, env, folder, device) if env.rank == 0 else None
+def _train_as_launched(layout: Layout, name: str, env: RankEnv, threads: Threads) -> int:
+    """As a rank that torchrun or srun started: the first one owns the run folder for all."""
+    config, lock = layout.config, None
+    outcome: tuple[Path, Origin | None] | FivefoldError | None = None
+    with ExitStack() as stack:
+        if env.rank == 0:
+            try:
+                lock = stack.enter_context(_claim(config, name))
+                outcome = (lock.folder, _find_origin(config, lock))
+            except FivefoldError as error:
+                outcome = error
+        device = _join(config, env)
+        stack.callback(dist.destroy_process_group)
+        told = [outcome]
+        dist.broadcast_object_list(told, src=0)
+        if isinstance(told[0], FivefoldError):
+            raise told[0]
+        assert told[0] is not None
+        path, origin = told[0]
+        job = Job(layout, name, path, origin, threads, lock)
+        if not is_finished(origin, config):
+            return run_rank(job, env, device)
+        if env.rank == 0:
+            print(_nothing_to_do(job))
+    return 0
+
+
+def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
+    """Train on this rank, which has joined the others, to the end of the run.
+
+    Nothing in the run folder changes before every rank has passed every check.
+    """
+    lock = job.lock if env.rank == 0 else None
+    folder = RunFolder(job.path)
+    with lock.beating() if lock is not None else nullcontext():
+        data = job.data or open_data(job.layout.config, print if lock else logging.debug)
+        console = _open_console(job, device) if env.rank == 0 else None
         trainer = _make_trainer(job, env, folder, device, data, console)
         try:
-            if console is not None and trainer.step:
-                console.note(f"continues after step {trainer.step}")
+            dist.barrier()
+            if lock is not None and console is not None:
+                _begin(job, folder, lock, trainer, data, console)
             trainer.run()
+        except (FivefoldError, OSError):
+            if lock is not None:
+                lock.check()  # what a vanished folder brought about
+            raise
         finally:
             trainer.loader.close()
             if console is not None:
                 close_all((console, *trainer.sinks))
         if console is not None:
             console.note(f"everything is in {folder.path}")
-    finally:
-        dist.destroy_process_group()
     return 0
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.device_count() else "cpu"
+
+
+def _join(config: Config, env: RankEnv) -> torch.device:
+    return init_process_group(
+        env,
+        _device_type(),
+        timeout_seconds=60 * config.training.distributed_timeout_minutes,
+    )
+
+
+def _claim(config: Config, name: str) -> RunLock:
+    """Own the run folder: the one that was asked for, else a new one."""
+    save = config.checkpoint.save
+    if save is not None:
+        path = Path(save)
+        return claim(path.resolve() if path.is_symlink() else path)
+    while True:
+        path = new_run_path(name)
+        try:
+            lock = claim(path)
+        except FolderInUse:  # by a run of this recipe that started in the same second
+            continue
+        if path in lock.made:
+            return lock
+        lock.release()
+
+
+def _find_origin(config: Config, lock: RunLock) -> Origin | None:
+    """What the run begins with, in a folder whose files can be gone on with."""
+    RunFolder(lock.folder).starts()
+    return find_origin(config, lock.folder)
+
+
+def _nothing_to_do(job: Job) -> str:
+    steps = job.layout.config.training.train_iters
+    return (
+        f"{job.path} has done all of its {steps} steps: nothing is left to do\n"
+        f"  try:   --train-iters {2 * steps} to go on, or another --save to train anew"
+    )
 
 
 def _make_trainer(
@@ -122,23 +226,40 @@ def _make_trainer(
         audit=folder.audit if config.logging.audit else None,
         profile=folder.path if config.logging.profile else None,
     )
-    load = config.checkpoint.load
-    if own.latest() is not None:
-        trainer.restore(own, None, weights_only=False)
-    elif load is not None:
-        source = Checkpointer(checkpoints_of(Path(load)))
-        trainer.restore(
-            source, config.checkpoint.ckpt_step, weights_only=config.checkpoint.finetune
-        )
-    if env.rank == 0:
-        data.tokenizer.save(folder.path / TOKENIZER)
-        trainer.sinks = _open_sinks(job, folder, trainer.step)
+    if job.origin is not None:
+        at = job.origin.checkpoints
+        resumes = at == own.folder
+        source = own if resumes else Checkpointer(at)
+        try:
+            trainer.restore(source, job.origin.step, weights_only=job.origin.weights_only)
+        except DataError as error:  # other data than the checkpoint's
+            elsewhere = f"--load {folder.path} --finetune --save {folder.path}-finetuned"
+            afresh = elsewhere if resumes else "--finetune"
+            raise DataError(f"{error}\n  works: {afresh}") from error
     return trainer
 
 
-def checkpoints_of(path: Path) -> Path:
-    """The folder of checkpoints of a run folder, or the path itself."""
-    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+def _begin(
+    job: Job,
+    folder: RunFolder,
+    lock: RunLock,
+    trainer: Trainer,
+    data: PreparedData,
+    console: Console,
+) -> None:
+    """Write what the run is into its folder; on the first rank."""
+    device = trainer.engine.device
+    lock.begin()
+    folder.open(
+        to_toml(job.layout.config),
+        [torch.cuda.get_device_name(device)] if device.type == "cuda" else [],
+    )
+    data.tokenizer.save(folder.path / TOKENIZER)
+    trainer.check_folder = lock.check
+    trainer.sinks = _open_sinks(job, folder, trainer.step, console)
+    console.note(f"run folder: {folder.path}")
+    if trainer.step:
+        console.note(f"continues after step {trainer.step}")
 
 
 def _loader(
@@ -155,39 +276,28 @@ def _loader(
     )
 
 
-def _given_path(layout: Layout) -> Path | None:
-    save = layout.config.checkpoint.save
-    return None if save is None else Path(save)
-
-
-def _agree_on_path(job: Job) -> Path:
-    """The run folder, of which the first rank's clock and file system decide."""
-    if job.path is not None:
-        return job.path
-    chosen = [str(new_run_path(job.name)) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(chosen, src=0)
-    assert chosen[0] is not None
-    return Path(chosen[0])
-
-
-def _open_console(job: Job, env: RankEnv, folder: RunFolder, device: torch.device) -> Console:
+def _open_console(job: Job, device: torch.device) -> Console:
     config = job.layout.config
-    names = [torch.cuda.get_device_name(device)] if device.type == "cuda" else []
-    folder.open(to_toml(config), names)
     console = Console(
         config.training.train_iters,
         device="gpu" if device.type == "cuda" else "rank",
         peak_known=device_peak(device, config.training.precision) is not None,
         log_interval=config.logging.log_interval,
     )
-    console.banner(f"fivefold train {job.name}", describe(job.layout))
-    console.note(f"run folder: {folder.path}")
+    threads = ("threads a rank", f"{job.threads.count}", job.threads.why)
+    console.banner(f"fivefold train {job.name}", [*describe(job.layout), threads])
     return console
 
 
-def _open_sinks(job: Job, folder: RunFolder, step: int) -> list[Sink]:
+def _open_sinks(job: Job, folder: RunFolder, step: int, console: Console) -> list[Sink]:
     logging_ = job.layout.config.logging
-    sinks: list[Sink] = [MetricsFile(folder.metrics_file, after_step=step)]
+    metrics = MetricsFile(folder.metrics_file, after_step=step)
+    if metrics.removed:
+        lines = "1 line that is no record"
+        if metrics.removed > 1:
+            lines = f"{metrics.removed} lines that are no records"
+        console.warning(f"removed {lines} from {folder.metrics_file}")
+    sinks: list[Sink] = [metrics]
     if logging_.tensorboard:
         sinks.append(TensorBoard(folder.path / "tensorboard"))
     if logging_.wandb_project:

@@ -4,6 +4,7 @@ runs/llama3-8b-20261121-104500/
   config.toml        every setting, resolved
   environment.json   one entry for each start: machine, versions, git commit, command line
   metrics.jsonl      one line a step
+  run.lock           who trains here, while somebody does
   errors/            tracebacks of ranks that failed
   pipeline.jsonl     with --profile: when each act of the pipeline ran in one step
   audit/             with --audit: what each rank sent, held and computed in one step
@@ -21,15 +22,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fivefold.errors import FivefoldError
-from fivefold.files import write_atomic
+import msgspec
+
+from fivefold.errors import DataError, FivefoldError, Mistake
+from fivefold.files import parse_json, read_json, write_atomic
 from fivefold.train.metrics import EvalMetrics, StepMetrics
 
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"
 PACKAGES = ("fivefold", "torch", "numpy", "tokenizers", "triton")
 VARIABLES = re.compile(
     r"(CUDA|GLOO|KMP|MKL|NCCL|OMP|PYTORCH|SLURM|TORCH)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
@@ -68,23 +74,38 @@ class RunFolder:
         """Where ranks leave their tracebacks."""
         return self.path / "errors"
 
+    def starts(self) -> list[dict[str, Any]]:
+        """The entries of earlier starts.
+
+        Raises:
+            DataError: the file that lists them is damaged.
+        """
+        if not self.environment_file.exists():
+            return []
+        try:
+            return read_json(self.environment_file, list[dict[str, Any]], DataError)
+        except DataError as error:
+            aside = f"mv {self.environment_file} {self.environment_file}.damaged"
+            raise DataError(str(Mistake(str(error), attempt=aside))) from None
+
     def open(self, config_toml: str, device_names: Sequence[str] = ()) -> None:
         """Create the folder or add a start to it, and point `latest` beside it here.
 
+        A link that cannot be made, where a run folder may be written and its parent not, is left.
+
         Raises:
+            DataError: the list of earlier starts is damaged.
             FivefoldError: the folder cannot be written.
         """
+        starts = [*self.starts(), describe_environment(device_names)]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomic(self.config_file, config_toml)
-            starts = []
-            if self.environment_file.exists():
-                starts = json.loads(self.environment_file.read_text())
-            starts.append(describe_environment(device_names))
             write_atomic(self.environment_file, json.dumps(starts, indent=2) + "\n")
-            _point(self.path.parent / "latest", self.path.name)
         except OSError as error:
             raise FivefoldError(f"cannot write the run folder {self.path}: {error}") from error
+        with suppress(OSError):
+            _point(self.path.absolute().parent / LATEST, self.path.absolute().name)
 
 
 def new_run_path(name: str, root: Path = Path("runs")) -> Path:
@@ -104,26 +125,48 @@ class MetricsFile:
     """Appends to `metrics.jsonl`, one flushed line a step or evaluation.
 
     Records of steps later than `after_step`, the step a run resumes from, are removed: these steps
-    will be run and recorded again. So is a last line that a crash cut short.
+    will be run and recorded again. So is a last line that a crash cut short. A file that is deleted
+    meanwhile is made again, with all that was in it.
+
+    Attributes:
+        removed: whole lines that were removed because they are no records.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
+        self._path = path
+        self.removed = 0
         if path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= after_step]
+            lines = path.read_bytes().splitlines(keepends=True)
+            steps = [_step_of(line, f"{path}:{n}") for n, line in enumerate(lines, 1)]
+            kept = [line for line, step in zip(lines, steps, strict=True) if step <= after_step]
+            self.removed = sum(map(math.isnan, steps))
             if kept != lines:
-                write_atomic(path, "".join(kept))
-        self._file = path.open("a", encoding="utf-8")
+                write_atomic(path, b"".join(kept))
+        # Not buffered: what a full disk did not take is not tried again when the file is closed.
+        self._file = path.open("a+b", buffering=0)
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Append one line; values that are not finite become null, as JSON knows no others."""
+        self._see_file()
         values = {k: v if math.isfinite(v) else None for k, v in metrics.values.items()}
-        self._file.write(json.dumps({"step": metrics.step, **values}) + "\n")
-        self._file.flush()
+        line = (json.dumps({"step": metrics.step, **values}) + "\n").encode()
+        while line:
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _see_file(self) -> None:
+        """Go on in the file that lies at the path, which is ours unless somebody changed that."""
+        try:
+            if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return
+        except FileNotFoundError:
+            self._file.seek(0)
+            write_atomic(self._path, self._file.read())
+        self._file.close()
+        self._file = self._path.open("a+b", buffering=0)
 
 
 def describe_environment(device_names: Sequence[str] = ()) -> dict[str, Any]:
@@ -185,16 +228,28 @@ def _cpu_name() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def _step_of(line: str) -> float:
-    """The step of a record; infinite if the line is not a whole record."""
-    try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except (ValueError, TypeError, KeyError):
+@dataclass(frozen=True)
+class _Record:
+    step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+def _step_of(line: bytes, place: str) -> float:
+    """The step of a record; infinite if the line was cut short, NaN if it is no record."""
+    if not line.endswith(b"\n"):
         return math.inf
+    try:
+        return parse_json(line.decode(errors="replace"), _Record, place).step
+    except FivefoldError:
+        return math.nan
 
 
 def _point(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to its neighbour `target` in one step."""
+    """Make `link` a symbolic link to its neighbour `target` in one step.
+
+    A run folder of that name, or anything else that is no link, stays as it is.
+    """
+    if link.name == target or (link.exists() and not link.is_symlink()):
+        return
     temporary = link.with_name(f".tmp-{secrets.token_hex(4)}-{link.name}")
     temporary.symlink_to(target)
     os.replace(temporary, link)

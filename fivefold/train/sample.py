@@ -1,6 +1,6 @@
 """Text from a checkpoint, on one device, whatever layout it was trained in."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,7 +13,9 @@ from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import CheckpointError, ConfigError
 from fivefold.model.batch import Batch
 from fivefold.model.transformer import Stage
-from fivefold.train.run import TOKENIZER, checkpoints_of
+from fivefold.train.origin import checkpoints_of
+from fivefold.train.run import TOKENIZER
+from fivefold.train.saved_state import read_state, same_model
 
 
 def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Tokenizer]:
@@ -25,13 +27,15 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
     if not (run / "config.toml").is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.toml")
     config = read_config(run / "config.toml")
+    checkpoints = Checkpointer(checkpoints_of(run), step_flag="--step")
+    state = read_state(checkpoints, step)
+    same_model(state.model, config.model, checkpoints.folder)
     stage = Stage(config.model).eval()
     tensors = {name: p.detach() for name, p in stage.named_parameters()}
-    Checkpointer(checkpoints_of(run)).load(step, tensors, skip=("optim.",))
+    checkpoints.load(state.step, tensors, skip=("optim.",))
     return config, stage, Tokenizer.load(run / TOKENIZER)
 
 
-@torch.no_grad()
 def sample(
     run: Path,
     prompt: str,
@@ -42,7 +46,9 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Continue a prompt, yielding the text in pieces as it is written.
+    """Continue a prompt with text that comes in pieces, as it is written.
+
+    The checkpoint is loaded before anything is returned.
 
     Args:
         run: a run folder.
@@ -59,14 +65,30 @@ def sample(
             f"{max_tokens} at least 1"
         )
     config, stage, tokenizer = load_model(run, step)
-    generator = torch.Generator().manual_seed(seed)
     window = min(config.training.seq_length, config.model.max_position_embeddings)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(logits: Tensor) -> int:
+        return _draw(logits, temperature, top_k, generator)
+
+    return _written(stage, tokenizer, prompt, window, max_tokens, draw)
+
+
+@torch.no_grad()
+def _written(
+    stage: Stage,
+    tokenizer: Tokenizer,
+    prompt: str,
+    window: int,
+    max_tokens: int,
+    draw: Callable[[Tensor], int],
+) -> Iterator[str]:
     ids = [tokenizer.eod_id, *tokenizer.encode_batch([prompt])[0].tolist()]
     written = len(ids)
     shown = ""
     for _ in range(max_tokens):
         logits = stage.logits(None, _batch(ids[-window:]))[-1, : tokenizer.vocab_size]
-        token = _draw(logits, temperature, top_k, generator)
+        token = draw(logits)
         if token == tokenizer.eod_id:
             break
         ids.append(token)

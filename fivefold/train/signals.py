@@ -2,15 +2,40 @@
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+INTERRUPT = signal.SIGUSR2  # Ctrl-C as a launcher passes it on: ranks ignore the terminal's SIGINT
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, INTERRUPT)
 SAME_PRESS_SECONDS = 0.5  # terminals and wrappers often deliver one Ctrl-C twice
 
 
+def passed_on(signum: int) -> int:
+    """The signal by which a launcher tells its ranks of one that it was sent."""
+    return INTERRUPT if signum == signal.SIGINT else signum
+
+
+@contextmanager
+def leaving_in_order() -> Iterator[None]:
+    """In the block SIGTERM and SIGUSR1 raise SystemExit, so that what was taken is given back."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    wanted = (signal.SIGTERM, signal.SIGUSR1)
+    noticed = [s for s in wanted if signal.getsignal(s) != signal.SIG_IGN]
+    previous = {signum: signal.signal(signum, leave) for signum in noticed}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
 class StopRequest:
-    """Notes SIGINT, SIGTERM and SIGUSR1 while its block runs, so that work can end in order.
+    """Notes the `STOP_SIGNALS` while its block runs, so that work can end in order.
 
     `signum` is the first signal, or None. A further Ctrl-C raises KeyboardInterrupt, for those who
     will not wait. A signal that this process ignores stays ignored.
@@ -26,7 +51,9 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """The signal's name, or None."""
+        """What the signal means, or None."""
+        if self.signum in (signal.SIGINT, INTERRUPT):
+            return "interrupt"
         return None if self.signum is None else signal.Signals(self.signum).name
 
     def __enter__(self) -> Self:

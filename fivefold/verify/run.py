@@ -1,6 +1,5 @@
 """Verification from start to end: the reference in a process, then the layout's ranks."""
 
-import pickle
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -58,13 +57,13 @@ def verify(
             loaded = load_trace(trace)
             report = compare(layout, env.rank, device, loaded, baseline=narrow, plant=plant)
             if report is not None:
-                result.write_bytes(pickle.dumps(report))
+                torch.save(vars(report), result)
 
         if launch_local(reference, 1):
             raise VerificationError("the run on one device failed")
         if launch_local(rank, layout.grid.world_size, describe=layout.grid.name):
             raise VerificationError("the run of the layout failed")
-        report: Report = pickle.loads(result.read_bytes())
+        report = Report(**torch.load(result, weights_only=True))
     return replace(report, changes=changes)
 
 
@@ -77,8 +76,9 @@ def check_plant(layout: Layout, plant: str | None) -> None:
     if plant is None:
         return
     fitting = tuple(name for name, known in PLANTS.items() if known.fits(layout))
+    works = tuple(f"--plant {name}" for name in fitting) or ("--plant none",)
     if plant not in PLANTS:
-        raise ConfigError(Mistake(f"there is no error {plant!r} to plant", works=fitting))
+        raise ConfigError(Mistake(f"there is no error {plant!r} to plant", works=works))
     if plant not in fitting:
         needs = PLANTS[plant].needs
-        raise ConfigError(Mistake(f"{plant} needs {needs}", works=fitting or ("another layout",)))
+        raise ConfigError(Mistake(f"{plant} needs {needs}", works=works))

@@ -6,6 +6,7 @@ from typing import Any
 
 from fivefold.check import Layout, check
 from fivefold.config.config import Config
+from fivefold.config.dependence import without_orphans
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.model.shape import count_parameters
@@ -57,9 +58,12 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
             f"batches of {training.global_batch_size} x {training.seq_length} tokens -> "
             f"{now_t.global_batch_size} x {now_t.seq_length}"
         )
-    config = config.with_values(
-        lr=LEARNING_RATE, lr_decay_style="constant", lr_warmup_iters=0, adam_eps=ADAM_EPS
-    )
+    constant: dict[str, Any] = {
+        "lr": LEARNING_RATE,
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 0,
+    }
+    config, _ = without_orphans(config.with_values(**constant, adam_eps=ADAM_EPS), constant)
     if config.memory.fine_grained_activation_offloading:
         config = config.with_values(min_offloaded_tensor_size=1)
         changes.append("activations of any size are moved")

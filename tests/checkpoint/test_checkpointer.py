@@ -9,26 +9,8 @@ from torch import Tensor
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.errors import CheckpointError
+from tests.checkpoint.forge import folder_with, names, tensors
 from tests.pool import run
-
-
-def tensors(value: float = 0.0) -> dict[str, Tensor]:
-    return {
-        "a.weight": torch.full((30, 20), value),
-        "b.weight": torch.full((7,), value),
-        "optim.exp_avg.b.weight": torch.full((7,), value),
-    }
-
-
-def folder_with(root: Path, *steps: int) -> Path:
-    checkpointer = Checkpointer(root)
-    for step in steps:
-        checkpointer.save(step, tensors(float(step)), {"step": step})
-    return root
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
 
 
 def fails(root: Path, step: int | None = None, held: dict[str, Tensor] | None = None) -> str:

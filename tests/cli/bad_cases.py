@@ -57,15 +57,19 @@ LLAMA = {
 
 LAYOUTS = [
     layout("world is no product", "--nproc 24 --tp 4 --pp 4", "= 16, and 24 / 16 = 1.5", "works:"),
-    layout("odd world", "--nproc 3 --tp 2", "3 / 2 = 1.5", "works: tp=1 pp=1 dp=3 gbs=6"),
-    layout("prime world", "--nproc 100000007 --tp 2", "works: tp=1 pp=1 dp=100000007 gbs="),
+    layout(
+        "odd world", "--nproc 3 --tp 2", "3 / 2 = 1.5", "works: --tp 1 --pp 1 --dp-shard 3 --gbs 6"
+    ),
+    layout(
+        "prime world", "--nproc 100000007 --tp 2", "works: --tp 1 --pp 1 --dp-shard 100000007 --gbs"
+    ),
     layout("world smaller", "--tp 2", "1 rank cannot be split as tp=2", "--nproc 2"),
-    layout("dp given", "--nproc 4 --dp-shard 1", "= 1, and 1 is not 4", "dp=4"),
+    layout("dp given", "--nproc 4 --dp-shard 1", "= 1, and 1 is not 4", "--dp-shard 4"),
     layout("replicas", "--nproc 4 --dp-replicate 3", "dp_replicate 3 = 3, and 4 / 3 = 1.333"),
     layout("no ranks", "--nproc 0", "--nproc must be at least 1, not 0"),
     layout("negative ranks", "--nproc -2", "--nproc must be at least 1, not -2"),
     layout("ranks in words", "--nproc four", "--nproc must be a whole number, or none, not 'four'"),
-    layout("tp and heads", "--nproc 8 --tp 8", "4 / 8 = 0.5", "works: tp=2 | tp=4"),
+    layout("tp and heads", "--nproc 8 --tp 8", "4 / 8 = 0.5", "works: --tp 2 | --tp 4"),
     layout(
         "tp and kv heads",
         "--nproc 6 --tp 6 --num-attention-heads 12 --num-query-groups 4 --hidden-size 96",
@@ -187,7 +191,7 @@ MODELS = [
     Case("no model", "train", ("no model", "--num-layers", "--vocab-size", "--model llama3-8b")),
     Case("part of a model", "train --num-layers 4 --vocab-size 9", ("--hidden-size", "missing")),
     layout("heads and hidden", "--num-attention-heads 5 --num-query-groups 5", "64 / 5 = 12.80"),
-    layout("kv heads and heads", "--num-query-groups 3", "4 / 3 = 1.33", "num_query_groups=2"),
+    layout("kv heads and heads", "--num-query-groups 3", "4 / 3 = 1.33", "--num-query-groups 2"),
     layout("odd head size", "--kv-channels 15", "head size 15 is odd"),
     layout("dropout of all", "--hidden-dropout 1.0", "hidden_dropout must be in [0, 1), not 1.0"),
     layout("activation typo", "--activation-func gelu-tanh", "did you mean 'gelu_tanh'?"),
@@ -211,11 +215,11 @@ MODELS = [
         "train --model debug-gpt --seq-length 64 --group-query-attention",
         ("--group-query-attention needs --num-query-groups",),
     ),
-    model("config.json is no JSON", "{", "cannot read hf/config.json as JSON"),
-    model("config.json is a list", [1], "must hold a JSON object, not a list"),
+    model("config.json is no JSON", "{", "hf/config.json is not JSON"),
+    model("config.json is a list", [1], "Expected `object`, got `array`"),
     model("unsupported model type", LLAMA | {"model_type": "lama"}, "did you mean 'llama'?"),
     model("config.json lacks a size", {"model_type": "llama"}, "whole number for 'hidden_size'"),
-    model("unsupported scaling", LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope_type = 'yarn'"),
+    model("unsupported scaling", LLAMA | {"rope_scaling": {"type": "yarn"}}, 'rope_type = "yarn"'),
     Case("folder without config.json", "train --model .", ("cannot read config.json",)),
 ]
 
@@ -276,6 +280,10 @@ COMMAND_LINES = [
         "unknown flag --wrong-thing",
     ),
     Case("sample without a run", "sample", ("RUN is missing",)),
+    Case("load of nothing", "train debug --load nope", ("there is no checkpoint in nope",)),
+    Case("load is empty", "train debug --load ''", ("load is empty",)),
+    Case("save is empty", "train debug --save ''", ("save is empty", "--save runs/NAME")),
+    Case("save into a file", "train debug --save f/run", ("f is not a folder",), files={"f": ""}),
     Case("sample of no run", "sample nowhere hello", ("nowhere is not a run folder",)),
     Case("sample below zero", "sample . --temperature -1", ("--temperature must be at least 0",)),
     Case("sample typo", "sample . --max-token 3", ("did you mean --max-tokens?",)),
@@ -396,6 +404,22 @@ CORPORA = [
         "corpus of a run",
         "train debug --nproc 2 --data-path nothere",
         ("no such file or folder: nothere",),
+    ),
+    Case(
+        "data of a recipe",
+        "train gpt2",
+        (
+            "no such file or folder: data/openwebtext\n  looked for: /",
+            "get it with: hf download Skylion007/openwebtext",
+            "no tokenizer at data/gpt2/tokenizer.json",
+            "get it with: hf download openai-community/gpt2 tokenizer.json",
+            "  try:   --data-path builtin --tokenizer-model none",
+        ),
+    ),
+    Case(
+        "tokenizer of a recipe",
+        "train gpt2 --data-path builtin --nproc 2 --gbs 32",
+        ("no tokenizer at data/gpt2/tokenizer.json", "  try:   --tokenizer-model none"),
     ),
     Case("split of a preview", "train debug --dry-run --split x", ("split 'x' is not",)),
 ]

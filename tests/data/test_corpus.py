@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 
 import pytest
@@ -138,3 +139,64 @@ def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(DataError, match=r"needs pyarrow\n  works: pip install"):
         documents(tmp_path / "a.parquet")
+
+
+def test_a_mark_alone_is_no_document(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
+    assert documents(tmp_path / "a.txt") == []
+
+
+def test_json_lines_may_have_a_mark_and_carriage_returns(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n{"text": "two\\r\\n"}\r\n')
+    assert documents(path) == ["one", "two\r\n"]
+
+
+@pytest.mark.parametrize("line", [r'"\ud800"', r'"\udc00"', r'"\ud800\u0041"', '"a" "b"', "NaN"])
+def test_text_that_is_none_is_refused(line, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "one"}}\n{{"text": {line}}}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not JSON"):
+        documents(path)
+
+
+@pytest.mark.parametrize(("coding", "guess"), [("utf-16", "utf-16"), ("latin1", "latin1")])
+def test_the_copy_that_is_offered_can_be_read(coding, guess, tmp_path):
+    path = tmp_path / "my text.txt"
+    path.write_bytes("déjà vu\n".encode(coding))
+    with pytest.raises(DataError, match=f"if it is {guess}") as error:
+        documents(path)
+    command = str(error.value).rpartition("try:   ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert documents(tmp_path / "my text.utf8.txt") == ["déjà vu\n"]
+
+
+def test_links_are_followed_once(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.txt").write_text("b")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("a")
+    for name in ("one", "two"):
+        (tmp_path / "corpus" / name).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "corpus")
+    found = resolve(str(tmp_path / "corpus"))
+    assert found == [tmp_path / "corpus" / name for name in ("a.txt", "one/b.txt")]
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    for spec in (f"{tmp_path}", f"{tmp_path}/*.txt"):
+        with pytest.raises(DataError, match=r"b\.txt is a link to nothing"):
+            resolve(spec)
+    with pytest.raises(DataError, match="File name too long"):
+        resolve("x" * 5000)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    def scandir(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", scandir)
+    with pytest.raises(DataError, match="cannot be read: Permission denied"):
+        resolve(str(tmp_path))

@@ -1,11 +1,16 @@
+import re
 from collections import Counter
 from fractions import Fraction
+from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fivefold.data.dataset import Corpus, Dataset, parse_split, split_bounds
+from fivefold.data.indexed import IndexedTokens, write_indexed
 from fivefold.data.packing import Packing
 from fivefold.errors import ConfigError, DataError
 
@@ -93,9 +98,77 @@ def test_splits_partition_the_corpus(write_documents, lengths, parts):
         assert set(bounds) <= set(data.document_starts.tolist())
 
 
+def megatron_bounds(split, elements):
+    """Begin and end of each split, None if it has no share, as Megatron-LM has them: restated from
+    parse_and_normalize_split, convert_split_vector_to_split_matrix and the dataset builder."""
+    weights = [float(number) for number in re.findall("[.0-9]+", split)]
+    weights += [0.0] * (3 - len(weights))
+    total = weights[0] + weights[1] + weights[2]
+    train, valid, test = (weight / total for weight in weights)
+    books = [(0, train), (train, train + valid), (train + valid, train + valid + test)]
+    return [
+        None if end <= begin else tuple(round(edge * float(elements)) for edge in (begin, end))
+        for begin, end in books
+    ]
+
+
+def sequences(count, tokens_each=1):
+    """What `split_bounds` asks of an index, for any number of sequences."""
+    starts = range(0, count * tokens_each + 1, tokens_each)
+    return SimpleNamespace(
+        num_sequences=count, sequence_starts=starts, tokens=range(count * tokens_each)
+    )
+
+
+numbers = st.one_of(
+    st.integers(0, 1000).map(str),
+    st.sampled_from(["0", "90", "5", "969", "30", "1", "50", "25", ".5", "0.05", "98.5", "7."]),
+    st.decimals(0, 100, places=17, allow_nan=False, allow_infinity=False).map("{:f}".format),
+)
+splits = st.lists(numbers, min_size=1, max_size=3).filter(lambda s: any(map(float, s)))
+
+
+@settings(max_examples=1500, deadline=None)
+@given(split=splits, count=st.one_of(st.integers(1, 2000), st.integers(1, 2**31)))
+def test_splits_are_megatrons(split, count):
+    text = ",".join(split)
+    expected = megatron_bounds(text, count)
+    bounds = split_bounds(sequences(count, 3), parse_split(text))
+    assert bounds[0] == 0 and bounds[-1] == 3 * count and bounds == sorted(bounds)
+    if any(part is not None and part[0] == part[1] for part in expected):
+        expected = megatron_bounds(text, 3 * count)  # on which it hangs: here tokens are cut
+    else:
+        expected = [part and (3 * part[0], 3 * part[1]) for part in expected]
+    assert [e and b for e, b in zip(expected, pairwise(bounds), strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("split", "documents", "counts"),
+    [
+        ("90,5,5", 30, [27, 2, 1]),  # 28.5 exactly, a little more in floats
+        ("969,30,1", 1000, [969, 30, 1]),
+        ("1,1", 5, [2, 3, 0]),
+    ],
+)
+def test_ties_go_as_floats_do(split, documents, counts):
+    bounds = split_bounds(sequences(documents), parse_split(split))
+    assert [last - first for first, last in pairwise(bounds)] == counts
+
+
 def test_documents_are_split_as_megatron_does(write_documents):
     data = write_documents([[1, 2]] * 1000)
     assert split_bounds(data, parse_split("969,30,1")) == [0, 2 * 969, 2 * 999, 2000]
+
+
+def test_sequences_are_split_not_documents(tmp_path):
+    with write_indexed(tmp_path / "x", np.uint16) as writer:
+        for _ in range(2):
+            for length in (3, 1, 1, 1, 4):
+                writer.add(np.ones(length))
+            writer.end_document()
+    data = IndexedTokens(tmp_path / "x")
+    assert (data.num_documents, data.num_sequences) == (2, 10)
+    assert split_bounds(data, parse_split("70,30")) == [0, 14, 20, 20]
 
 
 def test_a_single_document_is_cut(write_documents):
@@ -114,7 +187,13 @@ def test_no_training_token_is_in_validation(make):
     assert seen == [set(range(100, 116)), set(range(116, 120))]
 
 
-@pytest.mark.parametrize("split", ["", "a", "1,2,3,4", "-1,2", "0,0,0", "1/0", "nan"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        *("", "a", "1,2,3,4", "-1,2", "0,0,0", "1/0", "nan", "inf"),
+        *("1e-3,1", "1/2,1/2", ".", "9" * 400, "1,,2", "1 2", "٣", f"{'9' * 308},{'9' * 308}"),
+    ],
+)
 def test_bad_splits_are_refused(split):
     with pytest.raises(ConfigError, match="is not up to three shares, of train, valid, test"):
         parse_split(split)
@@ -127,7 +206,8 @@ def test_a_split_too_short_says_what_it_has_and_needs(make):
         "the valid split of corpus0 is too short: 9 tokens, and one sample needs 17 "
         "(seq_length 16 + 1 to predict)\n"
         "  split 90,9,1 of 100 tokens in 1 documents\n"
-        "  works: a share of at least 17.00% for valid | seq_length <= 8 | more text"
+        "  a share of at least 17.00% would do for valid\n"
+        "  works: --seq-length 8"
     )
     assert make([counting(1, 100)], split="90,9,1", part="valid", seq_length=8).num_samples == 1
     with pytest.raises(DataError, match="9 tokens, and one sample needs 10"):

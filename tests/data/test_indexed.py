@@ -138,3 +138,38 @@ def test_no_tokens_are_refused(tmp_path):
         writer.end_document()
     with pytest.raises(DataError, match="holds no tokens"):
         IndexedTokens(tmp_path / "x")
+
+
+def test_tokens_beyond_four_gibibytes_are_found(tmp_path):
+    lengths = np.array([2**31 - 1, 2**31 - 1, 10], dtype="<i4")
+    pointers = 2 * (np.cumsum(lengths, dtype="<i8") - lengths)
+    parts = (lengths, pointers, np.array([0, 1, 2, 3], dtype="<i8"))
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 3, 4)
+    (tmp_path / "x.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+    with open(tmp_path / "x.bin", "wb") as file:  # almost all of it a hole
+        file.seek(2 * (2**32 - 2))
+        file.write(struct.pack("<10H", *range(10)))
+    data = IndexedTokens(tmp_path / "x")
+    assert data.document_starts.tolist() == [0, 2**31 - 1, 2**32 - 2, 2**32 + 8]
+    assert data.tokens[data.document_starts[2] :].tolist() == list(range(10))
+
+
+def test_a_long_document_is_one_sequence_as_long_as_the_format_can_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("fivefold.data.indexed._LONGEST_SEQUENCE", 5)
+    with write_indexed(tmp_path / "x", np.uint16) as writer:
+        writer.add(np.arange(3))
+        writer.add(np.arange(2), continues=True)
+        writer.add(np.arange(4), continues=True)
+        writer.end_document()
+    data = IndexedTokens(tmp_path / "x")
+    assert data.sequence_starts.tolist() == [0, 5, 9]
+    assert data.document_starts.tolist() == [0, 9]
+
+
+def test_a_file_that_may_not_be_read_is_named(prefix, monkeypatch):
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(DataError, match=r"x\.idx cannot be read: Permission denied"):
+        IndexedTokens(prefix)

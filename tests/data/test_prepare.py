@@ -189,3 +189,29 @@ def test_the_room_needs_no_torch():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
+
+
+def test_documents_without_tokens_are_left_out(config, texts):
+    model = {"type": "WordLevel", "vocab": {"</s>": 0, "<unk>": 1, "a": 2}, "unk_token": "<unk>"}
+    definition = {"version": "1.0", "added_tokens": [], "model": model}
+    definition["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    (texts / "t.json").write_text(json.dumps(definition))
+    rows = ["a a", " \n ", "a"]
+    (texts / "c.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    prepared = prepare(config("c.jsonl", tokenizer_model=f"{texts}/t.json", split="1"), 1, 1)
+    data = prepared.corpora[0].data
+    assert data.tokens.tolist() == [2, 2, 0, 2, 0]
+    assert data.num_documents == data.num_sequences == 2
+
+
+@pytest.mark.parametrize("name", ["flush", "replace"])
+def test_a_full_disk_is_named(name, config, texts, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace" if name == "replace" else "fivefold.files._fsync", full)
+    with pytest.raises(
+        DataError, match=r"cannot write .*: No space left on device\n  works: --data"
+    ):
+        prepare(config("a.txt"), 16, 1)
+    assert not list((texts / "cache").glob("*.idx"))

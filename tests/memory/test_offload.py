@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fivefold.config.memory import MemoryConfig, OffloadModule
 from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute
+from fivefold.model.activations import Running, saved_activations, total
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral
@@ -58,7 +59,7 @@ BYTES = {
 
 @pytest.mark.parametrize("module", BYTES)
 def test_the_inputs_of_a_module_move_and_no_parameter(module: OffloadModule) -> None:
-    stage, host = _moving((module,), least=T + 1)  # row statistics of norms stay
+    stage, host = _moving((module,), least=8 * T + 1)  # row statistics of norms stay
     _grads(stage)
     assert host.moved_bytes == BYTES[module]
 
@@ -71,6 +72,37 @@ def test_small_tensors_and_evaluations_move_nothing() -> None:
     with torch.no_grad():
         stage(None, batch_of(MODEL, [[12]]))
     assert host.moved_bytes == 0
+
+
+SIZES = (MODEL.kv_size, MODEL.hidden_size, MODEL.q_size)
+
+
+@pytest.mark.parametrize(
+    "least", [least for size in SIZES for least in (8 * T * size, 8 * T * size + 1)]
+)
+def test_tensors_of_fewer_bytes_stay_as_the_planner_counts(least: int) -> None:
+    stage, host = _moving(EVERY, least)
+    stage(None, batch_of(MODEL, [[12], [12]])).backward()
+    memory = MemoryConfig(
+        fine_grained_activation_offloading=True,
+        offload_modules=EVERY,
+        min_offloaded_tensor_size=least,
+    )
+    running = Running(12, 8, 8, memory=memory, microbatch_tokens=T)
+    counted = total(total(saved_activations(MODEL, n, running)) for n in range(5))
+    assert host.moved_bytes == T * counted.offloaded
+
+
+def test_views_of_one_memory_move_together_or_not_at_all() -> None:
+    def views(x: Tensor) -> Tensor:
+        row, whole = x.detach()[0], x.detach()  # 8 of 64 numbers, and all of them
+        return x[0] * row + (x * whole).sum(0)
+
+    x = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    for least, bytes_ in ((x.nbytes, x.nbytes), (x.nbytes + 1, 0)):
+        host = Host(CPU, least)
+        host.moving(views)(x).sum().backward()
+        assert host.moved_bytes == bytes_
 
 
 def _alive(stage: Stage) -> int:

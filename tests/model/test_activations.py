@@ -201,8 +201,12 @@ def test_settings_become_numbers() -> None:
     config = Config(PRESETS["llama3-8b"]).with_values(
         tensor_model_parallel_size=8, sequence_parallel=True, fp8_format="hybrid", seq_length=8192
     )
-    expected = Running(8192, 2, 1, tensor_parallel=8, sequence_parallel=True)
+    expected = Running(
+        8192, 2, 1, tensor_parallel=8, sequence_parallel=True, microbatch_tokens=8192
+    )
     assert Running.of(config) == expected
+    cut = config.with_values(micro_batch_size=3, context_parallel_size=4, num_sequence_slices=2)
+    assert Running.of(cut).microbatch_tokens == 3 * 8192 / 8
     assert Running.of(config.with_values(fp8_format=None)).input_bytes == 2
     assert Running.of(config.with_values(fp4_format="e2m1")).input_bytes == 0.5
 

@@ -25,6 +25,20 @@ def test_non_finite_gradients_show() -> None:
     assert not global_grad_norm([(torch.tensor([1.0, float("nan")]), True)]).isfinite()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_norm_vouches_for_what_it_does_not_count(value: float, dtype: torch.dtype) -> None:
+    largest = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)
+    grads = [(torch.ones(4), True), (-largest, False), (torch.zeros(0, 2), False)]
+    alone = global_grad_norm(grads)
+    assert global_grad_norm(grads, vouches=[largest, torch.zeros(0)]) == alone == 2.0
+    largest[2, 3] = value
+    assert global_grad_norm(grads, vouches=[torch.ones(2), largest]).isnan()
+    copies = [grads[0], (largest, False)]
+    assert global_grad_norm(copies, vouches=[]).isnan()
+    assert global_grad_norm(copies) == 2.0
+
+
 @pytest.mark.parametrize("max_norm", [1.0, 10.0, 100.0])
 def test_clipping_scales_down_only_and_mixes_types(max_norm: float) -> None:
     ours = [torch.full((3, 3), 2.0), torch.full((4,), 4.0, dtype=torch.float64), torch.zeros(0)]

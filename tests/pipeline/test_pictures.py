@@ -90,6 +90,22 @@ def test_one_scale_for_several_charts():
     assert widths[-1] / widths[0] == pytest.approx(ratio, rel=0.01)
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_words_end_inside_the_picture(name):
+    """By the widest that characters of this size are, whatever the font."""
+    root = ET.fromstring(to_svg([chart(name, 2, 4)]))
+    texts = [e for e in root.iter("{http://www.w3.org/2000/svg}text") if e.get("class") != "d"]
+    ends = [float(text.attrib["x"]) + 6.2 * len(text.text) for text in texts]
+    assert max(ends) <= float(root.attrib["width"])
+
+
+def test_pages_and_pictures_follow_the_viewers_background():
+    for text in (to_svg([chart("1f1b")]), to_html([chart("1f1b")])):
+        assert "prefers-color-scheme" in text
+        assert 'fill="#fff"' not in text
+    assert 'name="viewport" content="width=device-width' in to_html([chart("1f1b")])
+
+
 def page_data(page):
     return json.loads(re.search(r"const DATA = (.*);\n", page)[1])
 

@@ -154,3 +154,18 @@ def test_large_pipelines_take_seconds():
     found = synthesise(task)
     assert time.process_time() - begin < 15  # 7 s on a busy core
     assert found.gap < 0.005
+
+
+@pytest.mark.parametrize("microbatches", [1, 5, 7, 9])
+@pytest.mark.parametrize("effort", [0, 300, 2_000])
+@pytest.mark.parametrize("cap", [1.0, 1.5, 4.0])
+def test_seeds_that_only_suit_few_microbatches_and_no_time_to_search_still_find_a_program(
+    microbatches: int, effort: int, cap: float
+) -> None:
+    """A few microbatches, which are searched with, may be interleaved where all of them cannot."""
+    for ranks, virtual in ((2, 2), (3, 3), (4, 2)):
+        stages = ranks * virtual
+        footprint = Footprint((1 / virtual,) * stages)
+        placement = loop_placement(ranks, stages)
+        tight = Problem(placement, microbatches, Costs.uniform(stages), cap, footprint)
+        check(tight, synthesise(tight, effort=effort))

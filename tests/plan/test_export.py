@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.check_exports import LAYOUTS, RECORD, layouts, names
+from benchmarks.check_exports import RECORD, cases, names
+from benchmarks.export_cases import LAYOUTS, layouts
 from fivefold.check import Layout
 from fivefold.plan.export.targets import export
 from tests.plan.layouts import planned
@@ -29,7 +30,7 @@ def named(name: str) -> Layout:
 @pytest.mark.parametrize("target", KNOWN)
 def test_settings_are_those_that_the_release_has_read(target: str) -> None:
     """`python -m benchmarks.check_exports --record` reads and records them."""
-    used = set().union(*(names(target, text(layout, target)) for _, layout in layouts()))
+    used = set().union(*(names(target, text(layout, target)) for _, layout in cases()))
     assert used == set(KNOWN[target]["names"])
 
 

@@ -16,7 +16,7 @@ from fivefold.pipeline.simulate import simulate
 from fivefold.plan.blocks import Ranks
 from fivefold.plan.candidate import evaluate
 from fivefold.plan.cluster import preset
-from fivefold.plan.frontier import Frontier, Ledger
+from fivefold.plan.frontier import Frontier, Ledger, layout_of
 from fivefold.plan.in_flight import Moments, _moments
 from fivefold.plan.memory_bound import memory_bound
 from fivefold.plan.memory_choices import further_choices
@@ -142,7 +142,7 @@ def test_bounds_rise_and_stay_bounds(model: str) -> None:
         frontier.time([row])
     assert (frontier.lower >= before).all() and (frontier.lower > before).any()
     for row in range(len(space)):
-        step = predict(frontier.layout(row), CLUSTER).step_time
+        step = predict(layout_of(frontier.space, row), CLUSTER).step_time
         assert frontier.lower[row] <= step * (1 + 1e-9)
         if space.columns["strategy"][row] <= 1:
             assert frontier.lower[row] >= 0.9 * step

@@ -1,7 +1,9 @@
 import json
 import shlex
+from collections import Counter
 from dataclasses import replace
 from functools import cache
+from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.config.sources import load_with_origins, read_config
 from fivefold.errors import ConfigError
+from fivefold.pages import MEMORY, STEP
 from fivefold.plan.candidate import evaluate
 from fivefold.plan.cluster import load_cluster
 from fivefold.plan.describe import summary
@@ -23,13 +26,14 @@ from fivefold.plan.explain import (
     changed,
     rule_of_thumb,
     sensitivities,
-    why_nothing,
 )
 from fivefold.plan.export.targets import TARGETS, export
+from fivefold.plan.no import why_nothing
 from fivefold.plan.page import page
 from fivefold.plan.request import Request, request
 from fivefold.plan.search import LESS_MEMORY, Result, search
 from fivefold.plan.space import enumerate_space
+from fivefold.units import human_bytes
 
 
 def asked(line: str) -> Request:
@@ -206,15 +210,44 @@ def test_megatron_flags_are_read_as_they_are_written() -> None:
     assert config.model == Config(PRESETS["llama3-70b"]).model
 
 
-def test_the_page_is_whole() -> None:
-    from xml.etree import ElementTree
+class Tags(HTMLParser):
+    """The open tags of a page, and how often each was opened."""
 
-    text = page(result_of(TIGHT), 15e12)
-    pictures = text.split("<svg")[1:]
-    assert len(pictures) >= 2
-    for picture in pictures:
-        ElementTree.fromstring("<svg" + picture.partition("</svg>")[0] + "</svg>")
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: Counter[str] = Counter()
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        self.seen[tag] += 1
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("command", [TIGHT, EXPERTS])
+def test_the_page_is_whole(command: str) -> None:
+    """Every part of time and memory has its own colour, the same on every page."""
+    found = result_of(command)
+    text = page(found, 15e12)
+    tags = Tags()
+    tags.feed(text)
+    assert not tags.open
+    assert "http" not in text
+    assert found.best.prediction is not None
+    for part in found.best.prediction.parts:
+        assert part.name in STEP
+    for rank in found.best.memory.ranks:
+        assert f"rank {rank.pp_rank}</span>" in text
+        for name, size in rank.parts.items():
+            assert f'background:{MEMORY[name]}" title="{name}: {human_bytes(size)}"' in text
+
+
+def test_no_two_parts_share_a_colour() -> None:
+    for colours in (MEMORY, STEP):
+        assert len(set(colours.values())) == len(colours)
 
 
 def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,17 +105,50 @@ def test_an_exception_is_the_cause_although_the_others_fail_too(capfd, tmp_path)
     assert "raise ValueError" in (tmp_path / "errors" / "rank-1.txt").read_text()
 
 
-def test_only_lost_connections_are_reported_as_such(capfd):
+def test_a_traceback_that_cannot_be_written_does_not_hide_the_cause(capfd, tmp_path):
+    def worker(env: RankEnv) -> None:
+        raise OSError("the true cause")
+
+    (tmp_path / "errors").write_text("a file where the folder should be")
+    assert launch_local(worker, 1, errors_folder=tmp_path / "errors") == 1
+    errors = capfd.readouterr().err
+    assert "OSError: the true cause" in errors and "in worker" in errors
+
+
+@pytest.mark.parametrize(
+    ("leave", "says"),
+    [
+        (dist.destroy_process_group, "left with status 0, while others still needed it"),
+        (lambda: os._exit(0), "left with status 0 before the end"),
+        (lambda: sys.exit(0), "left with sys.exit(0) before the end"),
+    ],
+)
+def test_a_rank_that_leaves_early_is_named_not_one_that_lost_it(capfd, leave, says):
     def worker(env: RankEnv) -> None:
         init_process_group(env, "cpu")
         step()
-        if env.rank == 0:
-            dist.destroy_process_group()
+        if env.rank == 1:
+            leave()
             return
         step()
 
+    assert launch_local(worker, 3, describe=place) == 1
+    assert f"error: rank 1 PP(0) TP(1): {says}\n" in capfd.readouterr().err
+
+
+def test_when_every_rank_waits_for_another_each_place_is_told(capfd):
+    def worker(env: RankEnv) -> None:
+        init_process_group(env, "cpu", timeout_seconds=2)
+        step()
+        if env.rank:
+            dist.recv(torch.ones(1), 0)
+        else:
+            dist.recv(torch.ones(1), 1)
+
     assert launch_local(worker, 2) == 1
-    assert "error: rank 1: RuntimeError" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "every rank waited for others:\n  rank 0 in worker" in error
+    assert re.search(r"\n  rank 1 in worker \(.*test_launch.py:\d+\)\n", error)
 
 
 @pytest.mark.parametrize(("kind", "status"), [(ConfigError, 2), (FivefoldError, 1)])
@@ -188,8 +221,10 @@ def test_no_rank_survives_a_killed_parent(parent):
     wait_until(lambda: not any(alive(r) for r in ranks))
 
 
-@pytest.mark.parametrize("how", ["terminal", "scheduler", "usr1"])
-def test_a_first_signal_lets_the_ranks_save(parent, tmp_path, how):
+@pytest.mark.parametrize(
+    ("how", "reason"), [("terminal", "interrupt"), ("scheduler", "SIGTERM"), ("usr1", "SIGUSR1")]
+)
+def test_a_first_signal_lets_the_ranks_save(parent, tmp_path, how, reason):
     process, _ = parent("polite")
     match how:
         case "terminal":
@@ -199,7 +234,7 @@ def test_a_first_signal_lets_the_ranks_save(parent, tmp_path, how):
         case "usr1":
             process.send_signal(signal.SIGUSR1)
     assert process.wait(10) == 0
-    assert [(tmp_path / f"saved-{r}").read_text() for r in range(2)] == ["SIGTERM"] * 2
+    assert [(tmp_path / f"saved-{r}").read_text() for r in range(2)] == [reason] * 2
 
 
 def test_a_second_ctrl_c_ends_ranks_that_will_not_leave(parent, tmp_path):

@@ -2,17 +2,25 @@
 
 import json
 import os
+import pickle
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from benchmarks import kill
+from fivefold.cli.main import main
+from fivefold.train.lock import FILE, RunLock, claim
+from tests.checkpoint.forge import Call, forge
+from tests.cli.advice import read_message
 
 FIVEFOLD = [sys.executable, "-m", "fivefold"]
 TINY = ["--train-iters", "6", "--save-interval", "3", "--precision", "fp64", "--seq-length", "32"]
@@ -117,6 +125,34 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_place(
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_that_learns_nothing_more_says_so_and_stops(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from fivefold.cli.main import main
+
+    words = command(cache, tmp_path / "dead", "--nproc", "1", "--lr", "100")[3:]
+    words += ["--precision", "fp32", "--train-iters", "14"]
+    assert main(words) != 0
+    said = capfd.readouterr()
+    assert "warning: step 6: the gradient is exactly 0\n" in said.out
+    assert "error: step 10: the gradient is exactly 0, for the 5th step in a row" in said.err
+    assert "the loss is ln 512 = 6.2383" in said.err and "such as --lr 10," in said.err
+    steps = len((tmp_path / "dead" / "metrics.jsonl").read_text().splitlines())
+    kept = [path.name for path in (tmp_path / "dead" / "checkpoints").glob("step-*")]
+    assert steps == 10 and kept == ["step-00000003"]
+
+
+def test_without_the_check_a_dead_run_is_warned_of_only(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from fivefold.cli.main import main
+
+    words = command(cache, tmp_path / "dead", "--nproc", "1", "--lr", "100")[3:]
+    words += ["--precision", "fp32", "--train-iters", "11", "--no-check-for-nan-in-loss-and-grad"]
+    assert main(words) == 0
+    assert capfd.readouterr().out.count("warning: step 6: the gradient is exactly 0\n") == 1
+
+
 def test_killed_runs_lose_nothing(cache: Path, finished: Path, tmp_path: Path) -> None:
     """A few kills at moments that lie all over a run; `benchmarks/kill.py` does fifty."""
     run = tmp_path / "killed"
@@ -135,6 +171,151 @@ def test_killed_runs_lose_nothing(cache: Path, finished: Path, tmp_path: Path) -
     done = train(cache, run, "--nproc", "2", "--tp", "2")
     assert done.returncode == 0, done.stderr
     assert losses(run) == losses(finished)
+
+
+def started(cache: Path, run: Path, *flags: str) -> subprocess.Popen[str]:
+    """A long run, when it has done its first step."""
+    long = ["--train-iters", "100000", "--lr-decay-style", "constant", *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    job = subprocess.Popen(command(cache, run, *long), **pipes)  # type: ignore[call-overload]
+    wait_for(run / "metrics.jsonl", job)
+    return job
+
+
+def wait_for(file: Path, job: subprocess.Popen[str]) -> None:
+    """Until there is something in it."""
+    deadline = time.monotonic() + 100
+    while not file.exists() or not file.read_bytes():
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_moved_under_several_ranks_ends_them(cache: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = started(cache, run, "--nproc", "2", "--tp", "2", "--save-interval", "2")
+    run.rename(tmp_path / "away")
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode not in (0, -signal.SIGKILL)
+    assert "Traceback" not in errors and str(run) in errors, errors
+    assert "while the run went on" in errors or "saving step" in errors, errors
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
+    cache: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = command(cache, run, "--tp", "2", "--save-interval", "0", "--train-iters", "100000")[3:]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    first = subprocess.Popen(
+        [*torchrun, "2", "-m", "fivefold", *words], stdout=subprocess.PIPE, text=True
+    )
+    wait_for(run / "metrics.jsonl", first)
+    owner = json.loads((run / FILE).read_text())["pid"]
+    assert "-m\0torch.distributed.run" not in Path(f"/proc/{owner}/cmdline").read_text()
+    refused = train(cache, run, "--nproc", "2", "--tp", "2")
+    assert refused.returncode == 2 and f"in use by process {owner} on" in refused.stderr
+    again = subprocess.run(
+        [*torchrun, "2", "-m", "fivefold", *words], capture_output=True, text=True, timeout=100
+    )
+    assert again.returncode != 0
+    assert again.stderr.count(f"in use by process {owner} on") == 1
+    first.terminate()
+    first.communicate(timeout=60)
+    assert not (run / FILE).exists()
+
+
+@pytest.mark.slow
+def test_of_runs_that_start_at_once_in_one_folder_one_goes_on(cache: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    jobs = [
+        subprocess.Popen(
+            command(cache, run, "--nproc", "2", "--tp", "2", "--train-iters", "40"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [job.communicate(timeout=200) for job in jobs]
+    (winner,) = [job for job in jobs if job.returncode == 0]
+    for job, (_, errors) in zip(jobs, said, strict=True):
+        assert job is winner or f"in use by process {winner.pid} on" in errors
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
+    assert steps == list(range(1, 41))
+    assert len(json.loads((run / "environment.json").read_text())) == 1
+
+
+def during(run: Path, after: int, act: Callable[[], object]) -> threading.Thread:
+    """A thread that acts when a run has recorded so many steps."""
+
+    def watch() -> None:
+        file = run / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not file.exists() or file.read_bytes().count(b"\n") < after:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.002)
+        act()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+LONG = ["--nproc", "1", "--train-iters", "100000", "--lr-decay-style", "constant"]
+
+
+@pytest.mark.parametrize("interval", ["0", "1"])
+@pytest.mark.parametrize("harm", ["deleted", "moved", "emptied", "replaced"])
+def test_what_happens_to_a_folder_under_a_run_is_told(
+    cache: Path, tmp_path: Path, harm: str, interval: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, away = tmp_path / "run", tmp_path / "away"
+
+    def act() -> None:
+        if harm == "emptied":
+            for path in run.iterdir():
+                shutil.rmtree(path, True) if path.is_dir() else path.unlink(missing_ok=True)
+            return
+        run.rename(away)
+        if harm == "replaced":
+            run.mkdir()
+        if harm in ("deleted", "replaced"):
+            shutil.rmtree(away, ignore_errors=True)
+
+    thread = during(run, 3, act)
+    status = main(command(cache, run, *LONG, "--save-interval", interval)[3:])
+    thread.join()
+    errors = capfd.readouterr().err
+    assert status == 2 and "while the run went on" in errors, errors
+    assert "Traceback" not in errors
+    if harm == "moved":
+        assert f"was moved to {away}" in errors
+    if interval == "0":  # else a save that was under way may have made its folder again
+        assert run.exists() == (harm in ("emptied", "replaced"))
+
+
+def test_deleted_metrics_are_made_again(cache: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    thread = during(run, 3, lambda: (run / "metrics.jsonl").unlink())
+    assert main(command(cache, run, "--nproc", "1", "--train-iters", "30")[3:]) == 0
+    thread.join()
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()]
+    assert steps == list(range(1, 31))
+
+
+def test_a_signal_before_the_first_step_leaves_nothing(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "fivefold.train.run.open_data", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    with pytest.raises(SystemExit) as leaving:
+        main(command(cache, tmp_path / "run", "--nproc", "1")[3:])
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert snapshot(tmp_path) == {}
 
 
 def truncate(run: Path) -> None:
@@ -161,6 +342,17 @@ def nothing(run: Path) -> None:
     pass
 
 
+def environment(text: str) -> object:
+    return lambda run: (run / "environment.json").write_text(text)
+
+
+def owned(run: Path) -> RunLock:
+    """By this test."""
+    lock = claim(run)
+    lock.begin()
+    return lock
+
+
 DAMAGE = {
     "cut short": (truncate, [], "is damaged"),
     "one bit": (flip, [], "is damaged"),
@@ -174,30 +366,174 @@ DAMAGE = {
     "another depth": (nothing, ["--num-layers", "2"], "num_layers: was 4, is 2"),
     "other data": (nothing, ["--seq-length", "16"], "the data is not what"),
     "other seed": (nothing, ["--seed", "7"], "the data is not what"),
+    "fewer steps": (nothing, ["--train-iters", "4"], "is at step 6, and train_iters is 4"),
+    "an impossible layout": (nothing, ["--tp", "3"], "cannot be split"),
+    "no corpus": (nothing, ["--data-path", "gone"], "no such file or folder: gone"),
+    "a long warm-up": (nothing, ["--lr-warmup-iters", "99"], "--lr-decay-iters 990"),
+    "no W&B": (nothing, ["--wandb-project", "x"], "wandb is not installed"),
+    "empty environment": (environment(""), [], "environment.json is not JSON"),
+    "environment of text": (environment('["a"]'), [], "environment.json does not hold what"),
+    "deep environment": (environment('[{"a":' * 5000), [], "environment.json is nested too deep"),
+    "in use": (owned, [], f"is in use by process {os.getpid()} on"),
 }
 
 
 @pytest.fixture
-def damaged(finished: Path, tmp_path: Path) -> Iterator[Path]:
+def damaged(finished: Path, tmp_path: Path) -> Path:
     run = tmp_path / "damaged"
     shutil.copytree(finished, run)
-    yield run
+    (tmp_path / "latest").symlink_to("another")
+    return run
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_checkpoint_that_cannot_be_resumed_is_refused_and_left_alone(
-    cache: Path, damaged: Path, kind: str, capfd: pytest.CaptureFixture[str]
+def test_a_run_that_cannot_go_on_is_refused_and_its_folder_left_alone(
+    cache: Path,
+    damaged: Path,
+    kind: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from fivefold.cli.main import main
-
+    monkeypatch.setitem(sys.modules, "wandb", None)
     harm, flags, message = DAMAGE[kind]
-    harm(damaged)  # type: ignore[operator]
-    before = snapshot(damaged / "checkpoints")
-    words = command(cache, damaged, "--nproc", "1", "--train-iters", "9", *flags)[3:]
-    assert main(words) != 0
+    held = harm(damaged)  # type: ignore[operator]
+    with held if isinstance(held, RunLock) else nullcontext():
+        before = snapshot(damaged.parent)
+        words = command(cache, damaged, "--nproc", "1", "--train-iters", "9", *flags)[3:]
+        assert main(words) != 0
+        errors = capfd.readouterr().err
+        assert message in errors and "Traceback" not in errors
+        assert snapshot(damaged.parent) == before
+
+
+def test_a_finished_run_has_nothing_left_to_do(
+    cache: Path, damaged: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(damaged.parent)
+    assert main(command(cache, damaged, "--nproc", "1")[3:]) == 0
+    assert f"{damaged} has done all of its 6 steps" in capfd.readouterr().out
+    assert snapshot(damaged.parent) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--load", "nope"], "there is no checkpoint in nope: no such folder"),
+        (["--load", "finishd"], "did you mean 'finished'?"),
+        (["--load", "finished"], "is at step 6, and train_iters is 6"),
+        (["--load", "finished", "--num-layers", "2", "--finetune"], "num_layers: was 4, is 2"),
+        (["--load", "finished", "--seed", "7", "--train-iters", "9"], "the data is not what"),
+        (["--load", ""], "load is empty"),
+        (["--save", ""], "save is empty"),
+        (["--save", " "], "save is empty"),
+        (["--save", "file"], "file is not a folder"),
+        (["--save", "file/run"], "file is not a folder"),
+        (["--save", "broken"], "broken is a link to nothing"),
+        (["--save", "/proc/run"], "cannot write the run folder /proc/run"),
+        (["--save", "new/" + "x" * 300], "File name too long"),
+        (["--wandb-project", "x"], "wandb is not installed"),
+        (["--tensorboard"], "tensorboard is not installed"),
+        (["--tokenizer-model", "gone.json"], "gone.json"),
+        (["--split", "0,0,100"], "split"),
+    ],
+)
+@pytest.mark.parametrize("save", [["--save", "deep/er/run"], []], ids=["named", "new"])
+def test_a_run_that_never_starts_leaves_nothing(
+    cache: Path,
+    finished: Path,
+    tmp_path: Path,
+    flags: list[str],
+    message: str,
+    save: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "finished").symlink_to(finished)
+    (tmp_path / "broken").symlink_to("nowhere/at/all")
+    (tmp_path / "file").write_text("text")
+    before = snapshot(tmp_path)
+    words = command(cache, tmp_path, "--nproc", "1")[3:-2]
+    assert main([*words, *save, *flags]) == 2
     errors = capfd.readouterr().err
     assert message in errors and "Traceback" not in errors
-    assert snapshot(damaged / "checkpoints") == before
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("way", ["sample", "--save", "--load", "--finetune"])
+def test_no_way_of_reading_a_checkpoint_runs_what_it_holds(
+    cache: Path, damaged: Path, tmp_path: Path, way: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "marker"
+    payload = Call(os.system, f"touch {marker}")
+    pickle.loads(pickle.dumps(payload))
+    marker.unlink()  # it does harm: this test can fail
+    forge(damaged / "checkpoints/step-00000006", ".metadata", pickle.dumps([payload]))
+    load = ["--load", str(damaged)] + ["--finetune"] * (way == "--finetune")
+    words = {
+        "sample": ["sample", str(damaged), "def "],
+        "--save": command(cache, damaged, "--nproc", "1", "--train-iters", "9")[3:],
+    }.get(way, command(cache, tmp_path / "new", "--nproc", "1", "--train-iters", "9", *load)[3:])
+    assert main(words) != 0
+    errors = capfd.readouterr().err
+    assert ".metadata names 'posix.system', which no checkpoint does" in errors
+    assert "Traceback" not in errors and not marker.exists()
+
+
+def test_a_state_that_is_not_of_its_folder_is_refused(
+    cache: Path, damaged: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = damaged / "checkpoints/step-00000006"
+    state = json.loads((checkpoint / "meta.json").read_text())
+    resume = command(cache, damaged, "--nproc", "1", "--train-iters", "9")[3:]
+    for changed, says in (
+        ({**state, "step": 9999}, "it is of step 9999"),
+        ({**state, "step": "6"}, "Expected `int`, got `str` - at `$.step`"),
+        ({**state, "model": None}, "at `$.model`"),
+        ({**state, "model": {**state["model"], "rotary_base": 7}}, "rotary_base: was 7"),
+        ({**state, "loader": {**state["loader"], "consumed_samples": 1e300}}, "consumed_samples"),
+        ({**state, "loader": {**state["loader"], "consumed_samples": 5}}, "5 samples cannot be"),
+    ):
+        forge(checkpoint, "meta.json", json.dumps(changed).encode())
+        for words in (resume, ["sample", str(damaged), "def "]):
+            assert main(words) != 0
+            errors = capfd.readouterr().err
+            assert says in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize("flag", ["--async-save", "--no-async-save"])
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(
+    cache: Path, finished: Path, tmp_path: Path, flag: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With a limit of the process, which no free space tells of before."""
+    run = shutil.copytree(finished, tmp_path / "full")
+    words = command(cache, run, "--nproc", "1", "--train-iters", "60", flag)[3:]
+    before = snapshot(run / "checkpoints")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        assert main(words) != 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    errors = capfd.readouterr().err
+    assert f"disk full: saving step 9 to {run}/checkpoints failed" in errors
+    assert "bytes needed" in errors and "bytes free" in errors and "200,000 bytes (ulimit" in errors
+    assert "goes on from the checkpoint of step 6" in errors and "Traceback" not in errors
+    steps = len((run / "metrics.jsonl").read_text().splitlines())
+    assert steps == 9 if flag == "--no-async-save" else 9 <= steps <= 11
+    assert snapshot(run / "checkpoints") == before
+    assert main([*words, "--train-iters", "9", "--lr-decay-iters", "60"]) == 0
+
+
+def test_a_disk_that_is_known_to_be_full_stops_the_run_in_the_step_that_saves(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fivefold.checkpoint.checkpointer.free_bytes", lambda _: 1_000_000)
+    assert main(command(cache, tmp_path / "full", "--nproc", "1", "--async-save")[3:]) != 0
+    assert "disk full: saving step 3" in capfd.readouterr().err
+    assert len((tmp_path / "full" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(
@@ -216,8 +552,6 @@ def test_what_cannot_be_loaded_is_said(
     message: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    from fivefold.cli.main import main
-
     flags = [flag.replace("RUN", str(finished)) for flag in flags]
     assert main(command(cache, tmp_path / "new", "--nproc", "1", *flags)[3:]) != 0
     errors = capfd.readouterr().err
@@ -227,8 +561,6 @@ def test_what_cannot_be_loaded_is_said(
 def test_finetuning_takes_the_weights_alone(
     cache: Path, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from fivefold.cli.main import main
-
     run = tmp_path / "tuned"
     load = ["--load", str(finished), "--finetune", "--seed", "7", "--train-iters", "4"]
     assert main(command(cache, run, "--nproc", "1", *load)[3:]) == 0
@@ -240,8 +572,6 @@ def test_finetuning_takes_the_weights_alone(
 def test_sampling_is_the_same_for_the_same_seed(
     finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from fivefold.cli.main import main
-
     texts = []
     for seed in ("1", "1", "2"):
         assert main(["sample", str(finished), "def ", "--max-tokens", "12", "--seed", seed]) == 0
@@ -250,5 +580,40 @@ def test_sampling_is_the_same_for_the_same_seed(
     assert texts[0].startswith("def ")
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def snapshot(folder: Path) -> dict[str, object]:
+    """Everything below a folder: contents of files, targets of links, None of folders."""
+    return {
+        str(p.relative_to(folder)): os.readlink(p)
+        if p.is_symlink()
+        else p.read_bytes()
+        if p.is_file()
+        else None
+        for p in folder.rglob("*")
+    }
+
+
+def test_sampling_advises_its_own_flag_before_it_writes(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sample", str(finished), "def ", "--max-tokens", "2"]
+    assert main([*words, "--step", "5"]) == 2
+    told = capfd.readouterr()
+    assert not told.out
+    (mistake,) = read_message(told.err)
+    assert mistake.suggestions == ("--step 3", "--step 6")
+    for suggestion in mistake.suggestions:
+        assert main([*words, *suggestion.split()]) == 0
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["load", "resume"])
+def test_a_checkpoint_of_other_data_says_how_to_keep_its_weights(
+    loads: bool, cache: Path, damaged: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save = tmp_path / "new" if loads else damaged
+    words = command(cache, save, "--nproc", "1", "--train-iters", "9", "--seed", "7")[3:]
+    words += ["--load", str(damaged)] if loads else []
+    assert main(words) != 0
+    (mistake,) = read_message(capfd.readouterr().err.partition("error: ")[2])
+    (suggestion,) = mistake.suggestions
+    assert "--finetune" in suggestion
+    assert main([*words, *suggestion.split()]) == 0

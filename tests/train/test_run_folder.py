@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import resource
 import subprocess
 
 import pytest
@@ -84,6 +85,24 @@ def test_a_last_line_cut_short_is_dropped(tmp_path, tail):
     file.record(step_metrics(3))
     file.close()
     assert steps(path) == [1, 2, 3]
+
+
+def test_a_disk_that_fills_up_fails_the_record_and_not_the_close(tmp_path):
+    """An error of `close` would take the place of the message about the first one."""
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.record(step_metrics(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            file.record(step_metrics(2))
+        file.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resumed = MetricsFile(tmp_path / "metrics.jsonl", after_step=9)
+    resumed.close()
+    assert steps(tmp_path / "metrics.jsonl") == [1]
 
 
 def test_the_environment_holds_no_secrets(monkeypatch):

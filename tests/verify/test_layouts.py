@@ -106,7 +106,11 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
             "account_for_loss_in_pipeline_split": True,
         },
     ),
-    "virtual stages on one rank": (1, "gpt", flags(stages="Ett|tt|tL")),
+    "virtual stages on one rank": (
+        1,
+        "gpt",
+        flags(stages="Ett|tt|tL") | {"pipeline_schedule": "interleaved_1f1b"},
+    ),
     "no overlap, replicated": (2, "gpt", flags() | {"overlap_grad_reduce": False}),
     "no overlap, ZeRO-1": (
         2,

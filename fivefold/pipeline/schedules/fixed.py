@@ -194,19 +194,18 @@ def check_groups(task: Task) -> None:
         ConfigError: with the nearest groups and numbers of microbatches.
     """
     ranks, total, group = task.num_ranks, task.num_microbatches, task.group_size
-
-    def fits(total: int, group: int) -> bool:
-        return ranks <= group <= total and (total % group == 0 or total % group >= ranks)
-
-    if task.forward_only or fits(total, group):
+    if task.forward_only or groups_fit(ranks, total, group):
         return
-    totals = sorted(range(ranks, total + 3 * max(ranks, group)), key=lambda m: abs(m - total))
+    near = max(total, group)
+    totals = sorted(range(max(ranks, near - ranks), near + 2 * ranks), key=lambda m: abs(m - total))
     groups = sorted(range(ranks, total + 1), key=lambda g: abs(g - group))
     works = [
-        *nearest_choices("number of microbatches", (m for m in totals if fits(m, group))),
+        *nearest_choices(
+            "number of microbatches", (m for m in totals if groups_fit(ranks, m, group))
+        ),
         *nearest_choices(
             "--microbatch-group-size-per-virtual-pipeline-stage",
-            (g for g in groups if fits(total, g)),
+            (g for g in groups if groups_fit(ranks, total, g)),
         ),
     ]
     raise ConfigError(
@@ -219,6 +218,11 @@ def check_groups(task: Task) -> None:
             tuple(works) or (f"{ranks} microbatches in groups of {ranks}",),
         )
     )
+
+
+def groups_fit(ranks: int, total: int, group: int) -> bool:
+    """Whether so many microbatches can be interleaved over the ranks in groups of `group`."""
+    return ranks <= group <= total and (total % group == 0 or total % group >= ranks)
 
 
 def nearest_choices(name: str, nearest_first: Iterable[int]) -> list[str]:

@@ -55,6 +55,7 @@ class Schedule:
         num_copies: of the model that it keeps; the second lies on the ranks in reverse.
         slices: whether it can cut sequences.
         pairs: whether it runs a forward and a backward beside each other.
+        groups: whether a rank runs a group of microbatches on one stage before the next.
     """
 
     generate: Callable[[Task], Orders]
@@ -63,6 +64,7 @@ class Schedule:
     num_copies: int = 1
     slices: bool = False
     pairs: bool = False
+    groups: bool = False
 
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
@@ -91,18 +93,22 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             interleaved_1f1b,
             "1f1b over several stages a rank: a smaller bubble, more memory",
             Shape.LOOP,
+            groups=True,
         ),
         "combined_1f1b": Schedule(
             combined_1f1b,
             "interleaved, a forward and a backward run as one (expert parallelism)",
             Shape.LOOP,
             pairs=True,
+            groups=True,
         ),
         "zb_h1": Schedule(zb_h1, "dW fills the bubble, at the memory of 1f1b", Shape.LINE),
         "zb_h2": Schedule(
             zb_h2, "no bubble in the span of a rank, at twice the memory", Shape.LINE
         ),
-        "interleaved_zb": Schedule(interleaved_zb, "zb_h1 over several stages a rank", Shape.LOOP),
+        "interleaved_zb": Schedule(
+            interleaved_zb, "zb_h1 over several stages a rank", Shape.LOOP, groups=True
+        ),
         "zb_v": Schedule(
             zb_v, "two stages a rank in a V: a smaller bubble at the memory of 1f1b", Shape.V
         ),

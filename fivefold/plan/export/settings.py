@@ -2,6 +2,44 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.config.settings import Setting, settings_of
+
+OWN = frozenset(
+    {
+        "save",
+        "save_interval",
+        "keep_latest_k",
+        "async_save",
+        "data_cache_path",
+        "log_interval",
+        "tensorboard",
+        "wandb_project",
+        "profile",
+        "profile_step_start",
+        "profile_step_end",
+        "profile_ranks",
+        "audit",
+    }
+)
+"""Where a run of Fivefold lies and what it tells: without meaning for another trainer, whose run
+folders and logs are of another form."""
+
+
+SPLITS = (
+    "pipeline_model_parallel_layout",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""All that says which layers lie in which stage."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +55,50 @@ class Export:
     missing: tuple[str, ...]
 
 
+class Settings:
+    """The settings of a run, by name; those that an export never asked for are told apart.
+
+    To read `settings["lr"]` is to say that the export speaks of it, in its text or in a sentence.
+    So a setting that is new here, and that nobody has written an export for, is named as missing.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._sections = [section for _, section in config.sections()]
+        self._read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return next(getattr(part, name) for part in self._sections if hasattr(part, name))
+
+    def mention(self, *names: str) -> None:
+        """Settings that the export speaks of in other words."""
+        self._read.update(names)
+
+    def unread(self, where: str) -> Iterator[str]:
+        """A sentence with each that differs from its default and has not been read."""
+        changed = (pair for section in self._sections for pair in _changed(section))
+        found = [f"{name} = {value}" for name, value in changed if name not in self._read | OWN]
+        if found:
+            yield f"{where}: {', '.join(found)}"
+
+
+def described(model: ModelConfig) -> str:
+    """All that makes a model other than the default one: 'num_layers = 32, hidden_size = ...'."""
+    return ", ".join(f"{name} = {value}" for name, value in _changed(model))
+
+
+def _changed(section: Any) -> Iterator[tuple[str, str]]:
+    for setting in _settings(section.__class__):
+        value = getattr(section, setting.name)
+        if value != setting.default:
+            yield setting.name, setting.to_toml(value).strip('"')
+
+
+@cache
+def _settings(cls: type) -> tuple[Setting, ...]:
+    return tuple(settings_of(cls))
+
+
 def command_line(flags: Iterable[str]) -> str:
     """Flags, one a line, that a shell reads as one command."""
     return " \\\n".join(flags) + "\n"
@@ -27,6 +109,19 @@ def flag(name: str, *values: object) -> Iterator[str]:
     yield " ".join([f"--{name}", *map(_quoted, values)])
 
 
+def set_flag(name: str, value: Any) -> Iterator[str]:
+    """A flag of Megatron-LM's style: nothing for None and False."""
+    values = value if isinstance(value, tuple) else () if value is True else (value,)
+    if value is True or (values and value is not None and value is not False):
+        yield from flag(name.replace("_", "-"), *values)
+
+
+def flags(said: Settings, *names: str) -> Iterator[str]:
+    """The settings that a trainer has under our names, as such flags."""
+    for name in names:
+        yield from set_flag(name, said[name])
+
+
 def _quoted(value: object) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = str(value)
     return f"'{text}'" if set(text) & set("|*() []") else text

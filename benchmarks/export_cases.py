@@ -1,0 +1,338 @@
+"""Layouts to export: some that together use every setting, and a change of each single setting."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fivefold.check import Layout, check
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+
+UNEVEN = "Et*4|(t*4|)*12t*3|t*3|t*3mL"
+LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
+    "dense": (
+        "llama3-70b",
+        64,
+        {
+            "tensor_model_parallel_size": 4,
+            "sequence_parallel": True,
+            "tp_comm_overlap": True,
+            "pipeline_model_parallel_size": 4,
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "microbatch_group_size_per_virtual_pipeline_stage": 4,
+            "data_parallel_sharding_strategy": "optim",
+            "grad_reduce_in_bf16": True,
+        },
+    ),
+    "sharded": (
+        "llama3-8b",
+        64,
+        {
+            "context_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "data_parallel_shard_size": 16,
+            "num_distributed_optimizer_instances": 2,
+            "recompute_granularity": "full",
+            "fp8_format": "hybrid",
+        },
+    ),
+    "experts": (
+        "deepseek-v3",
+        256,
+        {
+            "pipeline_model_parallel_size": 8,
+            "pipeline_model_parallel_layout": UNEVEN,
+            "expert_model_parallel_size": 32,
+            "moe_token_dispatcher_type": "flex",
+            "overlap_moe_expert_parallel_comm": True,
+            "data_parallel_sharding_strategy": "optim",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mla_up_proj", "routed_experts"),
+            "fp8_format": "hybrid",
+            "fp8_recipe": "rowwise",
+        },
+    ),
+    "window": (
+        "gpt-oss-20b",
+        16,
+        {
+            "expert_model_parallel_size": 8,
+            "data_parallel_sharding_strategy": "optim",
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 2,
+            "fp4_format": "e2m1",
+        },
+    ),
+    "biased": (
+        "gpt2",
+        8,
+        {
+            "tensor_model_parallel_size": 2,
+            "seq_length": 1024,
+            "cross_entropy_loss_fusion": True,
+            "data_parallel_sharding_strategy": "no_shard",
+        },
+    ),
+    "in a V": (
+        "qwen3-14b",
+        8,
+        {
+            "pipeline_model_parallel_size": 4,
+            "pipeline_schedule": "dualpipe_v",
+            "data_parallel_sharding_strategy": "optim",
+        },
+    ),
+    "uneven": (
+        "llama3-8b",
+        8,
+        {
+            "pipeline_model_parallel_size": 4,
+            "decoder_first_pipeline_num_layers": 7,
+            "decoder_last_pipeline_num_layers": 7,
+            "data_parallel_sharding_strategy": "optim",
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("core_attn",),
+        },
+    ),
+    "on the host": (
+        "llama3-8b",
+        16,
+        {
+            "context_parallel_size": 8,
+            "seq_length": 16384,
+            "cp_comm_type": ("a2a+p2p",),
+            "hierarchical_context_parallel_sizes": (4, 2),
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": 0.5,
+        },
+    ),
+    "counted": (
+        "llama3-8b",
+        8,
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers": 30,
+            "num_layers_per_virtual_pipeline_stage": 8,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+            "data_parallel_sharding_strategy": "optim",
+        },
+    ),
+}
+"""Preset, ranks, settings: together they use every setting that can be exported."""
+
+
+def layouts() -> Iterator[tuple[str, Layout]]:
+    """The layouts, by name."""
+    for name, (preset, world, settings) in LAYOUTS.items():
+        values = {"global_batch_size": 8 * world, "seq_length": 4096, **settings}
+        yield name, _planned(preset, world, values)
+
+
+def _planned(preset: str, world: int, values: Mapping[str, Any]) -> Layout:
+    return check(Config(PRESETS[preset]).with_values(**values), world, planned=True)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that is not the default of a setting.
+
+    Attributes:
+        value: the new one.
+        needs: settings, and a preset, with which it means something.
+        along: settings that change with it.
+    """
+
+    value: Any
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    along: Mapping[str, Any] = field(default_factory=dict)
+
+
+_PP = {"pipeline_model_parallel_size": 2}
+_TP = {"tensor_model_parallel_size": 2}
+_CP = {"context_parallel_size": 4}
+_EP = {"preset": "mixtral-8x7b", "expert_model_parallel_size": 2}
+_MLA = {"preset": "deepseek-v2-lite"}
+_GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
+_ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+_ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+_WARM_UP = {"lr_warmup_iters": 10}
+_WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
+_FUSED = {"cross_entropy_loss_fusion": True}
+_MOVED = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
+_HOST = {**_ZERO3, "optimizer_cpu_offload": True}
+_LOAD = {"load": "runs/other"}
+
+CHANGES: Mapping[str, Change] = {
+    # model
+    "num_layers": Change(40),
+    "hidden_size": Change(5120),
+    "num_attention_heads": Change(64),
+    "vocab_size": Change(100_000),
+    "num_query_groups": Change(4),
+    "kv_channels": Change(96),
+    "ffn_hidden_size": Change(12_000),
+    "max_position_embeddings": Change(8192),
+    "normalization": Change("LayerNorm"),
+    "norm_epsilon": Change(2e-6),
+    "position_embedding_type": Change("learned_absolute", {"use_rope_scaling": False}),
+    "rotary_base": Change(20_000.0),
+    "use_rope_scaling": Change(True, {"preset": "llama2-7b"}),
+    "rope_scaling_factor": Change(16.0),
+    "rope_low_freq_factor": Change(2.0),
+    "rope_high_freq_factor": Change(8.0),
+    "rope_original_max_position_embeddings": Change(4096),
+    "activation_func": Change("gelu", {"gated_linear_unit": False, "activation_func": "gelu_tanh"}),
+    "gated_linear_unit": Change(False),
+    "add_bias_linear": Change(True),
+    "add_qkv_bias": Change(True),
+    "qk_layernorm": Change(True),
+    "softmax_type": Change("learnable"),
+    "untie_embeddings_and_output_weights": Change(False),
+    "hidden_dropout": Change(0.25),
+    "attention_dropout": Change(0.25),
+    "window_size": Change(1024),
+    "init_method_std": Change(0.0125),
+    "make_vocab_size_divisible_by": Change(256),
+    "num_experts": Change(16, {"preset": "mixtral-8x7b"}),
+    "moe_router_topk": Change(4, {"preset": "mixtral-8x7b"}),
+    "moe_router_num_groups": Change(4, _GROUPS),
+    "moe_router_group_topk": Change(1, _GROUPS),
+    "moe_ffn_hidden_size": Change(7168, {"preset": "mixtral-8x7b"}),
+    "moe_shared_expert_intermediate_size": Change(1024, {"preset": "mixtral-8x7b"}),
+    "moe_layer_freq": Change("2", {"preset": "mixtral-8x7b"}),
+    "multi_latent_attention": Change(True, {"num_query_groups": None}),
+    "q_lora_rank": Change(768, _MLA),
+    "kv_lora_rank": Change(256, _MLA),
+    "qk_head_dim": Change(96, _MLA),
+    "qk_pos_emb_head_dim": Change(32, _MLA),
+    "v_head_dim": Change(96, _MLA),
+    "mtp_num_layers": Change(1),
+    "unmodelled": Change(("a bell",)),
+    # parallel
+    "tensor_model_parallel_size": Change(2),
+    "sequence_parallel": Change(True, _TP),
+    "pipeline_model_parallel_size": Change(2),
+    "num_virtual_stages_per_pipeline_rank": Change(4, _PP),
+    "num_layers_per_virtual_pipeline_stage": Change(4, _PP),
+    "pipeline_model_parallel_layout": Change("loop: Et*15 | t*17 L", _PP),
+    "decoder_first_pipeline_num_layers": Change(15, _PP),
+    "decoder_last_pipeline_num_layers": Change(15, _PP),
+    "account_for_embedding_in_pipeline_split": Change(
+        True, {**_PP, "num_layers": 30}, {"num_layers": 31}
+    ),
+    "account_for_loss_in_pipeline_split": Change(
+        True, {**_PP, "num_layers": 30}, {"num_layers": 31}
+    ),
+    "pipeline_schedule": Change("zb_h1", _PP),
+    "pipeline_in_flight_limit": Change(1.5, {**_PP, "pipeline_schedule": "synthesised"}),
+    "num_sequence_slices": Change(
+        4, {**_PP, "pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2}
+    ),
+    "pipeline_max_unsharded_stages": Change(1, {**_PP, **_ZERO3}),
+    "microbatch_group_size_per_virtual_pipeline_stage": Change(
+        4, {**_PP, "num_virtual_stages_per_pipeline_rank": 2}
+    ),
+    "context_parallel_size": Change(2),
+    "cp_comm_type": Change(("a2a",), _CP),
+    "hierarchical_context_parallel_sizes": Change(
+        (4, 2),
+        {
+            "context_parallel_size": 8,
+            "cp_comm_type": ("a2a+p2p",),
+            "hierarchical_context_parallel_sizes": (2, 4),
+        },
+    ),
+    "expert_model_parallel_size": Change(4, _EP),
+    "expert_tensor_parallel_size": Change(2, {**_EP, **_TP, "sequence_parallel": True}),
+    "moe_token_dispatcher_type": Change("flex", _EP),
+    "overlap_moe_expert_parallel_comm": Change(True, _EP),
+    "tp_comm_overlap": Change(True, {**_TP, "sequence_parallel": True}),
+    "data_parallel_shard_size": Change(2, {**_ZERO3, "num_distributed_optimizer_instances": 4}),
+    "num_distributed_optimizer_instances": Change(2, {**_ZERO3, "data_parallel_shard_size": -1}),
+    "data_parallel_sharding_strategy": Change("optim_grads_params"),
+    "overlap_grad_reduce": Change(False, _ZERO1),
+    "overlap_param_gather": Change(False, _ZERO3),
+    "grad_reduce_in_bf16": Change(True, _ZERO1),
+    # memory
+    "recompute_granularity": Change("full"),
+    "recompute_method": Change("block", {"recompute_granularity": "full"}),
+    "recompute_num_layers": Change(2, {"recompute_granularity": "full"}),
+    "recompute_modules": Change(("mlp",), {"recompute_granularity": "selective"}),
+    "fine_grained_activation_offloading": Change(True, {}, {"offload_modules": ("core_attn",)}),
+    "offload_modules": Change(("core_attn", "attn_proj"), _MOVED),
+    "min_offloaded_tensor_size": Change(1 << 16, _MOVED),
+    "cross_entropy_loss_fusion": Change(True),
+    "cross_entropy_fusion_impl": Change("linear", _FUSED),
+    "optimizer_cpu_offload": Change(True, _ZERO3),
+    "optimizer_offload_fraction": Change(0.375, _HOST),
+    # training
+    "micro_batch_size": Change(2),
+    "global_batch_size": Change(128),
+    "seq_length": Change(2048),
+    "train_iters": Change(1000),
+    "seed": Change(77),
+    "precision": Change("fp32"),
+    "fp8_format": Change("hybrid"),
+    "fp8_recipe": Change("blockwise", {"fp8_format": "hybrid"}),
+    "fp4_format": Change("e2m1"),
+    "compile": Change(True),
+    "compile_backend": Change("aot_eager", {"compile": True}),
+    "label_smoothing": Change(0.125),
+    "eval_interval": Change(30),
+    "eval_iters": Change(7, {"eval_interval": 30}),
+    "check_for_nan_in_loss_and_grad": Change(False),
+    "distributed_timeout_minutes": Change(20.5),
+    # data
+    "data_path": Change(("corpus",)),
+    "tokenizer_model": Change("tokenizer.json"),
+    "tokenizer_vocab_size": Change(1000),
+    "data_cache_path": Change("cache"),
+    "split": Change("90,5,5"),
+    "text_key": Change("content"),
+    "reset_position_ids": Change(False),
+    "reset_attention_mask": Change(False),
+    "eod_mask_loss": Change(False),
+    # optimizer
+    "lr": Change(1.23456789e-3),
+    "min_lr": Change(1.25e-5),
+    "lr_decay_style": Change("linear"),
+    "lr_decay_iters": Change(130),
+    "lr_warmup_iters": Change(10),
+    "lr_warmup_init": Change(1.5e-5, _WARM_UP),
+    "lr_wsd_decay_iters": Change(25, _WSD),
+    "lr_wsd_decay_style": Change("minus_sqrt", _WSD),
+    "weight_decay": Change(0.05),
+    "adam_beta1": Change(0.875),
+    "adam_beta2": Change(0.9375),
+    "adam_eps": Change(2e-8),
+    "clip_grad": Change(0.5),
+    # checkpoint and logging
+    "save": Change("runs/mine"),
+    "load": Change("runs/other"),
+    "ckpt_step": Change(10, _LOAD),
+    "finetune": Change(True, _LOAD),
+    "save_interval": Change(10),
+    "keep_latest_k": Change(7),
+    "async_save": Change(False),
+    "log_interval": Change(10),
+    "tensorboard": Change(True),
+    "wandb_project": Change("project"),
+    "profile": Change(True),
+    "profile_step_start": Change(11),
+    "profile_step_end": Change(13),
+    "profile_ranks": Change((1,)),
+    "audit": Change(True),
+}
+"""By setting: of llama3-8b, if no other preset is named, on 8 ranks."""
+
+
+def changed(name: str) -> tuple[Layout, Layout]:
+    """A layout, and the same with one setting of `CHANGES` changed."""
+    change = CHANGES[name]
+    needs = {"global_batch_size": 64, "seq_length": 4096, **change.needs}
+    preset = needs.pop("preset", "llama3-8b")
+    after = {**needs, **change.along, name: change.value}
+    return _planned(preset, 8, needs), _planned(preset, 8, after)

@@ -1,0 +1,113 @@
+"""The folder of checkpoints on the disk: its names, what counts as a checkpoint, and which goes."""
+
+import re
+import shutil
+from pathlib import Path
+
+from fivefold.checkpoint.integrity import MANIFEST
+from fivefold.errors import CheckpointError, Mistake
+from fivefold.files import read_text, write_atomic
+
+_LATEST = "latest"
+_UNFINISHED = ".tmp"  # still being written, or no longer wanted: nobody's checkpoint
+_REPLACED = ".old"  # a whole checkpoint, which counts while there is no other of its step
+
+
+class CheckpointFolder:
+    """Checkpoints by step.
+
+    A checkpoint is written beside its place (`step-00000100.tmp`) and renamed when it is complete.
+    One of the same step that was there is renamed to `step-00000100.old` just before and removed
+    just after, so that at every moment a complete one can be found.
+
+    Readers change nothing, and only the first rank of one run may write at a time.
+
+    Args:
+        path: of the folder, which need not exist yet.
+        keep_latest: how many to keep, the most recently written; None: all.
+    """
+
+    def __init__(self, path: Path, keep_latest: int | None = None) -> None:
+        self.path = path
+        self._keep_latest = keep_latest
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, in order."""
+        folders = (path.name for path in self.path.glob("step-*") if path.is_dir())
+        pattern = rf"step-([0-9]{{8}}|[1-9][0-9]{{8,}})({_REPLACED})?"
+        found = (re.fullmatch(pattern, name) for name in folders)
+        return sorted({int(match[1]) for match in found if match})
+
+    def latest(self) -> int | None:
+        """The step written last, or None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: the file `latest` holds no number, so that nobody can say.
+        """
+        steps, pointer = self.steps(), self.path / _LATEST
+        if not steps or not pointer.exists():
+            return max(steps, default=None)
+        text = read_text(pointer, CheckpointError)
+        if not re.fullmatch(r"[0-9]{1,18}\n?", text):
+            why = f"expected the number of a step, found {text[:20]!r}"
+            works = tuple(str(step) for step in steps)
+            attempt = f"echo {steps[-1]} > {pointer}"
+            raise CheckpointError(str(Mistake(f"{pointer} is damaged", (why,), works, attempt)))
+        return int(text) if int(text) in steps else steps[-1]
+
+    def of(self, step: int) -> Path:
+        """Where the checkpoint of a step is to be found, if there is one."""
+        final, replaced = self._at(step), self._at(step, _REPLACED)
+        return replaced if replaced.is_dir() and not final.is_dir() else final
+
+    def unfinished(self, step: int) -> Path:
+        """Where the checkpoint of a step is written."""
+        return self._at(step, _UNFINISHED)
+
+    def clear(self) -> None:
+        """Remove what killed saves left; a whole checkpoint that they set aside goes back."""
+        for replaced in self.path.glob(f"step-*{_REPLACED}"):
+            final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+            if final.exists():
+                _remove(replaced)
+            else:
+                replaced.rename(final)
+        for unfinished in self.path.glob(f"step-*{_UNFINISHED}"):
+            shutil.rmtree(unfinished)
+        for pointer in self.path.glob(f".tmp-*-{_LATEST}"):
+            pointer.unlink()
+
+    def put_in_place(self, step: int) -> None:
+        """Make the complete checkpoint `unfinished(step)` the latest, and remove what may go."""
+        final, replaced = self._at(step), self._at(step, _REPLACED)
+        if final.exists():
+            final.rename(replaced)
+        self.unfinished(step).rename(final)
+        write_atomic(self.path / _LATEST, f"{step}\n")  # flushes the renames, too
+        if replaced.exists():
+            _remove(replaced)
+        if self._keep_latest is not None:
+            others = [self.of(other) for other in self.steps() if other != step]
+            others.sort(key=_written, reverse=True)
+            for old in others[max(self._keep_latest - 1, 0) :]:
+                _remove(old)
+
+    def _at(self, step: int, suffix: str = "") -> Path:
+        return self.path / f"step-{step:08d}{suffix}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a path that `CheckpointFolder.of` gave."""
+    return int(checkpoint.name.removeprefix("step-").removesuffix(_REPLACED))
+
+
+def _written(checkpoint: Path) -> int:
+    """When it was completed, in ns; 0 if it never was."""
+    manifest = checkpoint / MANIFEST
+    return manifest.stat().st_mtime_ns if manifest.exists() else 0
+
+
+def _remove(checkpoint: Path) -> None:
+    """Rename it before, so that no half of one is ever taken for one."""
+    name = checkpoint.name.removesuffix(_REPLACED)
+    shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{name}{_REPLACED}{_UNFINISHED}")))

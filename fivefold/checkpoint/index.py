@@ -1,0 +1,152 @@
+"""The index of a checkpoint: which slice of which tensor lies where."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from msgspec import Meta, Struct
+
+from fivefold.checkpoint.integrity import INDEX, META, Stamp
+from fivefold.checkpoint.pickled import DTYPES, read_pickle
+from fivefold.errors import CheckpointError
+from fivefold.files import as_kind
+
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+_Counts = tuple[_Count, ...]
+
+
+class Slot(NamedTuple):
+    """A slice of a tensor and the place of its bytes.
+
+    Attributes:
+        offsets: index of its first element in the global tensor, one per dim.
+        sizes: its shape.
+        file: name within the checkpoint.
+        start: its first byte in the file.
+        length: bytes.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint: its type, its global shape, and slots that tile it exactly."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    slots: list[Slot]
+
+
+class _Chunk(Struct):
+    offsets: _Counts
+    sizes: _Counts
+
+
+class _Properties(Struct):
+    state: tuple[str, Any, Any, Any, Any]  # dtype, layout, requires_grad, memory format, pinned
+
+
+class _Tensor(Struct):
+    properties: _Properties
+    size: _Counts
+    chunks: list[_Chunk]
+
+
+class _Place(Struct):
+    relative_path: str
+    offset: _Count
+    length: _Count
+    transform_descriptors: None = None  # compression and the like: we write none and read none
+
+
+class _Metadata(Struct):
+    state_dict_metadata: dict[str, _Tensor]
+    storage_data: dict[tuple[str, _Counts], _Place]
+
+
+def read_index(folder: Path, files: Mapping[str, Stamp]) -> dict[str, SavedTensor]:
+    """The tensors of a checkpoint by name.
+
+    Args:
+        folder: the checkpoint.
+        files: its manifest.
+
+    Raises:
+        CheckpointError: the file is not what DCP writes, or it contradicts itself or the manifest:
+            slices that leave a part of a tensor out, bytes of no file or of two slices.
+    """
+    path = folder / INDEX
+    try:
+        plain = read_pickle(path.read_bytes())
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} {error}") from None
+    found = as_kind(plain, _Metadata, str(path), CheckpointError)
+    index = {}
+    for name, tensor in found.state_dict_metadata.items():
+        dtype = DTYPES.get(tensor.properties.state[0])
+        if dtype is None:
+            raise CheckpointError(f"{path} gives {name} no type of number")
+        if not _tile(tensor.size, tensor.chunks):
+            raise CheckpointError(f"{path} has slices of {name} that do not make up the tensor")
+        slots = []
+        for chunk in tensor.chunks:
+            place = found.storage_data.pop((name, chunk.offsets), None)
+            if place is None:
+                raise CheckpointError(f"{path} does not say where {name} {chunk.offsets} lies")
+            at = (place.relative_path, place.offset, place.length)
+            slots.append(Slot(chunk.offsets, chunk.sizes, *at))
+        index[name] = SavedTensor(dtype, tensor.size, slots)
+    if found.storage_data:
+        raise CheckpointError(f"{path} has bytes of slices that no tensor has")
+    _check_places([slot for tensor in index.values() for slot in tensor.slots], files, path)
+    return index
+
+
+def _check_places(slots: Sequence[Slot], files: Mapping[str, Stamp], path: Path) -> None:
+    """See that slots lie within data files of the manifest, and none upon another."""
+    ends = dict.fromkeys(files, 0)
+    for slot in sorted(slots, key=lambda slot: (slot.file, slot.start)):
+        if slot.file not in files or slot.file in (INDEX, META):
+            raise CheckpointError(f"{path} names {slot.file!r}, which is no file of the checkpoint")
+        end = slot.start + slot.length
+        if slot.start < ends[slot.file] or end > files[slot.file].size:
+            raise CheckpointError(
+                f"{path} places a slice at bytes {slot.start:,} to {end:,} of {slot.file}, "
+                "where another one lies or the file has ended"
+            )
+        ends[slot.file] = end
+
+
+def _tile(shape: _Counts, chunks: Sequence[_Chunk]) -> bool:
+    """Whether chunks cover every element of a shape exactly once."""
+    rank = len(shape)
+    boxes = []
+    for chunk in chunks:
+        if len(chunk.offsets) != rank or len(chunk.sizes) != rank or 0 in chunk.sizes:
+            return False
+        box = [(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if any(end > size for (_, end), size in zip(box, shape, strict=True)):
+            return False
+        boxes.append(box)
+    if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
+        return False
+    # As many elements as the shape has: they cover it unless two boxes overlap. Those that meet
+    # along the dim with the most cuts are few.
+    dim = max(range(rank), key=lambda d: len({box[d] for box in boxes}), default=None)
+    if dim is None:
+        return len(boxes) == 1
+    near: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        near = [other for other in near if other[dim][1] > box[dim][0]]
+        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, o, strict=True)) for o in near):
+            return False
+        near.append(box)
+    return True

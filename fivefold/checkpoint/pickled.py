@@ -1,0 +1,158 @@
+"""Reads the pickles of torch.distributed.checkpoint (DCP) as data, without unpickling them.
+
+Whoever unpickles a file runs what it asks for. Here a class is only its name and an object a dict
+of its fields: nothing is imported and nothing is called, whatever the file says.
+"""
+
+import pickletools
+from typing import Any
+
+import torch
+
+from fivefold.errors import CheckpointError
+
+DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+_DCP = "torch.distributed.checkpoint"
+_CLASSES = {
+    f"{_DCP}.metadata.{name}"
+    for name in (
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    )
+} | {f"{_DCP}.filesystem._StorageInfo"}
+_SHAPE = "torch.Size"
+_WITHOUT_EFFECT = {  # strides in memory, and the path that the checkpoint was written to
+    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+}
+_NAMES = {*DTYPES, *_CLASSES, _SHAPE, *_WITHOUT_EFFECT}
+
+
+def read_pickle(pickled: bytes) -> Any:
+    """What a pickle of DCP's metadata holds, as dicts, lists, tuples, text, numbers and None.
+
+    A `MetadataIndex` that is the key of a dict becomes (name, offsets), a type of numbers its
+    name, such as "torch.float32".
+
+    Raises:
+        CheckpointError: the bytes are damaged, or ask for anything that DCP does not write.
+    """
+    machine = _Machine()
+    try:
+        for opcode, argument, _ in pickletools.genops(pickled):
+            machine.do(opcode.name, argument)
+        return machine.stack.pop()
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        raise CheckpointError(f"is not what {_DCP} writes") from None
+
+
+class _Machine:
+    """A pickle machine with the opcodes of plain data only."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._outer: list[list[Any]] = []  # the stack below each mark
+        self._memo: list[Any] = []
+
+    def do(self, opcode: str, argument: Any) -> None:
+        stack = self.stack
+        match opcode:
+            case "MEMOIZE":
+                self._memo.append(stack[-1])
+            case "BINGET" | "LONG_BINGET":
+                stack.append(self._memo[argument])
+            case "BININT1" | "BININT2" | "BININT" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
+                stack.append(argument)
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                count = int(opcode[-1])
+                if len(stack) < count:
+                    raise IndexError
+                stack[-count:] = [tuple(stack[-count:])]
+            case "NONE":
+                stack.append(None)
+            case "NEWTRUE" | "NEWFALSE":
+                stack.append(opcode == "NEWTRUE")
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "EMPTY_LIST":
+                stack.append([])
+            case "EMPTY_DICT":
+                stack.append({})
+            case "MARK":
+                self._outer.append(stack)
+                self.stack = []
+            case "TUPLE" | "APPENDS" | "SETITEMS":
+                self.stack = self._outer.pop()
+                self._collect(opcode, stack)
+            case "APPEND":
+                self._collect("APPENDS", [stack.pop()])
+            case "SETITEM":
+                value, key = stack.pop(), stack.pop()
+                self._collect("SETITEMS", [key, value])
+            case "STACK_GLOBAL":
+                name, module = stack.pop(), stack.pop()
+                stack.append(_known(module, name))
+            case "NEWOBJ":
+                arguments, name = stack.pop(), stack.pop()
+                if not _is_one_of(_CLASSES, name) or arguments != ():
+                    raise CheckpointError("makes an object that no checkpoint has")
+                stack.append({})
+            case "BUILD":
+                state = stack.pop()
+                stack[-1].update(state if isinstance(state, dict) else {"state": state})
+            case "REDUCE":
+                arguments, name = stack.pop(), stack.pop()
+                stack.append(_called(name, arguments))
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case _:
+                raise CheckpointError(f"has the pickle opcode {opcode}, which no checkpoint has")
+
+    def _collect(self, opcode: str, items: list[Any]) -> None:
+        """Put items into a tuple, or into the list or dict at the top of the stack."""
+        if opcode == "TUPLE":
+            self.stack.append(tuple(items))
+        elif opcode == "APPENDS":
+            self.stack[-1].extend(items)
+        else:
+            keys, values = items[::2], items[1::2]
+            self.stack[-1].update(zip(map(_key, keys), values, strict=True))
+
+
+def _known(module: Any, name: Any) -> str:
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TypeError
+    if f"{module}.{name}" not in _NAMES:
+        raise CheckpointError(f"names {f'{module}.{name}'[:80]!r}, which no checkpoint does")
+    return f"{module}.{name}"
+
+
+def _called(name: Any, arguments: Any) -> Any:
+    """What calling a known name gives: a shape is the tuple that it is made of."""
+    if _is_one_of(_WITHOUT_EFFECT, name):
+        return None
+    if name != _SHAPE:
+        raise CheckpointError("calls what no checkpoint calls")
+    (shape,) = arguments
+    return shape
+
+
+def _is_one_of(names: set[str], name: Any) -> bool:
+    return isinstance(name, str) and name in names
+
+
+def _key(key: Any) -> str | tuple[str, tuple[int, ...]]:
+    """A key of a dict: text, or a MetadataIndex as its name and offsets."""
+    if isinstance(key, str):
+        return key
+    name, offset = key["fqn"], key["offset"]
+    if not isinstance(name, str) or not all(type(number) is int for number in offset):
+        raise TypeError
+    return name, tuple(offset)

@@ -1,0 +1,219 @@
+"""What other trainers call a setting, and what people type for one: only to say what it is here."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+_STEPS = "Fivefold counts optimizer steps"
+_BATCH = "global_batch_size = micro_batch_size x data-parallel ranks x accumulated microbatches"
+_KERNELS = "PyTorch's fused kernels run where they can; there is nothing to choose"
+_ZERO = "no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3, FSDP)"
+_FULL = "--data-parallel-sharding-strategy optim_grads_params"
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A spelling of others.
+
+    Attributes:
+        flags: what is meant, the first that a command knows; with a value where that says it all.
+        note: what differs, or why nothing is needed.
+    """
+
+    flags: tuple[str, ...]
+    note: str = ""
+
+    def meant(self, known: Collection[str]) -> str:
+        """The flag that is meant, of those that a command knows by name; empty if there is none."""
+        return next((flag for flag in self.flags if name_of(flag) in known), "")
+
+
+def name_of(flag: str) -> str:
+    """'--lr-decay-style cosine' -> 'lr_decay_style'."""
+    return flag.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+
+
+def _table(*rows: tuple[str, str, str]) -> Mapping[str, Foreign]:
+    return MappingProxyType(
+        {
+            name: Foreign(tuple(filter(None, flags.split(" | "))), note)
+            for flags, names, note in rows
+            for name in names.split()
+        }
+    )
+
+
+FOREIGN = _table(
+    # Degrees and sharding
+    ("--tp", "tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree", ""),
+    ("--pp | --stages", "pp_size pp_degree pipeline_parallel pipeline_parallel_size ranks", ""),
+    ("--stages", "pp num_stages pipeline_model_parallel_size", ""),
+    ("--cp", "cp_size cp_degree context_parallel ulysses_degree ring_degree", ""),
+    ("--ep", "ep_size ep_degree expert_parallel expert_parallel_size", ""),
+    ("--dp-shard", "dp dp_size data_parallel_size data_parallel_shard_degree fsdp_size", ""),
+    ("--dp-replicate", "data_parallel_replicate_degree hsdp num_replicas", ""),
+    ("--vpp | --chunks", "vp virtual_stages num_model_chunks vpp num_chunks", ""),
+    ("--sequence-parallel", "sp sequence_parallelism", ""),
+    ("--data-parallel-sharding-strategy", "zero zero_stage sharding_strategy stage", _ZERO),
+    (_FULL, "fsdp fsdp2 full_shard use_torch_fsdp2 use_megatron_fsdp", ""),
+    ("--nproc | --gpus", "nproc_per_node world_size num_gpus ngpus n_gpus num_processes gpus", ""),
+    ("--cluster", "gpu hardware device gpu_type", ""),
+    # Batch, length and duration
+    ("--global-batch-size", "batch_size batch bsz train_batch_size total_batch_size", ""),
+    (
+        "--global-batch-size",
+        "gradient_accumulation_steps grad_accum accumulate_grad_batches",
+        _BATCH,
+    ),
+    ("--microbatches | --global-batch-size", "num_microbatches n_microbatches mb", _BATCH),
+    (
+        "--micro-batch-size",
+        "micro_bsz per_device_train_batch_size train_micro_batch_size_per_gpu local_batch_size "
+        "per_device_batch_size device_batch_size",
+        "",
+    ),
+    (
+        "--seq-length",
+        "seq_len seqlen sequence_length max_seq_length max_seq_len max_length block_size n_ctx "
+        "context_length ctx_len model_max_length encoder_seq_length",
+        "",
+    ),
+    (
+        "--train-iters",
+        "steps max_steps num_steps n_steps total_steps iters max_iters iterations",
+        "",
+    ),
+    ("--train-iters", "epochs num_epochs num_train_epochs max_epochs", f"{_STEPS}, not epochs"),
+    ("--train-iters", "train_samples exit_interval train_tokens max_tokens", _STEPS),
+    ("--max-tokens", "max_new_tokens num_tokens length n_tokens", ""),
+    ("--step", "ckpt_step checkpoint_step", ""),
+    # Optimizer
+    ("--lr", "learning_rate peak_lr max_lr base_lr", ""),
+    ("--min-lr", "lr_min eta_min final_lr end_lr min_learning_rate", ""),
+    ("--lr-warmup-iters", "warmup warmup_steps num_warmup_steps warmup_iters lr_warmup_steps", ""),
+    ("--lr-warmup-iters", "warmup_ratio lr_warmup_fraction lr_warmup_samples", _STEPS),
+    ("--lr-decay-iters", "lr_decay_samples decay_steps lr_decay_steps", _STEPS),
+    ("--lr-decay-style", "scheduler lr_scheduler lr_scheduler_type lr_schedule", ""),
+    ("--weight-decay", "wd decay l2", ""),
+    ("--adam-beta1", "beta1 beta_1 adam_beta_1", ""),
+    ("--adam-beta2", "beta2 beta_2 adam_beta_2", ""),
+    ("--adam-eps", "eps epsilon adam_epsilon", ""),
+    (
+        "--clip-grad",
+        "grad_clip max_grad_norm gradient_clip_val gradient_clipping clip max_norm",
+        "",
+    ),
+    ("", "optimizer optim optimizer_type", "AdamW is the only optimizer"),
+    # Precision
+    ("--precision", "dtype torch_dtype mixed_precision param_dtype", ""),
+    ("--bf16", "fp16 half float16 amp", "fp16 needs loss scaling, which Fivefold does not have"),
+    ("--bf16", "bfloat16", ""),
+    ("--fp32", "float32 tf32", ""),
+    ("--fp64", "float64 double", ""),
+    ("--fp8-format", "fp8 fp8_recipe_format", ""),
+    # Memory and compilation
+    (
+        "--recompute-granularity full",
+        "gradient_checkpointing activation_checkpointing checkpoint_activations",
+        "",
+    ),
+    ("--recompute-granularity selective", "recompute_activations", ""),
+    ("--recompute-granularity", "activation_checkpoint_mode ac_mode recompute", ""),
+    ("--compile", "torch_compile use_compile", ""),
+    ("--optimizer-cpu-offload", "cpu_offload offload_optimizer zero_offload", ""),
+    # Model
+    ("--model", "model_name model_name_or_path model_path pretrained hf_model checkpoint_path", ""),
+    ("--num-layers", "n_layer n_layers num_hidden_layers depth layers", ""),
+    ("--hidden-size", "n_embd d_model dim hidden_dim embed_dim embedding_dim model_dim", ""),
+    ("--num-attention-heads", "n_head n_heads num_heads heads", ""),
+    ("--num-query-groups", "n_kv_heads num_kv_heads num_key_value_heads kv_heads", ""),
+    ("--ffn-hidden-size", "intermediate_size d_ff ffn_dim ffn_size mlp_dim ff_dim", ""),
+    ("--kv-channels", "head_dim head_size d_head", ""),
+    ("--vocab-size", "n_vocab padded_vocab_size vocabulary_size", ""),
+    ("--rotary-base", "rope_theta rope_base theta", ""),
+    ("--norm-epsilon", "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps", ""),
+    ("--activation-func", "hidden_act activation act activation_function", ""),
+    ("--window-size", "sliding_window attention_window", ""),
+    ("--hidden-dropout", "dropout resid_pdrop", ""),
+    ("--attention-dropout", "attn_pdrop attn_dropout", ""),
+    ("--no-untie-embeddings-and-output-weights", "tie_word_embeddings tie_embeddings", ""),
+    ("--add-qkv-bias", "attention_bias qkv_bias", ""),
+    ("--moe-router-topk", "num_experts_per_tok top_k_experts", ""),
+    ("--num-experts", "num_local_experts n_routed_experts moe_num_experts", ""),
+    # Data
+    (
+        "--data-path",
+        "data dataset dataset_name dataset_path data_dir train_file train_data_path",
+        "",
+    ),
+    ("--tokenizer-model", "tokenizer tokenizer_name tokenizer_path tokenizer_type", ""),
+    ("--tokenizer-model", "vocab_file merge_file", "--tokenizer-model is a tokenizer.json"),
+    # Runs
+    ("--save", "output_dir out_dir save_dir checkpoint_dir ckpt_dir run_dir", ""),
+    ("--load", "resume resume_from_checkpoint resume_from load_checkpoint", ""),
+    ("--save-interval", "save_steps save_every checkpoint_interval ckpt_interval", ""),
+    ("--keep-latest-k", "save_total_limit keep_last max_checkpoints", ""),
+    ("--finetune", "no_load_optim no_load_rng", ""),
+    ("--log-interval", "logging_steps log_every log_freq print_every", ""),
+    ("--eval-interval", "eval_steps eval_every val_check_interval", ""),
+    ("--tensorboard", "tensorboard_dir logging_dir", "events are in the run folder"),
+    ("--wandb-project", "wandb use_wandb project report_to", ""),
+    ("", "wandb_exp_name run_name", "a run is called as its folder, which --save names"),
+    ("--seed", "random_seed data_seed manual_seed", ""),
+    ("--distributed-timeout-minutes", "timeout ddp_timeout", "in minutes"),
+    # Nothing to be said here
+    ("", "log_throughput", "the throughput is in every line of the console"),
+    (
+        "",
+        "use_mcore_models transformer_impl use_flash_attn use_flash_attention attention_backend "
+        "attn_implementation attention_softmax_in_fp32 no_masked_softmax_fusion "
+        "no_bias_swiglu_fusion no_rope_fusion",
+        _KERNELS,
+    ),
+    (
+        "",
+        "accumulate_allreduce_grads_in_fp32",
+        "gradients are reduced and accumulated in fp32 unless --grad-reduce-in-bf16",
+    ),
+    (
+        "",
+        "ckpt_format auto_detect_ckpt_format use_dist_ckpt dist_ckpt_strictness num_workers "
+        "dataloader_type distributed_backend",
+        "there is one way, which needs no choice",
+    ),
+    ("", "deepspeed deepspeed_config accelerate_config", "Fivefold reads no other trainer's files"),
+)
+"""By name, with underscores."""
+
+MEANT: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "precision": {
+            **dict.fromkeys(("fp16", "float16", "half", "16", "16_mixed", "bfloat16"), "bf16"),
+            **dict.fromkeys(("float32", "float", "single", "tf32", "32"), "fp32"),
+            **dict.fromkeys(("float64", "double", "64"), "fp64"),
+        },
+        "data_parallel_sharding_strategy": {
+            **dict.fromkeys(("0", "ddp", "none", "zero0"), "no_shard"),
+            **dict.fromkeys(("1", "zero1", "zero_1"), "optim"),
+            **dict.fromkeys(("2", "zero2", "zero_2", "shard_grad_op"), "optim_grads"),
+            **dict.fromkeys(("3", "zero3", "zero_3", "fsdp", "full_shard"), "optim_grads_params"),
+        },
+        "activation_func": {
+            **dict.fromkeys(("swish", "swiglu"), "silu"),
+            **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
+            "geglu": "gelu",
+        },
+        "position_embedding_type": {"rotary": "rope", "learned": "learned_absolute"},
+        "normalization": {"rms": "RMSNorm", "ln": "LayerNorm"},
+        "pipeline_schedule": {
+            "interleaved": "interleaved_1f1b",
+            **dict.fromkeys(("zb", "zero_bubble", "zerobubble"), "zb_h1"),
+            "zbv": "zb_v",
+            "bfs": "looped_bfs",
+        },
+        "cp_comm_type": {"ring": "p2p", "ulysses": "a2a", "hierarchical": "a2a+p2p"},
+        "lr_decay_style": {"cosine_with_restarts": "cosine", "warmup_stable_decay": "WSD"},
+        "recompute_granularity": {"block": "full", "uniform": "full", "modules": "selective"},
+    }
+)
+"""What people type for a choice, by setting."""

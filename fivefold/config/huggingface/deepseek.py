@@ -1,0 +1,124 @@
+"""DeepSeek-V2, V3 and Kimi-K2: latent attention, dense layers first, shared experts."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.huggingface.generic import read_stored_weights
+from fivefold.config.huggingface.llama import activation, transformer_sizes
+from fivefold.config.huggingface.mixtures import NOT_NORMALISED, read_balancing
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.huggingface.rope import Rope, read_rope
+from fivefold.config.layer_pattern import MAX_LAYERS, layer_frequency
+from fivefold.config.model import ModelConfig
+
+# How routers work where a config.json does not say so.
+_V2: Mapping[str, Any] = MappingProxyType(
+    {
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "n_group": None,
+        "topk_group": None,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": 2,
+    }
+)
+_V3: Mapping[str, Any] = MappingProxyType(
+    {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "n_shared_experts": 1,
+    }
+)
+
+
+def deepseek(reader: Reader, kind: str) -> ModelConfig:
+    """The model; the rotary key is one for all heads, and features are paired as neighbours."""
+    second = kind == "deepseek_v2"
+    sizes = transformer_sizes(reader)
+    read_stored_weights(reader, published=True)
+    read_balancing(reader)
+    reader.without_effect("aux_loss_alpha", "seq_aux", "ep_size")
+    reader.fixed("attention_bias", False)
+    reader.fixed("mlp_bias", False)
+    reader.fixed("rope_interleave", True)
+    rope = read_rope(reader, Rope(10000.0, 1.0, "default"), leave_out=True)
+    inner = reader.size("intermediate_size")
+    latents: dict[str, Any] = {
+        "q_lora_rank": reader.optional_size("q_lora_rank", default=1536),
+        "kv_lora_rank": reader.size("kv_lora_rank"),
+        "qk_head_dim": reader.size("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": reader.size("qk_rope_head_dim"),
+        "v_head_dim": reader.size("v_head_dim"),
+    }
+    # Derived sizes, which transformers 5 writes, too.
+    turned = latents["qk_pos_emb_head_dim"]
+    heads, default = sizes["num_attention_heads"], None if second else 128
+    key_value_heads = reader.optional_size("num_key_value_heads", default=default)
+    if key_value_heads not in (None, heads):
+        reader.unsupported("num_key_value_heads", key_value_heads, [heads])
+    reader.fixed("qk_head_dim", latents["qk_head_dim"] + turned)
+    reader.fixed("head_dim", turned)
+    return ModelConfig(
+        **sizes,
+        **latents,
+        ffn_hidden_size=inner,
+        norm_epsilon=reader.number("rms_norm_eps", 1e-6),
+        activation_func=activation(reader, "hidden_act", "silu"),
+        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
+        attention_dropout=reader.number("attention_dropout", 0.0),
+        multi_latent_attention=True,
+        mtp_num_layers=0 if second else _predictions(reader),
+        **_experts(reader, _V2 if second else _V3, sizes["num_layers"]),
+        **rope.settings(),
+    )
+
+
+def _predictions(reader: Reader) -> int:
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    return reader.size(*names, default=1, least=0, most=MAX_LAYERS)
+
+
+def _experts(reader: Reader, family: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Settings of the experts; none for a model without."""
+    experts = reader.optional_size("n_routed_experts", "num_experts", "num_local_experts")
+    names = ("greedy", "group_limited_greedy", "noaux_tc")
+    method = reader.text("topk_method", default=family["topk_method"], choices=names)
+    scores = reader.text(
+        "scoring_func", default=family["scoring_func"], choices=("softmax", "sigmoid")
+    )
+    normalised = reader.flag("norm_topk_prob", family["norm_topk_prob"])
+    factor = reader.number("routed_scaling_factor", family["routed_scaling_factor"])
+    groups = reader.optional_size("n_group", default=family["n_group"]) or 1
+    chosen = reader.optional_size("topk_group", default=family["topk_group"]) or 1
+    first = reader.size("first_k_dense_replace", default=family["first_k_dense_replace"], least=0)
+    shared = reader.optional_size("n_shared_experts", default=family["n_shared_experts"], least=0)
+    inner, topk = reader.size("moe_intermediate_size"), reader.size("num_experts_per_tok")
+    reader.fixed("moe_layer_freq", 1)
+    if experts is None or first >= layers:
+        return {}
+    if scores != "softmax":
+        reader.left_out.append(f"{scores} router scores")
+    if method == "noaux_tc":
+        reader.left_out.append("balancing by a bias of the router")
+    if not normalised:
+        reader.left_out.append(NOT_NORMALISED)
+    if factor != 1.0:
+        reader.left_out.append(f"router weights times {factor}")
+    grouped = method != "greedy" and chosen < groups
+    return {
+        "num_experts": experts,
+        "moe_router_topk": topk,
+        "moe_router_num_groups": groups if grouped else None,
+        "moe_router_group_topk": chosen if grouped else None,
+        "moe_ffn_hidden_size": inner,
+        "moe_shared_expert_intermediate_size": (shared or 0) * inner or None,
+        "moe_layer_freq": layer_frequency([layer >= first for layer in range(layers)]),
+    }

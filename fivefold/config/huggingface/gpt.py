@@ -1,0 +1,75 @@
+"""GPT-2 and GPT-NeoX (Pythia): LayerNorm, biases, an MLP without a gate."""
+
+from fivefold.config.huggingface.generic import read_stored_weights
+from fivefold.config.huggingface.llama import activation, transformer_sizes
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.huggingface.rope import Rope, read_rope
+from fivefold.config.layer_pattern import MAX_LAYERS
+from fivefold.config.model import ModelConfig
+
+
+def gpt2(reader: Reader, kind: str) -> ModelConfig:
+    """Learned positions, tied embeddings."""
+    read_stored_weights(reader, published=False)
+    reader.without_effect(
+        *("n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"),
+        *("summary_type", "summary_use_proj"),
+        *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
+    )
+    reader.fixed("scale_attn_by_inverse_layer_idx", False)
+    reader.fixed("scale_attn_weights", True)
+    dropout = reader.number("resid_pdrop", 0.1)
+    embedded = reader.number("embd_pdrop", 0.1)
+    if embedded != dropout:
+        reader.unsupported("embd_pdrop", embedded, [dropout], "resid_pdrop has to be the same")
+    return ModelConfig(
+        num_layers=reader.size("n_layer", "num_hidden_layers", most=MAX_LAYERS),
+        hidden_size=reader.size("n_embd", "hidden_size"),
+        num_attention_heads=reader.size("n_head", "num_attention_heads"),
+        ffn_hidden_size=reader.optional_size("n_inner", default=None),
+        vocab_size=reader.size("vocab_size"),
+        max_position_embeddings=reader.size("n_positions", "max_position_embeddings"),
+        normalization="LayerNorm",
+        norm_epsilon=reader.number("layer_norm_epsilon", 1e-5),
+        position_embedding_type="learned_absolute",
+        activation_func=activation(reader, "activation_function", "gelu_new"),
+        gated_linear_unit=False,
+        add_bias_linear=True,
+        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", True),
+        hidden_dropout=dropout,
+        attention_dropout=reader.number("attn_pdrop", 0.1),
+        init_method_std=reader.number("initializer_range", 0.02),
+    )
+
+
+def gpt_neox(reader: Reader, kind: str) -> ModelConfig:
+    """Rotary positions in a part of each head, attention and MLP side by side."""
+    read_stored_weights(reader, published=False)
+    default = Rope(10000.0, 0.25, "default")
+    rope = read_rope(reader, default, theta="rotary_emb_base", share="rotary_pct", leave_out=True)
+    # What transformers 4 writes beside the family's own names.
+    reader.fixed("rope_theta", rope.theta)
+    reader.fixed("partial_rotary_factor", rope.share)
+    if rope.share != 1.0:
+        reader.left_out.append(f"rotary positions in {rope.share:.0%} of a head's features")
+    if reader.flag("use_parallel_residual", True):
+        reader.left_out.append("attention and MLP side by side")
+    reader.fixed("attention_bias", True)
+    dropout = reader.number("hidden_dropout", 0.0)
+    attention_dropout = reader.number("attention_dropout", 0.0)
+    # Names of BERT's, in the file of GPT-NeoX-20B; transformers reads them not.
+    reader.fixed("hidden_dropout_prob", dropout)
+    reader.fixed("attention_probs_dropout_prob", attention_dropout)
+    return ModelConfig(
+        **transformer_sizes(reader),
+        ffn_hidden_size=reader.size("intermediate_size"),
+        normalization="LayerNorm",
+        norm_epsilon=reader.number("layer_norm_eps", 1e-5),
+        activation_func=activation(reader, "hidden_act", "gelu"),
+        gated_linear_unit=False,
+        add_bias_linear=True,
+        untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
+        hidden_dropout=dropout,
+        attention_dropout=attention_dropout,
+        **rope.settings(),
+    )

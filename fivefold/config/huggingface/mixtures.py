@@ -1,0 +1,73 @@
+"""Llama's relatives with mixtures of experts: Mixtral, Qwen3-MoE, gpt-oss."""
+
+from dataclasses import replace
+from typing import Any
+
+from fivefold.config.huggingface.llama import layer_types, llama_like
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.layer_pattern import layer_frequency
+from fivefold.config.model import ModelConfig
+
+NOT_NORMALISED = "router weights that are not normalised"
+
+
+def mixtral(reader: Reader, kind: str) -> ModelConfig:
+    """Experts in every layer, chosen by a router whose weights are normalised."""
+    model = llama_like(reader, kind)
+    read_balancing(reader)
+    if reader.number("router_jitter_noise", 0.0):
+        reader.left_out.append("noise on the router's input")
+    return replace(
+        model,
+        num_experts=reader.size("num_local_experts", "num_experts"),
+        moe_router_topk=reader.size("num_experts_per_tok"),
+    )
+
+
+def qwen3_moe(reader: Reader, kind: str) -> ModelConfig:
+    """Experts in some layers, smaller than the MLPs of the others."""
+    model = llama_like(reader, kind)
+    read_balancing(reader)
+    dense, step = (
+        set(reader.sizes("mlp_only_layers")),
+        reader.size("decoder_sparse_step", default=1),
+    )
+    normalised = reader.flag("norm_topk_prob", False)
+    experts: dict[str, Any] = {
+        "num_experts": reader.size("num_experts", "num_local_experts"),
+        "moe_router_topk": reader.size("num_experts_per_tok"),
+        "moe_ffn_hidden_size": reader.size("moe_intermediate_size"),
+    }
+    sparse = [i not in dense and (i + 1) % step == 0 for i in range(model.num_layers)]
+    if not any(sparse):
+        return model
+    if not normalised:
+        reader.left_out.append(NOT_NORMALISED)
+    return replace(model, **experts, moe_layer_freq=layer_frequency(sparse))
+
+
+def gpt_oss(reader: Reader, kind: str) -> ModelConfig:
+    """OpenAI's gpt-oss: learned sinks in attention, a window in every other layer."""
+    model = llama_like(reader, kind)
+    layers = model.num_layers
+    read_balancing(reader)
+    reader.without_effect("swiglu_limit", "swiglu_alpha", "initial_context_length")
+    reader.fixed("hidden_act", "silu")
+    window = reader.optional_size("sliding_window", default=128)
+    windows = layer_types(reader, layers) or [i % 2 == 0 for i in range(layers)]
+    reader.left_out.append("a clamped SwiGLU")
+    if any(windows) and window is None:
+        reader.unsupported("sliding_window", None, [128], "layer_types has layers with a window")
+    elif any(windows):
+        reader.left_out.append(f"a window of {window} tokens in {sum(windows)} of {layers} layers")
+    return replace(
+        model,
+        softmax_type="learnable",
+        num_experts=reader.size("num_local_experts", "num_experts"),
+        moe_router_topk=reader.size("num_experts_per_tok", "experts_per_token"),
+    )
+
+
+def read_balancing(reader: Reader) -> None:
+    """Losses that keep experts equally busy: in training only, and beside what is computed."""
+    reader.without_effect("output_router_logits", "router_aux_loss_coef")

@@ -1,0 +1,73 @@
+"""The door: a config.json, read by what is known of its family of models."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.huggingface.deepseek import deepseek
+from fivefold.config.huggingface.generic import read_generic
+from fivefold.config.huggingface.gpt import gpt2, gpt_neox
+from fivefold.config.huggingface.llama import llama_like
+from fivefold.config.huggingface.mixtures import gpt_oss, mixtral, qwen3_moe
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.model import ModelConfig, check_model
+from fivefold.errors import ConfigError, Mistake, did_you_mean
+from fivefold.files import read_json
+
+_FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType(
+    {
+        "llama": llama_like,
+        "mistral": llama_like,
+        "mixtral": mixtral,
+        "qwen2": llama_like,
+        "qwen3": llama_like,
+        "qwen3_moe": qwen3_moe,
+        "deepseek_v2": deepseek,
+        "deepseek_v3": deepseek,
+        "kimi_k2": deepseek,
+        "gpt_oss": gpt_oss,
+        "gpt_neox": gpt_neox,
+        "gpt2": gpt2,
+    }
+)
+
+
+def from_hf_config(source: Mapping[str, Any] | str | Path) -> ModelConfig:
+    """The architecture that a Hugging Face config.json (its content, path or folder) describes.
+
+    Understands what `_FAMILIES` lists, as transformers v4 and v5 write it. An absent field has the
+    value that transformers gives it; sizes must be there. Features of families that can only be
+    planned with, and that leave sizes alone, such as how a router scores, are named in
+    `unmodelled`; every other feature that is not supported is refused.
+
+    Raises:
+        ConfigError: the file cannot be read, or everything in it that is of a wrong type, that
+            contradicts itself, that is not supported, or that is not known.
+    """
+    fields = source if isinstance(source, Mapping) else _read_file(Path(source))
+    kind = fields.get("model_type")
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        raise _unknown_family(kind)
+    reader = Reader(fields, f"this {kind} model")
+    model = _FAMILIES[kind](reader, kind)
+    read_generic(reader)
+    reader.refuse_unread()
+    reader.mistakes.raise_if_any()
+    check_model(model, reader.mistakes)
+    reader.mistakes.raise_if_any()
+    return replace(model, unmodelled=tuple(reader.left_out))
+
+
+def _read_file(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    return read_json(file, dict[str, Any], ConfigError)
+
+
+def _unknown_family(kind: object) -> ConfigError:
+    if not isinstance(kind, str):
+        what = "config.json needs a text for 'model_type', which names the family of the model"
+        return ConfigError(Mistake(what, works=tuple(_FAMILIES)))
+    what = f"unsupported model_type {kind[:80]!r}{did_you_mean(kind, _FAMILIES)}"
+    return ConfigError(Mistake(what, works=tuple(_FAMILIES)))

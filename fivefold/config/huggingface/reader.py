@@ -1,0 +1,218 @@
+"""Fields of a config.json, each asked for by name and kind."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from fivefold.config.model import MAX_SIZE
+from fivefold.errors import Mistakes, did_you_mean, shown
+
+_LIMIT = 1e300  # of numbers; above, those that are whole may be too large for a float
+_MAX_SHOWN = 100  # characters of a value in a message
+_MAX_NAMED = 20  # unknown fields that a message lists
+
+_REQUIRED: Final = object()
+_WRONG: Final = object()  # was recorded as a mistake
+
+Need = Callable[[Any], str | None]
+"""What a value would have to be, to follow "needs"; None if it is that."""
+
+
+class Reader:
+    """Reads fields, and collects what is missing, of a wrong type, contradictory or unknown.
+
+    A field counts as understood once it has been asked for, so each family asks for all of its
+    fields, whatever the others say. After a mistake a harmless value is returned, for the reading
+    to go on and find the others.
+
+    Attributes:
+        fields: of the file, or of a table in it.
+        mistakes: what cannot be read.
+        left_out: what is there and a ModelConfig cannot say; nobody may train without it.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], whose: str, place: str = "") -> None:
+        self.mistakes = Mistakes()
+        self.left_out: list[str] = []
+        self.fields = fields
+        self._whose = whose
+        self._place = place  # of a table within the file, such as "rope_scaling."
+        self._asked: set[str] = {"model_type"}
+
+    def table(self, name: str) -> "Reader | None":
+        """A reader of a table within the file, with the same mistakes; None if null or empty."""
+        value = self._value((name,), None, _a_table)
+        if value is _WRONG or not value:
+            return None
+        inner = Reader(value, self._whose, f"{self._place}{name}.")
+        inner._asked, inner.mistakes, inner.left_out = set(), self.mistakes, self.left_out
+        return inner
+
+    def size(
+        self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
+        """A whole number; further names are other spellings of the first."""
+        value = self._value(names, default, _whole(least, most))
+        return 1 if value is _WRONG else value
+
+    def optional_size(
+        self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = MAX_SIZE
+    ) -> int | None:
+        """A whole number, or null, which says something else than absence does."""
+        value = self._value(names, default, _or_null(_whole(least, most)))
+        return None if value is _WRONG else value
+
+    def sizes(self, name: str) -> Sequence[int]:
+        """Whole numbers from 0; none if null or absent."""
+        value = self._value((name,), None, _or_null(_list_of(_whole(0, MAX_SIZE))))
+        return () if value is _WRONG or value is None else value
+
+    def number(self, name: str, default: float) -> float:
+        """A finite number."""
+        value = self.optional_number(name)
+        return default if value is None else value
+
+    def optional_number(self, name: str) -> float | None:
+        """A finite number; None if absent."""
+        value = self._value((name,), None, _a_number)
+        return None if value is _WRONG or value is None else float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value((name,), default, _a_switch)
+        return default if value is _WRONG else value
+
+    def text(self, *names: str, default: str, choices: Iterable[str]) -> str | None:
+        """One of some words; None if it is another one, which is a mistake."""
+        value = self._value(names, default, _a_text)
+        if value is _WRONG:
+            return None
+        if value not in choices:
+            self.unsupported(names[0], value, choices)
+            return None
+        return str(value)
+
+    def texts(self, name: str, choices: Sequence[str]) -> Sequence[str] | None:
+        """Some words out of a few; None if null or absent."""
+        value = self._value((name,), None, _or_null(_list_of(_a_text)))
+        if value is _WRONG or value is None:
+            return None
+        for other in [word for word in dict.fromkeys(value) if word not in choices][:_MAX_NAMED]:
+            self.unsupported(name, other, choices)
+        return [word for word in value if word in choices]
+
+    def fixed(self, name: str, *works: Any, why: str = "") -> None:
+        """A field that may be absent, or have one of these values, with which it has no effect."""
+        self._asked.add(name)
+        value = self.fields.get(name, works[0])
+        if not any(_same(value, other) for other in works):
+            self.unsupported(name, value, works[:1], why)
+
+    def without_effect(self, *names: str) -> None:
+        """Fields that change neither what the model computes nor its sizes."""
+        self._asked.update(names)
+
+    def unsupported(self, name: str, value: Any, works: Iterable[Any], why: str = "") -> None:
+        """Record that a field has a value that no ModelConfig can say."""
+        self.mistakes.add(
+            f"{self._place}{name} = {_written(value)} of {self._whose} is not supported",
+            *([why] if why else []),
+            works=[f"{self._place}{name} = {_written(choice)}" for choice in works],
+        )
+
+    def refuse_unread(self) -> None:
+        """Record every field that nobody has asked for."""
+        unknown = [name for name in self.fields if name not in self._asked]
+        place = f" in {self._place[:-1]}" if self._place else ""
+        for name in unknown[:_MAX_NAMED]:
+            self.mistakes.add(
+                f"unknown field {_written(name)}{place} of {self._whose}"
+                f"{did_you_mean(name[:80], self._asked)}",
+                "it may change what the model computes; take it out if it does not",
+            )
+        if len(unknown) > _MAX_NAMED:
+            more = len(unknown) - _MAX_NAMED
+            self.mistakes.add(f"and {more} more unknown fields{place} of {self._whose}")
+
+    def _value(self, names: tuple[str, ...], default: Any, need: Need) -> Any:
+        """The one value of a field with several spellings, or its default, or _WRONG."""
+        self._asked.update(names)
+        given = {name: self.fields[name] for name in names if name in self.fields}
+        wrong = {name: what for name, value in given.items() if (what := need(value))}
+        for name, what in wrong.items():
+            self.mistakes.add(
+                f"config.json needs {what} for {self._place + name!r}, not {_written(given[name])}"
+            )
+        if wrong:
+            return _WRONG
+        if not given and default is _REQUIRED:
+            what = need(_REQUIRED) or "a value"
+            self.mistakes.add(f"config.json needs {what} for {self._place + names[0]!r}")
+            return _WRONG
+        values = list(given.values())
+        if any(value != values[0] for value in values):
+            self.contradict({self._place + name: value for name, value in given.items()})
+            return _WRONG
+        return values[0] if values else default
+
+    def contradict(self, given: Mapping[str, Any]) -> None:
+        """Record that fields which say the same thing differ."""
+        told = " and ".join(f"{name} = {_written(value)}" for name, value in given.items())
+        self.mistakes.add(f"{told} of {self._whose} contradict each other")
+
+
+def _written(value: Any) -> str:
+    """A value as its file says it, of bounded length."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return shown(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality for which true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _whole(least: int, most: int) -> Need:
+    def need(value: Any) -> str | None:
+        if type(value) is not int:
+            return "a whole number"
+        if value < least:
+            return f"a number of at least {least}"
+        return None if value <= most else f"a number of at most {most}"
+
+    return need
+
+
+def _a_number(value: Any) -> str | None:
+    if type(value) not in (int, float):
+        return "a number"
+    return None if abs(value) < _LIMIT else "a finite number"  # which is not true of NaN
+
+
+def _a_switch(value: Any) -> str | None:
+    return None if type(value) is bool else "true or false"
+
+
+def _a_text(value: Any) -> str | None:
+    return None if isinstance(value, str) else "a text"
+
+
+def _a_table(value: Any) -> str | None:
+    return None if value is None or isinstance(value, Mapping) else "an object"
+
+
+def _list_of(need: Need) -> Need:
+    def of_all(value: Any) -> str | None:
+        if not isinstance(value, list):
+            return "a list"
+        what = next(filter(None, map(need, value)), None)
+        return what and f"a list, each item of which is {what},"
+
+    return of_all
+
+
+def _or_null(need: Need) -> Need:
+    return lambda value: None if value is None else need(value)

@@ -1,0 +1,139 @@
+"""Rotary positions: rope_theta and rope_scaling of transformers 4, rope_parameters of 5."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.huggingface.reader import Reader
+
+_SCALING: Mapping[str, str] = MappingProxyType(
+    {
+        "rope_scaling_factor": "factor",
+        "rope_low_freq_factor": "low_freq_factor",
+        "rope_high_freq_factor": "high_freq_factor",
+        "rope_original_max_position_embeddings": "original_max_position_embeddings",
+    }
+)
+_SUPPORTED = ("default", "llama3")
+# Scalings that no ModelConfig can say, and what each takes.
+_OTHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "linear": ("factor",),
+        "dynamic": ("factor", "original_max_position_embeddings"),
+        "yarn": (
+            *("factor", "original_max_position_embeddings", "attention_factor", "truncate"),
+            *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary positions of a model.
+
+    Attributes:
+        theta: their base.
+        share: the part of a head's features that is turned.
+        kind: of scaling; "default" is none.
+        scaling: settings of a ModelConfig that say the scaling.
+    """
+
+    theta: float
+    share: float
+    kind: str
+    scaling: tuple[tuple[str, float], ...] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of a ModelConfig, in which the whole head is turned."""
+        scaled = {"use_rope_scaling": True, **dict(self.scaling)} if self.scaling else {}
+        return {"rotary_base": self.theta, **scaled}
+
+
+def whole_head_rope(reader: Reader, default: Rope) -> Rope:
+    """Rotary positions that a ModelConfig can say: of whole heads, not scaled or as in Llama 3."""
+    rope = read_rope(reader, default)
+    if rope.share != 1.0:
+        reader.unsupported("partial_rotary_factor", rope.share, [1.0])
+    return rope
+
+
+def read_rope(
+    reader: Reader,
+    default: Rope,
+    *,
+    theta: str = "rope_theta",
+    share: str = "partial_rotary_factor",
+    leave_out: bool = False,
+) -> Rope:
+    """The rotary positions that a config.json asks for.
+
+    transformers 5 takes `rope_scaling` before `rope_parameters`, and what is in either before what
+    stands beside them; transformers 4 reads them otherwise. So all that is given has to agree.
+
+    Args:
+        reader: of the file.
+        default: what the family has where the file says nothing.
+        theta: the name of theta beside the tables.
+        share: the name of the share beside the tables.
+        leave_out: whether a scaling that is not supported is left out rather than refused.
+    """
+    beside = {name: reader.optional_number(name) for name in (theta, share)}
+    found: dict[str, Rope] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        table = reader.table(name)
+        if table is not None:
+            found[name] = Rope(
+                _agreed(table, "rope_theta", theta, beside[theta], default.theta),
+                _agreed(table, "partial_rotary_factor", share, beside[share], default.share),
+                *_scaling(table, leave_out),
+            )
+    untabled = Rope(
+        _or_default(beside[theta], default.theta),
+        _or_default(beside[share], default.share),
+        default.kind,
+    )
+    rope = next(iter(found.values()), untabled)
+    if any(other != rope for other in found.values()):
+        reader.contradict({name: reader.fields[name] for name in found})
+    if rope.kind in _OTHERS:
+        reader.left_out.append(f"{rope.kind} RoPE scaling")
+    return rope
+
+
+def _agreed(table: Reader, name: str, outer: str, beside: float | None, default: float) -> float:
+    """What a table and the field beside it say of the same number."""
+    inside = table.optional_number(name)
+    if inside is not None and beside is not None and inside != beside:
+        table.contradict({name: inside, f"{outer} beside it": beside})
+    return _or_default(inside, _or_default(beside, default))
+
+
+def _or_default(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _scaling(table: Reader, leave_out: bool) -> tuple[str, tuple[tuple[str, float], ...]]:
+    """The kind of scaling, and what it takes."""
+    by_layer = [name for name, value in table.fields.items() if isinstance(value, Mapping)]
+    if by_layer:
+        table.unsupported("parameters by layer type", sorted(by_layer), ["the same for all layers"])
+        return "default", ()
+    choices = (*_SUPPORTED, *_OTHERS) if leave_out else _SUPPORTED
+    kind = table.text("rope_type", "type", default="default", choices=choices)
+    if kind is None:
+        return "default", ()
+    table.without_effect(*_OTHERS.get(kind, ()))
+    scaling: tuple[tuple[str, float], ...] = ()
+    if kind == "llama3":
+        missing = [name for name in _SCALING.values() if name not in table.fields]
+        if missing:
+            table.mistakes.add(f"llama3 RoPE scaling needs {', '.join(missing)}")
+        *factors, original = _SCALING.items()
+        scaling = (
+            *((ours, table.number(theirs, 1.0)) for ours, theirs in factors),
+            (original[0], table.size(original[1], default=1)),
+        )
+    table.refuse_unread()
+    return kind, scaling

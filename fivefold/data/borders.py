@@ -1,0 +1,138 @@
+"""Where a long text may be cut so that its pieces have the tokens of the whole.
+
+A tokenizer reads a text in steps: added tokens are found in it, a normaliser changes characters, a
+pre-tokeniser cuts it into words, the model gives each word its tokens. A cut changes nothing if
+every step acts on both sides as it would without it, and a word ends there in any case. That can
+be shown for the tokenizers that most models have. It does not hold where something is put before
+a text (Metaspace, Prepend, `add_prefix_space`), where white space at its ends is dropped (Strip),
+or where the whole text is one word (Llama 2). Those get their documents whole.
+"""
+
+import unicodedata
+from collections.abc import Iterable, Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+# What these do to a character depends on its neighbours only where a combining mark follows.
+_PLAIN_NORMALIZERS = frozenset({"NFC", "NFKC"})
+_NORMALIZERS = _PLAIN_NORMALIZERS | {
+    "NFD",
+    "NFKD",
+    "Lowercase",
+    "StripAccents",
+    "BertNormalizer",
+}
+# These end a word at white space and drop the space, so that nothing of it reaches the model.
+_AT_SPACE = frozenset({"BertPreTokenizer", "Whitespace", "WhitespaceSplit"})
+# These treat each word that they are given by itself, wherever it stands in the text.
+_WORD_BY_WORD = _AT_SPACE | {"ByteLevel", "Digits", "Punctuation", "Split"}
+
+_CYRILLIC = "\u052f"  # the last of Latin, Greek and Cyrillic
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CAPITALS, _SMALL = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+# No match of these runs over a place that `last_border` finds, and none looks beyond one.
+_PATTERNS = frozenset(
+    {
+        rf"{_CONTRACTION}|{_BEFORE_WORD}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+        for digits in (r"\p{N}{1,3}", r"\p{N}")  # Llama 3, Qwen
+    }
+    | {
+        rf"{_BEFORE_WORD}[{_CAPITALS}]*[{_SMALL}]+{_CONTRACTION}?"
+        rf"|{_BEFORE_WORD}[{_CAPITALS}]+[{_SMALL}]*{_CONTRACTION}?"
+        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"  # gpt-oss
+    }
+)
+
+
+def may_cut(
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None,
+    added_tokens: Iterable["AddedToken"],
+) -> bool:
+    """Whether a tokenizer gives the same tokens when a text is cut at a `last_border`.
+
+    Args:
+        normalizer: as a tokenizer.json has it.
+        pre_tokenizer: likewise.
+        added_tokens: all of them; special ones are not looked for in a text.
+    """
+    steps = _flat(pre_tokenizer, "pretokenizers")
+    # Words may first be cut at digits; then they have to end at the border.
+    ending = next((step for step in steps if step["type"] != "Digits"), None)
+    if ending is None:
+        return False
+    if ending["type"] in _AT_SPACE:
+        normalizers = _NORMALIZERS
+    elif _ends_words_at_lines(ending):
+        normalizers = _PLAIN_NORMALIZERS
+    else:
+        return False
+    normal = {step["type"] for step in _flat(normalizer, "normalizers")}
+    return (
+        normal <= normalizers
+        and {step["type"] for step in steps} <= _WORD_BY_WORD
+        and all(token.special or _stays_on_a_side(token, normal) for token in added_tokens)
+    )
+
+
+def last_border(text: str) -> int:
+    """The last place, in characters, at which a text may be cut for `may_cut`; 0: nowhere.
+
+    It is before the end of a line that closes with a letter or digit (of an alphabet that every
+    version of Unicode knows), or after the end of a line between two ordinary characters.
+    """
+    end = text.rfind("\n")
+    while end > 0:
+        start = end - (text[end - 1] == "\r")
+        last = text[start - 1 : start]
+        if last.isalnum() and last <= _CYRILLIC and _ordinary(last):
+            return start
+        following = text[end + 1 : end + 2]
+        if _ordinary(text[end - 1]) and _ordinary(following) and following != "/":
+            return end + 1
+        end = text.rfind("\n", 0, end)
+    return 0
+
+
+def _ordinary(character: str) -> bool:
+    """Not white space, nor anything that a normaliser changes or joins to what is before it."""
+    return (
+        character not in ("", " ")
+        and character.isprintable()
+        and unicodedata.category(character)[0] != "M"
+        and unicodedata.is_normalized("NFKC", character)
+    )
+
+
+def _flat(step: dict[str, Any] | None, members: str) -> Sequence[dict[str, Any]]:
+    """The steps of a sequence within sequences, in order."""
+    if step is None:
+        return ()
+    if step["type"] != "Sequence":
+        return (step,)
+    return [inner for member in step[members] for inner in _flat(member, members)]
+
+
+def _ends_words_at_lines(step: dict[str, Any]) -> bool:
+    if step["type"] == "ByteLevel":  # with the pattern of GPT-2
+        return step["use_regex"] and not step["add_prefix_space"]
+    return (
+        step["type"] == "Split"
+        and step["pattern"].get("Regex") in _PATTERNS
+        and (step["behavior"], step["invert"]) in {("Isolated", False), ("Removed", True)}
+    )
+
+
+def _stays_on_a_side(token: "AddedToken", normal: Set[str]) -> bool:
+    """Whether an added token is never found across a border, nor looks or reaches across one."""
+    content: str = token.content
+    as_it_is = not (token.normalized and normal)  # both the token and the text it is sought in
+    return (
+        not (token.lstrip or token.rstrip or token.single_word)
+        and (content.isspace() or not any(map(str.isspace, content)))
+        and (as_it_is or (normal <= _PLAIN_NORMALIZERS and content.isascii()))
+    )

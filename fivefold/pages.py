@@ -1,0 +1,143 @@
+"""One look for every page and picture: what a colour means, light and dark, phones and screens."""
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Tone(NamedTuple):
+    """A colour for viewers that prefer a light background, and one for those that prefer a dark."""
+
+    light: str
+    dark: str
+
+
+PAPER = Tone("#ffffff", "#17191d")
+INK = Tone("#222222", "#dddddd")
+QUIET = Tone("#5a5a5a", "#a3a3a3")
+LINE = Tone("#dddddd", "#3a3d44")
+IDLE = Tone("#f1f1f1", "#26292f")
+LIMIT = Tone("#b00020", "#ff7b7b")
+
+# What a colour stands for, on every page: fills that can be seen on both backgrounds. Light ones
+# are inscribed in dark ink, dark ones in white.
+FORWARD, FORWARD_LIGHT = "#3b75af", "#8fb8de"
+DX, DX_LIGHT = "#3a8f5c", "#93cca8"
+DX_AND_DW, DX_AND_DW_LIGHT = "#2b7f7a", "#8ac4c0"
+DW, DW_LIGHT = "#d9822b", "#f2c188"
+AGAIN, AGAIN_LIGHT = "#8a8a8a", "#c4c4c4"
+HELD = "#a48fc4"
+
+MEMORY: Mapping[str, str] = MappingProxyType(
+    {
+        "weights": FORWARD,
+        "gathered weights": FORWARD_LIGHT,
+        "gradients": DX,
+        "arriving gradients": DX_LIGHT,
+        "optimizer": "#c9a227",
+        "activations": HELD,
+        "recomputed": AGAIN,
+        "loss": "#b5507a",
+        "deferred weight gradients": DW,
+        "working set": DW_LIGHT,
+        "communication": "#b08968",
+    }
+)
+STEP: Mapping[str, str] = MappingProxyType(
+    {
+        "ideal": FORWARD,
+        "kernel efficiency": FORWARD_LIGHT,
+        "recompute": AGAIN,
+        "offloading": AGAIN_LIGHT,
+        "bubble": "#b5507a",
+        "TP communication": "#d9822b",
+        "CP communication": "#e39b52",
+        "EP communication": "#c96f1a",
+        "PP communication": "#edb57a",
+        "DP communication": "#b08968",
+        "optimizer": "#c9a227",
+        "jitter": "#9aa3ad",
+        "step": DX,
+    }
+)
+
+_LAYOUT = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:1.5em auto;padding:0 16px}"
+    "h1{font-size:1.4em}h2{font-size:1.1em;margin:2em 0 .3em}p{margin:.3em 0}"
+    "pre{overflow-x:auto;font:12px/1.45 ui-monospace,Menlo,Consolas,monospace}"
+    "pre.prose{white-space:pre-wrap}"
+    ".legend{display:flex;flex-wrap:wrap;gap:.2em 1.2em;font-size:13px}"
+    ".legend i{display:inline-block;width:12px;height:12px;margin-right:5px;vertical-align:-1px}"
+    ".legend i.mark{width:0}"
+    ".row{display:grid;grid-template-columns:11em 1fr 10em;gap:8px;align-items:center;"
+    "font-size:13px;line-height:22px}"
+    ".row .name{text-align:right}.row .track{position:relative;height:15px}"
+    ".track *{position:absolute;top:0;height:100%;min-width:1px}"
+    ".mark{border-left:2px dotted;box-sizing:border-box}.mark.hard{border-left-style:solid}"
+    "small,.quiet{font-size:13px}"
+    "@media(max-width:640px){.row{grid-template-columns:1fr auto;gap:0 8px;margin-bottom:4px}"
+    ".row .name{text-align:left}.row .track{grid-row:2;grid-column:1/3}}"
+)
+_TONES = (
+    ("body", "background", PAPER),
+    ("body", "color", INK),
+    ("small,.quiet", "color", QUIET),
+    (".mark", "border-color", LIMIT),
+)
+
+
+def rules(tones: Iterable[tuple[str, str, Tone]]) -> str:
+    """CSS of (selector, property, tone) in literal colours, which every viewer of SVG reads."""
+    each = list(tones)
+    light = "".join(f"{selector}{{{name}:{tone.light}}}" for selector, name, tone in each)
+    dark = "".join(f"{selector}{{{name}:{tone.dark}}}" for selector, name, tone in each)
+    return f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
+
+
+def document(title: str, body: Iterable[str]) -> str:
+    """A page that needs no other file; `body` is HTML."""
+    return "\n".join(
+        [
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width,initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{escape(title)}</title><style>{_LAYOUT}{rules(_TONES)}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        ]
+    )
+
+
+def row(name: str, track: Iterable[str], value: str) -> str:
+    """A line of a chart: its name, bars and marks on a common scale, and a value in words."""
+    return (
+        f'<div class="row"><span class="name">{escape(name)}</span>'
+        f'<span class="track">{"".join(track)}</span><span>{escape(value)}</span></div>'
+    )
+
+
+def bar(start: float, length: float, colour: str, told: str) -> str:
+    """A part of a track; `start` and `length` are shares of its width, in 0 .. 1."""
+    return (
+        f'<i style="left:{start:.3%};width:{length:.3%};background:{colour}" '
+        f'title="{escape(told)}"></i>'
+    )
+
+
+def mark(at: float, told: str, *, hard: bool) -> str:
+    """A line across a track, at a share of its width."""
+    return f'<i class="mark{" hard" * hard}" style="left:{at:.3%}" title="{escape(told)}"></i>'
+
+
+def legend(colours: Mapping[str, str], marks: Mapping[str, bool] = MappingProxyType({})) -> str:
+    """What colours mean, and marks (by whether they are hard limits)."""
+    entries = [
+        f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
+        for name, colour in colours.items()
+    ]
+    entries += [
+        f'<span><i class="mark{" hard" * hard}"></i>{escape(name)}</span>'
+        for name, hard in marks.items()
+    ]
+    return f'<div class="legend">{"".join(entries)}</div>'

@@ -1,0 +1,130 @@
+"""The models of torchtitan 0.3.0, and which of them a description is.
+
+A model is the same where everything that decides its function is. `benchmarks.check_exports` holds
+this table against torchtitan's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.layer_pattern import expert_layers
+from fivefold.config.model import ModelConfig
+from fivefold.config.presets import PRESETS
+from fivefold.config.training import TrainingConfig
+
+_BF16 = (None, None)
+_FLOAT8 = ("e4m3", "rowwise")
+
+
+@dataclass(frozen=True)
+class ItsModel:
+    """A configuration function of torchtitan.
+
+    Attributes:
+        module: in which it is.
+        model: what it trains.
+        narrow: the 8-bit format and recipe of its multiplications.
+    """
+
+    module: str
+    model: ModelConfig
+    narrow: tuple[str | None, str | None] = _BF16
+
+
+_QWEN3_SMALL = replace(
+    PRESETS["qwen3-8b"],
+    num_layers=28,
+    num_attention_heads=16,
+    untie_embeddings_and_output_weights=False,
+)
+_DEEPSEEK_V3 = replace(PRESETS["deepseek-v3"], norm_epsilon=1e-5, mtp_num_layers=0)
+ITS_MODELS: Mapping[str, ItsModel] = MappingProxyType(
+    {
+        "llama3_8b": ItsModel("llama3", PRESETS["llama3-8b"]),
+        "llama3_70b": ItsModel("llama3", PRESETS["llama3-70b"]),
+        "llama3_405b": ItsModel("llama3", PRESETS["llama3-405b"], _FLOAT8),
+        "qwen3_0_6b": ItsModel(
+            "qwen3", replace(_QWEN3_SMALL, hidden_size=1024, ffn_hidden_size=3072)
+        ),
+        "qwen3_1_7b": ItsModel(
+            "qwen3", replace(_QWEN3_SMALL, hidden_size=2048, ffn_hidden_size=6144)
+        ),
+        "qwen3_14b": ItsModel("qwen3", PRESETS["qwen3-14b"]),
+        "qwen3_32b": ItsModel("qwen3", PRESETS["qwen3-32b"]),
+        "qwen3_30b_a3b": ItsModel("qwen3", PRESETS["qwen3-30b-a3b"]),
+        "deepseek_v3_16b": ItsModel(
+            "deepseek_v3", replace(PRESETS["deepseek-v2-lite"], norm_epsilon=1e-5)
+        ),
+        "deepseek_v3_671b": ItsModel("deepseek_v3", _DEEPSEEK_V3),
+        "deepseek_v3_671b_float8": ItsModel("deepseek_v3", _DEEPSEEK_V3, _FLOAT8),
+        "gpt_oss_20b": ItsModel("gpt_oss", PRESETS["gpt-oss-20b"]),
+        "gpt_oss_120b": ItsModel("gpt_oss", PRESETS["gpt-oss-120b"]),
+    }
+)
+"""By the name of the function."""
+
+WITHOUT_MEANING = ("max_position_embeddings", "make_vocab_size_divisible_by")
+"""Tables of positions grow there with the sequence, and vocabularies are not padded."""
+_INITIAL = ("init_method_std",)
+_ROPE_SCALING = (
+    "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_max_position_embeddings",
+)
+
+
+def known(model: ModelConfig, training: TrainingConfig) -> str | None:
+    """The configuration that trains this model, in these formats; None: there is none."""
+    found = [name for name, its in ITS_MODELS.items() if not differences(model, its.model)]
+    wanted = (training.fp8_format, training.fp8_recipe) if training.fp8_format else _BF16
+    for narrow in (wanted, _BF16):  # 8 bits are said to be missing, never added
+        for name in found:
+            if ITS_MODELS[name].narrow == narrow:
+                return name
+    return None
+
+
+def why_unknown(model: ModelConfig) -> str:
+    """What keeps the nearest model of torchtitan from being this one."""
+    nearest = min(ITS_MODELS, key=lambda name: len(differences(model, ITS_MODELS[name].model)))
+    its = ITS_MODELS[nearest]
+    different = differences(model, its.model)
+    if not different:
+        return (
+            f"{nearest} computes in 8 bits ({' '.join(map(str, its.narrow))}): a configuration of "
+            f"your own must take this model without its converters"
+        )
+    said = ", ".join(f"{name} = {mine}, not {theirs}" for name, (mine, theirs) in different.items())
+    return f"none of its configurations has this model; of {nearest} it differs in {said}"
+
+
+def differences(model: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Field -> its values in both, of all that decides what a model computes."""
+    mine, theirs = _function(model), _function(other)
+    return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+def _function(model: ModelConfig) -> dict[str, Any]:
+    """What decides the function, with every default filled in; None where nothing depends on it."""
+    found = {field.name: getattr(model, field.name) for field in fields(model)}
+    for name in (*WITHOUT_MEANING, *_INITIAL):
+        del found[name]
+    if not model.use_rope_scaling:
+        found |= dict.fromkeys(_ROPE_SCALING)
+    if model.position_embedding_type != "rope":
+        found["rotary_base"] = None
+    latent = model.multi_latent_attention
+    found["num_query_groups"] = model.num_kv_heads
+    found["kv_channels"] = None if latent else model.head_dim
+    found["qk_layernorm"] = latent or model.qk_layernorm
+    found["add_qkv_bias"] = model.qkv_bias
+    layers = expert_layers(model.moe_layer_freq, model.num_layers) if model.num_experts else ()
+    found["moe_layer_freq"] = layers
+    found["ffn_hidden_size"] = None if layers and all(layers) else model.ffn_size
+    found["moe_ffn_hidden_size"] = model.expert_ffn_size if layers else None
+    found["moe_shared_expert_intermediate_size"] = model.shared_ffn_size
+    found["unmodelled"] = frozenset(model.unmodelled)
+    return found

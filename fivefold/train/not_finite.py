@@ -1,0 +1,189 @@
+"""Where infinities and NaNs are, once a step, an evaluation or a checkpoint turns out to have them.
+
+Everything here is collective, and nothing of it runs in a healthy step: there, the gradient norm
+alone tells all ranks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fivefold.data.packing import Microbatch
+from fivefold.mesh.slices import local_tensor
+from fivefold.pipeline.ir import Act
+from fivefold.train.engine import Engine
+
+SHOWN = 4  # ranks
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """The first value of a repeated step that is not finite on a rank.
+
+    Attributes:
+        order: sorts the sights of all ranks; the first is nearest to the cause.
+        what: in words.
+    """
+
+    order: tuple[int, ...]
+    what: str
+
+
+def locate_in_state(engine: Engine) -> list[str]:
+    """A line for each rank that has parameters or moments which are not finite."""
+    state: dict[str, Tensor] = {  # moments first: they spoil parameters, which do not spoil them
+        name.removeprefix("optim.").replace(".", " of ", 1): piece.local
+        for name, piece in engine.optimizer.state_tensors().items()
+    }
+    for name, parameter in engine.parameters.items():
+        state[f"parameter {name}"] = local_tensor(parameter)
+    return _lines(engine, _gather(engine, _spoilt(state)))
+
+
+def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str], bool]:
+    """Lines that say where the values of the step came from that are not finite, and whether they
+    came from nowhere: the same step is finite now.
+
+    If all parameters and moments are finite, the step is run once more, every module being watched;
+    gradients are lost.
+
+    Args:
+        engine: whose latest step was not finite and was not taken.
+        microbatches: of that step.
+    """
+    if in_state := locate_in_state(engine):
+        return in_state, False
+    gradients = {
+        f"gradient of {name}": local_tensor(parameter.grad)
+        for name, parameter in engine.parameters.items()
+        if parameter.grad is not None
+    }
+    spoilt = _lines(engine, _gather(engine, _spoilt(gradients)))
+    sights, finite = _repeat(engine, microbatches)
+    if finite:
+        return [*spoilt, "run once more, the step is finite: what spoilt it came and went"], True
+    first = sorted((s.order, rank, s.what) for rank, s in enumerate(sights) if s is not None)
+    seen = [f"{_name(engine, rank)}: first in {what}" for _, rank, what in first[:SHOWN]]
+    return seen or spoilt, False
+
+
+def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_Sight | None], bool]:
+    """What each rank saw first in the same step, and whether that was finite this time."""
+    engine.optimizer.zero_grad()
+    executor = engine.model.executor
+    witness, observed = _Witness(), executor.observe
+    executor.observe = witness.observe
+    try:
+        with witness.watching(executor.stages), torch.compiler.set_stance("force_eager"):
+            result = engine.gradients(microbatches)
+    finally:
+        executor.observe = observed
+    return _gather(engine, witness.first), result.finite
+
+
+class _Witness:
+    """Notes the first value that is not finite, of what modules take, give and pass back."""
+
+    def __init__(self) -> None:
+        self.first: _Sight | None = None
+        self._act: Act | None = None
+        self._looks = 0
+        self._received = False  # from another stage, whose rank knows more
+
+    def observe(self, act: Act) -> AbstractContextManager[object]:
+        """Note which act begins."""
+        self._act = act
+        return nullcontext()
+
+    @contextmanager
+    def watching(self, stages: Mapping[int, nn.Module]) -> Iterator[None]:
+        """Look at every module of these stages."""
+        with ExitStack() as stack:
+            for stage in stages.values():
+                for name, module in stage.named_modules():
+                    for handle in self._hook(name, module):
+                        stack.callback(handle.remove)
+            yield
+
+    def _hook(self, name: str, module: nn.Module) -> Iterator[Any]:
+        whole = not name  # the stage itself
+
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            for x in _tensors(inputs):
+                self._look(x, f"the input of {name}", received=whole)
+
+        def after(_: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
+            scalar = False
+            for y in _tensors(out):
+                scalar = whole and y.ndim == 0
+                self._look(y, "the loss" if scalar else f"the output of {name}")
+                if y.requires_grad:
+                    y.register_hook(backward)
+
+        def backward(grad: Tensor) -> None:
+            what = f"the gradient of the output of {name}"
+            self._look(grad, what, received=whole, backward=True)
+
+        yield module.register_forward_pre_hook(before)
+        yield module.register_forward_hook(after)
+
+    def _look(
+        self, tensor: Tensor, what: str, *, received: bool = False, backward: bool = False
+    ) -> None:
+        self._looks += 1
+        if self._received or (self.first is not None and not received) or _finite(tensor):
+            return
+        assert self._act is not None
+        stage = -self._act.stage if backward else self._act.stage
+        here = (int(backward), self._act.mb, stage)
+        if received:  # what the last layer gave is what the stage gave, and was looked at before
+            self._received = self.first is None or self.first.order[:3] == here
+            self.first = None if self._received else self.first
+        else:
+            self.first = _Sight((*here, self._looks), f"{what}, microbatch {self._act.mb}")
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values if isinstance(values, tuple) else (values,):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield value
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(local_tensor(tensor).isfinite().all())
+
+
+def _spoilt(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Those that are not finite, with how many of their elements."""
+    found = []
+    for name, tensor in tensors.items():
+        if bad := int((~tensor.isfinite()).sum()):
+            found.append(f"{name} ({bad} of {tensor.numel()} elements)")
+    return found
+
+
+def _lines(engine: Engine, found: Sequence[list[str]]) -> list[str]:
+    lines = [
+        f"{_name(engine, rank)}: {names[0]}" + (f" and {len(names) - 1} more" * (len(names) > 1))
+        for rank, names in enumerate(found)
+        if names
+    ]
+    more = len(lines) - SHOWN
+    return [*lines[:SHOWN], *([f"and on {more} more ranks"] if more > 0 else [])]
+
+
+def _name(engine: Engine, rank: int) -> str:
+    return f"rank {rank} {engine.layout.grid.name(rank)}"
+
+
+def _gather(engine: Engine, here: Any) -> list[Any]:
+    if engine.groups.world is None:
+        return [here]
+    found: list[Any] = [None] * engine.layout.grid.world_size
+    dist.all_gather_object(found, here, group=engine.groups.world)
+    return found

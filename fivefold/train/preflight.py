@@ -1,0 +1,60 @@
+"""What can be known of a run's surroundings before anything starts. Imports no torch."""
+
+import os
+from pathlib import Path
+
+from fivefold.config.config import Config
+from fivefold.config.training import CheckpointConfig
+from fivefold.errors import Mistakes, did_you_mean
+from fivefold.train.metrics import check_installed
+from fivefold.train.run_folder import CHECKPOINTS
+
+
+def check_start(config: Config) -> None:
+    """Look whether the run folder can be written, --load is there, and trackers are installed.
+
+    Raises:
+        ConfigError: all mistakes at once.
+    """
+    mistakes = Mistakes()
+    _check_save(config.checkpoint.save, mistakes)
+    _check_load(config.checkpoint, mistakes)
+    with mistakes.collecting():
+        if config.logging.tensorboard:
+            check_installed("tensorboard", "TensorBoard")
+    with mistakes.collecting():
+        if config.logging.wandb_project is not None:
+            check_installed("wandb", "W&B")
+    mistakes.raise_if_any()
+
+
+def _check_save(save: str | None, mistakes: Mistakes) -> None:
+    if save is None:
+        save = "runs"  # in which the folder will be made
+    elif not save.strip():
+        named = "--save runs/NAME"
+        mistakes.add("save is empty, and must name a folder", works=(named, "no --save"))
+        return
+    try:
+        there = next(p for p in (Path(save), *Path(save).absolute().parents) if os.path.lexists(p))
+        if not there.is_dir():
+            what = "a link to nothing" if there.is_symlink() else "not a folder"
+            mistakes.add(f"save = {save}: {there} is {what}", attempt="another --save")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            mistakes.add(f"save = {save}: {there} cannot be written", attempt="another --save")
+    except (OSError, ValueError) as error:  # a name that is too long, or has a null
+        mistakes.add(f"save = {save!r} can be no folder: {getattr(error, 'strerror', error)}")
+
+
+def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:
+    load = checkpoint.load
+    continues = checkpoint.save is not None and (Path(checkpoint.save) / CHECKPOINTS).is_dir()
+    if load is None or continues or (load.strip() and Path(load).is_dir()):
+        return
+    if not load.strip():
+        mistakes.add("load is empty, and must name a run folder", works=("no --load",))
+        return
+    path = Path(load)
+    near = [p.name for p in path.parent.glob("*") if p.is_dir()]
+    meant = did_you_mean(path.name, near)
+    mistakes.add(f"there is no checkpoint in {load}: no such folder{meant}")

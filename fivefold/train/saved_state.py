@@ -1,0 +1,77 @@
+"""What a checkpoint of a run says besides its tensors: step, place in the data, model."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.config.model import ModelConfig
+from fivefold.data.loader import LoaderState
+from fivefold.errors import CheckpointError, Mistake
+from fivefold.files import as_kind
+
+# What may differ between a checkpoint's model and ours without making it another model.
+_FREE_MODEL_FIELDS = ("hidden_dropout", "attention_dropout", "init_method_std")
+
+_MOST = 2**53  # steps or samples: beyond it indices of tokens overflow
+_Count = Annotated[int, Meta(ge=0, le=_MOST)]
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The `meta.json` of a run's checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        loader: place in the data, and what the data is.
+        model: fields of the `ModelConfig` of its weights.
+        seq_length: tokens of a sample.
+    """
+
+    step: _Count
+    loader: LoaderState
+    model: dict[str, Any]
+    seq_length: _Count
+
+
+def read_state(source: Checkpointer, step: int | None) -> SavedState:
+    """The state of a checkpoint, the latest if `step` is None; collective as all of `source`.
+
+    Raises:
+        CheckpointError: no such checkpoint, or its state is damaged or contradicts itself.
+    """
+    found = source.find(step)
+    what = f"meta.json of step {found} in {source.folder}"
+    state = as_kind(source.read_meta(found), SavedState, what, CheckpointError)
+    as_kind(state.model, ModelConfig, f"the model in {what}", CheckpointError)
+    samples, seq_length = state.loader["consumed_samples"], state.seq_length
+    of_data = state.loader["fingerprint"].get("seq_length", seq_length)
+    wrong = []
+    if state.step != found:
+        wrong.append(f"it is of step {state.step}")
+    if not state.step <= samples <= (_MOST if state.step else 0):
+        wrong.append(f"{samples} samples cannot be those of {state.step} steps")
+    if of_data != seq_length:
+        wrong.append(f"samples have {seq_length} tokens, those of the data {of_data}")
+    if wrong:
+        raise CheckpointError(str(Mistake(f"{what} contradicts itself", tuple(wrong))))
+    return state
+
+
+def same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
+    """See that checkpoints are of our model, but for what may change.
+
+    Raises:
+        CheckpointError: they are not; every field that differs is named.
+    """
+    now = json.loads(json.dumps(asdict(model)))  # as it was saved: tuples are lists
+    changed = [
+        f"{name}: was {saved.get(name)}, is {now.get(name)}"
+        for name in {**saved, **now}
+        if saved.get(name) != now.get(name) and name not in _FREE_MODEL_FIELDS
+    ]
+    if changed:
+        raise CheckpointError(str(Mistake(f"{folder} is of another model", tuple(changed))))

@@ -1,0 +1,101 @@
+"""A rank that torchrun or srun has started. No parent of ours watches: ranks ask each other."""
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fivefold.train import failures
+from fivefold.train.failures import Failure
+from fivefold.train.launch import SEARCH_SECONDS, Worker, place_name
+from fivefold.train.rank_env import RankEnv
+from fivefold.train.roll_call import (
+    RollCall,
+    answers,
+    call,
+    connect,
+    find_suspect,
+    key,
+    process_of,
+)
+
+CAUSE = "cause"  # is there when a rank failed by itself
+TOLD = "told"  # is there when somebody has said whom the others waited for
+
+
+def run_started(
+    worker: Worker,
+    env: RankEnv,
+    *,
+    describe: Callable[[int], str] | None = None,
+    errors_folder: Path | None = None,
+) -> int:
+    """Run `worker(env)` in this process and return its exit status, as `launch_local` does.
+
+    Of the ranks that fail, those that failed by themselves say why, each message once. If there is
+    none, the first that lost a connection or patience asks all ranks and names the one behind it.
+    """
+    with RollCall(env):
+        try:
+            return worker(env) or 0
+        except (Exception, SystemExit) as error:
+            failure = failures.raised(error, env.rank, errors_folder)
+        store = connect(env)
+        if store is None:
+            failures.explain(failure, place_name(env.rank, describe), env.world_size)
+        elif not failure.consequence:
+            store.set(key(CAUSE), "")
+            if store.add(key(f"said {_digest(failure.cause)}"), 1) == 1:
+                failures.explain(failure, place_name(env.rank, describe), env.world_size)
+        else:
+            _ask(store, env, failure, describe, errors_folder)
+    return failure.status
+
+
+def _ask(
+    store: dist.Store,
+    env: RankEnv,
+    failure: Failure,
+    describe: Callable[[int], str] | None,
+    errors_folder: Path | None,
+) -> None:
+    """Have one rank find out and say whom the ranks waited for; the others wait for it, because
+    the launcher ends all ranks as soon as one has left."""
+    store.set(key("waited", env.rank), failure.place)
+    if store.add(key("asking"), 1) > 1:
+        _await(store, TOLD, 2 * SEARCH_SECONDS)
+        return
+    ranks = range(env.world_size)
+    call(store, ranks)
+    if _await(store, CAUSE, SEARCH_SECONDS):
+        return
+    waited = {r: key("waited", r) for r in ranks}
+    places = {r: store.get(k).decode() for r, k in waited.items() if store.check([k])}
+    given = answers(store, ranks)
+    silent = {r: process_of(store, r) for r in ranks if r not in places}
+    rank, cause = env.rank, failure
+    if (suspect := find_suspect(silent, given)) is not None:
+        rank = suspect.rank
+        cause = failures.suspected(suspect, (env.rank, failure), errors_folder)
+    else:
+        cause = failures.disagreeing(failure, places | {r: given[r].place for r in silent})
+    failures.explain(cause, place_name(rank, describe), env.world_size)
+    store.set(key(TOLD), "")
+
+
+def _await(store: dist.Store, name: str, seconds: float) -> bool:
+    """Whether a key is there within some time."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(dist.DistError):
+        store.wait([key(name)], timedelta(seconds=seconds))
+        return True
+    time.sleep(max(0.0, deadline - time.monotonic()))  # a store that is gone answers at once
+    return False
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

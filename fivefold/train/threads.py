@@ -1,0 +1,54 @@
+"""How many threads a rank computes with on the CPU: as many as its work can use."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fivefold.check import Layout
+
+EXPLICIT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+GRAIN = 32_768
+"""Numbers that torch gives to a thread at least, where it goes through them one by one
+(at::internal::GRAIN_SIZE). With fewer, further threads mostly wait, and burn a core each while they
+do: `benchmarks/threads.py`."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """The number of a rank's threads, and how it comes about."""
+
+    count: int
+    why: str
+
+
+def choose_threads(
+    layout: Layout, ranks: int, device_type: str, variables: Mapping[str, str] = os.environ
+) -> Threads:
+    """The threads of each rank; what the environment says is left as it is.
+
+    The choice depends on the layout and the machine, not on what else runs there: sums, and so the
+    last bits of a run, depend on it.
+
+    Args:
+        layout: what a rank computes.
+        ranks: on this machine.
+        device_type: "cpu", or "cuda", where threads only launch and load.
+        variables: of the environment.
+    """
+    cores = torch.get_num_threads()
+    for name in EXPLICIT:
+        if name in variables:
+            return Threads(cores, name)
+    share = max(1, cores // ranks)
+    shared = f"{cores} cores / {ranks} ranks here" if ranks > 1 else f"{cores} cores"
+    if device_type != "cpu":
+        return Threads(share, shared)
+    parallel, training = layout.config.parallel, layout.config.training
+    tokens = training.micro_batch_size * training.seq_length
+    tokens //= layout.grid.cp * parallel.num_sequence_slices
+    features = layout.config.model.hidden_size // layout.grid.tp
+    useful = max(1, tokens * features // GRAIN)
+    work = f"{tokens:,} tokens x {features:,} features of a microbatch, {GRAIN:,} a thread"
+    return Threads(useful, work) if useful < share else Threads(share, shared)

@@ -1,0 +1,70 @@
+"""Notices a run that goes on and learns nothing more."""
+
+import math
+from dataclasses import dataclass
+
+from fivefold.train.engine import StepResult
+
+DEAD_STEPS = 5  # in a row without any gradient, after which a run is given up
+SAME_STEPS = 5  # in a row with the same loss, after which a run is suspected
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """What is wrong with a run, although every number is finite.
+
+    Attributes:
+        what: in a few words.
+        why: further lines.
+        fatal: nothing but a change of settings will help.
+    """
+
+    what: str
+    why: tuple[str, ...]
+    fatal: bool = False
+
+
+class Vitals:
+    """Looks at each step's result, which all ranks share, so that all come to the same conclusion.
+
+    Args:
+        vocab_size: of the model, for the loss of a uniform guess.
+
+    Attributes:
+        dead: steps in a row, up to the latest, that had no gradient.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._uniform, self._vocab_size = math.log(vocab_size), vocab_size
+        self.dead = self._same = 0
+        self._loss = math.nan
+
+    def look(self, result: StepResult) -> Symptom | None:
+        """A symptom when it begins, and once more when it is fatal."""
+        if result.tokens == 0:  # nothing was asked, so there is nothing to learn
+            return None
+        self.dead = self.dead + 1 if result.grad_norm == 0.0 else 0
+        unchanged = result.loss == self._loss and result.lr > 0.0
+        self._same = self._same + 1 if unchanged else 0
+        self._loss = result.loss
+        if self.dead in (1, DEAD_STEPS):
+            lasting = f", for the {DEAD_STEPS}th step in a row" if self.dead > 1 else ""
+            return Symptom(
+                f"the gradient is exactly 0{lasting}", self._why_dead(), fatal=self.dead > 1
+            )
+        if self._same == SAME_STEPS - 1 and not self.dead:
+            what = f"the loss has been {result.loss:.6g} to the last bit for {SAME_STEPS} steps"
+            return Symptom(what, ("the model's answer no longer depends on what it reads",))
+        return None
+
+    def _why_dead(self) -> tuple[str, ...]:
+        if self._loss == 0.0:
+            why = "the loss is 0: every token is predicted with certainty"
+        elif abs(self._loss - self._uniform) < 1e-3:
+            why = (
+                f"the loss is ln {self._vocab_size} = {self._uniform:.4f}, that of a uniform "
+                "guess: activations have grown so large that their norm gives 0"
+            )
+        else:
+            why = f"the loss is {self._loss:.6g}: something is saturated, and passes nothing back"
+        return why, "from now on, only weight decay changes the weights"

@@ -1,0 +1,386 @@
+"""No setting is accepted and ignored; flags take recipes apart without contradicting them."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from fivefold.check import Layout, check
+from fivefold.cli.main import main
+from fivefold.config.config import SECTIONS, SETTINGS, Config
+from fivefold.config.dependence import DEPENDENTS, Dependents, orphans, without_orphans
+from fivefold.config.flags import ALIASES
+from fivefold.config.settings import Setting, settings_of
+from fivefold.config.sources import config_settings, read_config, recipe_names, to_toml
+from fivefold.derived import describe
+from fivefold.errors import ConfigError
+from fivefold.optim.schedule import learning_rate
+from fivefold.plan.cluster import load_cluster
+from fivefold.plan.memory import peak_memory
+from fivefold.plan.step import predict
+
+
+class Exempt(NamedTuple):
+    """Why a setting may change nothing alone, and settings beside which it does."""
+
+    reason: str
+    beside: dict[str, Any]
+
+
+NOWHERE: dict[str, Any] = {}
+EXEMPT = {
+    "max_position_embeddings": Exempt(
+        "RoPE needs no longest sequence; learned positions, samples and other trainers do",
+        {"position_embedding_type": "learned_absolute"},
+    ),
+    "pipeline_schedule": Exempt(
+        "a single rank has no bubble, and runs most schedules in one order",
+        {"pipeline_model_parallel_size": 2},
+    ),
+    "overlap_param_gather": Exempt(
+        "on by default, and off where no parameters are sharded, of which there is nothing to hide",
+        {"data_parallel_sharding_strategy": "optim", "hidden_size": 1024},
+    ),
+    "compile": Exempt("the same numbers by other kernels: tests/verify/test_compile.py", NOWHERE),
+    "check_for_nan_in_loss_and_grad": Exempt(
+        "seen only where a loss is not finite: tests/train/test_loop.py", NOWHERE
+    ),
+    "distributed_timeout_minutes": Exempt(
+        "seen only where a rank does not answer: tests/train", NOWHERE
+    ),
+    "keep_latest_k": Exempt(
+        "a new run writes one checkpoint; a continued one has more", {"save_interval": 1}
+    ),
+    "async_save": Exempt("the same files, written while training goes on", NOWHERE),
+}
+
+# Values to try where twice the default, the other choices or the other switch would not do.
+VALUES: dict[str, tuple[Any, ...]] = {
+    "num_attention_heads": (2,),
+    "num_query_groups": (4,),
+    "kv_channels": (32,),
+    "make_vocab_size_divisible_by": (1024,),
+    "moe_layer_freq": ("2",),
+    "num_experts": (4,),
+    "rope_high_freq_factor": (8.0,),
+    "window_size": (8,),
+    "unmodelled": (("sinks",),),
+    "pipeline_model_parallel_layout": ("auto", "Ett|ttL"),
+    "hierarchical_context_parallel_sizes": ((1, 1),),
+    "cp_comm_type": (("a2a",), ("all_gather",), ("a2a+p2p",)),
+    "data_parallel_shard_size": (2,),
+    "recompute_modules": (("mlp",),),
+    "offload_modules": (("core_attn",),),
+    "optimizer_offload_fraction": (0.5,),
+    "global_batch_size": (16,),
+    "seq_length": (32,),
+    "hidden_dropout": (0.1,),
+    "attention_dropout": (0.1,),
+    "label_smoothing": (0.1,),
+    "data_path": (("other.jsonl",),),
+    "tokenizer_model": ("tokenizer.json",),
+    "tokenizer_vocab_size": (300,),
+    "data_cache_path": ("elsewhere",),
+    "split": ("1",),
+    "text_key": ("title",),
+    "lr_decay_iters": (5,),
+    "adam_beta1": (0.5,),
+    "adam_beta2": (0.5,),
+    "adam_eps": (1e-3,),
+    "min_lr": (1e-4,),
+    "lr_warmup_init": (1e-4,),
+    "save": ("saved",),
+    "load": ("donor",),
+    "wandb_project": ("name",),
+    "profile_ranks": ((1,),),
+}
+
+
+def values_of(setting: Setting) -> tuple[Any, ...]:
+    """What to change a setting to."""
+    if setting.name in VALUES:
+        return VALUES[setting.name]
+    default = getattr(BASE_SECTIONS[setting.name], setting.name)
+    if setting.choices:
+        return tuple(choice for choice in setting.choices if choice != default)
+    if setting.kind is bool:
+        return (not default,)
+    return (2 * default if default else 2,)
+
+
+BASE = read_config("debug", lr_warmup_iters=0)
+BASE_SECTIONS = {
+    s.name: getattr(BASE, name) for name, cls in SECTIONS.items() for s in settings_of(cls)
+}
+CASES = [(s.name, value) for s in SETTINGS.values() for value in values_of(s)]
+
+
+def numbers(layout: Layout) -> list[Any]:
+    """What follows from a layout on a cluster, without the settings themselves."""
+    cluster = load_cluster("H100", layout.grid.world_size)
+    step, memory = predict(layout, cluster), peak_memory(layout, cluster)
+    training, optimizer = layout.config.training, layout.config.optimizer
+    return [
+        layout.grid,
+        layout.split,
+        layout.compute_program().ranks,
+        [row for row in describe(layout) if row[0] != "schedule"],
+        step.step_time,
+        [
+            (rank.peak, rank.device_total if hasattr(rank, "device_total") else 0)
+            for rank in memory.ranks
+        ],
+        [
+            learning_rate(n, optimizer, training.train_iters)
+            for n in range(training.train_iters + 1)
+        ],
+    ]
+
+
+@cache
+def base_numbers(world: int, beside: tuple[tuple[str, Any], ...] = ()) -> list[Any]:
+    return numbers(check(BASE.with_values(**dict(beside)), world))
+
+
+def refused(config: Config, world: int, name: str) -> bool:
+    """Whether a configuration is refused, with a line that names the setting or its value."""
+    try:
+        check(config, world)
+    except ConfigError as error:
+        names = [name, SETTINGS[name].flag, *(f"{a}=" for a, of in ALIASES.items() if of == name)]
+        value = getattr(dict(config.sections())[section_of(name)], name)
+        names += [value] if isinstance(value, str) else []
+        names += value if name == "unmodelled" else []
+        assert any(word in str(error) for word in names), error
+        return True
+    return False
+
+
+def section_of(name: str) -> str:
+    return next(s for s, settings in config_settings().items() if SETTINGS[name] in settings)
+
+
+def shows(name: str, value: Any, **beside: Any) -> bool:
+    """Whether a setting is refused by name, or changes a number on one rank or on four."""
+    for world in (4,) if "pipeline_model_parallel_size" in beside else (1, 4):
+        config = BASE.with_values(**beside, **{name: value})
+        if refused(config, world, name):
+            return True
+        if numbers(check(config, world)) != base_numbers(world, tuple(beside.items())):
+            return True
+    return False
+
+
+DOCUMENTS = "".join(
+    f'{{"text": "Document {n} says {n * n}, and a little more.", "title": "{n} is the title"}}\n'
+    for n in range(400)
+)
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
+
+
+class Runs:
+    """Trains the smallest recipe, each time in a folder of its own, in this process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.count = root, 0
+        (root / "home").mkdir()
+        (root / "text.jsonl").write_text(DOCUMENTS)
+        (root / "other.jsonl").write_text(DOCUMENTS.replace("says", "has"))
+        self.donor, _ = self.train({"seed": 7, "tokenizer_vocab_size": 300})
+
+    def train(self, values: dict[str, Any]) -> tuple[Path, list[Any]]:
+        """The folder and what can be seen of the run: numbers, files, lines that tell steps."""
+        self.count += 1
+        folder = self.root / str(self.count)
+        folder.mkdir()
+        for name in ("text.jsonl", "other.jsonl"):
+            shutil.copy(self.root / name, folder)
+        if self.count > 1:
+            shutil.copytree(self.donor / "runs" / "latest", folder / "donor")
+            shutil.copy(folder / "donor" / "tokenizer.json", folder)
+        words = {"data_path": ("text.jsonl",), "train_iters": 4, "lr_warmup_iters": 0} | values
+        flags = " ".join(SETTINGS[name].typed(value) for name, value in words.items())
+        before = Path.cwd(), os.environ["HOME"]
+        os.chdir(folder)
+        os.environ["HOME"] = str(folder)
+        out, err = io.StringIO(), io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                status = main(["train", "debug", *flags.split()])
+        finally:
+            os.chdir(before[0])
+            os.environ["HOME"] = before[1]
+        return folder, [status, err.getvalue(), *_seen(folder, out.getvalue())]
+
+
+def _seen(folder: Path, out: str) -> Iterator[Any]:
+    metrics = [path for path in folder.rglob("metrics.jsonl") if "donor" not in path.parts]
+    for path in metrics:
+        for line in path.read_text().splitlines():
+            yield {k: v for k, v in json.loads(line).items() if k in NUMBERS or "loss" in k}
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*")]
+    yield sorted({re.sub(r"debug-[\d-]+|[0-9a-f]{32}", "NAME", name) for name in names})
+    yield [line.split()[0] for line in out.splitlines() if re.match(r" *\d+/\d+ ", line)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def plain_run(runs: Runs) -> list[Any]:
+    found = runs.train({})[1]
+    assert found[0] == 0, found
+    assert runs.train({})[1] == found  # or every setting would seem to have an effect
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_alone_has_an_effect_or_is_refused(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    """On numbers that follow from the layout, on a run of four steps, or beside another setting."""
+    for value in values_of(SETTINGS[name]):
+        if shows(name, value):
+            continue
+        beside = EXEMPT[name].beside if name in EXEMPT else {}
+        if name in EXEMPT and (beside is NOWHERE or shows(name, value, **beside)):
+            continue
+        runs, plain = (request.getfixturevalue(each) for each in ("runs", "plain_run"))
+        status, said, *seen = runs.train(beside | {name: value})[1]
+        if status:
+            assert name.partition("_")[0] in said, said
+        else:
+            usual = runs.train(beside)[1] if beside else plain
+            assert seen != usual[2:], f"{name} = {value} changes nothing"
+
+
+DEGREES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+    "num_distributed_optimizer_instances": "dp-replicate",
+    "data_parallel_shard_size": "dp-shard",
+}
+WORLD = (*list(DEGREES)[:3], *list(DEGREES)[-2:])
+
+
+def preview(*words: str) -> tuple[int, str]:
+    """Exit status and what is said beside the preview of a run."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["train", *words, "--dry-run"])
+    return status, err.getvalue()
+
+
+def ranks(config: Config, *but: str) -> int:
+    """The ranks of a recipe's degrees, without some of them; an inferred one counts as 2."""
+    sizes = {name: config.value(name) for name in WORLD if name not in but}
+    return prod(2 if size == -1 else size for size in sizes.values())
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_any_degree_of_a_recipe_can_be_one(recipe: str, degree: str) -> None:
+    config = read_config(recipe)
+    words = [recipe, f"--{DEGREES[degree]}", "1", "--nproc", str(ranks(config, degree))]
+    status, said = preview(*words)
+    assert status == 0, said
+    left_out = list(orphans(config.with_values(**{degree: 1})))
+    assert said.splitlines() == [
+        f"note: {orphan.shown} of the recipe is left out: {orphan.why}" for orphan in left_out
+    ]
+
+
+PARTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "tensor_model_parallel_size": ({"sequence_parallel": True},),
+    "pipeline_model_parallel_size": (
+        {"num_virtual_stages_per_pipeline_rank": 2},
+        {"num_layers_per_virtual_pipeline_stage": 1},
+        {"pipeline_model_parallel_layout": "Et|tttL"},
+        {"pipeline_model_parallel_layout": "auto"},
+        {"decoder_first_pipeline_num_layers": 1},
+        {"decoder_last_pipeline_num_layers": 1},
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+        {"pipeline_schedule": "zb_v", "pipeline_model_parallel_layout": "v:Et|t|t|tL"},
+        {"pipeline_schedule": "synthesised", "pipeline_in_flight_limit": 3.0},
+        {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2},
+        {
+            "num_virtual_stages_per_pipeline_rank": 2,
+            "microbatch_group_size_per_virtual_pipeline_stage": 4,
+        },
+        {"pipeline_schedule": "dualpipe"},
+    ),
+    "context_parallel_size": (
+        {"cp_comm_type": ("a2a",)},
+        {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("degree", "dependents"), [(d, part) for d, parts in PARTS.items() for part in parts], ids=str
+)
+def test_what_hangs_on_a_degree_goes_with_it_unless_it_was_given_by_hand(
+    degree: str, dependents: dict[str, Any], tmp_path: Path
+) -> None:
+    flag = f"--{DEGREES[degree]}"
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(BASE.with_values(**{degree: 2}, **dependents), changes_only=True))
+    assert preview(str(recipe), "--nproc", "2") == (0, "")
+    status, said = preview(str(recipe), "--nproc", "1", flag, "1")
+    assert status == 0, said
+    assert {line.split()[1] for line in said.splitlines()} == set(dependents)
+    by_hand = [SETTINGS[name].typed(value) for name, value in dependents.items()]
+    # A schedule or slices of a single rank have an effect.
+    if not {"pipeline_schedule", "num_sequence_slices"} & set(dependents):
+        status, said = preview("debug", "--nproc", "1", flag, "1", *shlex.split(" ".join(by_hand)))
+        assert status == 2
+        assert any(name in said or SETTINGS[name].flag in said for name in dependents), said
+
+
+def test_other_settings_of_a_recipe_go_with_what_they_are_for() -> None:
+    """A flag that turns a part off leaves out what the recipe says of it, and only that."""
+    for of in DEPENDENTS:
+        if of.on in WORLD or of.on == "tokenizer_model":
+            continue
+        alive, dead = two_values(of)
+        name = of.names[0]
+        config = BASE.with_values(**{of.on: dead, name: values_of(SETTINGS[name])[0]})
+        kept, left_out = without_orphans(config, {of.on})
+        assert [orphan.name for orphan in left_out] == [name]
+        assert kept == BASE.with_values(**{of.on: dead})
+        assert without_orphans(config, {of.on, name}) == (config, [])
+        assert without_orphans(config, set()) == (config, [])
+        assert without_orphans(config.with_values(**{of.on: alive}), {of.on})[1] == []
+
+
+def two_values(of: Dependents) -> tuple[Any, Any]:
+    """A value of the setting that others hang on with which they live, and one without."""
+    setting = SETTINGS[of.on]
+    tried = [*values_of(setting), setting.default, *setting.choices, 1, 0, True, None, 4]
+    fitting = [v for v in tried if v is not None or setting.optional]
+    living = [of.alive(BASE.with_values(**{of.on: value})) for value in fitting]
+    return fitting[living.index(True)], fitting[living.index(False)]
+
+
+def test_exemptions_are_of_settings_that_need_one() -> None:
+    assert set(EXEMPT) <= set(SETTINGS)
+    for name in EXEMPT:
+        assert not all(shows(name, value) for value in values_of(SETTINGS[name])), name

@@ -1,0 +1,274 @@
+"""What is read of a config.json against the model that transformers builds from it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface.generic import WITHOUT_EFFECT
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError
+from fivefold.model.shape import count_parameters
+from tests.config.oracle import LENGTH, config_of, oracle, oracle_logits, oracle_window, our_logits
+from tests.config.published import PUBLISHED
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "max_position_embeddings": 16,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+}
+_EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+_LATENTS = {
+    **_SIZES,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+TINY: Mapping[str, dict[str, Any]] = {
+    "llama": _SIZES,
+    "mistral": _SIZES | {"num_key_value_heads": 2},
+    "qwen2": _SIZES | {"num_key_value_heads": 2},
+    "qwen3": _SIZES | {"num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
+    "gpt_neox": _SIZES | {"rotary_pct": 1.0, "use_parallel_residual": False},
+    "mixtral": _SIZES | _EXPERTS | {"num_local_experts": 4},
+    "qwen3_moe": _SIZES | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24},
+    "gpt_oss": _SIZES | _EXPERTS | {"num_local_experts": 4, "head_dim": 8},
+    "deepseek_v2": _LATENTS,
+    "deepseek_v3": _LATENTS,
+}
+TRAINED = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+_ROPES = [
+    None,
+    {},
+    {"rope_type": "default"},
+    {"type": "default", "rope_theta": 100.0},
+    {"rope_theta": 50},
+    {"rope_theta": 100.0, "partial_rotary_factor": 1.0},
+    {"partial_rotary_factor": 0.5},
+    _LLAMA3,
+    _LLAMA3 | {"rope_theta": 100.0},
+    {"type": "llama3", **{k: v for k, v in _LLAMA3.items() if k != "rope_type"}},
+    {"rope_type": "linear", "factor": 2.0},
+    {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8},
+    {"factor": 2.0},
+    {"full_attention": {"rope_theta": 100.0}},
+]
+_SWITCH = [True, False]
+_BIASED = ["full_attention", "sliding_attention"]
+# Whatever some family has is tried in all.
+VARIATIONS: Mapping[str, list[Any]] = {
+    "sliding_window": [None, 1, 2, 5, 16, 64],
+    "use_sliding_window": _SWITCH,
+    "max_window_layers": [0, 1, 2],
+    "layer_types": [None, _BIASED[:1] * 2, _BIASED[1:] * 2, _BIASED, _BIASED[:1]],
+    "rope_theta": [50, 100.0],
+    "rotary_emb_base": [50, 100.0],
+    "rotary_pct": [0.25, 1.0],
+    "partial_rotary_factor": [0.5, 1.0],
+    "rope_scaling": _ROPES,
+    "rope_parameters": _ROPES,
+    "attention_bias": _SWITCH,
+    "mlp_bias": _SWITCH,
+    "head_dim": [None, 4, 6, 8, 12, 16],
+    "num_key_value_heads": [None, 1, 2, 4],
+    "tie_word_embeddings": _SWITCH,
+    "is_causal": _SWITCH,
+    "add_cross_attention": _SWITCH,
+    "is_decoder": _SWITCH,
+    "hidden_act": ["silu", "swish", "gelu", "gelu_new", "gelu_fast", "quick_gelu", "relu"],
+    "activation_function": ["gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_accurate", "silu"],
+    "rms_norm_eps": [1e-6, 1e-1, 1],
+    "layer_norm_eps": [1e-1],
+    "layer_norm_epsilon": [1e-1],
+    "n_embd": [24, 32],
+    "hidden_size": [24, 32],
+    "n_layer": [1, 2],
+    "num_hidden_layers": [1, 2],
+    "n_head": [2, 4],
+    "num_attention_heads": [2, 4],
+    "n_positions": [24, 32],
+    "max_position_embeddings": [16, 32],
+    "n_ctx": [8],
+    "n_inner": [None, 24],
+    "scale_attn_weights": _SWITCH,
+    "scale_attn_by_inverse_layer_idx": _SWITCH,
+    "reorder_and_upcast_attn": _SWITCH,
+    "use_parallel_residual": _SWITCH,
+    "rope_interleaved": _SWITCH,
+    "pretraining_tp": [2],
+    "pruned_heads": [{}, {"0": [1]}],
+    "attention_dropout": [0.1],
+    "resid_pdrop": [0.1, 0.2],
+    "initializer_range": [0.1],
+    "pad_token_id": [3],
+    "torch_dtype": ["bfloat16"],
+    "quantization_config": [None, {"quant_method": "fp8"}],
+    "num_local_experts": [2, 4],
+    "num_experts": [2, 4],
+    "num_experts_per_tok": [1],
+    "mlp_only_layers": [None, [], [1]],
+    "decoder_sparse_step": [1, 2],
+    "n_shared_experts": [1, 2],
+    "n_routed_experts": [4],
+    "first_k_dense_replace": [0, 1],
+    "q_lora_rank": [None, 24],
+    "moe_layer_freq": [1, 2],
+    "num_nextn_predict_layers": [0, 1],
+    "num_mtp_layers": [0, 1],
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn, kind: str) -> dict[str, Any]:
+    names = draw(st.lists(st.sampled_from(sorted(VARIATIONS)), max_size=4, unique=True))
+    changes = {name: draw(st.sampled_from(VARIATIONS[name])) for name in names}
+    return {"model_type": kind} | TINY[kind] | changes
+
+
+def agrees(fields: Mapping[str, Any]) -> bool:
+    """Whether a config.json is read, and then, that it is read as transformers reads it."""
+    try:
+        ours = from_hf_config(fields)
+    except ConfigError as error:
+        tables = [value for value in fields.values() if isinstance(value, dict)]
+        assert any(name in str(error) for names in (fields, *tables) for name in names), error
+        return False
+    trained = not (ours.unmodelled or ours.num_experts or ours.multi_latent_attention)
+    try:
+        theirs = oracle(fields, meta=not trained)
+    except StrictDataclassFieldValidationError:  # version 5 takes no null, no int, of version 4
+        return False
+    counted = count_parameters(replace(ours, mtp_num_layers=0), padded=False).total
+    assert counted == sum(p.numel() for p in theirs.parameters())
+    if trained:
+        assert ours.window_size == oracle_window(theirs)  # however much longer than the text
+        tokens, logits = our_logits(ours, theirs)
+        expected = oracle_logits(theirs, tokens)
+        assert (logits - expected).abs().max() <= 1e-10 * expected.abs().max()
+    return True
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_the_smallest_of_each_family_is_read_as_transformers_reads_it(kind: str) -> None:
+    assert agrees({"model_type": kind} | TINY[kind])
+
+
+@pytest.mark.parametrize("kind", TINY)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_any_config_is_refused_by_name_or_read_as_transformers_reads_it(
+    kind: str, data: st.DataObject
+) -> None:
+    agrees(data.draw(configs(kind)))
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_each_field_is_refused_by_name_or_read_as_transformers_reads_it(kind: str) -> None:
+    fields = {"model_type": kind} | TINY[kind]
+    read = {
+        name
+        for name, values in VARIATIONS.items()
+        for value in values
+        if agrees(fields | {name: value})
+    }
+    assert len(read) >= 20
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gpt2", "gpt_neox"])
+def test_fields_without_effect_have_none_in_transformers(kind: str) -> None:
+    fields = {"model_type": kind} | TINY[kind]
+    tokens = torch.arange(LENGTH)[None]
+    expected = oracle_logits(oracle(fields), tokens)
+    tried = 0
+    for name in WITHOUT_EFFECT:
+        for value in (*_OTHER_VALUES.get(name, ()), True, 2, 0.5, "eager", ["a"], {"a": 1}):
+            ours = from_hf_config(fields | {name: value})
+            assert ours == from_hf_config(fields)
+            try:
+                theirs = oracle(fields | {name: value})
+            except Exception:  # transformers takes no such value
+                continue
+            tried += 1
+            assert torch.equal(oracle_logits(theirs, tokens), expected), (name, value)
+            break
+    assert tried >= 0.9 * len(WITHOUT_EFFECT)
+
+
+_OTHER_VALUES = {
+    "dtype": ["bfloat16"],
+    "torch_dtype": ["bfloat16"],
+    "id2label": [{"0": "a"}],
+    "label2id": [{"a": 0}],
+    "problem_type": ["regression"],
+    "pad_token_id": [3],
+    "attn_implementation": ["sdpa"],
+    "_attn_implementation": ["sdpa"],
+    "experts_implementation": ["eager"],
+}
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_what_transformers_writes_is_read_back(kind: str, tmp_path: Path) -> None:
+    fields = {"model_type": kind} | TINY[kind]
+    config = oracle(fields, meta=True).config
+    config.save_pretrained(tmp_path)
+    expected = _written_out(from_hf_config(fields))
+    assert _written_out(from_hf_config(config.to_dict())) == expected
+    assert _written_out(from_hf_config(tmp_path)) == expected
+
+
+def _written_out(model: ModelConfig) -> ModelConfig:
+    return replace(model, num_query_groups=model.num_kv_heads, kv_channels=model.head_dim)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_absent_fields_are_what_transformers_takes_them_for(name: str) -> None:
+    fields = PUBLISHED[name] | ({"use_sliding_window": True} if "qwen" in name.lower() else {})
+    compared = 0
+    for absent in set(fields) - {"model_type"}:
+        left = {other: value for other, value in fields.items() if other != absent}
+        try:
+            ours = from_hf_config(left)
+        except ConfigError:  # a size, which has to be there
+            continue
+        written = config_of(left).to_dict()
+        assert _written_out(from_hf_config(written)) == _written_out(ours), absent
+        compared += 1
+    assert compared >= 7
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_as_many_parameters_as_in_transformers(name: str) -> None:
+    model = replace(from_hf_config(PUBLISHED[name]), mtp_num_layers=0)  # which it leaves out
+    theirs = oracle(PUBLISHED[name], meta=True)
+    assert count_parameters(model, padded=False).total == sum(
+        parameter.numel() for parameter in theirs.parameters()
+    )

@@ -1,0 +1,158 @@
+"""The documentation's commands, run in the order in which a reader meets them, in one folder.
+
+What needs a cluster, or a corpus that is not here, makes a dry run; what a launcher starts is left
+to the parser's test. Every other command does what its page says it does: it ends well, a training
+command trains, and the output that a page shows is what is printed, times apart.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tests.test_docs import DOCS, LINK, ROOT, Command, _blocks, _commands
+
+pytestmark = pytest.mark.slow
+
+HERE = ("debug", "demo")  # recipes that this machine can train
+STEP = re.compile(r"^ *\d+/\d+ ", re.MULTILINE)
+HEREDOC = re.compile(r"^cat > (\S+) << 'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"\d[\d.,]*(e[-+]\d+)?( [mu]?s\b)?")
+SECONDS = 240
+
+
+def in_reading_order() -> list[Path]:
+    """The README, then the pages as the index lists them."""
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    return [ROOT / "README.md", *((DOCS / target).resolve() for target in LINK.findall(index))]
+
+
+def steps_of(page: Path) -> Iterator[Command]:
+    """A page's commands that can be run, as they are run here."""
+    for command in _commands():
+        argv = command.argv
+        if command.page != page or argv is None or command.is_launched or "--help" in argv:
+            continue
+        if argv[0] == "train" and "--dry-run" not in argv and argv[1] not in HERE:
+            yield Command(page, f"{command.line} --dry-run", command.output)
+        elif not argv[0].startswith("--"):
+            yield command
+
+
+def prepare(folder: Path) -> None:
+    """The texts that pages speak of, and the files that they have the reader write."""
+    lines = [f"def function_{n}(x):\n    return x + {n}\n" for n in range(1500)]
+    for name in ("my-texts/a.md", "more-texts/a.txt", "code/a.py", "a.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("\n".join(lines), encoding="utf-8")
+    for name, key in (("docs.jsonl", "body"), ("b.jsonl", "text"), ("wiki.jsonl", "text")):
+        records = "".join(json.dumps({key: line}) + "\n" for line in lines)
+        (folder / name).write_text(records, encoding="utf-8")
+    for block in _blocks("sh"):
+        for name, content in HEREDOC.findall(block.text):
+            (folder / name).write_text(content, encoding="utf-8")
+
+
+def work(folder: str, answers: Connection, argv: list[str]) -> None:
+    """In a process of its own: run a command line and send its status and all that it prints."""
+    os.chdir(folder)
+    os.environ |= {"HOME": folder, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    os.environ["XDG_CACHE_HOME"] = str(Path(folder, ".cache"))
+    from fivefold.cli.main import main
+
+    output = Path(folder, ".output")
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        status = main(argv)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    answers.send((status, output.read_text(encoding="utf-8")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one folder, kept from page to page."""
+    path = tmp_path_factory.mktemp("reader")
+    prepare(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each command printed, so that one which two pages show is run once."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def server() -> multiprocessing.context.ForkServerContext:
+    """Processes that have imported PyTorch when they begin."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fivefold.train.run", "fivefold.verify.run"])
+    return context
+
+
+def run(
+    server: multiprocessing.context.ForkServerContext, folder: Path, argv: list[str]
+) -> tuple[int, str]:
+    ours, theirs = server.Pipe(duplex=False)
+    process = server.Process(target=work, args=(str(folder), theirs, argv))
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(SECONDS), f"{argv} takes more than {SECONDS} s"
+        with contextlib.suppress(EOFError):
+            return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+    return -1, (folder / ".output").read_text()
+
+
+def expected_status(command: Command) -> int:
+    assert command.argv is not None
+    if command.output.startswith("error:"):
+        return 2
+    return 1 if "--plant" in command.argv else 0
+
+
+def plain(text: str) -> list[str]:
+    """Lines without their numbers and times, since those of a run's speed differ."""
+    return [" ".join(NUMBER.sub("#", line).split()) for line in text.splitlines()]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", in_reading_order(), ids=lambda page: page.stem)
+def test_commands_do_what_the_page_says(page: Path, folder: Path, said, server) -> None:
+    for command in steps_of(page):
+        argv = command.argv
+        assert argv is not None
+        if command.line not in said:
+            status, said[command.line] = run(server, folder, argv)
+            assert status == expected_status(command), f"{command}\n{said[command.line]}"
+        if argv[0] == "train" and "--dry-run" not in argv:
+            assert STEP.search(said[command.line]), f"{command}\n{said[command.line]}"
+        # Which parameter is worst is a matter of rounding.
+        shown = [line for line in plain(command.output) if line and not line.startswith("worst")]
+        printed = plain(said[command.line])
+        missing = [line for line in shown if line not in printed]
+        assert not missing, f"{command}\n{said[command.line]}"
+
+
+def test_layouts_print_the_losses_that_the_tutorial_names(said) -> None:
+    text = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+    first, last = re.search(r"print (\S+) at step 1 and (\S+) at step 10", text).groups()
+    layouts = [
+        line for line in said if re.fullmatch(r"fivefold train debug( --nproc 2 --[tp]p 2)?", line)
+    ]
+    assert len(layouts) == 3
+    for line in layouts:
+        assert re.search(rf"^ *1/10 .*{first}", said[line], re.MULTILINE), said[line]
+        assert re.search(rf"^ *10/10 .*{last}", said[line], re.MULTILINE), said[line]
