@@ -249,7 +249,7 @@ DEPENDENTS = (
     Dependents(
         ("eval_iters",),
         "eval_interval",
-        lambda c: c.training.eval_interval > 0,
+        lambda c: c.training.evaluates or c.training.eval_iters == 0,
         "is the length of evaluations",
         ("--eval-interval 10",),
     ),

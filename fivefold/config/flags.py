@@ -218,8 +218,10 @@ def _is_flag(word: str) -> bool:
     return len(word) > 1 and word[0] in _DASHES and not word[1].isdigit() and word[1] != "."
 
 
-def _choice_meant(setting: Setting, found: str) -> str:
+def _choice_meant(setting: Setting, found: object) -> str:
     """A suffix that suggests the choice that is meant, whatever its case and its dashes."""
+    if not isinstance(found, str):
+        return ""
     plain = found.lower().replace("-", "_")
     meant = MEANT.get(setting.name, {}).get(plain)
     folded = {choice.lower(): choice for choice in setting.choices}
@@ -232,7 +234,7 @@ def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistake
     """Record that `place` (a flag, a TOML key) holds something of the wrong kind."""
     value = str(found).lower() if isinstance(found, bool) else shown(found)
     if setting.choices:
-        suggestion = _choice_meant(setting, str(found))
+        suggestion = _choice_meant(setting, found)
         mistakes.add(f"{place} cannot be {value}{suggestion}", works=setting.choices)
     elif setting.is_too_large(found):
         mistakes.add(f"{place} must be below 2^64, not {value}")

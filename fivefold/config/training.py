@@ -38,11 +38,16 @@ class TrainingConfig:
     )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
     eval_interval: int = option(0, "steps between evaluations on the validation split; 0: never")
-    eval_iters: int = option(4, "global batches per evaluation")
+    eval_iters: int = option(4, "global batches per evaluation; 0: no evaluations")
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop before the optimizer step when the loss or gradient norm is not finite"
     )
     distributed_timeout_minutes: float = option(10.0, "a collective that takes longer fails")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the validation split is ever read."""
+        return self.eval_interval > 0 and self.eval_iters > 0
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ _RULES = MappingProxyType(
         "train_iters": _AT_LEAST_ONE,
         "label_smoothing": _SHARE,
         "eval_interval": _NOT_NEGATIVE,
-        "eval_iters": _AT_LEAST_ONE,
+        "eval_iters": _NOT_NEGATIVE,
         "seed": (lambda v: 0 <= v < 1 << 63, "in 0 .. 2^63 - 1"),
         "distributed_timeout_minutes": _POSITIVE,
         "tokenizer_vocab_size": (lambda v: v >= 257, "at least 257 (256 bytes and an end mark)"),

@@ -60,7 +60,7 @@ def open_data(config: Config, progress: Progress) -> PreparedData:
     data = prepare(_settings(config), training.seq_length, training.seed, progress)
     _check_vocabulary(config, data.tokenizer)
     _ = data.train  # an error in a split is worth telling before any process starts
-    if training.eval_interval:
+    if training.evaluates:
         _ = data.valid
     return data
 

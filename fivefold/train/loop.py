@@ -114,8 +114,8 @@ class Trainer:
                 self._record(result, time.perf_counter() - began)
                 self._see_that_it_learns(result)
                 every = config.training.eval_interval
-                if every and self.step % every == 0:
-                    self._evaluate()
+                if self.validation is not None and self.step % every == 0:
+                    self._evaluate(self.validation)
                 if interval and self.step % interval == 0 and not self._dying:
                     self._save()
             if self._saved != self.step:
@@ -170,13 +170,11 @@ class Trainer:
     def _is_async(self) -> bool:
         return self.engine.layout.config.checkpoint.async_save
 
-    def _evaluate(self) -> None:
-        if self.validation is None:
-            return
+    def _evaluate(self, validation: Loader) -> None:
         began = time.perf_counter()
-        self.validation.seek(0)
+        validation.seek(0)
         count = self.engine.layout.config.training.eval_iters
-        loss, tokens = self.engine.evaluate([self.validation.next_batch() for _ in range(count)])
+        loss, tokens = self.engine.evaluate([validation.next_batch() for _ in range(count)])
         if self._checks and not math.isfinite(loss):
             what = f"the validation loss after step {self.step} is not finite: {loss:.6g}"
             raise self._stopped(what, locate_in_state(self.engine))

@@ -214,7 +214,7 @@ def _make_trainer(
         async_save=config.checkpoint.async_save,
     )
     validation = None
-    if config.training.eval_interval:
+    if config.training.evaluates:
         validation = _loader(job.layout, env, data, validation=True)
     trainer = Trainer(
         engine,

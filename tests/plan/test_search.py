@@ -266,9 +266,9 @@ def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None
         (f"{SMALL} --gpus 0", "--gpus must be at least 1"),
         (f"{SMALL} --cluster H1000", "did you mean 'H100'"),
         (f"{SMALL} --train-tokens many", "--train-tokens must be a number"),
-        (f"{SMALL} --json --emit megatron", "one of the two"),
+        (f"{SMALL} --json --emit megatron", "both say what to print"),
         (f"{SMALL} --html nowhere/at/all.html", "no folder"),
-        (f"{SMALL} --why colour=red", "unknown flag"),
+        (f"{SMALL} --why colour=red", "is no layout setting"),
     ],
 )
 def test_bad_input_is_said_before_anything_is_searched(

@@ -88,8 +88,9 @@ def _training(said: Settings, layout: Layout) -> Iterator[str]:
     seconds = ceil(60 * said["distributed_timeout_minutes"])
     yield from flag("comm.init_timeout_seconds", seconds)
     yield from flag("comm.train_timeout_seconds", seconds)
-    yield from _switch("validator.enable", said["eval_interval"] > 0)
-    if said["eval_interval"]:
+    evaluates = said["eval_interval"] > 0 and said["eval_iters"] > 0
+    yield from _switch("validator.enable", evaluates)
+    if evaluates:
         yield from flag("validator.freq", said["eval_interval"])
         yield from flag("validator.steps", said["eval_iters"])
     yield from flag("profiler.no_enable_profiling")
