@@ -177,7 +177,9 @@ CHANGES: Mapping[str, Change] = {
     "max_position_embeddings": Change(8192),
     "normalization": Change("LayerNorm"),
     "norm_epsilon": Change(2e-6),
-    "position_embedding_type": Change("learned_absolute", {"use_rope_scaling": False}),
+    "position_embedding_type": Change(
+        "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
+    ),
     "rotary_base": Change(20_000.0),
     "use_rope_scaling": Change(True, {"preset": "llama2-7b"}),
     "rope_scaling_factor": Change(16.0),
@@ -321,9 +323,9 @@ CHANGES: Mapping[str, Change] = {
     "tensorboard": Change(True),
     "wandb_project": Change("project"),
     "profile": Change(True),
-    "profile_step_start": Change(11),
-    "profile_step_end": Change(13),
-    "profile_ranks": Change((1,)),
+    "profile_step_start": Change(11, {"profile": True}),
+    "profile_step_end": Change(13, {"profile": True}),
+    "profile_ranks": Change((1,), {"profile": True}),
     "audit": Change(True),
 }
 """By setting: of llama3-8b, if no other preset is named, on 8 ranks."""

@@ -192,8 +192,8 @@ def _check(
     mistakes.raise_if_any()
     check_memory(config.memory, config.model, mistakes)
     parallel = infer_degrees(config, world_size, passes, mistakes)
+    check_dependents(_resolved(config, parallel, world_size), mistakes)
     if not planned:
-        check_dependents(_resolved(config, parallel, world_size), mistakes)
         _check_built(config, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)

@@ -132,7 +132,6 @@ def _tokens(text: str | None) -> float | None:
 
 def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
     """The question, or everything that is wrong with it, before anything is searched."""
-    from fivefold.config.dependence import check_dependents
     from fivefold.config.model import check_model
     from fivefold.config.values import check_values
     from fivefold.plan.request import request
@@ -158,10 +157,7 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
         cluster = load_cluster(options.cluster, options.gpus)
     mistakes.raise_if_any()
     assert cluster is not None
-    asked = request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
-    check_dependents(asked.config, mistakes, planned=True)
-    mistakes.raise_if_any()
-    return asked
+    return request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
 
 
 def _check_page(path: Path, mistakes: Mistakes) -> None:

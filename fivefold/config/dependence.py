@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
 from fivefold.errors import Mistakes
@@ -81,6 +82,18 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
                 f"{orphan.shown} has no effect: {orphan.why}",
                 works=[*orphan.of.add, orphan.off],
             )
+
+
+def leaves_idle(config: Config, decides: str, **settings: Any) -> bool:
+    """Whether values of a setting, and of others, leave some that depend on it without effect.
+
+    Args:
+        config: what was given.
+        decides: the setting; a key of `settings`.
+        settings: by field name.
+    """
+    found = orphans(config.with_values(**settings))
+    return any(orphan.of.refused and orphan.of.on == decides for orphan in found)
 
 
 def without_orphans(config: Config, by_flag: Collection[str]) -> tuple[Config, list[Orphan]]:
@@ -216,7 +229,6 @@ DEPENDENTS = (
         lambda c: c.memory.fine_grained_activation_offloading,
         "chooses activations to move",
         ("--fine-grained-activation-offloading",),
-        searched=True,
     ),
     Dependents(
         ("cross_entropy_fusion_impl",),

@@ -98,9 +98,6 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
         return
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     tp, inner = parallel.tensor_model_parallel_size, model.expert_ffn_size
-    if ep < 1 or etp < 1:
-        mistakes.add("expert_model_parallel_size and expert_tensor_parallel_size must be positive")
-        return
     if model.num_experts % ep:
         mistakes.add(
             f"expert_model_parallel_size {ep} does not divide num_experts {model.num_experts}",

@@ -47,10 +47,6 @@ def automatic_split(
                 ("--pipeline-model-parallel-layout none", " ".join(offs)),
             )
         )
-    if num_virtual < 1:
-        name = "--num-virtual-stages-per-pipeline-rank"
-        what = f"{name} must be at least 1, not {num_virtual}"
-        raise ConfigError(Mistake(what, works=(f"{name} 1",)))
     ranks, training = parallel.pipeline_model_parallel_size, config.training
     placement = (v_placement if in_a_v else loop_placement)(ranks, ranks * num_virtual)
     dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances

@@ -81,16 +81,9 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
         parallel: its degrees, with every inferred one filled in.
         mistakes: what is wrong is added here.
     """
-    slices, schedule = parallel.num_sequence_slices, parallel.pipeline_schedule
+    slices = parallel.num_sequence_slices
     length, tp = config.training.seq_length, parallel.tensor_model_parallel_size
-    if slices < 1:
-        mistakes.add(f"num_sequence_slices must be at least 1, not {slices}")
-        return
-    if slices == 1 and schedule == "sliced_1f1b":
-        mistakes.add(
-            "sliced_1f1b cuts sequences, and num_sequence_slices is 1",
-            works=["--num-sequence-slices 2", "--pipeline-schedule 1f1b"],
-        )
+    check_order(parallel, mistakes)
     if length % slices:
         mistakes.add(
             f"seq_length {length} cannot be cut into {slices} equal slices",
@@ -120,6 +113,28 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
                 "which must outlive the forward of their layer",
                 works=["--num-sequence-slices 1"],
             )
+    gathered = parallel.pipeline_max_unsharded_stages
+    if gathered is not None and not parallel.sharding.splits_parameters:
+        mistakes.add(
+            f"pipeline_max_unsharded_stages has no effect on "
+            f"{parallel.data_parallel_sharding_strategy}: parameters stay gathered",
+            works=["--data-parallel-sharding-strategy optim_grads_params"],
+        )
+
+
+def check_order(parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """What the order of the schedule that is asked for leaves without effect, or cannot do without.
+
+    Args:
+        parallel: what is asked for.
+        mistakes: what is wrong is added here.
+    """
+    schedule = parallel.pipeline_schedule
+    if parallel.num_sequence_slices == 1 and schedule == "sliced_1f1b":
+        mistakes.add(
+            "sliced_1f1b cuts sequences, and num_sequence_slices is 1",
+            works=["--num-sequence-slices 2", "--pipeline-schedule 1f1b"],
+        )
     paired = [name for name, known in SCHEDULES.items() if known.pairs]
     if parallel.overlap_moe_expert_parallel_comm and schedule not in (AUTO, *paired):
         mistakes.add(
@@ -132,13 +147,4 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
         mistakes.add(
             f"pipeline_in_flight_limit has no effect on the {schedule} schedule",
             works=[f"--pipeline-schedule {SYNTHESISED}"],
-        )
-    gathered = parallel.pipeline_max_unsharded_stages
-    if gathered is not None and gathered < 1:
-        mistakes.add(f"pipeline_max_unsharded_stages must be at least 1, not {gathered}")
-    if gathered is not None and not parallel.sharding.splits_parameters:
-        mistakes.add(
-            f"pipeline_max_unsharded_stages has no effect on "
-            f"{parallel.data_parallel_sharding_strategy}: parameters stay gathered",
-            works=["--data-parallel-sharding-strategy optim_grads_params"],
         )

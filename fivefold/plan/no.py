@@ -140,7 +140,7 @@ def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterat
     for text in _released(request):
         told.add(text)
         yield text
-    for change in _other_counts(request, legal=legal):
+    for change in _more(request) if legal else _around(request):
         if _has_plan(request, change):
             told.add(_typed(change))
             yield _typed(change)
@@ -193,21 +193,21 @@ def _released(request: Request) -> Iterator[str]:
             yield f"without {SETTINGS[name].flag}"
 
 
-def _other_counts(request: Request, *, legal: bool) -> Iterator[Change]:
-    """Numbers of GPUs: more of them, or those around one that has no layout."""
-    world = request.world
-    counts = [world * times for times in GROWTH]
-    if not legal:
-        power, nodes = 1 << (world.bit_length() - 1), world // 8 * 8
-        near = {n for n in (power, 2 * power, nodes, nodes + 8) if n > 0}
-        counts = sorted(near - {world})
-    yield from ({"num_gpus": count} for count in counts)
+def _more(request: Request) -> Iterator[Change]:
+    """More GPUs."""
+    yield from ({"num_gpus": request.world * times} for times in GROWTH)
+
+
+def _around(request: Request) -> Iterator[Change]:
+    """Usual numbers of GPUs around one that has no layout."""
+    power, nodes = 1 << (request.world.bit_length() - 1), request.world // 8 * 8
+    near = {n for n in (power, 2 * power, nodes, nodes + 8) if n > 0} - {request.world}
+    yield from ({"num_gpus": count} for count in sorted(near))
 
 
 def _all_released(request: Request) -> Iterator[str]:
-    """As few settings as possible left to the search at once, if need be on more GPUs."""
-    for times in (1, *GROWTH):
-        count: Change = {"num_gpus": request.world * times} if times > 1 else {}
+    """As few settings as possible left to the search at once, if need be on other GPUs."""
+    for count in ({}, *_around(request), *_more(request)):
         names = list(request.fixed())
         if not _fitting(request, count, names):
             continue

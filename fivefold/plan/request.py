@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fivefold.config.config import Config
+from fivefold.config.dependence import check_dependents
 from fivefold.config.memory import MemoryConfig, check_memory
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import ELEMENT_BYTES
@@ -154,6 +155,7 @@ def _request(
     _check_sizes(asked, mistakes)
     _check_units(config, cluster, mistakes)
     check_memory(config.memory, config.model, mistakes)
+    check_dependents(config, mistakes, planned=True)
     mistakes.raise_if_any()
     return asked
 
@@ -165,15 +167,8 @@ def _check_sizes(asked: Request, mistakes: Mistakes) -> None:
         size = getattr(asked.config.training, name)
         if size > LARGEST:
             mistakes.add(f"{name} must be at most {LARGEST:,} to be planned with, not {size:,}")
-    counted = (
-        *DEGREES.values(),
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "num_sequence_slices",
-        "microbatch_group_size_per_virtual_pipeline_stage",
-    )
     for name, value in asked.fixed().items():
-        if name in counted and value is not None and value < 1:
+        if name in DEGREES.values() and value < 1:
             mistakes.add(f"{name} must be at least 1, not {value}")
 
 

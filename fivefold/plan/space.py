@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fivefold.check import MAX_MICROBATCHES, check
 from fivefold.config.config import Config
+from fivefold.config.dependence import leaves_idle
 from fivefold.config.parallel import ShardingStrategy, TokenDispatcher
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.rules import check_experts, divisors
@@ -221,10 +222,14 @@ class _Axes:
 
     def context(self) -> list[int]:
         """Context-parallel sizes; what they need of the heads depends on tensor parallelism."""
-        if self.config.parallel.num_sequence_slices > 1:  # which cut every sequence already
-            return self.sizes("cp", lambda n: n == 1)
-        length = self.config.training.seq_length
-        return self.sizes("cp", tried=lambda n: n == 1 or length >= n * self.shortest)
+        length, name = self.config.training.seq_length, FIELDS["cp"]
+        sliced = self.config.parallel.num_sequence_slices > 1  # every sequence already
+        idle = leaves_idle(self.config, name, **{name: 1})
+        return self.sizes(
+            "cp",
+            legal=lambda n: not idle if n == 1 else not sliced,
+            tried=lambda n: n == 1 or length >= n * self.shortest,
+        )
 
     def context_holds(self, columns: Columns) -> NDArray[np.bool_]:
         """Where keys and values can travel in some way, of those that were not ruled out."""

@@ -8,16 +8,18 @@ from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.config import Config
+from fivefold.config.dependence import leaves_idle
 from fivefold.config.model import ModelConfig
-from fivefold.errors import ConfigError
+from fivefold.errors import ConfigError, Mistakes
 from fivefold.pipeline.balance import even_stages
 from fivefold.pipeline.layout import Split, layout_string, split_layers
 from fivefold.pipeline.modelled import modelled_problem
 from fivefold.pipeline.parts import joined, modelled_parts
-from fivefold.pipeline.rules import AUTO, SYNTHESISED
+from fivefold.pipeline.rules import AUTO, SYNTHESISED, check_order
 from fivefold.pipeline.schedules.fixed import groups_fit
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape
 
+PP = "pipeline_model_parallel_size"
 MAX_VIRTUAL = 16  # stages a rank that are tried; finer ones send more than they save
 CUTTING = (
     "num_virtual_stages_per_pipeline_rank",
@@ -158,7 +160,9 @@ def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
                 seen.add(key)
                 plain = pp == 1 and schedule == "1f1b"
                 chosen = {} if plain else {"pipeline_schedule": schedule}
-                yield Way(pp, schedule, split, MappingProxyType({**settings, **chosen}))
+                way = Way(pp, schedule, split, MappingProxyType({**settings, **chosen}))
+                if pp > 1 or not leaves_idle(config, PP, **{PP: pp}, **way.settings):
+                    yield way
 
 
 def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[str]:
@@ -173,15 +177,15 @@ def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[
         names = ("1f1b", "combined_1f1b")
     else:
         names = (*LINE, *LOOP, *V_SHAPED)
-    overlap = config.parallel.overlap_moe_expert_parallel_comm
-    asked_for = "overlap_moe_expert_parallel_comm" in given
-    may_pair = overlap if asked_for else config.model.num_experts is not None
+    may_pair = config.model.num_experts is not None
+    if "overlap_moe_expert_parallel_comm" in given:
+        may_pair = config.parallel.overlap_moe_expert_parallel_comm
     for name in names:
         if name == "combined_1f1b" and len(names) > 1 and not may_pair:
             continue
         if name in LOOP and len(names) > 1 and split.num_virtual == 1 < split.num_ranks:
             continue
-        if asked_for and overlap and name not in PAIRED:
+        if not _goes_with_all_else(name, config):
             continue
         if name == SYNTHESISED:
             fits = slices == 1 and _searchable(config, split)
@@ -190,6 +194,13 @@ def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[
             fits = schedule.shape.fits(split.placement) and (slices == 1 or schedule.slices)
         if fits:
             yield name
+
+
+def _goes_with_all_else(schedule: str, config: Config) -> bool:
+    """Whether every setting that was given has an effect in the order of the schedule."""
+    mistakes = Mistakes()
+    check_order(config.with_values(pipeline_schedule=schedule).parallel, mistakes)
+    return not mistakes.found
 
 
 def _searchable(config: Config, split: Split) -> bool:
@@ -262,7 +273,7 @@ def _automatic_cuts(config: Config, asked: Mapping[str, Any], pp: int) -> Iterat
     """What "auto" asks for: balanced stages, written out; as many a rank as was asked for."""
     virtual = asked["num_virtual_stages_per_pipeline_rank"]
     said = {"pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"}
-    if any(value for name, value in asked.items() if name not in said) or (virtual or 1) < 1:
+    if any(value for name, value in asked.items() if name not in said):
         return
     sizes = _virtual_sizes(config.model.num_layers, pp) if pp > 1 else [1, 2]
     for each in [virtual] if virtual else sizes:

@@ -15,26 +15,28 @@ import pytest
 
 from fivefold.check import check
 from fivefold.cli.main import main
-from fivefold.cli.plan import Options
+from fivefold.cli.plan import Options, _request
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import Setting
 from fivefold.config.sources import config_settings, load_with_origins
 from fivefold.errors import ConfigError
 from fivefold.hardware import GPUS
+from fivefold.mesh.degrees import DEGREES
+from fivefold.mesh.rules import divisors
 from fivefold.plan.answer import best, explained, memory_table, pareto, question, ranked
 from fivefold.plan.blocks import Ranks
-from fivefold.plan.cluster import load_cluster, preset
+from fivefold.plan.cluster import preset
 from fivefold.plan.memory_bound import memory_bound
 from fivefold.plan.no import why_nothing
 from fivefold.plan.record import as_json
-from fivefold.plan.request import FIXABLE, Request, request
+from fivefold.plan.request import FIXABLE, Request
 from fivefold.plan.search import legal_space, search
 from fivefold.plan.software import Software
 from fivefold.plan.space import FIELDS, enumerate_space
 from fivefold.plan.time_bound import quick_time_bound, time_bound
 
-QUESTIONS = 240
+QUESTIONS = 120
 MODELS = ("debug-llama", "debug-gpt", "debug", "gpt2", "deepseek-v2-lite", "mixtral-8x7b")
 SIZES = (1, 1, 2, 2, 3, 4, 4, 6, 8, 16, -1, 0)
 VALUES = {
@@ -83,9 +85,7 @@ def line_of(seed: int) -> str:
 
 
 def asked(line: str) -> Request:
-    loaded = load_with_origins(shlex.split(line), Options, models=True)
-    cluster = load_cluster(loaded.options.cluster, loaded.options.gpus)
-    return request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
+    return _request(load_with_origins(shlex.split(line), Options, models=True), None)
 
 
 def told(line: str) -> ConfigError | None:
@@ -106,12 +106,96 @@ def told(line: str) -> ConfigError | None:
     return None
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(4))
 def test_every_question_is_answered_or_refused_without_a_traceback(part: int) -> None:
     answers = 0
-    for seed in range(part, QUESTIONS, 8):
+    for seed in range(part, QUESTIONS, 4):
         answers += told(line_of(seed)) is None
     assert answers
+
+
+def typed(line: str, suggestion: str) -> str:
+    """The command line as somebody types it who was told "--gpus 4 without --zero-stage"."""
+    more, _, gone = suggestion.partition("without ")
+    words: list[str] = []
+    leaves_out = False
+    for word in shlex.split(line):
+        if word.startswith("--"):
+            leaves_out = word.replace("--no-", "--", 1) in gone.split() or word in gone.split()
+        if not leaves_out:
+            words.append(word)
+    assert not gone or words != shlex.split(line)
+    return f"{shlex.join(words)} {more}"
+
+
+def check_suggestions(line: str) -> int:
+    """What a no says that works, works: a plan, or at least this mistake is gone."""
+    error = told(line)
+    suggestions = 0
+    for mistake in error.mistakes if error else ():
+        no_plan = mistake.what.startswith("no layout")
+        assert mistake.works or not no_plan, line
+        for suggestion in mistake.works:
+            suggestions += 1
+            after = told(typed(line, suggestion))
+            if no_plan:
+                assert after is None, f"{line} | {suggestion}: {after}"
+            elif after is not None:
+                assert mistake.what not in [m.what for m in after.mistakes], (line, suggestion)
+    return suggestions
+
+
+def test_what_a_no_suggests_works_when_typed() -> None:
+    assert sum(check_suggestions(line_of(seed)) for seed in range(2_000, 2_030)) > 20
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part", range(8))
+def test_what_every_no_suggests_works_when_typed(part: int) -> None:
+    assert sum(check_suggestions(line_of(seed)) for seed in range(part, 1_000, 8)) > 50
+
+
+def is_legal(config: Config, world: int) -> bool:
+    try:
+        check(config, world, planned=True)
+    except ConfigError:
+        return False
+    return True
+
+
+def mesh_of(world: int, rng: random.Random) -> dict[str, int]:
+    """Degrees whose product is the world."""
+    mesh = {}
+    for name in rng.sample(sorted(DEGREES.values()), len(DEGREES)):
+        mesh[name] = rng.choice(divisors(world))
+        world //= mesh[name]
+    mesh[name] *= world
+    return mesh
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_what_is_legal_is_enumerated(part: int) -> None:
+    """What `check` lets pass, asked for in full, has a row: the space leaves nothing out."""
+    rng, legal = random.Random(part), 0
+    others = sorted(set(SETTINGS) - set(DEGREES.values()))
+    for _ in range(500):
+        world = rng.choice((1, 2, 4, 6, 8, 16))
+        words = [rng.choice(("debug", "debug-gpt", "mixtral-8x7b")), "--gpus", str(world)]
+        words += ["--gbs", "48", "--seq-length", "512", "--ep", str(rng.choice((1, 1, 2, 4)))]
+        words += [SETTINGS[name].typed(size) for name, size in mesh_of(world, rng).items()]
+        for name in rng.sample(others, rng.randrange(4)):
+            setting = SETTINGS[name]
+            if setting.kind is bool:
+                words.append(setting.typed(rng.random() < 0.7))
+            else:
+                words += [setting.flag, shlex.quote(value_of(setting, rng))]
+        line = " ".join(words)
+        with contextlib.suppress(ConfigError):
+            here = asked(line)
+            check(here.config, world, planned=True)
+            legal += 1
+            assert len(legal_space(here)), line
+    assert legal > 50
 
 
 @pytest.mark.parametrize("part", range(4))

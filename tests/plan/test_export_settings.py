@@ -146,7 +146,6 @@ PIPELINES = [
     {"pp": 4, "pipeline_schedule": "gpipe", "virtual": 2},
     {"pp": 4, "pipeline_schedule": "synthesised"},
     {"pp": 4, "virtual": 2, "gbs": 24},
-    {"pp": 1, "virtual": 4},
 ]
 
 
