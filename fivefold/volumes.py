@@ -17,7 +17,9 @@ from fivefold.config.parallel import CpCommType, TokenDispatcher
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.context.balance import split
 from fivefold.model.blocks import Sight, num_tokens
-from fivefold.model.shape import StageParts, is_expert, local_shape, parameter_shapes
+from fivefold.model.description import Layer, describe, layer_kind
+from fivefold.model.operations import CoreAttention, Weight
+from fivefold.model.shape import StageParts, stage_weights
 from fivefold.pipeline.ir import Kind
 from fivefold.state import held, num_expert_shards, num_shards
 
@@ -211,8 +213,8 @@ class _Volumes:
         for stage, spec in self.stages.items():
             size = sum(
                 -(-shape[0] // shards) * prod(shape[1:])
-                for name, shape in self._shapes(spec).items()
-                if not is_expert(name)
+                for weight, shape in self._held_weights(spec)
+                if not weight.of_experts
             )
             padded += size
             gathers += often[stage] * size
@@ -254,8 +256,7 @@ class _Volumes:
         loss = self.tp * numbers * self.tokens * self.master
         partial = 0
         for spec in self.stages.values():
-            blocks = sum(map(self._split_blocks, spec.layers))
-            layers = (5 if sequence else 4) * blocks * unit
+            layers = sum(sum(self._units(layer)) for layer in spec.layers) * unit
             yield Flow("tp", "activations of layers", self.microbatches * layers)
             again = self._repeated(spec.layers) * unit
             yield Flow("tp", "activations made again", self.microbatches * again)
@@ -266,8 +267,9 @@ class _Volumes:
                 yield Flow("tp", "output layer", self.microbatches * head)
                 whole = wire_bytes("all_gather", loss, self.tp)
                 yield Flow("tp", "cross entropy", self.microbatches * whole)
-            for name, shape in self._shapes(spec).items():
-                partial += self._held(shape) if self._is_partial(name) else 0
+            for weight, shape in self._held_weights(spec):
+                if weight.is_partial(self.tp, sequence_parallel=sequence):
+                    partial += self._held(shape)
         size = wire_bytes("all_reduce", partial * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
 
@@ -277,16 +279,16 @@ class _Volumes:
         A forward's two of every block; but a repetition ends with the last tensor that it saves,
         before the sum that ends an MLP (unless the mask of a dropout comes after).
         """
-        memory, model = self.layout.config.memory, self.model
-        last = 1 if self.parallel.sequence_parallel else 2
+        memory, sequence = self.layout.config.memory, self.parallel.sequence_parallel
+        last = 1 if sequence else 2
         if memory.recompute_granularity == "selective" and "mlp" in memory.recompute_modules:
-            return (2 - last) * sum(not model.is_moe(layer) for layer in layers)
+            linears = (self._layer(layer).mlp_input for layer in layers)
+            return sum(linear.tensor_units(sequence_parallel=sequence)[0] for linear in linears)
         units = 0
         for group, again in memory.recomputed_groups(len(layers)):
             if again:
-                ends_with_sum = not (model.is_moe(layers[group[-1]]) or model.hidden_dropout)
-                units += 2 * sum(self._split_blocks(layers[index]) for index in group)
-                units -= last * ends_with_sum
+                units += sum(self._units(layers[index])[0] for index in group)
+                units -= last * self._layer(layers[group[-1]]).ends_with_sum
         return units
 
     def context_parallel(self) -> Iterator[Flow]:
@@ -296,8 +298,6 @@ class _Volumes:
             return
         sizes = self.parallel.hierarchical_context_parallel_sizes
         heads = max(model.num_kv_heads // self.tp, 1)
-        latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
-        keys = heads * (model.query_dim + model.value_dim)
         for spec in self.stages.values():
             whole, kernels = self._remade_attention(spec.layers)
             for layer in spec.layers:
@@ -307,7 +307,8 @@ class _Volumes:
                     context_volumes,
                     kind,
                     grid.cp,
-                    key_value=self.tokens * (latent if model.multi_latent_attention else keys),
+                    key_value=self.tokens
+                    * self._layer(layer).one(CoreAttention).key_value_features(self.tp),
                     element=self.element,
                     grad_element=self.element if kind == "all_gather" else self.master,
                     key_value_heads=heads,
@@ -350,7 +351,8 @@ class _Volumes:
         expert's tensor group gather each other's rows and reduce their results.
         """
         grid, model = self.layout.grid, self.model
-        layers = sum(model.is_moe(i) for spec in self.stages.values() for i in spec.layers)
+        kinds = [layer_kind(model, i) for spec in self.stages.values() for i in spec.layers]
+        layers = sum(kind.experts for kind in kinds)
         if not layers:
             return
         tokens = self.tokens / (self.tp if self.parallel.sequence_parallel else 1)
@@ -362,8 +364,8 @@ class _Volumes:
         owned = sum(
             prod(shape)
             for spec in self.stages.values()
-            for name, shape in self._shapes(spec).items()
-            if is_expert(name)
+            for weight, shape in self._held_weights(spec)
+            if weight.of_experts
         )
         yield from self._expert_data(owned)
 
@@ -392,7 +394,7 @@ class _Volumes:
         # The pair of ranks is all of the pipeline where that has two.
         pair = "pp" if self.layout.grid.pp == 2 else "mirror"
         if self.layout.num_copies > 1:
-            shapes = [s for spec in self.stages.values() for s in self._shapes(spec).values()]
+            shapes = [s for spec in self.stages.values() for _, s in self._held_weights(spec)]
             size = sum(map(self._held, shapes)) * self.master
             copies = wire_bytes("all_reduce", size, 2)
             yield Flow(pair, "gradients of both copies of the model", copies)
@@ -410,38 +412,23 @@ class _Volumes:
         one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
         yield Flow("world", "loss, votes and gradient norm", 3 * one)
 
-    def _shapes(self, spec: StageParts) -> dict[str, tuple[int, ...]]:
-        """Name -> shape on a tensor-parallel rank, for the parameters of a stage."""
-        shapes = parameter_shapes(self.model, spec)
+    def _held_weights(self, spec: StageParts) -> Iterator[tuple[Weight, tuple[int, ...]]]:
+        """The parameters of a stage, and their shapes on a tensor-parallel rank."""
         grid = self.layout.grid
-        return {
-            name: local_shape(self.model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp)
-            for name, shape in shapes.items()
-        }
+        for weight in stage_weights(self.model, spec).values():
+            yield weight, weight.local(grid.tp, grid.ep, grid.etp)
 
-    def _split_blocks(self, layer: int) -> int:
-        """Blocks of a layer that tensor-parallel ranks compute together."""
-        whole_mlp = not self.model.is_moe(layer) or self.model.shared_ffn_size > 0
-        return 1 + whole_mlp
+    def _layer(self, layer: int) -> Layer:
+        return describe(self.model, layer_kind(self.model, layer))
+
+    def _units(self, layer: int) -> tuple[int, int]:
+        """What tensor-parallel ranks send in the forward and the backward of a layer, in units of
+        `tensor_parallel`."""
+        sequence = self.parallel.sequence_parallel
+        operations = self._layer(layer).operations
+        units = [op.tensor_units(sequence_parallel=sequence) for op in operations]
+        return sum(forward for forward, _ in units), sum(backward for _, backward in units)
 
     def _held(self, shape: tuple[int, ...]) -> int:
         """Elements of a parameter in this rank's shard."""
         return held(shape, self.shards, self.shard)
-
-    def _is_partial(self, name: str) -> bool:
-        """Whether tensor-parallel ranks each compute a part of a replicated one's gradient."""
-        module, _, kind = name.rpartition(".")
-        module = module.rpartition(".")[2]
-        if module in ("q_norm", "k_norm") or (module in _KEY_VALUE and self._replicates_kv):
-            return True
-        by_token = module in _TOKEN_WISE or (module in _BY_COLUMNS and kind == "bias")
-        return by_token and self.parallel.sequence_parallel
-
-    @property
-    def _replicates_kv(self) -> bool:
-        return self.model.num_kv_heads % self.tp != 0
-
-
-_KEY_VALUE = ("k_proj", "v_proj")
-_BY_COLUMNS = ("o_proj", "down_proj")
-_TOKEN_WISE = ("input_layernorm", "post_attention_layernorm", "norm", "embed_positions")

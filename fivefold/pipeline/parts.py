@@ -7,13 +7,13 @@ from functools import cached_property
 from fivefold.config.model import ModelConfig
 from fivefold.errors import Mistakes, did_you_mean
 from fivefold.model.activations import (
-    Running,
     Saved,
     embedding_bytes,
     loss_bytes,
     saved_activations,
     total,
 )
+from fivefold.model.running import Running
 from fivefold.model.shape import count_parameters, forward_flops
 from fivefold.pipeline.costs import times_problem
 from fivefold.pipeline.layout import StageSpec

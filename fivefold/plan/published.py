@@ -16,7 +16,7 @@ from fivefold.check import Layout, check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, DataError, FivefoldError
-from fivefold.model.shape import layer_shapes, training_flops
+from fivefold.model.shape import layer_weights, training_flops
 from fivefold.pipeline.layout import StageSpec, layout_string
 from fivefold.plan.row import OUT_OF_MEMORY, Row, cluster_of, model_of
 from fivefold.plan.software import Software
@@ -204,8 +204,7 @@ def _by_weights(config: Config, stages: int) -> str:
     """nanotron's stages: equal shares of all weights but the embedding's; a layer belongs to the
     share in which it begins."""
     model = config.model
-    shapes = layer_shapes(model, 0).values()
-    layer = sum(prod(shape) for shape in shapes if len(shape) > 1)
+    layer = sum(weight.size for weight in layer_weights(model, 0).values() if weight.multiplies)
     whole = model.num_layers * layer + model.padded_vocab_size * model.hidden_size
     of = [number * layer * stages // whole for number in range(model.num_layers)]
     last = stages - 1
