@@ -41,7 +41,14 @@ from fivefold.pipeline.rules import (
     read_choice,
     resolved_schedule,
 )
-from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program, with_copies
+from fivefold.pipeline.schedules.registry import (
+    SCHEDULES,
+    Schedule,
+    Shape,
+    build_program,
+    known_of,
+    with_copies,
+)
 from fivefold.pipeline.sharding import with_sharding_actions
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
@@ -66,9 +73,14 @@ class Layout:
     num_microbatches: int
 
     @property
+    def known(self) -> Schedule:
+        """What is known of its schedule."""
+        return known_of(self.schedule)
+
+    @property
     def num_copies(self) -> int:
         """Copies of the model in the pipeline: 2 for schedules that enter it from both ends."""
-        return 1 if self.schedule == SYNTHESISED else SCHEDULES[self.schedule].num_copies
+        return self.known.num_copies
 
     def stages_of(self, pp_rank: int) -> dict[int, StageSpec]:
         """A rank's stages by their index in the program, those of a second copy last."""
@@ -85,7 +97,7 @@ class Layout:
     @property
     def runs_pairs(self) -> bool:
         """Whether the schedule pairs forwards with backwards."""
-        return self.schedule != SYNTHESISED and SCHEDULES[self.schedule].pairs
+        return self.known.pairs
 
     @property
     def overlaps_pairs(self) -> bool:

@@ -12,9 +12,9 @@ from fivefold.cli.verdict import tell
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
-from fivefold.plan.cluster import load_cluster
-from fivefold.plan.memory import peak_memory
-from fivefold.plan.step import predict
+from fivefold.predict.cluster import load_cluster
+from fivefold.predict.memory import peak_memory
+from fivefold.predict.step import predict
 from fivefold.verify.report import describe
 
 

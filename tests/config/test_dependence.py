@@ -25,9 +25,9 @@ from fivefold.config.sources import config_settings, read_config, recipe_names, 
 from fivefold.derived import describe
 from fivefold.errors import ConfigError
 from fivefold.optim.schedule import learning_rate
-from fivefold.plan.cluster import load_cluster
-from fivefold.plan.memory import peak_memory
-from fivefold.plan.step import predict
+from fivefold.predict.cluster import load_cluster
+from fivefold.predict.memory import peak_memory
+from fivefold.predict.step import predict
 
 
 class Exempt(NamedTuple):

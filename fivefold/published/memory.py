@@ -1,0 +1,85 @@
+"""What a published run's framework would have reported of its memory, and whether it fits.
+
+Megatron-LM publishes `max_memory_allocated`, which `predict.memory` counts. nanotron and torchtitan
+publish what the allocator had reserved, which depends on the order in which tensors come and go:
+their steps are replayed, of models without experts.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fivefold.check import Layout
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.memory import peak_memory
+from fivefold.published.replay.allocator import Allocator
+from fivefold.published.replay.nanotron import Nanotron
+from fivefold.published.replay.step import Replay
+from fivefold.published.replay.torchtitan import Torchtitan
+from fivefold.published.row import Row
+from fivefold.state import StatePolicy, megatron_policy
+
+_COMMUNICATOR = 1e9  # of NCCL, on H100s: 0.7 to 3.3 GB in its issues 964 and 1685
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a run needs.
+
+    Attributes:
+        reported: bytes that the framework reports, of the rank that it looks at.
+        fits: whether all ranks have enough.
+    """
+
+    reported: float
+    fits: bool
+
+
+def published_peak(row: Row, layout: Layout, cluster: Cluster) -> Peak:
+    """The peak of a row's run in a layout."""
+    source = "" if layout.config.model.num_experts else row.source.lower()
+    capacity = cluster.gpu.memory_bytes - cluster.reserved_bytes
+    if "nanotron" in source:
+        capacity -= Nanotron.communicators * _COMMUNICATOR
+        ranks = _run(Nanotron(layout, rank, capacity) for rank in _extremes(layout))
+        return Peak(ranks[0].most_reserved, not any(rank.overflowed for rank in ranks))
+    if "torchtitan" in source:
+        capacity -= Torchtitan.communicators * _COMMUNICATOR
+        ranks = _run(_torchtitan(row, layout, rank, capacity) for rank in _extremes(layout))
+        most = max(rank.most_reserved for rank in ranks)
+        return Peak(most, not any(rank.overflowed for rank in ranks))
+    run = replace(layout, config=layout.config.with_values(**_loss_of(row)))
+    predicted = peak_memory(run, cluster, policy=_policy_of(layout))
+    return Peak(predicted.max_allocated, predicted.fits)
+
+
+def _run(replays: Iterable[Replay]) -> list[Allocator]:
+    return [replay.run() for replay in replays]
+
+
+def _torchtitan(row: Row, layout: Layout, rank: int, capacity: float) -> Torchtitan:
+    return Torchtitan(
+        layout,
+        rank,
+        capacity,
+        compiled="eager" not in row.text("note").split(),
+        selects=row.text("recomp") == "selective-op",
+    )
+
+
+def _extremes(layout: Layout) -> list[int]:
+    """Pipeline ranks of which one holds most: the first two, in flight, and the last, the loss."""
+    return sorted({0, min(1, layout.grid.pp - 1), layout.grid.pp - 1})
+
+
+def _policy_of(layout: Layout) -> StatePolicy | None:
+    """What Megatron-LM keeps of weights, gradients and optimizer state; who shards weights, too,
+    keeps what Fivefold does."""
+    strategy = layout.config.parallel.data_parallel_sharding_strategy
+    return None if strategy == "optim_grads_params" else megatron_policy(strategy != "no_shard")
+
+
+def _loss_of(row: Row) -> dict[str, Any]:
+    """Megatron-LM's loss works in one fp32 copy of the logits; fused, in the logits themselves."""
+    fused = "te" if "ce fusion" in row.text("note") else "native"
+    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": fused}

@@ -1,0 +1,358 @@
+"""What a published run may have been: configurations, its framework's habits, what was measured.
+
+What a row leaves open (micro-batch, stages per rank, recomputation) becomes several configurations;
+what no column can say (kernels of an era, a framework's habits) follows from general marks of the
+row, never from its figures.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal
+
+from fivefold.check import Layout, check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError, DataError, FivefoldError
+from fivefold.model.shape import layer_shapes, training_flops
+from fivefold.pipeline.layout import StageSpec, layout_string
+from fivefold.predict.software import Software
+from fivefold.published.row import OUT_OF_MEMORY, Row, cluster_of, model_of
+from fivefold.search.partitions import balanced_layout
+
+_TERA = 1e12
+
+
+def software_of(row: Row) -> Software:
+    """Habits of a framework that its era and the row's notes tell."""
+    note, source = row.text("note"), row.source.lower()
+    # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
+    # forward to gather 10 GB inside a machine with NVLink (its issue 1174).
+    sharded = row.is_old_megatron and _strategy(row) == "optim_grads_params"
+    made_with = ("deepspeed", "mt-nlg", "bloom", "neox")
+    deepspeed = sharded or any(word in source + row.text("model") for word in made_with)
+    return Software(
+        fused="eager" not in note.split() and "foundry" not in source,
+        attention=_attention(row),
+        gathers_to_recompute=deepspeed,
+        gather_rate=10e9 / 0.42 if sharded else None,
+        waits_for_hops=deepspeed,
+        scatters_hops=row.is_old_megatron and not deepspeed,
+        overlaps_backward_tp=row.text("flops_conv") != "hfu96" and "torchtitan" not in source,
+        eager_dx=False,
+        gradient_bytes=2.0 if row.text("prec") == "fp16" else None,
+        reduces_once=True,
+        joins_linears="torchtitan" not in source,
+        keeps_every_second=row.text("recomp") == "selective-op",
+        by_tensor="nanotron" in source,
+        imbalance=1.2 if "dropless" in note else 1.0,
+    )
+
+
+def _attention(row: Row) -> Literal["best", "flash2", "flash1", "scores"]:
+    """The kernel: that of the row's time, or PyTorch's where the framework takes what it has.
+
+    Megatron's regression tests ask for kernels that are deterministic, as cuDNN's are not.
+    """
+    source = row.source.lower()
+    if row.is_old_megatron:
+        return "scores"
+    if "foundry" in source:
+        return "flash1"
+    later = any(word in source for word in ("torchtitan", "nanotron", " ci "))
+    return "flash2" if later or _is_early_nemo(row) else "best"
+
+
+def _is_early_nemo(row: Row) -> bool:
+    """Of 2023 and 2024."""
+    source = row.source.lower()
+    return "nemo" in source and not re.search(r"\b2[5-9]\.", source)
+
+
+def measured_seconds(row: Row, layout: Layout) -> float | None:
+    """Of a step, from whatever the row reports; None if that says nothing."""
+    training = layout.config.training
+    tokens = training.global_batch_size * training.seq_length
+    world = layout.grid.world_size
+    step, rate = row.number("step_s"), row.number("tps_gpu")
+    tflops, mfu = row.number("tflops"), row.number("mfu")
+    if step:
+        return step
+    if rate:
+        return tokens / rate / world
+    if tflops is None and mfu is not None:
+        tflops = mfu / 100 * cluster_of(row).gpu.peak.bf16 / _TERA
+    return None if tflops is None else _flops(row, layout) * tokens / (tflops * _TERA * world)
+
+
+def measured_bytes(row: Row) -> float | None:
+    """Peak memory, of the rank that the framework reports; None where it was not published."""
+    held, unit = row.number("mem"), row.text("mem_unit")
+    if held is None:
+        return None
+    scale = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "bytes": 1.0, "b": 1.0}
+    if "nanotron" in row.source.lower():
+        scale["gb"] = scale["gib"]  # it divides by 1024^3 and calls that GB
+    first = unit.partition(" ")[0]
+    if first not in scale:
+        raise DataError(f"mem_unit {unit!r} does not begin with one of {', '.join(scale)}")
+    return held * scale[first]
+
+
+def ran_out_of_memory(row: Row) -> bool:
+    """Whether the run failed for want of memory: its memory is "OOM"."""
+    return row.text("mem") == OUT_OF_MEMORY
+
+
+def _flops(row: Row, layout: Layout) -> float:
+    """FLOPs per token as the source counts them."""
+    model, length = layout.config.model, layout.config.training.seq_length
+    if row.text("flops_conv") == "hfu96":
+        # 96 B s l h^2 (1 + s/6h + V/16lh), recomputation included: Narayanan et al. (2021).
+        h, layers = model.hidden_size, model.num_layers
+        return 96 * layers * h * h * (1 + length / (6 * h) + model.vocab_size / (16 * layers * h))
+    # NeMo's published tokens and FLOP/s agree with attention counted in full, Megatron's with half.
+    whole = any(
+        word in row.source.lower() for word in ("torchtitan", "foundry", "nanotron", "nemo")
+    )
+    return training_flops(model, length, causal=not whole).total
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration that a row may mean.
+
+    Attributes:
+        layout: checked.
+        complete: nothing that matters had to be guessed.
+    """
+
+    layout: Layout
+    complete: bool
+
+
+def row_layouts(row: Row) -> tuple[Choice, ...]:
+    """Every configuration that a row may mean.
+
+    Raises:
+        FivefoldError: there is none: something is missing that cannot be guessed, or does not fit.
+    """
+    model = model_of(row)
+    world, batch, length = row.whole("ngpu"), row.whole("gbs"), row.whole("seq")
+    if not (world and batch and length):
+        raise DataError("no GPUs, global batch or sequence length")
+    _check_ranks(row, world)
+    settings = _parallel(row, model) | _precision(row)
+    model = replace(model, max_position_embeddings=max(model.max_position_embeddings, length))
+    plain = Config(model).with_values(global_batch_size=batch, seq_length=length, **settings)
+    open_choices = list(_open(row, plain, world))
+    complete = len(open_choices) == 1
+    found, problem = [], None
+    for changes in open_choices:
+        try:
+            config = plain.with_values(**changes)
+            found.append(_layout(config, world, balances="nanotron" in row.source.lower()))
+        except ConfigError as error:
+            problem = error
+    if not found:
+        raise problem or DataError("nothing fits")
+    return tuple(Choice(layout, complete) for layout in found)
+
+
+def _check_ranks(row: Row, world: int) -> None:
+    """Degrees that are all given must make up the GPUs."""
+    degrees = [row.whole(axis) for axis in ("tp", "pp", "cp", "dp")]
+    known = prod(degree or 1 for degree in degrees)
+    if degrees[-1] and known != world:
+        raise DataError(f"tp x pp x cp x dp = {known}, not {world}")
+
+
+def _layout(config: Config, world: int, *, balances: bool) -> Layout:
+    """Checked; stages are balanced where layers do not divide, and by frameworks that always do."""
+    parallel = config.parallel
+    pp, virtual = (
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
+    attempts: list[dict[str, Any]] = [
+        {},
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    ]
+    if pp > 1:
+        divide = _by_weights if balances else balanced_layout
+        balanced = {
+            "num_virtual_stages_per_pipeline_rank": None,
+            "pipeline_model_parallel_layout": divide(config, pp * (virtual or 1)),
+        }
+        attempts.insert(0 if balances else len(attempts), balanced)
+    error: FivefoldError | None = None
+    for changes in attempts:
+        try:
+            return check(config.with_values(**changes), world, planned=True)
+        except ConfigError as problem:
+            error = error or problem
+    assert error is not None
+    raise error
+
+
+def _by_weights(config: Config, stages: int) -> str:
+    """nanotron's stages: equal shares of all weights but the embedding's; a layer belongs to the
+    share in which it begins."""
+    model = config.model
+    shapes = layer_shapes(model, 0).values()
+    layer = sum(prod(shape) for shape in shapes if len(shape) > 1)
+    whole = model.num_layers * layer + model.padded_vocab_size * model.hidden_size
+    of = [number * layer * stages // whole for number in range(model.num_layers)]
+    last = stages - 1
+    return layout_string(
+        StageSpec(s == 0, tuple(n for n, stage in enumerate(of) if stage == s), s == last)
+        for s in range(stages)
+    )
+
+
+def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
+    note, source = row.text("note"), row.source.lower()
+    tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
+    sharded = row.text("sp")
+    sequence = tp > 1 and (sharded == "1" or (not sharded and not row.is_old_megatron))
+    nvidia = any(word in source for word in ("nemo", "megatron-bridge", "readme h100"))
+    zero = row.text("zero")
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
+        "sequence_parallel": sequence,
+        "tp_comm_overlap": tp > 1 and ("async" in note or nvidia),
+        "data_parallel_sharding_strategy": _strategy(row),
+        # nanotron has no hooks on gradients that it shards and sums in fp32, and gathers its shards
+        # after the optimizer's step.
+        "overlap_grad_reduce": not row.is_old_megatron
+        and not ("nanotron" in source and _strategy(row) == "optim"),
+        "overlap_param_gather": not row.is_old_megatron and "nanotron" not in source,
+    }
+    if model.num_experts:
+        settings["expert_model_parallel_size"] = row.whole("ep") or 1
+        across = settings["expert_model_parallel_size"] > cluster_of(row).gpus_per_node
+        settings["overlap_moe_expert_parallel_comm"] = "1f1b overlap" in note
+        if "deepseek" in source:  # its report describes DualPipe, which hides the all-to-alls
+            settings["overlap_moe_expert_parallel_comm"] = True
+            settings["pipeline_schedule"] = "dualpipe"
+        settings["moe_token_dispatcher_type"] = "flex" if across or "deepep" in note else "alltoall"
+    hsdp = re.search(r"hsdp\s*(\d{1,7})x(\d{1,7})", zero)
+    if hsdp:
+        settings["num_distributed_optimizer_instances"] = int(hsdp.group(2))
+    return settings
+
+
+def _strategy(row: Row) -> str:
+    zero = row.text("zero")
+    names = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    if zero in ("", "n/a"):
+        return "no_shard" if row.is_old_megatron else "optim"
+    if re.match("fsdp|hsdp", zero):
+        return names[3]
+    if zero not in ("0", "1", "2", "3"):
+        raise DataError(f"zero must be 0 to 3, FSDP or HSDP, not {zero!r}")
+    return names[int(zero)]
+
+
+def _precision(row: Row) -> dict[str, Any]:
+    kind = row.text("prec")
+    if "fp4" in kind:
+        return {"fp4_format": "e2m1"}
+    if kind in ("", "bf16", "fp16"):
+        return {}
+    if "fp8" not in kind:
+        raise DataError(f"prec must be bf16, fp16, or some fp8 or fp4, not {kind!r}")
+    recipes = {
+        "row": "rowwise",
+        "tensor": "tensorwise",
+        "(cs)": "tensorwise",
+        "-cs": "tensorwise",
+        "mx": "mxfp8",
+        "block": "blockwise",
+    }
+    early = "foundry" in row.source.lower() or _is_early_nemo(row)
+    other = "delayed" if early else "tensorwise"  # the other came to TransformerEngine in 2025
+    if "deepseek" in row.source.lower():
+        other = "blockwise"  # as its report describes
+    recipe = next((name for mark, name in recipes.items() if mark in kind), other)
+    return {"fp8_format": "hybrid", "fp8_recipe": recipe}
+
+
+def _open(row: Row, config: Config, world: int) -> Iterator[dict[str, Any]]:
+    """Settings of every way to fill in what the row does not say."""
+    parallel = config.parallel
+    pp = parallel.pipeline_model_parallel_size
+    dp = world // (parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size) or 1
+    each = max(config.training.global_batch_size // dp, 1)
+    given = row.whole("mbs")
+    if not given and pp > 1 and "torchtitan" in row.source.lower():
+        given = max(each // pp, 1)  # unless told, as many microbatches as pipeline ranks
+    sizes = [given] if given else [b for b in (1, 2, 4, 8) if each % b == 0]
+    for size in sizes:
+        for virtual in _virtual(row, config.model.num_layers, pp):
+            for recompute in _recompute(row, config.model):
+                yield {
+                    "micro_batch_size": size,
+                    "num_virtual_stages_per_pipeline_rank": virtual if virtual > 1 else None,
+                    **recompute,
+                }
+
+
+def _virtual(row: Row, layers: int, pp: int) -> list[int]:
+    """Stages per rank. Whoever left out the micro-batch left out this, too: all that divide."""
+    given = row.whole("vpp")
+    if pp == 1 or given:
+        return [given or 1]
+    if row.whole("mbs") or "n/a" in row.text("vpp"):
+        return [1]
+    if "interleaved" in row.text("note"):
+        return [2]
+    even = [v for v in range(1, 25) if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
+    return even or [1]
+
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "norm": "layernorm",
+        "layernorm": "layernorm",
+        "act": "moe_act",
+        "moe": "moe",
+        "shared_expert": "shared_experts",
+        "mlp": "mlp",
+        "mla_up_proj": "mla_up_proj",
+    }
+)
+
+
+def _recompute(row: Row, model: ModelConfig) -> list[dict[str, Any]]:
+    text = row.text("recomp")
+    if text == "full":
+        return [{"recompute_granularity": "full"}]
+    if text == "selective":
+        return [_selective("core_attn")]
+    if text == "selective-op":
+        # About what the first half of the MLP is. What it keeps is counted in replay/torchtitan.py,
+        # what it runs again in layer.py.
+        return [_selective("layernorm", "mlp")]
+    if text.startswith("none"):
+        return [{}]
+    if row.text("flops_conv") == "hfu96":
+        return [{"recompute_granularity": "full"}]  # which the convention counts
+    words = re.findall(r"[a-z_]+", text)
+    if unknown := [word for word in words if word not in _MODULES]:
+        raise DataError(f"recomp: {unknown[0]!r} is none of {', '.join(_MODULES)}")
+    if words:
+        return [_selective(*(_MODULES[word] for word in words))]
+    light = _selective("layernorm", "moe_act" if model.num_experts else "mlp")
+    return [{}, light, {"recompute_granularity": "full"}]
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
