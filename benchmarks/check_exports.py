@@ -29,17 +29,17 @@ import torch
 from packaging.version import Version
 
 from benchmarks.export_cases import CHANGES, changed, layouts
-from fivefold.check import Layout
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import ModelConfig
 from fivefold.config.settings import settings_of
 from fivefold.files import write_atomic
+from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate
 from fivefold.tell.export.settings import OWN, Export
 from fivefold.tell.export.targets import export
 from fivefold.tell.export.torchtitan_models import ITS_MODELS
 
-RECORD = Path(__file__).parents[1] / "tests" / "plan" / "exported_names.json"
+RECORD = Path(__file__).parents[1] / "tests" / "tell" / "exported_names.json"
 
 
 def names(target: str, text: str) -> set[str]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from fivefold.check import Layout
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.layout import Layout
 from fivefold.model.shape import (
     StageParts,
     WholeModel,

@@ -10,9 +10,9 @@ from typing import Annotated
 from msgspec import UNSET, Meta, UnsetType
 
 from fivefold.audit.record import RankRecord, expected_record
-from fivefold.check import Layout
 from fivefold.errors import DataError
 from fivefold.files import read_json_lines
+from fivefold.layout import Layout
 from fivefold.units import human_bytes, human_flops, human_seconds
 
 ACTIVATION_TOLERANCE = 0.03

@@ -8,7 +8,7 @@ of parallelism leaves exposed of its communication.
 from collections.abc import Callable
 from functools import cached_property
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.model.activations import Running, saved_activations, total
 from fivefold.model.shape import layer_shapes, local_shape
 from fivefold.predict.cluster import Cluster

@@ -11,13 +11,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
-from fivefold.pipeline.list_scheduler import Problem
-from fivefold.pipeline.lowering import executed
-from fivefold.pipeline.modelled import searched_program
-from fivefold.pipeline.rules import SYNTHESISED
-from fivefold.pipeline.schedules.registry import build_program
+from fivefold.pipeline.order import Order
 
 WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "steady state"
 
@@ -68,52 +64,23 @@ def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
         layout: whose schedule runs.
         splits_backward: whether dX leaves before dW is computed.
     """
-    if layout.schedule == SYNTHESISED:
-        return _searched_moments(layout.scheduling_problem())
-    group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    length = _enough(layout, group or layout.grid.pp)
-    return _moments(
-        layout.schedule,
-        layout.split.placement,
-        length,
-        group,
-        splits_backward,
-        slices=layout.config.parallel.num_sequence_slices,
-        pairs=layout.overlaps_pairs,
-    )
+    order = layout.order(_enough(layout))
+    return _moments(order, pairs=layout.overlaps_pairs, eager=splits_backward)
 
 
-def _enough(layout: Layout, group: int) -> int:
-    """Microbatches after which nothing new happens; all of them where forwards come first."""
+def _enough(layout: Layout) -> int:
+    """Microbatches after which nothing new happens; all, where no steady state is reached."""
     count = layout.num_microbatches
-    if layout.schedule in ("gpipe", "looped_bfs") or count % group:
+    group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    round_of = group or layout.grid.pp
+    if not layout.known.steady or count % round_of:
         return count
-    return min(count, 3 * max(layout.grid.pp, group))
+    return min(count, 3 * max(layout.grid.pp, round_of))
 
 
 @lru_cache(maxsize=256)
-def _moments(
-    schedule: str,
-    placement: tuple[int, ...],
-    num_microbatches: int,
-    group: int | None,
-    splits_backward: bool,
-    *,
-    slices: int = 1,
-    pairs: bool = False,
-) -> tuple[Moments, ...]:
-    program = build_program(
-        schedule, placement, num_microbatches, group_size=group, num_slices=slices
-    )
-    return _all_ranks(executed(program, pairs=pairs, eager=splits_backward))
-
-
-@lru_cache(maxsize=32)
-def _searched_moments(problem: Problem) -> tuple[Moments, ...]:
-    return _all_ranks(searched_program(problem))
-
-
-def _all_ranks(program: Program) -> tuple[Moments, ...]:
+def _moments(order: Order, *, pairs: bool, eager: bool) -> tuple[Moments, ...]:
+    program = order.executed(pairs=pairs, eager=eager)
     return tuple(_swept(program, rank) for rank in range(program.num_ranks))
 
 

@@ -16,16 +16,14 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import Act, Kind, Program
-from fivefold.pipeline.list_scheduler import Problem
-from fivefold.pipeline.lowering import executed
-from fivefold.pipeline.modelled import searched_program
+from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.limits import Place
-from fivefold.pipeline.schedules.registry import build_program, known_of
+from fivefold.pipeline.schedules.registry import known_of
 
 Index = NDArray[np.intp]
 
@@ -187,24 +185,9 @@ def _levels(program: Program, before: Sequence[int], waits: Sequence[Index]) -> 
 
 
 @lru_cache(maxsize=256)
-def timetable(
-    schedule: str,
-    placement: tuple[int, ...],
-    microbatches: int,
-    group: int | None = None,
-    slices: int = 1,
-    *,
-    pairs: bool = False,
-    eager: bool = False,
-) -> Timetable:
-    """The timetable of a schedule; `pairs` and `eager` as `lowering.executed` has them."""
-    program = build_program(schedule, placement, microbatches, group_size=group, num_slices=slices)
-    return Timetable.of(executed(program, pairs=pairs, eager=eager))
-
-
-@lru_cache(maxsize=32)
-def _searched_timetable(problem: Problem) -> Timetable:
-    return Timetable.of(searched_program(problem))
+def timetable(order: Order, *, pairs: bool, eager: bool) -> Timetable:
+    """The timetable of a program; `pairs` and `eager` as `Order.executed` has them."""
+    return Timetable.of(order.executed(pairs=pairs, eager=eager))
 
 
 @dataclass(frozen=True)
@@ -237,23 +220,14 @@ class Clock:
         """
         parallel, placement = layout.config.parallel, layout.split.placement
         total = layout.num_microbatches
-        if layout.schedule == SYNTHESISED:
-            table = _searched_timetable(layout.scheduling_problem())
-            return cls(layout.schedule, None, total, ((table, 1.0),))
-        group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-        ranks = layout.split.num_ranks
 
         def table_of(microbatches: int) -> Timetable:
-            return timetable(
-                layout.schedule,
-                placement,
-                microbatches,
-                group,
-                parallel.num_sequence_slices,
-                pairs=layout.overlaps_pairs,
-                eager=eager,
-            )
+            return timetable(layout.order(microbatches), pairs=layout.overlaps_pairs, eager=eager)
 
+        if layout.schedule == SYNTHESISED:
+            return cls(layout.schedule, None, total, ((table_of(total), 1.0),))
+        group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+        ranks = layout.split.num_ranks
         in_groups = layout.known.groups or (len(placement) > ranks and placement[ranks] == 0)
         a_round = (group or ranks) if in_groups else layout.num_copies
         # Where the halves of a pair take turns, what they wait for each other adds up only late.

@@ -12,8 +12,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
+from fivefold.layout import Layout
 from fivefold.model.activations import (
     Running,
     Saved,

@@ -10,11 +10,11 @@ from functools import cached_property
 from itertools import islice
 from math import exp, log, prod, sqrt
 
-from fivefold.check import Layout
 from fivefold.hardware import GPUS
+from fivefold.layout import Layout
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.lowering import executed, lower
+from fivefold.pipeline.lowering import lower
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.predict.cluster import Cluster
@@ -87,7 +87,7 @@ class Prediction:
         """The whole program, event by event."""
         layout = self.layout
         eager = _eager(layout, self.software)
-        program = executed(layout.compute_program(), pairs=layout.overlaps_pairs, eager=eager)
+        program = layout.order().executed(pairs=layout.overlaps_pairs, eager=eager)
         return simulate(with_sharding_actions(lower(program, self.costs)), self.costs)
 
 

@@ -12,10 +12,11 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, DataError, FivefoldError
+from fivefold.layout import Layout
 from fivefold.model.shape import layer_shapes, training_flops
 from fivefold.pipeline.layout import StageSpec, layout_string
 from fivefold.predict.software import Software

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import Shape

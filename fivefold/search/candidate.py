@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
+from fivefold.layout import Layout
 from fivefold.predict.layer import Blocks
 from fivefold.predict.memory import MemoryPrediction, peak_memory
 from fivefold.predict.step import Prediction, predict_all

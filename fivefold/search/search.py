@@ -14,8 +14,9 @@ from time import perf_counter
 
 import numpy as np
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.errors import ConfigError
+from fivefold.layout import Layout
 from fivefold.predict.context import best_context
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software

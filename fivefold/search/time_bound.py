@@ -7,8 +7,8 @@ from math import log, sqrt
 
 import numpy as np
 
-from fivefold.check import Layout
 from fivefold.config.config import Config
+from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.layout import Split, split_layers
 from fivefold.predict.cluster import Cluster

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.search.memory_choices import describe
 
 ZERO: Mapping[str, str] = MappingProxyType(

@@ -7,7 +7,6 @@ from fivefold import pages
 from fivefold.errors import ConfigError
 from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.draw_html import timelines
-from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.memory import MemoryPrediction
 from fivefold.predict.step import Prediction
@@ -100,10 +99,11 @@ def _timeline(best: Candidate) -> Iterator[str]:
         if count > wanted or (count * acts > MOST_ACTS and count > layout.grid.pp):
             continue
         try:
-            program = layout.compute_program(count)
+            program = layout.order(count).executed(
+                pairs=layout.overlaps_pairs, eager=layout.defers_weights
+            )
         except ConfigError:
             continue
-        program = executed(program, pairs=layout.overlaps_pairs, eager=layout.defers_weights)
         title = f"{layout.schedule}, {count:,} of {wanted:,} microbatches"
         chart = Chart(title, program, simulate(program, prediction.costs), unit="s")
         yield "<h2>The pipeline</h2>"

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.check import Layout
 from fivefold.data.packing import Microbatch
+from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import Piece, piece_of
 from fivefold.train.engine import Engine, StepResult

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite, sqrt
 from typing import Any
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.pipeline.layout import layout_string
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from fivefold.check import Layout
 from fivefold.errors import ConfigError, FivefoldError, Mistake
+from fivefold.layout import Layout
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv
 from fivefold.verify.compare import compare

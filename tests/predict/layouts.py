@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.layout import Layout
 
 SHORT = {
     "tp": "tensor_model_parallel_size",

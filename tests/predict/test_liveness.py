@@ -70,7 +70,7 @@ def test_a_program_cut_short_has_the_same_peaks(schedule: str) -> None:
         **config,
     )
     layout = check(settings, P, planned=True)
-    whole = _moments(schedule, layout.split.placement, 8 * P, None, True)
+    whole = _moments(layout.order(8 * P), pairs=False, eager=True)
     cut = moments(layout, splits_backward=True)
     assert list(map(_seen, cut)) == list(map(_seen, whole))
 

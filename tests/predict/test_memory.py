@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
+from fivefold.layout import Layout
 from fivefold.predict.cluster import preset
 from fivefold.predict.memory import MemoryPrediction, peak_memory
 from fivefold.state import StatePolicy, megatron_policy, model_state

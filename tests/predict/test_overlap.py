@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
+from fivefold.layout import Layout
 from fivefold.pipeline.ir import Kind
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
@@ -100,7 +101,7 @@ def test_halves_in_turn_take_what_the_trainer_takes(schedule: str) -> None:
     prediction = predict(layout, CLUSTER)
     run = simulate(layout.program(), prediction.costs)
     assert prediction.simulation.makespan == pytest.approx(run.makespan)
-    paired = executed(layout.compute_program(), pairs=True, eager=True)
+    paired = executed(layout.order().program(), pairs=True, eager=True)
     assert run.makespan < simulate(paired, prediction.costs).makespan
 
 

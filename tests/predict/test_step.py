@@ -85,10 +85,10 @@ def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
     )
     costs, _ = stage_costs(layout, CLUSTER)
     for eager in (False, True):
-        program = executed(layout.compute_program(), pairs=False, eager=eager)
+        program = executed(layout.order().program(), pairs=False, eager=eager)
         whole = simulate(program, costs).makespan
         assert Clock.of(layout, eager=eager).makespans([costs])[0] == pytest.approx(whole, rel=2e-3)
-        table = timetable(schedule, layout.split.placement, 64, eager=eager)
+        table = timetable(layout.order(64), pairs=False, eager=eager)
         assert table.makespans([costs])[0] == pytest.approx(whole)
 
 

@@ -11,6 +11,7 @@ from fivefold.config.presets import PRESETS
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import Kind, loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx
+from fivefold.pipeline.order import Order
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
@@ -51,7 +52,8 @@ def placement(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
 
 @cache
 def swept(schedule: str, ranks: int, virtual: int) -> tuple[Moments, ...]:
-    return _moments(schedule, placement(schedule, ranks, virtual), 4 * ranks, None, True)
+    order = Order(schedule, placement(schedule, ranks, virtual), 4 * ranks)
+    return _moments(order, pairs=False, eager=True)
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "virtual"), FORMS)
@@ -98,7 +100,7 @@ def test_many_costs_are_walked_as_each_alone(schedule: str) -> None:
         f, b, w = (tuple((1 + rng.random(8)).tolist()) for _ in range(3))
         costs.append(Costs(f, b, w, float(rng.random())))
     program = eager_dx(build_program(schedule, where, 16))
-    table = timetable(schedule, where, 16, pairs=True, eager=True)
+    table = timetable(Order(schedule, where, 16), pairs=True, eager=True)
     alone = [simulate(program, each).makespan for each in costs]
     assert table.makespans(costs).tolist() == pytest.approx(alone)
 

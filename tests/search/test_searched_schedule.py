@@ -2,9 +2,9 @@
 
 import pytest
 
-from fivefold.check import Layout
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.layout import Layout
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.predict.cluster import preset
 from fivefold.predict.liveness import moments
@@ -52,13 +52,13 @@ def test_its_memory_is_swept_over_the_same_program() -> None:
     layout = uneven("synthesised")
     found = moments(layout, splits_backward=True)
     most = [float((rank.kept + rank.waiting).sum(axis=1).max()) for rank in found]
-    assert most == list(peak_in_flight(layout.compute_program()))
+    assert most == list(peak_in_flight(layout.order().program()))
 
 
 def test_other_numbers_of_microbatches_are_searched_for_themselves() -> None:
     layout = uneven("synthesised")
-    assert layout.compute_program(5).num_microbatches == 5
-    assert layout.compute_program().num_microbatches == layout.num_microbatches
+    assert layout.order(5).program().num_microbatches == 5
+    assert layout.order().program().num_microbatches == layout.num_microbatches
 
 
 def test_a_search_keeps_to_it_and_to_its_limit() -> None:
@@ -70,5 +70,5 @@ def test_a_search_keeps_to_it_and_to_its_limit() -> None:
     assert best.layout.schedule == "synthesised"
     assert best.prediction is not None
     layers = [len(stage.layers) for stage in best.layout.split.stages]
-    held = peak_in_flight(best.layout.compute_program())
+    held = peak_in_flight(best.layout.order().program())
     assert max(held) * max(layers) <= 1.0 * 32 / 4 + 1e-9

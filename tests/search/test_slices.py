@@ -36,7 +36,7 @@ def test_slices_shorten_the_fill_and_each_sends_its_part() -> None:
     assert told.costs.hop < predict(plain, CLUSTER).costs.hop / 2
     found = moments(sliced, splits_backward=False)
     most = [float(rank.kept.sum(axis=1).max()) for rank in found]
-    assert most == list(peak_in_flight(sliced.compute_program()))
+    assert most == list(peak_in_flight(sliced.order().program()))
 
 
 def test_the_space_is_legal_and_within_its_bounds() -> None:

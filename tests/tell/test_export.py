@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.check_exports import RECORD, cases, names
 from benchmarks.export_cases import LAYOUTS, layouts
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.tell.export.targets import export
 from tests.predict.layouts import planned
 

@@ -65,6 +65,7 @@ class Schedule:
         slices: whether it can cut sequences.
         pairs: whether it runs a forward and a backward beside each other.
         groups: whether a rank runs a group of microbatches on one stage before the next.
+        steady: whether its ranks come to do and hold the same, round after round.
         fused: whether each dW follows its dX at once.
         fewest: microbatches that it needs for each rank.
         limits: how much its ranks keep.
@@ -77,6 +78,7 @@ class Schedule:
     slices: bool = False
     pairs: bool = False
     groups: bool = False
+    steady: bool = True
     fused: bool = False
     fewest: int = 0
     limits: Limits = Limits()
@@ -101,6 +103,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             gpipe,
             "all forwards, then all backwards: holds every microbatch",
             Shape.ANY,
+            steady=False,
             fused=True,
             limits=Limits(deferred=at_once),
         ),
@@ -108,6 +111,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             gpipe,
             "gpipe over several stages a rank, breadth first",
             Shape.LOOP,
+            steady=False,
             fused=True,
             limits=Limits(deferred=at_once),
         ),
@@ -218,7 +222,10 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 )
 
 SEARCHED = Schedule(
-    gpipe, "searched for, from costs; forwards alone, for which there is no choice", Shape.ANY
+    gpipe,
+    "searched for; forwards alone, for which there is nothing to choose, as gpipe runs them",
+    Shape.ANY,
+    steady=False,
 )
 """What is known of a schedule that is not listed, because it is searched for."""
 

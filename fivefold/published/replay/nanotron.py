@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from math import inf, prod
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op
 

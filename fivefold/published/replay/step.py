@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.model.shape import layer_shapes, local_shape
 from fivefold.pipeline.ir import Kind
 from fivefold.published.replay.allocator import Allocator
@@ -84,7 +84,7 @@ class Replay(ABC):
     def run(self) -> Allocator:
         """Two steps; the allocator says what they reserve."""
         self.build()
-        program = self.layout.compute_program(self.num_microbatches)
+        program = self.layout.order(self.num_microbatches).program()
         for step in range(_STEPS):
             for act in program.ranks[self.pp_rank]:
                 if act.kind is Kind.F:

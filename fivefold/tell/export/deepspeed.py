@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.tell.export.settings import Export, Settings, described
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from math import ceil
 
-from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
+from fivefold.layout import Layout
 from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
     lost_in_the_pipeline,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.ir import loop_placement, stages_on
 from fivefold.pipeline.layout import Split, StageSpec
@@ -80,7 +80,7 @@ def _figures(layout: Layout) -> tuple[float, float]:
         sum(every.f[s] + every.b[s] + every.w[s] for s in stages_on(placement, rank)) / copies
         for rank in range(ranks)
     ]
-    program = layout.compute_program(microbatches)
+    program = layout.order(microbatches).program()
     makespan = simulate(program, every).makespan + (whole - microbatches) * max(loads)
     held = Footprint((problem.footprint.activations or ()) * copies)
     return makespan, max(peak_in_flight(program, held))

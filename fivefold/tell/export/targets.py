@@ -6,9 +6,10 @@ What a trainer has no setting for is said in `Export.missing`, never left out in
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.sources import to_toml
 from fivefold.errors import ConfigError
+from fivefold.layout import Layout
 from fivefold.tell.export.deepspeed import deepspeed
 from fivefold.tell.export.megatron import megatron
 from fivefold.tell.export.settings import Export

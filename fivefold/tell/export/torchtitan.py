@@ -5,7 +5,7 @@ from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.tell.export.settings import (
     SPLITS,
     Export,

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.layout import Layout
 from fivefold.published.replay.nanotron import Nanotron
 from fivefold.published.replay.torchtitan import Torchtitan
 from fivefold.state import held
