@@ -155,7 +155,7 @@ class ModelState:
 
 
 @dataclass(frozen=True)
-class Block:
+class GatheredBlock:
     """Parameters that are gathered together: a layer, or the ends of the model in a stage.
 
     Attributes:
@@ -174,7 +174,7 @@ class Block:
         return sum(map(prod, (*self.dense, *self.experts)))
 
 
-def stage_blocks(layout: Layout, stage: StageParts) -> list[Block]:
+def stage_blocks(layout: Layout, stage: StageParts) -> list[GatheredBlock]:
     """The blocks of a stage: its ends first, then every kind of layer."""
     model, grid = layout.config.model, layout.grid
     degrees = (grid.tp, grid.ep, grid.etp)
@@ -189,14 +189,14 @@ def stage_blocks(layout: Layout, stage: StageParts) -> list[Block]:
 
 
 @lru_cache(maxsize=1024)
-def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel) -> Block:
+def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel) -> GatheredBlock:
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
     for name, shape in parameter_shapes(model, parts).items():
         place = experts if is_expert(name) else dense
         place.append(local_shape(model, name, shape, tp=tp, ep=ep, etp=etp))
-    return Block(tuple(dense), tuple(experts))
+    return GatheredBlock(tuple(dense), tuple(experts))
 
 
 def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:

@@ -157,6 +157,17 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()
 
 
+def test_no_two_classes_have_the_same_name() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in _files().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    # The module of every verb has a `run`, and its `Options`.
+    places["Options"] = [name for name in places["Options"] if _room(name) != "cli"]
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_planning_and_training_do_not_import_each_other() -> None:
     planning = {"predict", "search", "tell", "published"}
     for rooms, others in ((planning, {"train"}), ({"train"}, planning)):

@@ -52,7 +52,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """What an audit found.
 
     Attributes:
@@ -153,7 +153,7 @@ def audit(
     records: Sequence[RankRecord],
     seconds: float | None,
     outlook: Outlook | None,
-) -> Report:
+) -> AuditReport:
     """Compare what every rank did with theory.
 
     Args:
@@ -174,7 +174,7 @@ def audit(
         *_peaks(layout, records, outlook),
         _step_time(seconds, outlook),
     ]
-    return Report(title, len(records), tuple(findings))
+    return AuditReport(title, len(records), tuple(findings))
 
 
 def usual_seconds(metrics: Path, audited: int) -> float | None:

@@ -19,7 +19,7 @@ from fivefold.predict.cluster import load_cluster
 
 if TYPE_CHECKING:
     from fivefold.search.request import Request
-    from fivefold.search.search import Result
+    from fivefold.search.search import SearchResult
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -170,7 +170,7 @@ def _check_page(path: Path, mistakes: Mistakes) -> None:
         mistakes.add(f"--html {path}: files in {path.parent} cannot be written")
 
 
-def _emit(result: "Result", target: str) -> None:
+def _emit(result: "SearchResult", target: str) -> None:
     """The settings alone on standard output, what they do not say beside them."""
     from fivefold.tell.export.targets import export
 
@@ -181,7 +181,7 @@ def _emit(result: "Result", target: str) -> None:
 
 
 def _report(
-    result: "Result", options: Options, tokens: float | None, other: "Request | None"
+    result: "SearchResult", options: Options, tokens: float | None, other: "Request | None"
 ) -> Iterator[str]:
     from fivefold.tell import report
 

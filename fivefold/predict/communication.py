@@ -13,7 +13,7 @@ from fivefold.predict.cluster import Cluster
 
 
 @dataclass(frozen=True)
-class Span:
+class GroupSpan:
     """Where the ranks of a group lie.
 
     Attributes:
@@ -30,12 +30,12 @@ class Span:
         return -(-self.size // self.inner)
 
 
-def span(cluster: Cluster, size: int, stride: int) -> Span:
+def span(cluster: Cluster, size: int, stride: int) -> GroupSpan:
     """A group of `size` ranks, `stride` apart."""
-    return Span(size, max(1, min(size, cluster.gpus_per_node // stride)))
+    return GroupSpan(size, max(1, min(size, cluster.gpus_per_node // stride)))
 
 
-def _rate(cluster: Cluster, group: Span) -> float:
+def _rate(cluster: Cluster, group: GroupSpan) -> float:
     """Bytes/s at which a ring over the group runs."""
     network = group.inner * cluster.network_link.rate
     if group.nodes == 1:
@@ -43,13 +43,13 @@ def _rate(cluster: Cluster, group: Span) -> float:
     return network if group.inner == 1 else min(cluster.node_link.rate, network)
 
 
-def _ring_latency(cluster: Cluster, group: Span) -> float:
+def _ring_latency(cluster: Cluster, group: GroupSpan) -> float:
     """A piece visits every rank in turn, one node after the other (as NCCL's own tuner counts)."""
     inside = (group.size - group.nodes) * cluster.node_link.latency
     return inside + (group.nodes - 1) * cluster.network_link.latency
 
 
-def gather(cluster: Cluster, group: Span, size: float) -> float:
+def gather(cluster: Cluster, group: GroupSpan, size: float) -> float:
     """Seconds of an all-gather, or of a reduce-scatter, of a whole buffer of `size` bytes."""
     if group.size == 1:
         return 0.0
@@ -57,7 +57,7 @@ def gather(cluster: Cluster, group: Span, size: float) -> float:
     return sent / _rate(cluster, group) + _ring_latency(cluster, group)
 
 
-def all_reduce(cluster: Cluster, group: Span, size: float) -> float:
+def all_reduce(cluster: Cluster, group: GroupSpan, size: float) -> float:
     """Seconds of an all-reduce of `size` bytes: a ring, or a tree where latency counts for more."""
     if group.size == 1:
         return 0.0
@@ -67,7 +67,7 @@ def all_reduce(cluster: Cluster, group: Span, size: float) -> float:
     return min(ring, 2 * hops + 2 * size / _rate(cluster, group))
 
 
-def all_to_all(cluster: Cluster, group: Span, inside: float, across: float) -> float:
+def all_to_all(cluster: Cluster, group: GroupSpan, inside: float, across: float) -> float:
     """Seconds in which every rank sends to all others; both kinds of link work at once.
 
     Args:

@@ -18,7 +18,7 @@ from fivefold.pipeline.lowering import lower
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import Span, all_reduce, gather, send, span
+from fivefold.predict.communication import GroupSpan, all_reduce, gather, send, span
 from fivefold.predict.compute import Phases, overlapped
 from fivefold.predict.layer import Blocks, LayerTimes
 from fivefold.predict.makespan import Clock
@@ -34,7 +34,7 @@ _INTERVAL = {"dense": 0.12, "narrow": 0.08, "experts": 0.26}
 
 
 @dataclass(frozen=True)
-class Part:
+class TimePart:
     """A part of the step's time and what it is."""
 
     name: str
@@ -65,7 +65,7 @@ class Prediction:
     step_time: float
     low: float
     high: float
-    parts: tuple[Part, ...]
+    parts: tuple[TimePart, ...]
     model_flops: float
     notes: tuple[str, ...] = ()
 
@@ -220,7 +220,7 @@ class _Predictor:
             total = total + self.times.head()
         return total + Times(dp=self._sharded(total, kind, spec))
 
-    def _data_groups(self) -> tuple[Span, Span, Span]:
+    def _data_groups(self) -> tuple[GroupSpan, GroupSpan, GroupSpan]:
         """Shards of dense parameters, their replicas, and shards of experts."""
         grid, cluster = self.grid, self.cluster
         shard = span(cluster, grid.dp_shard * grid.cp, grid.tp)
@@ -374,18 +374,18 @@ class _Predictor:
         around, optimizer = self._around(), self._optimizer()
         jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (
-            Part("ideal", ideal),
-            Part("kernel efficiency", each.compute.total - ideal),
-            Part("recompute", each.recompute.total),
-            Part("offloading", each.offload.total),
-            Part("bubble", still - busy),
-            Part("TP communication", each.tp.total),
-            Part("CP communication", each.cp.total),
-            Part("EP communication", each.ep.total - paired),
-            Part("PP communication", whole - still),
-            Part("DP communication", each.dp.total + around),
-            Part("optimizer", optimizer),
-            Part("jitter", jitter),
+            TimePart("ideal", ideal),
+            TimePart("kernel efficiency", each.compute.total - ideal),
+            TimePart("recompute", each.recompute.total),
+            TimePart("offloading", each.offload.total),
+            TimePart("bubble", still - busy),
+            TimePart("TP communication", each.tp.total),
+            TimePart("CP communication", each.cp.total),
+            TimePart("EP communication", each.ep.total - paired),
+            TimePart("PP communication", whole - still),
+            TimePart("DP communication", each.dp.total + around),
+            TimePart("optimizer", optimizer),
+            TimePart("jitter", jitter),
         )
         step = sum(part.seconds for part in parts)
         notes = tuple(_notes(layout, self.cluster))

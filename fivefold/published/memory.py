@@ -16,7 +16,7 @@ from fivefold.published.replay.allocator import Allocator
 from fivefold.published.replay.nanotron import Nanotron
 from fivefold.published.replay.step import Replay
 from fivefold.published.replay.torchtitan import Torchtitan
-from fivefold.published.row import Row
+from fivefold.published.row import PublishedRow
 from fivefold.state import StatePolicy, megatron_policy
 
 _COMMUNICATOR = 1e9  # of NCCL, on H100s: 0.7 to 3.3 GB in its issues 964 and 1685
@@ -35,7 +35,7 @@ class Peak:
     fits: bool
 
 
-def published_peak(row: Row, layout: Layout, cluster: Cluster) -> Peak:
+def published_peak(row: PublishedRow, layout: Layout, cluster: Cluster) -> Peak:
     """The peak of a row's run in a layout."""
     source = "" if layout.config.model.num_experts else row.source.lower()
     capacity = cluster.gpu.memory_bytes - cluster.reserved_bytes
@@ -57,7 +57,7 @@ def _run(replays: Iterable[Replay]) -> list[Allocator]:
     return [replay.run() for replay in replays]
 
 
-def _torchtitan(row: Row, layout: Layout, rank: int, capacity: float) -> Torchtitan:
+def _torchtitan(row: PublishedRow, layout: Layout, rank: int, capacity: float) -> Torchtitan:
     return Torchtitan(
         layout,
         rank,
@@ -79,7 +79,7 @@ def _policy_of(layout: Layout) -> StatePolicy | None:
     return None if strategy == "optim_grads_params" else megatron_policy(strategy != "no_shard")
 
 
-def _loss_of(row: Row) -> dict[str, Any]:
+def _loss_of(row: PublishedRow) -> dict[str, Any]:
     """Megatron-LM's loss works in one fp32 copy of the logits; fused, in the logits themselves."""
     fused = "te" if "ce fusion" in row.text("note") else "native"
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": fused}

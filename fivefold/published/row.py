@@ -83,7 +83,7 @@ MOST_TOLD = 10  # mistakes of a file
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One published run: its cells by column, and the line of the file that it stands in."""
 
     line: int
@@ -126,7 +126,7 @@ class Row:
         )
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[PublishedRow]:
     """The rows of a file.
 
     Raises:
@@ -147,7 +147,8 @@ def read_rows(path: Path) -> list[Row]:
     if wrong:
         raise DataError("\n".join(f"{path}:{problem}" for problem in wrong))
     return [
-        Row(line, MappingProxyType(dict(zip(names, cells, strict=True)))) for line, cells in lines
+        PublishedRow(line, MappingProxyType(dict(zip(names, cells, strict=True))))
+        for line, cells in lines
     ]
 
 
@@ -192,7 +193,7 @@ def _holds(column: str, text: str) -> bool:
     return range_.holds(int(number) if range_.whole and number.is_integer() else number)
 
 
-def model_of(row: Row) -> ModelConfig:
+def model_of(row: PublishedRow) -> ModelConfig:
     """The architecture: from its shape where the row gives it, else the preset of that name.
 
     Raises:
@@ -233,7 +234,7 @@ def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:
     return replace(model, **changes)
 
 
-def _from_shape(row: Row, layers: int, hidden: int, heads: int) -> ModelConfig:
+def _from_shape(row: PublishedRow, layers: int, hidden: int, heads: int) -> ModelConfig:
     """A dense model; what the columns do not say is chosen to meet the parameters in its name."""
     name = row.text("model")
     gpt = any(word in name for word in ("gpt", "mt-nlg", "mpt", "opt", "bloom"))
@@ -270,7 +271,7 @@ def _from_shape(row: Row, layers: int, hidden: int, heads: int) -> ModelConfig:
     return min((base, tied), key=lambda model: abs(count_parameters(model).total - target))
 
 
-def cluster_of(row: Row) -> Cluster:
+def cluster_of(row: PublishedRow) -> Cluster:
     """The cluster of a row's GPUs, under the planner's name for them or their driver's.
 
     Raises:

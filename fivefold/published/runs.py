@@ -20,13 +20,13 @@ from fivefold.layout import Layout
 from fivefold.model.shape import layer_shapes, training_flops
 from fivefold.pipeline.layout import StageSpec, layout_string
 from fivefold.predict.software import Software
-from fivefold.published.row import OUT_OF_MEMORY, Row, cluster_of, model_of
+from fivefold.published.row import OUT_OF_MEMORY, PublishedRow, cluster_of, model_of
 from fivefold.search.partitions import balanced_layout
 
 _TERA = 1e12
 
 
-def software_of(row: Row) -> Software:
+def software_of(row: PublishedRow) -> Software:
     """Habits of a framework that its era and the row's notes tell."""
     note, source = row.text("note"), row.source.lower()
     # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
@@ -52,7 +52,7 @@ def software_of(row: Row) -> Software:
     )
 
 
-def _attention(row: Row) -> Literal["best", "flash2", "flash1", "scores"]:
+def _attention(row: PublishedRow) -> Literal["best", "flash2", "flash1", "scores"]:
     """The kernel: that of the row's time, or PyTorch's where the framework takes what it has.
 
     Megatron's regression tests ask for kernels that are deterministic, as cuDNN's are not.
@@ -66,13 +66,13 @@ def _attention(row: Row) -> Literal["best", "flash2", "flash1", "scores"]:
     return "flash2" if later or _is_early_nemo(row) else "best"
 
 
-def _is_early_nemo(row: Row) -> bool:
+def _is_early_nemo(row: PublishedRow) -> bool:
     """Of 2023 and 2024."""
     source = row.source.lower()
     return "nemo" in source and not re.search(r"\b2[5-9]\.", source)
 
 
-def measured_seconds(row: Row, layout: Layout) -> float | None:
+def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
     """Of a step, from whatever the row reports; None if that says nothing."""
     training = layout.config.training
     tokens = training.global_batch_size * training.seq_length
@@ -88,7 +88,7 @@ def measured_seconds(row: Row, layout: Layout) -> float | None:
     return None if tflops is None else _flops(row, layout) * tokens / (tflops * _TERA * world)
 
 
-def measured_bytes(row: Row) -> float | None:
+def measured_bytes(row: PublishedRow) -> float | None:
     """Peak memory, of the rank that the framework reports; None where it was not published."""
     held, unit = row.number("mem"), row.text("mem_unit")
     if held is None:
@@ -102,12 +102,12 @@ def measured_bytes(row: Row) -> float | None:
     return held * scale[first]
 
 
-def ran_out_of_memory(row: Row) -> bool:
+def ran_out_of_memory(row: PublishedRow) -> bool:
     """Whether the run failed for want of memory: its memory is "OOM"."""
     return row.text("mem") == OUT_OF_MEMORY
 
 
-def _flops(row: Row, layout: Layout) -> float:
+def _flops(row: PublishedRow, layout: Layout) -> float:
     """FLOPs per token as the source counts them."""
     model, length = layout.config.model, layout.config.training.seq_length
     if row.text("flops_conv") == "hfu96":
@@ -134,7 +134,7 @@ class Choice:
     complete: bool
 
 
-def row_layouts(row: Row) -> tuple[Choice, ...]:
+def row_layouts(row: PublishedRow) -> tuple[Choice, ...]:
     """Every configuration that a row may mean.
 
     Raises:
@@ -162,7 +162,7 @@ def row_layouts(row: Row) -> tuple[Choice, ...]:
     return tuple(Choice(layout, complete) for layout in found)
 
 
-def _check_ranks(row: Row, world: int) -> None:
+def _check_ranks(row: PublishedRow, world: int) -> None:
     """Degrees that are all given must make up the GPUs."""
     degrees = [row.whole(axis) for axis in ("tp", "pp", "cp", "dp")]
     known = prod(degree or 1 for degree in degrees)
@@ -216,7 +216,7 @@ def _by_weights(config: Config, stages: int) -> str:
     )
 
 
-def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
+def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
     note, source = row.text("note"), row.source.lower()
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
     sharded = row.text("sp")
@@ -250,7 +250,7 @@ def _parallel(row: Row, model: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-def _strategy(row: Row) -> str:
+def _strategy(row: PublishedRow) -> str:
     zero = row.text("zero")
     names = ("no_shard", "optim", "optim_grads", "optim_grads_params")
     if zero in ("", "n/a"):
@@ -262,7 +262,7 @@ def _strategy(row: Row) -> str:
     return names[int(zero)]
 
 
-def _precision(row: Row) -> dict[str, Any]:
+def _precision(row: PublishedRow) -> dict[str, Any]:
     kind = row.text("prec")
     if "fp4" in kind:
         return {"fp4_format": "e2m1"}
@@ -286,7 +286,7 @@ def _precision(row: Row) -> dict[str, Any]:
     return {"fp8_format": "hybrid", "fp8_recipe": recipe}
 
 
-def _open(row: Row, config: Config, world: int) -> Iterator[dict[str, Any]]:
+def _open(row: PublishedRow, config: Config, world: int) -> Iterator[dict[str, Any]]:
     """Settings of every way to fill in what the row does not say."""
     parallel = config.parallel
     pp = parallel.pipeline_model_parallel_size
@@ -306,7 +306,7 @@ def _open(row: Row, config: Config, world: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _virtual(row: Row, layers: int, pp: int) -> list[int]:
+def _virtual(row: PublishedRow, layers: int, pp: int) -> list[int]:
     """Stages per rank. Whoever left out the micro-batch left out this, too: all that divide."""
     given = row.whole("vpp")
     if pp == 1 or given:
@@ -332,7 +332,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _recompute(row: Row, model: ModelConfig) -> list[dict[str, Any]]:
+def _recompute(row: PublishedRow, model: ModelConfig) -> list[dict[str, Any]]:
     text = row.text("recomp")
     if text == "full":
         return [{"recompute_granularity": "full"}]

@@ -15,7 +15,7 @@ from fivefold.errors import FivefoldError
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.step import Prediction, precision_of, predict
 from fivefold.published.memory import published_peak
-from fivefold.published.row import Row, cluster_of, read_rows
+from fivefold.published.row import PublishedRow, cluster_of, read_rows
 from fivefold.published.runs import (
     Choice,
     measured_bytes,
@@ -25,7 +25,7 @@ from fivefold.published.runs import (
     software_of,
 )
 
-Hardware = Callable[[Row], Cluster]
+Hardware = Callable[[PublishedRow], Cluster]
 MEMORY_DOUBT = 1.2  # a configuration that ran may be predicted to need so much of the memory
 
 
@@ -33,7 +33,7 @@ MEMORY_DOUBT = 1.2  # a configuration that ran may be predicted to need so much 
 class Case:
     """A row that can be predicted: its configurations that fit the memory, or else all of them."""
 
-    row: Row
+    row: PublishedRow
     choices: tuple[Choice, ...]
 
 
@@ -49,7 +49,7 @@ class Scored:
         memory: predicted and measured bytes of what was reported; None where that was nothing.
     """
 
-    row: Row
+    row: PublishedRow
     prediction: Prediction
     measured: float
     complete: bool
@@ -124,7 +124,7 @@ class Ranking:
 
 
 @dataclass(frozen=True)
-class Report:
+class ScoreReport:
     """All of it.
 
     Attributes:
@@ -134,8 +134,8 @@ class Report:
     """
 
     rows: tuple[Scored, ...]
-    skipped: tuple[tuple[Row, str], ...]
-    failed: tuple[tuple[Row, bool], ...] = ()
+    skipped: tuple[tuple[PublishedRow, str], ...]
+    failed: tuple[tuple[PublishedRow, bool], ...] = ()
 
     @cached_property
     def null_errors(self) -> dict[int, float]:
@@ -257,7 +257,7 @@ def _row_as_json(row: Scored) -> dict[str, Any]:
     }
 
 
-def report(path: Path, hardware: Hardware = cluster_of) -> Report:
+def report(path: Path, hardware: Hardware = cluster_of) -> ScoreReport:
     """The score on a file of published runs.
 
     Args:
@@ -276,17 +276,17 @@ def report(path: Path, hardware: Hardware = cluster_of) -> Report:
         except FivefoldError as error:
             skipped.append((row, str(error).splitlines()[0]))
     scored = tuple(score(case, hardware) for case in cases)
-    return Report(scored, tuple(skipped), tuple(failed))
+    return ScoreReport(scored, tuple(skipped), tuple(failed))
 
 
-def _predicts_failure(row: Row, cluster: Cluster) -> bool:
+def _predicts_failure(row: PublishedRow, cluster: Cluster) -> bool:
     """Whether no configuration that a row may mean fits the memory."""
     return not any(published_peak(row, choice.layout, cluster).fits for choice in row_layouts(row))
 
 
 def prepare(
-    rows: Sequence[Row], hardware: Hardware = cluster_of
-) -> tuple[list[Case], list[tuple[Row, str]]]:
+    rows: Sequence[PublishedRow], hardware: Hardware = cluster_of
+) -> tuple[list[Case], list[tuple[PublishedRow, str]]]:
     """The rows that can be predicted, and why the others cannot."""
     cases, skipped = [], []
     for row in rows:
@@ -302,7 +302,7 @@ def prepare(
     return cases, skipped
 
 
-def _that_fit(row: Row, choices: Sequence[Choice], cluster: Cluster) -> tuple[Choice, ...]:
+def _that_fit(row: PublishedRow, choices: Sequence[Choice], cluster: Cluster) -> tuple[Choice, ...]:
     if len(choices) == 1:
         return tuple(choices)
     limit = MEMORY_DOUBT * cluster.gpu.memory_bytes

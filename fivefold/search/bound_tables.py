@@ -191,7 +191,7 @@ def _filled(found: list[int] | None, count: int) -> list[int]:
     return [*(found or []), *[0] * (count - len(found or []))]
 
 
-Part = tuple[Sequence[str], Callable[[Config], Sequence[float]]]
+Summand = tuple[Sequence[str], Callable[[Config], Sequence[float]]]
 """Columns, and what depends on no others: the configuration of a candidate -> numbers."""
 
 
@@ -208,7 +208,7 @@ class Cells:
         parts: whose numbers are added up.
     """
 
-    def __init__(self, space: Space, count: int, *parts: Part) -> None:
+    def __init__(self, space: Space, count: int, *parts: Summand) -> None:
         names = dict.fromkeys(name for columns, _ in parts for name in columns)
         few, self.index = space.distinct(tuple(names))
         self.table: Values = np.zeros((len(few), count))

@@ -41,7 +41,7 @@ def memory_bound(space: Space, ranks: Ranks) -> Values:
     """
     sharded, of_sharded = space.distinct(SHARDING)
     run, of_run = space.distinct(_RUNNING)
-    state, kept = _State(sharded), _Kept(run)
+    state, kept = _State(sharded), _KeptBytes(run)
     best = np.zeros(len(space))
     for which in FOR_MEMORY:
         flying, less = kept.flying(ranks, which)
@@ -108,7 +108,7 @@ class _State:
         return found
 
 
-class _Kept:
+class _KeptBytes:
     """Bytes kept between forward and backward."""
 
     def __init__(self, space: Space) -> None:

@@ -42,7 +42,7 @@ ALIKE = 0.004  # share of a step by which a simpler layout may be slower and sti
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -93,12 +93,12 @@ class Result:
         return front
 
 
-def search(request: Request) -> Result:
+def search(request: Request) -> SearchResult:
     """The best layouts for a request; `found` is empty if nothing fits."""
     began = perf_counter()
     space = legal_space(request)
     if not len(space):
-        return Result(request, seconds=perf_counter() - began)
+        return SearchResult(request, seconds=perf_counter() - began)
     result = _Search(request, space).run()
     return replace(result, seconds=perf_counter() - began)
 
@@ -128,7 +128,7 @@ class _Search:
         """Of every way, what bounds look at."""
         return Ranks.of(self.request.config.model, self.space.ways)
 
-    def run(self) -> Result:
+    def run(self) -> SearchResult:
         request, ledger = self.request, self.ledger
         quick = quick_time_bound(self.space, self.ranks, request.cluster, Software(), ledger.blocks)
         start, end = 0.0, REACH * float(quick.min())
@@ -151,7 +151,7 @@ class _Search:
         self._refine()
         found = self._checked(ledger.found)
         gap = found[0].seconds / min(self.unseen, found[0].seconds) - 1 if found else 0.0
-        return Result(
+        return SearchResult(
             request=request,
             found=tuple(found),
             rejected=tuple(sorted(ledger.rejected, key=lambda c: c.bound)),

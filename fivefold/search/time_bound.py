@@ -12,7 +12,7 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.layout import Split, split_layers
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import Span, all_reduce, gather, span
+from fivefold.predict.communication import GroupSpan, all_reduce, gather, span
 from fivefold.predict.layer import Blocks, LayerTimes
 from fivefold.predict.overlap import cuts
 from fivefold.predict.software import Software
@@ -27,8 +27,8 @@ from fivefold.search.bound_tables import (
     PREDICTION,
     SHARDING,
     Cells,
-    Part,
     Ranks,
+    Summand,
     Values,
     block_counts,
     block_parameters,
@@ -271,7 +271,7 @@ def _cells(space: Space, cluster: Cluster, software: Software, blocks: Blocks | 
         return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
 
     columns = ("tp", "sp", "cp", "mbs", "memory")
-    parts: list[Part] = [(columns, ends), (columns, layers(False))]
+    parts: list[Summand] = [(columns, ends), (columns, layers(False))]
     if model.num_experts is not None:
         parts.append(((*columns, "ep", "etp"), layers(True)))
     return Cells(space, len(_NUMBERS) * KINDS + 1, *parts)
@@ -336,7 +336,7 @@ class _DataParallel:
         self.expert_reduce = self._affine(all_reduce, self.expert, c["ep"] * c["etp"])
 
     def _affine(
-        self, collective: Callable[[Cluster, Span, float], float], size: Column, stride: Column
+        self, collective: Callable[[Cluster, GroupSpan, float], float], size: Column, stride: Column
     ) -> tuple[Values, Values]:
         """Seconds of an empty collective over each group, and seconds a byte of large ones."""
         sizes, _ = codes(size)

@@ -16,7 +16,7 @@ from fivefold.predict.step import Prediction, precision_of, predict_all
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.partitions import balanced_layout
 from fivefold.search.request import FIXABLE, Request
-from fivefold.search.search import LESS_MEMORY, Result
+from fivefold.search.search import LESS_MEMORY, SearchResult
 from fivefold.tell.describe import summary
 from fivefold.tell.export.targets import export
 from fivefold.units import human_bytes, human_seconds
@@ -64,7 +64,7 @@ class Alternative:
     reason: str
 
 
-def alternatives(result: Result, most: int = 4) -> list[Alternative]:
+def alternatives(result: SearchResult, most: int = 4) -> list[Alternative]:
     """The nearest layouts of other meshes: slower ones, and faster ones that do not fit."""
     best = result.best
     assert best.prediction is not None
@@ -116,13 +116,13 @@ class Sensitivity:
     untrained: bool = False
 
 
-def sensitivities(result: Result) -> list[Sensitivity]:
+def sensitivities(result: SearchResult) -> list[Sensitivity]:
     """Other clusters, with the best of what was looked at; and techniques that are not searched."""
     changes = _changes(result.request.cluster)
     return [*(_under(result, change, cluster) for change, cluster in changes), *_techniques(result)]
 
 
-def _techniques(result: Result) -> Iterator[Sensitivity]:
+def _techniques(result: SearchResult) -> Iterator[Sensitivity]:
     """The best layout with one more setting each, where it makes a difference and was not given."""
     best, given, cluster = result.best, result.request.given, result.request.cluster
     tried: list[tuple[str, dict[str, Any]]] = [
@@ -162,7 +162,7 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
         yield f"device memory {change}", replace(cluster, gpu=larger)
 
 
-def _under(result: Result, change: str, cluster: Cluster) -> Sensitivity:
+def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
     best = result.best
     here = [*result.by_mesh()[:SOME], *result.found[:SOME], best]
     if cluster.gpu.memory_bytes > result.request.cluster.gpu.memory_bytes:
@@ -185,7 +185,7 @@ def _under(result: Result, change: str, cluster: Cluster) -> Sensitivity:
     return Sensitivity(change, fastest.seconds, fastest, fastest.layout is not best.layout)
 
 
-def binding(result: Result) -> str:
+def binding(result: SearchResult) -> str:
     """What holds the best layout back most, in a sentence."""
     best = result.best
     assert best.prediction is not None
@@ -204,7 +204,7 @@ def binding(result: Result) -> str:
     )
 
 
-def missed(result: Result) -> list[Candidate]:
+def missed(result: SearchResult) -> list[Candidate]:
     """Layouts that do not fit and would be faster than the best, the nearest and the fastest."""
     faster = [c for c in result.rejected if c.bound < result.best.seconds]
     nearest = sorted(faster, key=lambda c: c.memory.device_total)[:SOME]

@@ -20,7 +20,7 @@ from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.predict.context import legal_ways
 from fivefold.search.candidate import Candidate, capacity
 from fivefold.search.request import Request
-from fivefold.search.search import Result, smallest_layouts
+from fivefold.search.search import SearchResult, smallest_layouts
 from fivefold.search.space import FIELDS, STRATEGIES
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import shortfall
@@ -33,7 +33,7 @@ Change = dict[str, Any]
 """Flags that are typed besides: by the name of the setting, and "num_gpus"."""
 
 
-def why_nothing(result: Result) -> ConfigError:
+def why_nothing(result: SearchResult) -> ConfigError:
     """The error to raise where no layout fits, or none is legal."""
     request = result.request
     fixed = ", ".join(f"{name} = {_shown(value)}" for name, value in request.fixed().items())
@@ -52,7 +52,7 @@ def why_nothing(result: Result) -> ConfigError:
     return ConfigError(Mistake(what, tuple(why), tuple(works)))
 
 
-def _needs(result: Result) -> Iterator[str]:
+def _needs(result: SearchResult) -> Iterator[str]:
     """What the smallest layouts need, and what there is."""
     request = result.request
     candidates = [*result.rejected, *smallest_layouts(request)]

@@ -11,7 +11,7 @@ from fivefold.pipeline.simulate import simulate
 from fivefold.predict.memory import MemoryPrediction
 from fivefold.predict.step import Prediction
 from fivefold.search.candidate import Candidate
-from fivefold.search.search import Result
+from fivefold.search.search import SearchResult
 from fivefold.tell import report
 from fivefold.tell.describe import summary
 from fivefold.units import human_bytes, human_count, human_seconds
@@ -19,7 +19,7 @@ from fivefold.units import human_bytes, human_count, human_seconds
 MOST_ACTS = 6000  # that a timeline shows; longer programs show fewer microbatches
 
 
-def page(result: Result, tokens: float | None) -> str:
+def page(result: SearchResult, tokens: float | None) -> str:
     """The page of a plan's best layout."""
     best = result.best
     assert best.prediction is not None

@@ -5,13 +5,13 @@ from typing import Any
 from fivefold.config.config import Config
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import LAYOUT
-from fivefold.search.search import Result
+from fivefold.search.search import SearchResult
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import alternatives, binding, sensitivities
 from fivefold.tell.report import CONVENTION, cost
 
 
-def as_json(result: Result, tokens: float | None, most: int) -> dict[str, Any]:
+def as_json(result: SearchResult, tokens: float | None, most: int) -> dict[str, Any]:
     """Everything that the text says; seconds, bytes and shares of 1."""
     request, found = result.request, cost(result, tokens)
     kept = found.goodput

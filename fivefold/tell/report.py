@@ -10,7 +10,7 @@ from fivefold.predict.context import configured_way, context_ways
 from fivefold.predict.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.predict.step import Prediction, precision_of
 from fivefold.search.candidate import Candidate
-from fivefold.search.search import Result
+from fivefold.search.search import SearchResult
 from fivefold.tell.describe import ZERO, context_words, memory_words, requirements, summary
 from fivefold.tell.explain import (
     Rule,
@@ -61,7 +61,7 @@ def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator
         yield from (" " * start + more for more in words[1:])
 
 
-def ranked(result: Result, most: int) -> list[str]:
+def ranked(result: SearchResult, most: int) -> list[str]:
     """The best layout of each mesh, a line each, the recommended one first."""
     candidates = result.by_mesh()[:most]
     head = ("", "tp", "cp", "pp", "ep", "dp", "mbs", "schedule", "shards", "memory saved by")
@@ -134,7 +134,7 @@ def memory_table(candidate: Candidate) -> list[str]:
     ]
 
 
-def counts(result: Result) -> str:
+def counts(result: SearchResult) -> str:
     """How much was searched, and what is left to be found."""
     left = f"more than {result.gap:.1%} faster" if result.gap >= 5e-4 else "faster"
     return (
@@ -145,12 +145,12 @@ def counts(result: Result) -> str:
     )
 
 
-def parameters(result: Result) -> int:
+def parameters(result: SearchResult) -> int:
     """Of the whole model."""
     return count_parameters(result.request.config.model).total
 
 
-def question(result: Result) -> Iterator[str]:
+def question(result: SearchResult) -> Iterator[str]:
     """What was asked, assumptions included."""
     request = result.request
     model, training, cluster = request.config.model, request.config.training, request.cluster
@@ -178,7 +178,7 @@ def question(result: Result) -> Iterator[str]:
         yield f"fixed      {name} = {value}"
 
 
-def best(result: Result) -> Iterator[str]:
+def best(result: SearchResult) -> Iterator[str]:
     """The recommended layout and its time."""
     candidate = result.best
     prediction = candidate.prediction
@@ -224,7 +224,7 @@ class Cost:
         return self.seconds / self.goodput.share if self.goodput else self.seconds
 
 
-def cost(result: Result, tokens: float | None) -> Cost:
+def cost(result: SearchResult, tokens: float | None) -> Cost:
     """What training on so many tokens takes (None: as many as `train_iters` steps have)."""
     candidate, cluster = result.best, result.request.cluster
     config = candidate.layout.config
@@ -252,7 +252,7 @@ def cost(result: Result, tokens: float | None) -> Cost:
     )
 
 
-def cost_lines(result: Result, tokens: float | None) -> Iterator[str]:
+def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
     """The cost of a run, and its checkpoints."""
     found = cost(result, tokens)
     if tokens:
@@ -283,7 +283,7 @@ def cost_lines(result: Result, tokens: float | None) -> Iterator[str]:
         )
 
 
-def explained(result: Result) -> Iterator[str]:
+def explained(result: SearchResult) -> Iterator[str]:
     """What binds, what else there is, and what would change it."""
     yield from wrap(f"binding: {binding(result)}", WIDTH)
     yield from context(result)
@@ -311,7 +311,7 @@ def _unlike(candidate: Candidate, other: Candidate) -> str:
     return ", ".join(words) or "the same without some of its techniques"
 
 
-def context(result: Result) -> Iterator[str]:
+def context(result: SearchResult) -> Iterator[str]:
     """Why keys and values travel as they do."""
     config, cluster = result.best.layout.config, result.request.cluster
     if result.best.layout.grid.cp == 1:
@@ -345,7 +345,7 @@ def context(result: Result) -> Iterator[str]:
         )
 
 
-def pareto(result: Result) -> list[str]:
+def pareto(result: SearchResult) -> list[str]:
     """Layouts that trade time for memory."""
     front = result.pareto()[:6]
     rows = [("memory", "step", "")]
@@ -355,7 +355,7 @@ def pareto(result: Result) -> list[str]:
     return list(listed(rows, right=(0, 1)))
 
 
-def why(result: Result, other: Result, text: str) -> Iterator[str]:
+def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:
     """What a change of some settings would cost."""
     best = result.best.prediction
     assert best is not None
@@ -382,7 +382,7 @@ def why(result: Result, other: Result, text: str) -> Iterator[str]:
     yield shortfall(nearest.memory)
 
 
-def rules(result: Result, rule: Rule) -> Iterator[str]:
+def rules(result: SearchResult, rule: Rule) -> Iterator[str]:
     """What the rule of thumb would take, and what it costs."""
     if rule.candidate is None or rule.candidate.prediction is None:
         yield "the rule of thumb finds nothing that fits"

@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.hardware import GPUS
 from fivefold.predict.cluster import preset
-from fivefold.predict.communication import Span, all_reduce, all_to_all, gather, send, span
+from fivefold.predict.communication import GroupSpan, all_reduce, all_to_all, gather, send, span
 from fivefold.predict.compute import Phases, attention, elementwise, matmul, overlapped
 
 GPU = GPUS["H100"]
@@ -57,9 +57,9 @@ def test_overlap_costs_a_share_of_what_is_hidden_and_all_of_the_rest():
 
 
 def test_groups_lie_where_their_stride_puts_them():
-    assert span(CLUSTER, 8, 1) == Span(8, 8)
-    assert span(CLUSTER, 64, 2) == Span(64, 4)
-    assert span(CLUSTER, 64, 8) == Span(64, 1)
+    assert span(CLUSTER, 8, 1) == GroupSpan(8, 8)
+    assert span(CLUSTER, 64, 2) == GroupSpan(64, 4)
+    assert span(CLUSTER, 64, 8) == GroupSpan(64, 1)
     assert span(CLUSTER, 64, 2).nodes == 16
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fivefold.published.memory import published_peak
-from fivefold.published.row import Row, cluster_of, read_rows
+from fivefold.published.row import PublishedRow, cluster_of, read_rows
 from fivefold.published.runs import measured_bytes, row_layouts
 from fivefold.published.score import report
 
@@ -14,12 +14,12 @@ DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 
 
 @cache
-def rows(source: str) -> list[Row]:
+def rows(source: str) -> list[PublishedRow]:
     found = read_rows(DATA / "published_runs.csv")
     return [row for row in found if source in row.source and measured_bytes(row)]
 
 
-def error(row: Row) -> float:
+def error(row: PublishedRow) -> float:
     peak = published_peak(row, row_layouts(row)[0].layout, cluster_of(row))
     assert peak.fits  # it ran
     measured = measured_bytes(row)
@@ -77,11 +77,13 @@ def test_no_run_of_megatron_that_ran_is_predicted_to_fail() -> None:
         ), row.name
 
 
-def reserved(row: Row, microbatches: int, **cells: str) -> float:
+def reserved(row: PublishedRow, microbatches: int, **cells: str) -> float:
     """GiB, of one sequence a microbatch."""
     pp = int(cells.get("pp", "1"))
     batch = str(microbatches * 8 // pp)
-    other = Row(row.line, {**row.cells, "mbs": "1", "gbs": batch, "dp": str(8 // pp), **cells})
+    other = PublishedRow(
+        row.line, {**row.cells, "mbs": "1", "gbs": batch, "dp": str(8 // pp), **cells}
+    )
     (choice,) = row_layouts(other)
     assert choice.layout.num_microbatches == microbatches
     return published_peak(other, choice.layout, cluster_of(other)).reported / 2**30
@@ -100,7 +102,7 @@ def test_recomputation_lowers_what_is_reserved(recompute: str, smaller: float) -
     row = next(row for row in rows("torchtitan") if "compile" in row.text("note"))
     peaks = []
     for way in ("none", recompute):
-        other = Row(row.line, {**row.cells, "recomp": way})
+        other = PublishedRow(row.line, {**row.cells, "recomp": way})
         layout = row_layouts(other)[0].layout
         peaks.append(published_peak(other, layout, cluster_of(other)).reported)
     assert peaks[1] < smaller * peaks[0]

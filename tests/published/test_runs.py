@@ -6,7 +6,7 @@ import pytest
 
 from fivefold.errors import DataError
 from fivefold.model.shape import count_parameters
-from fivefold.published.row import COLUMNS, Row, cluster_of, model_of, read_rows
+from fivefold.published.row import COLUMNS, PublishedRow, cluster_of, model_of, read_rows
 from fivefold.published.runs import measured_bytes, measured_seconds, row_layouts, software_of
 
 GIVEN = {
@@ -28,7 +28,7 @@ GIVEN = {
 
 
 def row(**cells):
-    return Row(2, MappingProxyType(dict.fromkeys(COLUMNS, "") | GIVEN | cells))
+    return PublishedRow(2, MappingProxyType(dict.fromkeys(COLUMNS, "") | GIVEN | cells))
 
 
 def only_layout(**cells):

@@ -20,7 +20,7 @@ from fivefold.pages import MEMORY, STEP
 from fivefold.predict.cluster import load_cluster
 from fivefold.search.candidate import evaluate
 from fivefold.search.request import Request, request
-from fivefold.search.search import LESS_MEMORY, Result, search
+from fivefold.search.search import LESS_MEMORY, SearchResult, search
 from fivefold.search.space import enumerate_space
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import (
@@ -43,7 +43,7 @@ def asked(line: str) -> Request:
 
 
 @cache
-def result_of(line: str) -> Result:
+def result_of(line: str) -> SearchResult:
     return search(asked(line))
 
 
