@@ -26,10 +26,10 @@ from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
 from fivefold.search.candidate import Candidate, capacity
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
 from fivefold.search.request import Request, request
 from fivefold.search.search import legal_space, search
-from fivefold.search.space import enumerate_space
 from fivefold.search.time_bound import time_bound
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import shortfall, slower

@@ -9,7 +9,9 @@ NICs as the group has GPUs in a node; the slower of the two counts, since they a
 from dataclasses import dataclass
 from math import log2
 
+from fivefold.config.model import ModelConfig
 from fivefold.predict.cluster import Cluster
+from fivefold.volumes import rows_sent
 
 
 @dataclass(frozen=True)
@@ -87,3 +89,22 @@ def send(cluster: Cluster, stride: int, size: float) -> float:
     """Seconds until `size` bytes have reached the rank `stride` away."""
     link = cluster.node_link if stride < cluster.gpus_per_node else cluster.network_link
     return size / link.rate + link.latency
+
+
+def token_copies(model: ModelConfig, group: GroupSpan, dispatcher: str) -> tuple[float, float]:
+    """Of a token, the copies that stay in its node and those that leave it.
+
+    alltoall sends one to each expert; flex one to each rank, and one to each node.
+
+    Args:
+        model: with the experts.
+        group: over which they are spread.
+        dispatcher: a value of moe_token_dispatcher_type.
+    """
+    topk = model.moe_router_topk
+    if dispatcher == "allgather":
+        return group.inner - 1.0, float(group.size - group.inner)
+    if dispatcher == "alltoall":
+        return topk * (group.inner - 1) / group.size, topk * (group.size - group.inner) / group.size
+    inside, across = (rows_sent("flex", model, n) for n in (group.size, group.nodes))
+    return inside, across

@@ -16,6 +16,26 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64
 _EXPONENTIAL = 32  # features of a head whose products take as long as a score's exponential
 _FILL = 2.8e-6  # seconds in which a tile's pipeline fills and drains, whatever the rate between
 ELEMENT = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
+RECIPE_RATE = {
+    "delayed": 1.0,
+    "tensorwise": 1.0,
+    "mxfp8": 0.95,
+    "blockwise": 0.85,
+    "rowwise": 0.6,
+    "nvfp4": 0.8,
+}
+"""Of the 8-bit rate with one scale a tensor, the share that finer scales leave."""
+CAST = {
+    "delayed": 4.0,
+    "tensorwise": 5.0,
+    "mxfp8": 4.0,
+    "blockwise": 4.0,
+    "rowwise": 5.0,
+    "nvfp4": 6.0,
+}
+"""Bytes to narrow an element of an operand: read in bf16, written along and across. The largest of
+its tensor or row, where earlier steps do not tell it, is half found by the kernel before; four bits
+take a rotation."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +131,27 @@ def attention(
     peak = gpu.peak.of(precision) * attention_share(length, head)
     forward = flops / (peak * gpu.attention_forward) + gpu.launch
     backward = 2.5 * flops / (peak * gpu.attention_backward) + 2 * gpu.launch
+    return Phases(forward, backward)
+
+
+def score_matrices(
+    gpu: Gpu, batch: int, length: int, dims: tuple[int, int], precision: str
+) -> Phases:
+    """Attention with its [S, S] scores in memory: products, masked softmax, dropout.
+
+    Args:
+        gpu: on which.
+        batch: of matrices: sequences times heads.
+        length: of a sequence, in tokens.
+        dims: features of a head of queries, and of values.
+        precision: of the operands.
+    """
+    query, value = dims
+    scores = matmul(gpu, length, length, query, precision, batch)
+    mixed = matmul(gpu, length, value, length, precision, batch)
+    size = batch * float(length) ** 2
+    forward = scores + mixed + elementwise(gpu, 9 * size, 2)
+    backward = 2 * (scores + mixed) + elementwise(gpu, 11 * size, 2)
     return Phases(forward, backward)
 
 

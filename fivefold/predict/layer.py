@@ -12,39 +12,26 @@ from fivefold.layout import Layout
 from fivefold.model.activations import Running, saved_activations, total
 from fivefold.model.shape import layer_shapes, local_shape
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, all_to_all, gather, span
-from fivefold.predict.compute import Phases, elementwise, matmul, overlapped
+from fivefold.predict.communication import all_reduce, all_to_all, gather, span, token_copies
+from fivefold.predict.compute import (
+    CAST,
+    RECIPE_RATE,
+    Phases,
+    elementwise,
+    matmul,
+    overlapped,
+    score_matrices,
+)
 from fivefold.predict.context import configured_way
+from fivefold.predict.recomputation import rerun_modules
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times, repeated
-from fivefold.volumes import rows_sent
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 UNFUSED_TRAFFIC = 2.0  # times the bytes of a fused elementwise kernel
 TP_OVERLAP = 0.6
 """Share of a collective that cutting it and its multiplication into pieces hides: the first piece
 has nothing beside it, and small pieces run slower."""
-RECIPE_RATE = {
-    "delayed": 1.0,
-    "tensorwise": 1.0,
-    "mxfp8": 0.95,
-    "blockwise": 0.85,
-    "rowwise": 0.6,
-    "nvfp4": 0.8,
-}
-"""Of the 8-bit rate with one scale a tensor, the share that finer scales leave."""
-CAST = {
-    "delayed": 4.0,
-    "tensorwise": 5.0,
-    "mxfp8": 4.0,
-    "blockwise": 4.0,
-    "rowwise": 5.0,
-    "nvfp4": 6.0,
-}
-"""Bytes to narrow an element of an operand: read in bf16, written along and across. The largest of
-its tensor or row, where earlier steps do not tell it, is half found by the kernel before; four bits
-take a rotation."""
-
 Blocks = dict[tuple[object, ...], dict[str, Times]]
 """Modules of blocks by what they depend on."""
 
@@ -92,18 +79,11 @@ class LayerTimes:
     def layer(self, is_moe: bool, recomputed: bool) -> Times:
         """One layer; `recomputed`: full recomputation runs its forward again."""
         if (is_moe, recomputed) not in self._known:
-            names = None if recomputed else self._rerun
+            names = None if recomputed else rerun_modules(self.memory)
             key = ("layer", is_moe, names, *self._degrees(is_moe))
             whole = self._once(key, lambda: {"layer": self._with_again(is_moe, names)})["layer"]
             self._known[is_moe, recomputed] = self._copied(self._issued(whole, is_moe), is_moe)
         return self._known[is_moe, recomputed]
-
-    @cached_property
-    def _rerun(self) -> tuple[str, ...]:
-        """Modules that selective recomputation runs again."""
-        selective = self.memory.recompute_granularity == "selective"
-        chosen = self.memory.recompute_modules if selective else ()
-        return tuple(dict.fromkeys(name for module in chosen for name in RERUN[module]))
 
     def _with_again(self, is_moe: bool, names: tuple[str, ...] | None) -> Times:
         """A layer, with these of its modules run again; None: all."""
@@ -338,20 +318,11 @@ class LayerTimes:
             else Times()
         )
         if model.attention_dropout and self.software.attention == "scores":
-            return rotary + Times(self._score_matrices(heads, length))
+            batch = self.tokens // length * heads
+            dims, precision = (model.query_dim, model.value_dim), self.training.precision
+            return rotary + Times(score_matrices(self.gpu, batch, length, dims, precision))
         way = configured_way(self.config, self.cluster)
         return rotary + Times(way.attention, cp=way.exposed)
-
-    def _score_matrices(self, heads: int, length: int) -> Phases:
-        """Attention with its [S, S] scores in memory: products, masked softmax, dropout."""
-        gpu, model = self.gpu, self.model
-        batch = self.tokens // length * heads
-        scores = matmul(gpu, length, length, model.query_dim, self.training.precision, batch)
-        mixed = matmul(gpu, length, model.value_dim, length, self.training.precision, batch)
-        size = batch * float(length) ** 2
-        forward = scores + mixed + elementwise(gpu, 9 * size, 2)
-        backward = 2 * (scores + mixed) + elementwise(gpu, 11 * size, 2)
-        return Phases(forward, backward)
 
     def _experts(self) -> dict[str, Times]:
         """Router, dispatch, the experts, combine, and the experts that see every token."""
@@ -390,23 +361,9 @@ class LayerTimes:
         tensor = gather(self.cluster, self.etp, own * model.moe_router_topk * row * grid.etp)
         if grid.ep == 1:
             return tensor
-        copies, remote = self._copies()
+        copies, remote = token_copies(model, self.ep, self.parallel.moe_token_dispatcher_type)
         sent = all_to_all(self.cluster, self.ep, own * copies * row, own * remote * row)
         return sent * self.software.imbalance + tensor
-
-    def _copies(self) -> tuple[float, float]:
-        """Of a token, the copies that stay in its node and those that leave it.
-
-        alltoall sends one to each expert; flex one to each rank, and one to each node.
-        """
-        model, ep = self.model, self.ep
-        topk = model.moe_router_topk
-        if self.parallel.moe_token_dispatcher_type == "allgather":
-            return ep.inner - 1.0, float(ep.size - ep.inner)
-        if self.parallel.moe_token_dispatcher_type == "alltoall":
-            return topk * (ep.inner - 1) / ep.size, topk * (ep.size - ep.inner) / ep.size
-        inside, across = (rows_sent("flex", model, n) for n in (ep.size, ep.nodes))
-        return inside, across
 
     def embedding(self) -> Times:
         """The look-up, and its sum over the tensor-parallel ranks."""
@@ -431,24 +388,3 @@ class LayerTimes:
         if fusion and self.memory.cross_entropy_fusion_impl == "linear":
             once = once + Times(recompute=Phases(0.0, linear.forward))
         return once * (1 + model.mtp_num_layers)
-
-
-RERUN: dict[str, tuple[str, ...]] = {
-    "core_attn": ("core_attn",),
-    "mlp": ("fc1", "mlp_act"),
-    "moe": (
-        "router",
-        "dispatch",
-        "expert_fc1",
-        "moe_act",
-        "expert_fc2",
-        "shared_fc1",
-        "shared_act",
-    ),
-    "moe_act": ("moe_act",),
-    "shared_experts": ("shared_fc1", "shared_act"),
-    "routed_experts": ("expert_fc1", "moe_act"),
-    "layernorm": ("attn_norm", "mlp_norm"),
-    "mla_up_proj": ("mla_up",),
-}
-"""Module of recompute_modules -> what runs again in the backward."""

@@ -4,97 +4,33 @@ The program is run event by event with the times of `predict.layer`; before it l
 parameters, after it the reduction of gradients and the optimizer, each as far as it is not hidden.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from math import exp, log, prod, sqrt
 
-from fivefold.hardware import GPUS
 from fivefold.layout import Layout
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.lowering import lower
-from fivefold.pipeline.sharding import with_sharding_actions
-from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, gather, send, span
 from fivefold.predict.compute import Phases, overlapped
 from fivefold.predict.layer import Blocks, LayerTimes
 from fivefold.predict.makespan import Clock
 from fivefold.predict.overlap import Paired, pair_seconds
+from fivefold.predict.prediction import (
+    Prediction,
+    TimePart,
+    interval,
+    precision_of,
+    sends_dx_early,
+    unusual,
+)
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 from fivefold.predict.update import offload_seconds, update_seconds
 from fivefold.state import engine_policy, stage_blocks, stages_held
-
-# Half-widths of the 80 % interval, as logarithms: of the published rows of a kind, four in five lie
-# within them (fivefold plan --score). Dense bf16 rows are the oldest and most varied.
-_INTERVAL = {"dense": 0.12, "narrow": 0.08, "experts": 0.26}
-
-
-@dataclass(frozen=True)
-class TimePart:
-    """A part of the step's time and what it is."""
-
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the planner expects of a layout.
-
-    Attributes:
-        layout: of which.
-        cluster: on what.
-        software: run by what.
-        costs: of the pipeline program's acts, in seconds.
-        step_time: seconds of a step.
-        low: and `high`: the step takes between them with a probability of 80 %.
-        parts: the waterfall: seconds that add up to step_time.
-        model_flops: of a step, forward and backward: causal attention counts half, nothing is
-            added for recomputation (`model.shape`).
-        notes: in what the layout lies outside of what the planner was fitted on.
-    """
-
-    layout: Layout
-    cluster: Cluster
-    software: Software
-    costs: Costs
-    step_time: float
-    low: float
-    high: float
-    parts: tuple[TimePart, ...]
-    model_flops: float
-    notes: tuple[str, ...] = ()
-
-    @property
-    def tokens_per_second_per_gpu(self) -> float:
-        """Of the global batch, over the step and all GPUs."""
-        training = self.layout.config.training
-        tokens = training.global_batch_size * training.seq_length
-        return tokens / self.step_time / self.layout.grid.world_size
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs over what the GPUs could do at the peak of the precision they multiply in."""
-        peak = self.cluster.gpu.peak.of(precision_of(self.layout))
-        return self.model_flops / (self.step_time * self.layout.grid.world_size * peak)
-
-    @cached_property
-    def simulation(self) -> Simulation:
-        """The whole program, event by event."""
-        layout = self.layout
-        eager = _eager(layout, self.software)
-        program = layout.order().executed(pairs=layout.overlaps_pairs, eager=eager)
-        return simulate(with_sharding_actions(lower(program, self.costs)), self.costs)
-
-
-def precision_of(layout: Layout) -> str:
-    """In which most multiplications run."""
-    training = layout.config.training
-    return "fp4" if training.fp4_format else "fp8" if training.fp8_format else training.precision
 
 
 def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:
@@ -159,10 +95,6 @@ def stage_costs(
     return predictor.costs, predictor.stages
 
 
-def _eager(layout: Layout, software: Software) -> bool:
-    return layout.defers_weights if software.eager_dx is None else software.eager_dx
-
-
 class _Predictor:
     """The pieces of one prediction."""
 
@@ -185,7 +117,7 @@ class _Predictor:
     @cached_property
     def clock(self) -> Clock:
         """Of the pipeline's program."""
-        return Clock.of(self.layout, eager=_eager(self.layout, self.software))
+        return Clock.of(self.layout, eager=sends_dx_early(self.layout, self.software))
 
     @cached_property
     def _ranks(self) -> Collection[tuple[int, ...]]:
@@ -388,8 +320,8 @@ class _Predictor:
             TimePart("jitter", jitter),
         )
         step = sum(part.seconds for part in parts)
-        notes = tuple(_notes(layout, self.cluster))
-        width = _INTERVAL[_kind(layout)] * (1.5 if notes else 1.0)
+        notes = tuple(unusual(layout, self.cluster))
+        width = interval(layout, notes)
         return Prediction(
             layout,
             self.cluster,
@@ -404,34 +336,7 @@ class _Predictor:
         )
 
 
-def _kind(layout: Layout) -> str:
-    """Which published rows a layout is like."""
-    if layout.config.model.num_experts:
-        return "experts"
-    return "narrow" if precision_of(layout) in ("fp8", "fp4") else "dense"
-
-
 _TENSOR_OPERATIONS = 15  # of AdamW, the norm and the copies of one tensor
-_FITTED = frozenset(
-    {"A100-80", "H100", "H100-96", "H800", "H200", "B200", "B300", "GB200", "GB300"}
-)
-_SEEN_GPUS = 16384  # of the largest published run
-_SEEN_SCHEDULES = ("1f1b", "interleaved_1f1b")
-
-
-def _notes(layout: Layout, cluster: Cluster) -> Iterator[str]:
-    """In what a layout lies outside of the published runs that the constants were fitted on."""
-    gpu, grid = cluster.gpu, layout.grid
-    if GPUS.get(gpu.name) == gpu and gpu.name not in _FITTED:
-        yield f"no run on {gpu.name} was fitted: its kernels are taken to be like others"
-    if grid.world_size > _SEEN_GPUS:
-        yield f"{grid.world_size:,} GPUs are more than the {_SEEN_GPUS:,} of any published run"
-    if grid.pp > 1 and layout.schedule not in _SEEN_SCHEDULES:
-        yield f"no published run used {layout.schedule}"
-    if grid.ep * grid.etp > cluster.gpus_per_node:
-        yield "experts are spread over nodes, where published runs differ most"
-    if layout.config.training.fp4_format:
-        yield "few runs with 4-bit multiplications were published"
 
 
 @dataclass(frozen=True)

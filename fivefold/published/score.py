@@ -13,7 +13,8 @@ from typing import Any
 
 from fivefold.errors import FivefoldError
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.step import Prediction, precision_of, predict
+from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.step import predict
 from fivefold.published.memory import published_peak
 from fivefold.published.row import PublishedRow, cluster_of, read_rows
 from fivefold.published.runs import (

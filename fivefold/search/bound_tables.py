@@ -29,8 +29,9 @@ from fivefold.model.shape import (
     local_shape,
     prediction_shapes,
 )
+from fivefold.search.columns import Column
 from fivefold.search.partitions import Way
-from fivefold.search.space import Column, Space
+from fivefold.search.space import Space
 
 Values = NDArray[np.float64]
 

@@ -20,8 +20,9 @@ from fivefold.predict.software import Software
 from fivefold.predict.step import program_times
 from fivefold.search.bound_tables import Values
 from fivefold.search.candidate import Candidate, evaluate
+from fivefold.search.columns import Column
 from fivefold.search.request import Request
-from fivefold.search.space import Column, Space
+from fivefold.search.space import Space
 from fivefold.search.time_bound import TIMING, TimeBound, waits
 
 TOGETHER = 48  # programs' costs that are timed in one walk, at most

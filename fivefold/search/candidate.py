@@ -8,7 +8,8 @@ from fivefold.config.config import Config
 from fivefold.layout import Layout
 from fivefold.predict.layer import Blocks
 from fivefold.predict.memory import MemoryPrediction, peak_memory
-from fivefold.predict.step import Prediction, predict_all
+from fivefold.predict.prediction import Prediction
+from fivefold.predict.step import predict_all
 from fivefold.search.request import Request
 
 

@@ -12,7 +12,7 @@ from fivefold.model.activations import (
     total,
 )
 from fivefold.pipeline.schedules.registry import Shape
-from fivefold.predict.memory import waiting_bytes
+from fivefold.predict.stage_memory import waiting_bytes
 from fivefold.search.bound_tables import (
     DENSE,
     EMBEDDING,

@@ -23,10 +23,12 @@ from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks, Values
 from fivefold.search.branch_and_bound import Frontier, Ledger, layout_of
 from fivefold.search.candidate import Candidate, capacity, evaluate
+from fivefold.search.columns import Column
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
 from fivefold.search.memory_choices import MemoryChoice, further_choices, refinements
 from fivefold.search.request import Request
-from fivefold.search.space import Column, Space, enumerate_space
+from fivefold.search.space import Space
 from fivefold.search.time_bound import TimeBound, quick_time_bound, time_bound
 
 WORK = 450_000  # acts of programs that are built, swept and walked at most, or as much other work

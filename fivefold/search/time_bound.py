@@ -34,7 +34,8 @@ from fivefold.search.bound_tables import (
     block_parameters,
     sample_layers,
 )
-from fivefold.search.space import Column, Space, codes
+from fivefold.search.columns import Column, codes
+from fivefold.search.space import Space
 from fivefold.state import engine_policy
 
 

@@ -12,7 +12,8 @@ from fivefold.errors import ConfigError, Mistakes, did_you_mean
 from fivefold.mesh.rules import divisors
 from fivefold.predict.cluster import Cluster, Link
 from fivefold.predict.memory import MemoryPrediction
-from fivefold.predict.step import Prediction, precision_of, predict_all
+from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.step import predict_all
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.partitions import balanced_layout
 from fivefold.search.request import FIXABLE, Request

@@ -9,7 +9,7 @@ from fivefold.pipeline.chart import Chart
 from fivefold.pipeline.draw_html import timelines
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.memory import MemoryPrediction
-from fivefold.predict.step import Prediction
+from fivefold.predict.prediction import Prediction
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
 from fivefold.tell import report

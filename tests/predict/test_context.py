@@ -11,9 +11,9 @@ from fivefold.config.presets import PRESETS
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.predict.cluster import preset
 from fivefold.predict.context import best_context, configured_way, context_way, context_ways
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import Request
 from fivefold.search.search import with_context
-from fivefold.search.space import enumerate_space
 
 WORLD = 64
 CLUSTER = preset("H100", WORLD)

@@ -20,7 +20,7 @@ from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 from fivefold.predict.step import predict, stage_costs
 from fivefold.search.bound_tables import Ranks
-from fivefold.search.space import enumerate_space
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.time_bound import time_bound
 from fivefold.tell.describe import summary
 from tests.predict.layouts import planned

@@ -27,10 +27,11 @@ from fivefold.mesh.rules import divisors
 from fivefold.predict.cluster import preset
 from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
 from fivefold.search.request import FIXABLE, Request
 from fivefold.search.search import legal_space, search
-from fivefold.search.space import FIELDS, enumerate_space
+from fivefold.search.space import FIELDS
 from fivefold.search.time_bound import quick_time_bound, time_bound
 from fivefold.tell.infeasible import why_nothing
 from fivefold.tell.record import as_json

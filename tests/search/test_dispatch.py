@@ -7,9 +7,9 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.predict.cluster import preset
 from fivefold.predict.step import predict
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import Request
 from fivefold.search.search import search
-from fivefold.search.space import enumerate_space
 from fivefold.tell.describe import requirements
 from fivefold.tell.explain import sensitivities
 from tests.predict.layouts import planned

@@ -19,9 +19,9 @@ from fivefold.errors import ConfigError
 from fivefold.pages import MEMORY, STEP
 from fivefold.predict.cluster import load_cluster
 from fivefold.search.candidate import evaluate
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import Request, request
 from fivefold.search.search import LESS_MEMORY, SearchResult, search
-from fivefold.search.space import enumerate_space
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import (
     alternatives,

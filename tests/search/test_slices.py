@@ -14,8 +14,8 @@ from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
-from fivefold.search.space import enumerate_space
 from fivefold.search.time_bound import time_bound
 from tests.predict.layouts import planned
 

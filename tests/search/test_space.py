@@ -12,8 +12,9 @@ from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError
 from fivefold.model.shape import WholeModel, forward_flops
 from fivefold.pipeline.layout import split_layers
+from fivefold.search.enumeration import enumerate_space
 from fivefold.search.partitions import balanced_layout
-from fivefold.search.space import STRATEGIES, Space, enumerate_space
+from fivefold.search.space import STRATEGIES, Space
 
 WORLD = 16
 MODELS = ("llama3-8b", "debug-gpt", "mixtral-8x7b", "deepseek-v2-lite")
