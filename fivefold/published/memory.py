@@ -5,17 +5,13 @@ publish what the allocator had reserved, which depends on the order in which ten
 their steps are replayed, of models without experts.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import peak_memory
-from fivefold.published.replay.allocator import Allocator
-from fivefold.published.replay.nanotron import Nanotron
-from fivefold.published.replay.step import Replay
-from fivefold.published.replay.torchtitan import Torchtitan
+from fivefold.published.frameworks import framework_of
 from fivefold.published.row import PublishedRow
 from fivefold.state import StatePolicy, megatron_policy
 
@@ -37,34 +33,17 @@ class Peak:
 
 def published_peak(row: PublishedRow, layout: Layout, cluster: Cluster) -> Peak:
     """The peak of a row's run in a layout."""
-    source = "" if layout.config.model.num_experts else row.source.lower()
-    capacity = cluster.gpu.memory_bytes - cluster.reserved_bytes
-    if "nanotron" in source:
-        capacity -= Nanotron.communicators * _COMMUNICATOR
-        ranks = _run(Nanotron(layout, rank, capacity) for rank in _extremes(layout))
-        return Peak(ranks[0].most_reserved, not any(rank.overflowed for rank in ranks))
-    if "torchtitan" in source:
-        capacity -= Torchtitan.communicators * _COMMUNICATOR
-        ranks = _run(_torchtitan(row, layout, rank, capacity) for rank in _extremes(layout))
-        most = max(rank.most_reserved for rank in ranks)
-        return Peak(most, not any(rank.overflowed for rank in ranks))
+    replay = framework_of(row.source).replay
+    if replay is not None and not layout.config.model.num_experts:
+        left = cluster.gpu.memory_bytes - cluster.reserved_bytes
+        left -= replay.communicators * _COMMUNICATOR
+        ranks = [replay.of(row, layout, rank, left).run() for rank in _extremes(layout)]
+        most = [rank.most_reserved for rank in ranks]
+        reported = most[0] if replay.reports_first else max(most)
+        return Peak(reported, not any(rank.overflowed for rank in ranks))
     run = replace(layout, config=layout.config.with_values(**_loss_of(row)))
     predicted = peak_memory(run, cluster, policy=_policy_of(layout))
     return Peak(predicted.max_allocated, predicted.fits)
-
-
-def _run(replays: Iterable[Replay]) -> list[Allocator]:
-    return [replay.run() for replay in replays]
-
-
-def _torchtitan(row: PublishedRow, layout: Layout, rank: int, capacity: float) -> Torchtitan:
-    return Torchtitan(
-        layout,
-        rank,
-        capacity,
-        compiled="eager" not in row.text("note").split(),
-        selects=row.text("recomp") == "selective-op",
-    )
 
 
 def _extremes(layout: Layout) -> list[int]:

@@ -6,20 +6,20 @@ row, never from its figures.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, DataError, FivefoldError
 from fivefold.layout import Layout
-from fivefold.model.shape import layer_shapes, training_flops
-from fivefold.pipeline.layout import StageSpec, layout_string
+from fivefold.model.shape import training_flops
 from fivefold.predict.software import Software
+from fivefold.published.frameworks import framework_of
 from fivefold.published.row import OUT_OF_MEMORY, PublishedRow, cluster_of, model_of
 from fivefold.search.partitions import balanced_layout
 
@@ -28,48 +28,29 @@ _TERA = 1e12
 
 def software_of(row: PublishedRow) -> Software:
     """Habits of a framework that its era and the row's notes tell."""
-    note, source = row.text("note"), row.source.lower()
+    note, framework = row.text("note"), framework_of(row.source)
     # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
     # forward to gather 10 GB inside a machine with NVLink (its issue 1174).
     sharded = row.is_old_megatron and _strategy(row) == "optim_grads_params"
     made_with = ("deepspeed", "mt-nlg", "bloom", "neox")
-    deepspeed = sharded or any(word in source + row.text("model") for word in made_with)
+    told = row.source.lower() + row.text("model")
+    deepspeed = sharded or any(word in told for word in made_with)
     return Software(
-        fused="eager" not in note.split() and "foundry" not in source,
-        attention=_attention(row),
+        fused="eager" not in note.split() and framework.fused,
+        attention="scores" if row.is_old_megatron else framework.attention,
         gathers_to_recompute=deepspeed,
         gather_rate=10e9 / 0.42 if sharded else None,
         waits_for_hops=deepspeed,
         scatters_hops=row.is_old_megatron and not deepspeed,
-        overlaps_backward_tp=row.text("flops_conv") != "hfu96" and "torchtitan" not in source,
+        overlaps_backward_tp=row.text("flops_conv") != "hfu96" and framework.overlaps_backward_tp,
         eager_dx=False,
         gradient_bytes=2.0 if row.text("prec") == "fp16" else None,
         reduces_once=True,
-        joins_linears="torchtitan" not in source,
+        joins_linears=framework.joins_linears,
         keeps_every_second=row.text("recomp") == "selective-op",
-        by_tensor="nanotron" in source,
+        by_tensor=framework.by_tensor,
         imbalance=1.2 if "dropless" in note else 1.0,
     )
-
-
-def _attention(row: PublishedRow) -> Literal["best", "flash2", "flash1", "scores"]:
-    """The kernel: that of the row's time, or PyTorch's where the framework takes what it has.
-
-    Megatron's regression tests ask for kernels that are deterministic, as cuDNN's are not.
-    """
-    source = row.source.lower()
-    if row.is_old_megatron:
-        return "scores"
-    if "foundry" in source:
-        return "flash1"
-    later = any(word in source for word in ("torchtitan", "nanotron", " ci "))
-    return "flash2" if later or _is_early_nemo(row) else "best"
-
-
-def _is_early_nemo(row: PublishedRow) -> bool:
-    """Of 2023 and 2024."""
-    source = row.source.lower()
-    return "nemo" in source and not re.search(r"\b2[5-9]\.", source)
 
 
 def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
@@ -93,9 +74,8 @@ def measured_bytes(row: PublishedRow) -> float | None:
     held, unit = row.number("mem"), row.text("mem_unit")
     if held is None:
         return None
-    scale = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "bytes": 1.0, "b": 1.0}
-    if "nanotron" in row.source.lower():
-        scale["gb"] = scale["gib"]  # it divides by 1024^3 and calls that GB
+    scale = {"gib": 2.0**30, "mib": 2.0**20, "mb": 1e6, "bytes": 1.0, "b": 1.0}
+    scale["gb"] = framework_of(row.source).gigabyte
     first = unit.partition(" ")[0]
     if first not in scale:
         raise DataError(f"mem_unit {unit!r} does not begin with one of {', '.join(scale)}")
@@ -115,9 +95,7 @@ def _flops(row: PublishedRow, layout: Layout) -> float:
         h, layers = model.hidden_size, model.num_layers
         return 96 * layers * h * h * (1 + length / (6 * h) + model.vocab_size / (16 * layers * h))
     # NeMo's published tokens and FLOP/s agree with attention counted in full, Megatron's with half.
-    whole = any(
-        word in row.source.lower() for word in ("torchtitan", "foundry", "nanotron", "nemo")
-    )
+    whole = framework_of(row.source).whole_attention
     return training_flops(model, length, causal=not whole).total
 
 
@@ -154,7 +132,7 @@ def row_layouts(row: PublishedRow) -> tuple[Choice, ...]:
     for changes in open_choices:
         try:
             config = plain.with_values(**changes)
-            found.append(_layout(config, world, balances="nanotron" in row.source.lower()))
+            found.append(_layout(config, world, framework_of(row.source).divide))
         except ConfigError as error:
             problem = error
     if not found:
@@ -170,7 +148,7 @@ def _check_ranks(row: PublishedRow, world: int) -> None:
         raise DataError(f"tp x pp x cp x dp = {known}, not {world}")
 
 
-def _layout(config: Config, world: int, *, balances: bool) -> Layout:
+def _layout(config: Config, world: int, divides: Callable[[Config, int], str] | None) -> Layout:
     """Checked; stages are balanced where layers do not divide, and by frameworks that always do."""
     parallel = config.parallel
     pp, virtual = (
@@ -185,12 +163,12 @@ def _layout(config: Config, world: int, *, balances: bool) -> Layout:
         },
     ]
     if pp > 1:
-        divide = _by_weights if balances else balanced_layout
+        divide = divides or balanced_layout
         balanced = {
             "num_virtual_stages_per_pipeline_rank": None,
             "pipeline_model_parallel_layout": divide(config, pp * (virtual or 1)),
         }
-        attempts.insert(0 if balances else len(attempts), balanced)
+        attempts.insert(0 if divides else len(attempts), balanced)
     error: FivefoldError | None = None
     for changes in attempts:
         try:
@@ -201,48 +179,28 @@ def _layout(config: Config, world: int, *, balances: bool) -> Layout:
     raise error
 
 
-def _by_weights(config: Config, stages: int) -> str:
-    """nanotron's stages: equal shares of all weights but the embedding's; a layer belongs to the
-    share in which it begins."""
-    model = config.model
-    shapes = layer_shapes(model, 0).values()
-    layer = sum(prod(shape) for shape in shapes if len(shape) > 1)
-    whole = model.num_layers * layer + model.padded_vocab_size * model.hidden_size
-    of = [number * layer * stages // whole for number in range(model.num_layers)]
-    last = stages - 1
-    return layout_string(
-        StageSpec(s == 0, tuple(n for n, stage in enumerate(of) if stage == s), s == last)
-        for s in range(stages)
-    )
-
-
 def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
-    note, source = row.text("note"), row.source.lower()
+    note, framework = row.text("note"), framework_of(row.source)
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
     sharded = row.text("sp")
     sequence = tp > 1 and (sharded == "1" or (not sharded and not row.is_old_megatron))
-    nvidia = any(word in source for word in ("nemo", "megatron-bridge", "readme h100"))
-    zero = row.text("zero")
+    zero, strategy = row.text("zero"), _strategy(row)
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "context_parallel_size": cp,
         "sequence_parallel": sequence,
-        "tp_comm_overlap": tp > 1 and ("async" in note or nvidia),
-        "data_parallel_sharding_strategy": _strategy(row),
-        # nanotron has no hooks on gradients that it shards and sums in fp32, and gathers its shards
-        # after the optimizer's step.
+        "tp_comm_overlap": tp > 1 and ("async" in note or framework.overlaps_tp),
+        "data_parallel_sharding_strategy": strategy,
         "overlap_grad_reduce": not row.is_old_megatron
-        and not ("nanotron" in source and _strategy(row) == "optim"),
-        "overlap_param_gather": not row.is_old_megatron and "nanotron" not in source,
+        and (framework.overlaps_shards or strategy != "optim"),
+        "overlap_param_gather": not row.is_old_megatron and framework.overlaps_gather,
     }
     if model.num_experts:
         settings["expert_model_parallel_size"] = row.whole("ep") or 1
         across = settings["expert_model_parallel_size"] > cluster_of(row).gpus_per_node
         settings["overlap_moe_expert_parallel_comm"] = "1f1b overlap" in note
-        if "deepseek" in source:  # its report describes DualPipe, which hides the all-to-alls
-            settings["overlap_moe_expert_parallel_comm"] = True
-            settings["pipeline_schedule"] = "dualpipe"
+        settings |= framework.expert_settings
         settings["moe_token_dispatcher_type"] = "flex" if across or "deepep" in note else "alltoall"
     hsdp = re.search(r"hsdp\s*(\d{1,7})x(\d{1,7})", zero)
     if hsdp:
@@ -278,10 +236,7 @@ def _precision(row: PublishedRow) -> dict[str, Any]:
         "mx": "mxfp8",
         "block": "blockwise",
     }
-    early = "foundry" in row.source.lower() or _is_early_nemo(row)
-    other = "delayed" if early else "tensorwise"  # the other came to TransformerEngine in 2025
-    if "deepseek" in row.source.lower():
-        other = "blockwise"  # as its report describes
+    other = framework_of(row.source).fp8_recipe
     recipe = next((name for mark, name in recipes.items() if mark in kind), other)
     return {"fp8_format": "hybrid", "fp8_recipe": recipe}
 
@@ -293,8 +248,8 @@ def _open(row: PublishedRow, config: Config, world: int) -> Iterator[dict[str, A
     dp = world // (parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size) or 1
     each = max(config.training.global_batch_size // dp, 1)
     given = row.whole("mbs")
-    if not given and pp > 1 and "torchtitan" in row.source.lower():
-        given = max(each // pp, 1)  # unless told, as many microbatches as pipeline ranks
+    if not given and pp > 1 and framework_of(row.source).microbatch_a_rank:
+        given = max(each // pp, 1)
     sizes = [given] if given else [b for b in (1, 2, 4, 8) if each % b == 0]
     for size in sizes:
         for virtual in _virtual(row, config.model.num_layers, pp):
@@ -339,7 +294,7 @@ def _recompute(row: PublishedRow, model: ModelConfig) -> list[dict[str, Any]]:
     if text == "selective":
         return [_selective("core_attn")]
     if text == "selective-op":
-        # About what the first half of the MLP is. What it keeps is counted in replay/torchtitan.py,
+        # About what the first half of the MLP is. What it keeps is counted in torchtitan.py,
         # what it runs again in layer.py.
         return [_selective("layernorm", "mlp")]
     if text.startswith("none"):

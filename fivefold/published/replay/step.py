@@ -14,6 +14,7 @@ from fivefold.model.shape import layer_shapes, local_shape
 from fivefold.pipeline.ir import Kind
 from fivefold.published.replay.allocator import Allocator
 from fivefold.published.replay.tape import Op, Tape, saved_by
+from fivefold.published.row import PublishedRow
 from fivefold.state import num_shards
 
 _STEPS = 2
@@ -68,6 +69,7 @@ class Replay(ABC):
     """
 
     communicators = 0  # of NCCL
+    reports_first = False  # the first rank's memory, not the fullest one's
     expandable = False  # segments
     lead = 0  # collectives, see `Tape`
 
@@ -80,6 +82,11 @@ class Replay(ABC):
         self.memory = Allocator(self.expandable, capacity)
         self.tape = Tape(self.memory, self.lead)
         self.num_microbatches = min(layout.num_microbatches, 2 * layout.grid.pp)
+
+    @classmethod
+    def of(cls, row: PublishedRow, layout: Layout, pp_rank: int, capacity: float) -> "Replay":
+        """The replay of a published run."""
+        return cls(layout, pp_rank, capacity)
 
     def run(self) -> Allocator:
         """Two steps; the allocator says what they reserve."""

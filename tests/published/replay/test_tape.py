@@ -18,7 +18,7 @@ from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.published.replay.allocator import Allocator
 from fivefold.published.replay.tape import Op, Tape, again, saved_by
-from fivefold.published.replay.torchtitan import Torchtitan
+from fivefold.published.torchtitan import Torchtitan
 
 KIB = 2.0**10
 # y = x + W2 (gate * W1 x), each multiplication of another size

@@ -9,7 +9,11 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from math import inf, prod
 
+from fivefold.config.config import Config
 from fivefold.layout import Layout
+from fivefold.model.shape import layer_shapes
+from fivefold.pipeline.layout import StageSpec, layout_string
+from fivefold.published.framework import Framework
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op
 
@@ -25,6 +29,7 @@ class Nanotron(Replay):
     """
 
     communicators = 8  # world, data, tensor, pipeline, model, expert, context, tied weights
+    reports_first = True
     lead = 64  # 1024 launches, the depth of CUDA's queue, at some 16 a collective, events included
 
     def __init__(self, layout: Layout, pp_rank: int, capacity: float = inf) -> None:
@@ -166,3 +171,31 @@ class Nanotron(Replay):
     @property
     def _is_ddp(self) -> bool:
         return self.shards == 1 and self.layout.grid.dp > 1
+
+
+def by_weights(config: Config, stages: int) -> str:
+    """Stages of equal shares of all weights but the embedding's; a layer belongs to the
+    share in which it begins."""
+    model = config.model
+    shapes = layer_shapes(model, 0).values()
+    layer = sum(prod(shape) for shape in shapes if len(shape) > 1)
+    whole = model.num_layers * layer + model.padded_vocab_size * model.hidden_size
+    of = [number * layer * stages // whole for number in range(model.num_layers)]
+    last = stages - 1
+    return layout_string(
+        StageSpec(s == 0, tuple(n for n, stage in enumerate(of) if stage == s), s == last)
+        for s in range(stages)
+    )
+
+
+NANOTRON = Framework(
+    "nanotron",
+    attention="flash2",
+    by_tensor=True,
+    overlaps_shards=False,  # it has no hooks on gradients that it shards and sums in fp32
+    overlaps_gather=False,  # but after the optimizer's step
+    divide=by_weights,
+    whole_attention=True,
+    gigabyte=2.0**30,
+    replay=Nanotron,
+)

@@ -10,8 +10,8 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.layout import Layout
-from fivefold.published.replay.nanotron import Nanotron
-from fivefold.published.replay.torchtitan import Torchtitan
+from fivefold.published.nanotron import Nanotron
+from fivefold.published.torchtitan import Torchtitan
 from fivefold.state import held
 
 MODEL = replace(PRESETS["llama3-8b"], num_layers=4)

@@ -11,8 +11,10 @@ from functools import cached_property
 from math import inf, prod
 
 from fivefold.layout import Layout
+from fivefold.published.framework import Framework
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op, again, saved_by
+from fivefold.published.row import PublishedRow
 from fivefold.state import held
 
 _GATHER, _REDUCE = "all-gather", "reduce-scatter"
@@ -59,6 +61,12 @@ class Torchtitan(Replay):
         self._reduced: dict[tuple[int, int], Hashable] = {}
         self._backwards: Counter[int] = Counter()
         self._results: list[Hashable] = []
+
+    @classmethod
+    def of(cls, row: PublishedRow, layout: Layout, pp_rank: int, capacity: float) -> "Torchtitan":
+        """The replay of a published run."""
+        eager, selects = "eager" in row.text("note").split(), row.text("recomp") == "selective-op"
+        return cls(layout, pp_rank, capacity, compiled=not eager, selects=selects)
 
     @cached_property
     def units(self) -> dict[tuple[int, int], list[tuple[int, ...]]]:
@@ -314,3 +322,14 @@ def _multiply(
         backward_scratch=backward,
         is_matmul=True,
     )
+
+
+TORCHTITAN = Framework(
+    "torchtitan",
+    attention="flash2",
+    joins_linears=False,
+    overlaps_backward_tp=False,
+    microbatch_a_rank=True,
+    whole_attention=True,
+    replay=Torchtitan,
+)
