@@ -7,7 +7,7 @@
 Each trainer that is there reads the settings of many layouts, which together use every setting that
 can be exported, and a change of each single one. Then everything that it has under one of our names
 has our value, or the export has named the setting; its learning rates are ours; and what it builds
-is our model. `--record` notes the accepted names, with the release, for tests/plan/test_export.py.
+is our model. `--record` notes the accepted names, with the release, for tests/tell/test_export.py.
 """
 
 import argparse
@@ -29,17 +29,17 @@ import torch
 from packaging.version import Version
 
 from benchmarks.export_cases import CHANGES, changed, layouts
-from fivefold.check import Layout
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import ModelConfig
 from fivefold.config.settings import settings_of
 from fivefold.files import write_atomic
+from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate
-from fivefold.plan.export.settings import OWN, Export
-from fivefold.plan.export.targets import export
-from fivefold.plan.export.torchtitan_models import ITS_MODELS
+from fivefold.tell.export.settings import OWN, Export
+from fivefold.tell.export.targets import export
+from fivefold.tell.export.torchtitan_models import ITS_MODELS
 
-RECORD = Path(__file__).parents[1] / "tests" / "plan" / "exported_names.json"
+RECORD = Path(__file__).parents[1] / "tests" / "tell" / "exported_names.json"
 
 
 def names(target: str, text: str) -> set[str]:

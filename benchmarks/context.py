@@ -47,7 +47,7 @@ from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import Groups, build_groups
 from fivefold.model.attention import Kernel, Scope, attention
 from fivefold.model.blocks import Sight
-from fivefold.model.shards import Part
+from fivefold.model.shards import MicrobatchShare
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv
@@ -184,7 +184,7 @@ def measure(env: RankEnv, length: int, steps: int, folder: Path) -> None:
     ranks = env.world_size
     sizes = (2, ranks // 2) if ranks > 2 else ()
     groups = build_groups(Grid(cp=ranks), env.rank, "cpu", sharded=False, cp_sizes=sizes)
-    part = Part(split(1, Sight((0, length)), ranks), env.rank)
+    part = MicrobatchShare(split(1, Sight((0, length)), ranks), env.rank)
     kernels = {name: make(groups) for name, make in WAYS.items() if sizes or "+" not in name}
     shape = 1, length // ranks
     generator = torch.Generator().manual_seed(env.rank)

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.layout import Layout
 
 UNEVEN = "Et*4|(t*4|)*12t*3|t*3|t*3mL"
 LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {

@@ -13,9 +13,10 @@ about their publisher, so one of n rows counts n / (n + 3). Regression tests, wh
 are slower but deterministic, are not fitted, only shown. Nothing is fitted to a row or to a source.
 Of several configurations that a row may mean, the fastest at the start counts.
 
-Printed are the constants, to be written into fivefold/hardware.py and fivefold/plan/cluster.py, and
-for every source its error with them, and with those that are fitted without its publisher; then the
-runs that were published more than once, since no planner can be right about two times of one run.
+Printed are the constants, to be written into fivefold/hardware.py and fivefold/predict/cluster.py,
+and for every source its error with them, and with those that are fitted without its publisher; then
+the runs that were published more than once, since no planner can be right about two times of one
+run.
 """
 
 import sys
@@ -27,13 +28,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fivefold.check import Layout
-from fivefold.plan.cluster import Cluster
-from fivefold.plan.published import software_of
-from fivefold.plan.row import read_rows
-from fivefold.plan.score import prepare, score
-from fivefold.plan.software import Software
-from fivefold.plan.step import predict
+from fivefold.layout import Layout
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.software import Software
+from fivefold.predict.step import predict
+from fivefold.published.row import read_rows
+from fivefold.published.runs import software_of
+from fivefold.published.score import prepare, score
 
 DATA = [Path(__file__).parent / "data" / name for name in ("published_runs.csv", "mpt_runs.csv")]
 Constants = Mapping[str, float]

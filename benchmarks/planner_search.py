@@ -21,18 +21,18 @@ import numpy as np
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.plan.blocks import Ranks
-from fivefold.plan.candidate import Candidate, capacity
-from fivefold.plan.cluster import load_cluster
-from fivefold.plan.describe import summary
-from fivefold.plan.explain import shortfall, slower
-from fivefold.plan.memory_bound import memory_bound
-from fivefold.plan.request import Request, request
-from fivefold.plan.search import legal_space, search
-from fivefold.plan.software import Software
-from fivefold.plan.space import enumerate_space
-from fivefold.plan.step import predict
-from fivefold.plan.time_bound import time_bound
+from fivefold.predict.cluster import load_cluster
+from fivefold.predict.software import Software
+from fivefold.predict.step import predict
+from fivefold.search.bound_tables import Ranks
+from fivefold.search.candidate import Candidate, capacity
+from fivefold.search.enumeration import enumerate_space
+from fivefold.search.memory_bound import memory_bound
+from fivefold.search.request import Request, request
+from fivefold.search.search import legal_space, search
+from fivefold.search.time_bound import time_bound
+from fivefold.tell.describe import summary
+from fivefold.tell.explain import shortfall, slower
 from fivefold.units import human_seconds
 
 

@@ -15,11 +15,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.data.packing import Microbatch
+from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group
 from fivefold.train.rank_env import RankEnv

@@ -5,7 +5,7 @@ that will run. It raises one ConfigError with everything that is wrong.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from shlex import quote
 from typing import Any
@@ -19,6 +19,7 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
 from fivefold.errors import ConfigError, Mistakes
+from fivefold.layout import Layout
 from fivefold.memory.rules import check_techniques
 from fivefold.mesh.degrees import DEGREES, infer_degrees
 from fivefold.mesh.grid import Grid
@@ -28,121 +29,20 @@ from fivefold.mesh.rules import (
     check_tensor_parallel,
 )
 from fivefold.pipeline.automatic_split import automatic_split
-from fivefold.pipeline.ir import Kind, Program, stages_on
-from fivefold.pipeline.layout import Split, StageSpec, split_layers
-from fivefold.pipeline.list_scheduler import Problem
-from fivefold.pipeline.lowering import executed, lower
-from fivefold.pipeline.modelled import modelled_problem, searched_program
+from fivefold.pipeline.layout import Split, split_layers
 from fivefold.pipeline.rules import (
     AUTO,
-    SYNTHESISED,
     check_groups_used,
     check_schedule,
     read_choice,
     resolved_schedule,
 )
-from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program, with_copies
-from fivefold.pipeline.sharding import with_sharding_actions
+from fivefold.pipeline.schedules.registry import (
+    SCHEDULES,
+    Shape,
+)
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a checked configuration means on so many ranks.
-
-    Attributes:
-        config: with every inferred degree filled in.
-        grid: the ranks.
-        split: the stages.
-        schedule: name of the pipeline program.
-        num_microbatches: per optimizer step and pipeline.
-    """
-
-    config: Config
-    grid: Grid
-    split: Split
-    schedule: str
-    num_microbatches: int
-
-    @property
-    def num_copies(self) -> int:
-        """Copies of the model in the pipeline: 2 for schedules that enter it from both ends."""
-        return 1 if self.schedule == SYNTHESISED else SCHEDULES[self.schedule].num_copies
-
-    def stages_of(self, pp_rank: int) -> dict[int, StageSpec]:
-        """A rank's stages by their index in the program, those of a second copy last."""
-        stages = self.split.stages
-        placement = with_copies(self.split.placement, self.num_copies)
-        return {s: stages[s % len(stages)] for s in stages_on(placement, pp_rank)}
-
-    @property
-    def defers_weights(self) -> bool:
-        """Whether some dX is computed, and may leave, before its dW."""
-        alone = self.compute_program().ranks[0] if self.grid.pp == 1 else ()
-        return self.grid.pp > 1 or any(act.kind is Kind.B for act in alone)
-
-    @property
-    def runs_pairs(self) -> bool:
-        """Whether the schedule pairs forwards with backwards."""
-        return self.schedule != SYNTHESISED and SCHEDULES[self.schedule].pairs
-
-    @property
-    def overlaps_pairs(self) -> bool:
-        """Whether the halves of a pair run beside each other: experts' messages hide there."""
-        return self.config.parallel.overlap_moe_expert_parallel_comm
-
-    def program(
-        self, num_microbatches: int | None = None, *, forward_only: bool = False
-    ) -> Program:
-        """The lowered program of a training step, or of an evaluation.
-
-        Raises:
-            ConfigError: the schedule cannot take that many microbatches.
-        """
-        # The executor runs the halves of a pair in turn: the second's messages may come later.
-        compute = self.compute_program(num_microbatches, forward_only=forward_only)
-        program = executed(compute, pairs=False, eager=self.defers_weights)
-        gathered = self.config.parallel.pipeline_max_unsharded_stages
-        return with_sharding_actions(
-            lower(program), unshard=gathered is not None, max_unsharded=gathered
-        )
-
-    def compute_program(
-        self, num_microbatches: int | None = None, *, forward_only: bool = False
-    ) -> Program:
-        """The program as its schedule makes it: no messages yet, both halves of a backward in one.
-
-        Raises:
-            ConfigError: the schedule cannot take that many microbatches.
-        """
-        parallel = self.config.parallel
-        if self.schedule == SYNTHESISED and not forward_only:
-            return searched_program(self.scheduling_problem(num_microbatches))
-        return build_program(
-            # Forwards alone have nothing to be searched for.
-            "gpipe" if self.schedule == SYNTHESISED else self.schedule,
-            self.split.placement,
-            num_microbatches or self.num_microbatches,
-            group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-            num_slices=parallel.num_sequence_slices,
-            forward_only=forward_only,
-        )
-
-    def scheduling_problem(self, num_microbatches: int | None = None) -> Problem:
-        """What a synthesised schedule is searched for.
-
-        Raises:
-            ConfigError: not even one microbatch fits under the limit.
-        """
-        return modelled_problem(
-            self.config.model,
-            self.config.training.seq_length,
-            self.split.stages,
-            self.split.placement,
-            num_microbatches or self.num_microbatches,
-            self.config.parallel.pipeline_in_flight_limit,
-        )
 
 
 def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
@@ -215,7 +115,7 @@ def _check(
         replace(config, parallel=parallel), _grid(parallel), split, schedule, microbatches
     )
     try:
-        layout.compute_program()
+        layout.order().program()
     except ConfigError as error:
         raise error.spelled(lambda choice: _as_flags(choice, layout, passes)) from error
     return layout

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from itertools import accumulate
 
-from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
+from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import WholeModel, count_parameters, forward_flops, training_flops
 from fivefold.pipeline.ir import Kind
@@ -166,7 +166,7 @@ def _memory(layout: Layout) -> list[Row]:
 
 def _deferred(layout: Layout) -> list[Row]:
     """What a schedule costs in memory that leaves dW for longer than dX takes to be sent."""
-    program = layout.compute_program()
+    program = layout.order().program()
     last = program.num_weight_parts - 1
     changes = {(Kind.B, 0): 1, (Kind.W, last): -1}
     most = 0

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fivefold.check import Layout
 from fivefold.context.install import install_context_parallel
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
+from fivefold.layout import Layout
 from fivefold.memory.cross_entropy import install_cross_entropy
 from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from fivefold.check import Layout
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
 from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_weights
 
@@ -149,7 +149,7 @@ class ModelState:
 
 
 @dataclass(frozen=True)
-class Block:
+class GatheredBlock:
     """Parameters that are gathered together: a layer, or the ends of the model in a stage.
 
     Attributes:
@@ -168,7 +168,7 @@ class Block:
         return sum(map(prod, (*self.dense, *self.experts)))
 
 
-def stage_blocks(layout: Layout, stage: StageParts) -> list[Block]:
+def stage_blocks(layout: Layout, stage: StageParts) -> list[GatheredBlock]:
     """The blocks of a stage: its ends first, then every kind of layer."""
     model, grid = layout.config.model, layout.grid
     degrees = (grid.tp, grid.ep, grid.etp)
@@ -183,14 +183,14 @@ def stage_blocks(layout: Layout, stage: StageParts) -> list[Block]:
 
 
 @lru_cache(maxsize=1024)
-def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel) -> Block:
+def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel) -> GatheredBlock:
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
     for weight in stage_weights(model, parts).values():
         place = experts if weight.of_experts else dense
         place.append(weight.local(tp, ep, etp))
-    return Block(tuple(dense), tuple(experts))
+    return GatheredBlock(tuple(dense), tuple(experts))
 
 
 def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:

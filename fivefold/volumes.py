@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from math import comb, prod
 
-from fivefold.check import Layout
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import CpCommType, TokenDispatcher
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.context.balance import split
+from fivefold.layout import Layout
 from fivefold.model.blocks import Sight, num_tokens
 from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.operations import CoreAttention, Weight

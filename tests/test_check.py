@@ -70,7 +70,7 @@ def test_a_layout_adds_up_or_is_refused_with_splits_that_pass(config: Config, wo
     assert held == list(range(config.model.num_layers))
     assert set(layout.split.placement) == set(range(grid.pp))
     assert layout.config.parallel.data_parallel_shard_size == grid.dp_shard
-    validate(layout.compute_program())
+    validate(layout.order().program())
 
 
 def _with_split(config: Config, match: re.Match[str]) -> Config:

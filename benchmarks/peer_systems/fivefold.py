@@ -25,10 +25,11 @@ from benchmarks.peer_systems.common import (
     say,
 )
 from benchmarks.peer_systems.rows import Row
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.data.packing import Microbatch
+from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fivefold.check import Layout
 from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
+from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
     bookkeeping_bytes,

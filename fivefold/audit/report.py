@@ -10,9 +10,9 @@ from typing import Annotated
 from msgspec import UNSET, Meta, UnsetType
 
 from fivefold.audit.record import RankRecord, expected_record
-from fivefold.check import Layout
 from fivefold.errors import DataError
 from fivefold.files import read_json_lines
+from fivefold.layout import Layout
 from fivefold.units import human_bytes, human_flops, human_seconds
 
 ACTIVATION_TOLERANCE = 0.03
@@ -52,7 +52,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """What an audit found.
 
     Attributes:
@@ -153,7 +153,7 @@ def audit(
     records: Sequence[RankRecord],
     seconds: float | None,
     outlook: Outlook | None,
-) -> Report:
+) -> AuditReport:
     """Compare what every rank did with theory.
 
     Args:
@@ -174,7 +174,7 @@ def audit(
         *_peaks(layout, records, outlook),
         _step_time(seconds, outlook),
     ]
-    return Report(title, len(records), tuple(findings))
+    return AuditReport(title, len(records), tuple(findings))
 
 
 def usual_seconds(metrics: Path, audited: int) -> float | None:

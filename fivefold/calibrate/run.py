@@ -15,8 +15,8 @@ from fivefold.calibrate.measure import Sample
 from fivefold.errors import ConfigError, Mistake
 from fivefold.files import write_atomic
 from fivefold.hardware import Gpu, Rates, find_gpu
-from fivefold.plan.cluster import Cluster, Link, to_toml
-from fivefold.plan.compute import attention_share
+from fivefold.predict.cluster import Cluster, Link, to_toml
+from fivefold.predict.compute import attention_share
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.units import human_bytes, human_flops, human_seconds

@@ -44,7 +44,7 @@ def read_pickle(pickled: bytes) -> Any:
     Raises:
         CheckpointError: the bytes are damaged, or ask for anything that DCP does not write.
     """
-    machine = _Machine()
+    machine = _PickleMachine()
     try:
         for opcode, argument, _ in pickletools.genops(pickled):
             machine.do(opcode.name, argument)
@@ -53,7 +53,7 @@ def read_pickle(pickled: bytes) -> Any:
         raise CheckpointError(f"is not what {_DCP} writes") from None
 
 
-class _Machine:
+class _PickleMachine:
     """A pickle machine with the opcodes of plain data only."""
 
     def __init__(self) -> None:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from fivefold.audit.record import read_records
 from fivefold.audit.report import Outlook, audit, usual_seconds
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.cli.runs import run_config
 from fivefold.cli.verdict import tell
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
-from fivefold.plan.cluster import load_cluster
-from fivefold.plan.memory import peak_memory
-from fivefold.plan.step import predict
+from fivefold.layout import Layout
+from fivefold.predict.cluster import load_cluster
+from fivefold.predict.memory import peak_memory
+from fivefold.predict.step import predict
 from fivefold.verify.report import describe
 
 

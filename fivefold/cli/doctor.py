@@ -43,7 +43,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthLine:
     """One line: how it stands, with what."""
 
     verdict: Verdict
@@ -69,26 +69,26 @@ def run(argv: Sequence[str]) -> int:
     return 1 if bad else 0
 
 
-def _whole(examine: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _whole(examine: Callable[[], Iterator[HealthLine]]) -> Iterator[HealthLine]:
     """What a section finds, even where a package that it needs is missing."""
     try:
         yield from examine()
     except ImportError as error:
-        yield Finding("bad", "the rest", f"cannot be examined without {error.name}")
+        yield HealthLine("bad", "the rest", f"cannot be examined without {error.name}")
 
 
-def _software() -> Iterator[Finding]:
+def _software() -> Iterator[HealthLine]:
     version = platform.python_version()
     verdict: Verdict = "ok" if sys.version_info >= PYTHON else "bad"
     needs = "" if verdict == "ok" else f", needs {_dotted(PYTHON)}"
-    yield Finding(
+    yield HealthLine(
         verdict, "Python", f"{version} on {platform.system()} {platform.machine()}{needs}"
     )
     yield _torch()
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "fivefold", "--version"], capture_output=True, check=True)
     start = human_seconds(time.perf_counter() - began)
-    yield Finding("ok", "start-up", f"{start} to answer a mistake")
+    yield HealthLine("ok", "start-up", f"{start} to answer a mistake")
     for name, use in (
         ("numpy", "batches"),
         ("tokenizers", "tokenising text"),
@@ -104,71 +104,73 @@ def _software() -> Iterator[Finding]:
         yield _package(name, use, "note")
 
 
-def _torch() -> Finding:
+def _torch() -> HealthLine:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return Finding("bad", "torch", f"not installed: pip install 'torch>={_dotted(TORCH)}'")
+        return HealthLine("bad", "torch", f"not installed: pip install 'torch>={_dotted(TORCH)}'")
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if numbers < TORCH:
-        return Finding("bad", "torch", f"{version}, needs {_dotted(TORCH)} or later")
+        return HealthLine("bad", "torch", f"{version}, needs {_dotted(TORCH)} or later")
     began = time.perf_counter()
     import torch
 
     seconds = human_seconds(time.perf_counter() - began)
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    return Finding("ok", "torch", f"{version}, {cuda}, imported in {seconds}")
+    return HealthLine("ok", "torch", f"{version}, {cuda}, imported in {seconds}")
 
 
-def _package(name: str, use: str, otherwise: Verdict) -> Finding:
+def _package(name: str, use: str, otherwise: Verdict) -> HealthLine:
     if importlib.util.find_spec(name) is None:
-        return Finding(otherwise, name, f"not installed: pip install {name} for {use}")
-    return Finding("ok", name, f"{importlib.metadata.version(name)}, for {use}")
+        return HealthLine(otherwise, name, f"not installed: pip install {name} for {use}")
+    return HealthLine("ok", name, f"{importlib.metadata.version(name)}, for {use}")
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[HealthLine]:
     import psutil
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("ok", "cores", f"{cores} of {os.cpu_count()} usable by this process")
+    yield HealthLine("ok", "cores", f"{cores} of {os.cpu_count()} usable by this process")
     memory = psutil.virtual_memory()
     free = f"{human_bytes(memory.available)} of {human_bytes(memory.total)} free"
-    yield Finding("ok", "memory", free)
+    yield HealthLine("ok", "memory", free)
     for name, folder in (("disk here", Path.cwd()), ("disk of cache", Path.home())):
         space = shutil.disk_usage(folder).free
         verdict: Verdict = "ok" if space >= FREE_DISK else "note"
-        yield Finding(verdict, name, f"{human_bytes(space)} free in {folder}")
+        yield HealthLine(verdict, name, f"{human_bytes(space)} free in {folder}")
     yield from _gpus()
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus() -> Iterator[HealthLine]:
     import torch
 
     from fivefold.hardware import peak_flops
 
     if not torch.cuda.is_available():
-        yield Finding("note", "GPU", "none visible: training runs on the CPU, over gloo")
+        yield HealthLine("note", "GPU", "none visible: training runs on the CPU, over gloo")
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         peak = peak_flops(gpu.name, "bf16")
         speed = f"peak {human_flops(peak)}/s in bf16" if peak else "peak unknown, so no MFU"
-        yield Finding("ok", f"GPU {index}", f"{gpu.name}, {human_bytes(gpu.total_memory)}, {speed}")
+        yield HealthLine(
+            "ok", f"GPU {index}", f"{gpu.name}, {human_bytes(gpu.total_memory)}, {speed}"
+        )
 
 
-def _communication() -> Iterator[Finding]:
+def _communication() -> Iterator[HealthLine]:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        yield Finding("bad", "gloo", "this torch is built without it")
+        yield HealthLine("bad", "gloo", "this torch is built without it")
         return
     yield _round_trip()
     if dist.is_nccl_available():
-        yield Finding("ok", "nccl", "available")
+        yield HealthLine("ok", "nccl", "available")
     else:
-        yield Finding("note", "nccl", "not in this torch: GPUs cannot train together")
+        yield HealthLine("note", "nccl", "not in this torch: GPUs cannot train together")
 
 
-def _round_trip() -> Finding:
+def _round_trip() -> HealthLine:
     """Two processes, started as training starts them, that sum and pass a message."""
     from fivefold.train.launch import launch_local
 
@@ -176,8 +178,10 @@ def _round_trip() -> Finding:
     status = launch_local(_pass_a_message, 2)
     seconds = human_seconds(time.perf_counter() - began)
     if status:
-        return Finding("bad", "gloo", f"two processes could not talk (status {status})")
-    return Finding("ok", "gloo", f"two processes started, summed, exchanged and left in {seconds}")
+        return HealthLine("bad", "gloo", f"two processes could not talk (status {status})")
+    return HealthLine(
+        "ok", "gloo", f"two processes started, summed, exchanged and left in {seconds}"
+    )
 
 
 def _pass_a_message(env: "RankEnv") -> int:
@@ -197,17 +201,17 @@ def _pass_a_message(env: "RankEnv") -> int:
     return 0 if total[-1] == 2 and message[0] == 0 else 1
 
 
-def _speed() -> Iterator[Finding]:
+def _speed() -> Iterator[HealthLine]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 8192 if device == "cuda" else 768
     speeds = {t: _matmul_speed(getattr(torch, t), size, device) for t in ("float32", "bfloat16")}
     fp32, bf16 = speeds["float32"], speeds["bfloat16"]
-    yield Finding("ok", "fp32 matmul", f"{human_flops(fp32)}/s, {size} x {size} on {device}")
+    yield HealthLine("ok", "fp32 matmul", f"{human_flops(fp32)}/s, {size} x {size} on {device}")
     slower = bf16 < fp32
     advice = ": --fp32 is faster here" if slower else ""
-    yield Finding(
+    yield HealthLine(
         "note" if slower else "ok",
         "bf16 matmul",
         f"{human_flops(bf16)}/s, {bf16 / fp32:.1f} x fp32{advice}",
@@ -235,7 +239,7 @@ def _nothing() -> None:
     """A CPU has finished when the call returns."""
 
 
-def _fused_adamw(device: str) -> Finding:
+def _fused_adamw(device: str) -> HealthLine:
     import torch
 
     weight = torch.zeros(64, device=device, requires_grad=True)
@@ -243,11 +247,11 @@ def _fused_adamw(device: str) -> Finding:
     try:
         torch.optim.AdamW([weight], fused=True).step()
     except RuntimeError as error:
-        return Finding("note", "fused AdamW", f"not on {device}: {error}")
-    return Finding("ok", "fused AdamW", f"works on {device}")
+        return HealthLine("note", "fused AdamW", f"not on {device}: {error}")
+    return HealthLine("ok", "fused AdamW", f"works on {device}")
 
 
-def _attention(device: str) -> Finding:
+def _attention(device: str) -> HealthLine:
     """Which kernel computes attention in bf16, and what faster ones lack."""
     import torch
 
@@ -258,7 +262,7 @@ def _attention(device: str) -> Finding:
     chosen = next(name for name, missing in lacks.items() if not missing)
     others = [f"{name}: {missing}" for name, missing in lacks.items() if missing]
     verdict: Verdict = "note" if chosen == "plain" else "ok"
-    return Finding(verdict, "attention", "; ".join([f"{chosen} in blocks", *others]))
+    return HealthLine(verdict, "attention", "; ".join([f"{chosen} in blocks", *others]))
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -266,7 +270,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 # Communication before whatever makes a CUDA context or threads: it forks.
-SECTIONS: dict[str, Callable[[], Iterator[Finding]]] = {
+SECTIONS: dict[str, Callable[[], Iterator[HealthLine]]] = {
     "software": _software,
     "communication": _communication,
     "machine": _machine,

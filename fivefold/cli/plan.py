@@ -15,11 +15,11 @@ from fivefold.config.settings import argument
 from fivefold.config.sources import Loaded, load_with_origins
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.files import write_atomic
-from fivefold.plan.cluster import load_cluster
+from fivefold.predict.cluster import load_cluster
 
 if TYPE_CHECKING:
-    from fivefold.plan.request import Request
-    from fivefold.plan.search import Result
+    from fivefold.search.request import Request
+    from fivefold.search.search import SearchResult
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -68,16 +68,16 @@ def run(argv: Sequence[str]) -> int:
     loaded = load_with_origins(argv, Options, models=True)
     options, tokens = loaded.options, _tokens(loaded.options.train_tokens)
     asked = _request(loaded, tokens)
-    from fivefold.plan.explain import changed
-    from fivefold.plan.no import why_nothing
-    from fivefold.plan.search import search
+    from fivefold.search.search import search
+    from fivefold.tell.explain import changed
+    from fivefold.tell.infeasible import why_nothing
 
     other = None if options.why is None else changed(asked, options.why)
     result = search(asked)
     if not result.found:
         raise why_nothing(result)
     if options.html is not None:
-        from fivefold.plan.page import page
+        from fivefold.tell.page import page
 
         text = page(result, tokens)
         try:
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
     if options.emit is not None:
         _emit(result, options.emit)
     elif options.json:
-        from fivefold.plan.record import as_json
+        from fivefold.tell.record import as_json
 
         print(json.dumps(as_json(result, tokens, options.top), indent=2))
     else:
@@ -98,7 +98,7 @@ def run(argv: Sequence[str]) -> int:
 def _score(argv: Sequence[str]) -> int:
     """Look back instead of ahead: how far off the planner is on runs that others published."""
     from fivefold.config.sources import load_options
-    from fivefold.plan.score import report
+    from fivefold.published.score import report
 
     options = load_options(argv, Options)
 
@@ -134,7 +134,7 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
     """The question, or everything that is wrong with it, before anything is searched."""
     from fivefold.config.model import check_model
     from fivefold.config.values import check_values
-    from fivefold.plan.request import request
+    from fivefold.search.request import request
 
     options = loaded.options
     mistakes = Mistakes()
@@ -170,9 +170,9 @@ def _check_page(path: Path, mistakes: Mistakes) -> None:
         mistakes.add(f"--html {path}: files in {path.parent} cannot be written")
 
 
-def _emit(result: "Result", target: str) -> None:
+def _emit(result: "SearchResult", target: str) -> None:
     """The settings alone on standard output, what they do not say beside them."""
-    from fivefold.plan.export.targets import export
+    from fivefold.tell.export.targets import export
 
     found = export(result.best.layout, target)
     sys.stdout.write(found.text)
@@ -181,31 +181,31 @@ def _emit(result: "Result", target: str) -> None:
 
 
 def _report(
-    result: "Result", options: Options, tokens: float | None, other: "Request | None"
+    result: "SearchResult", options: Options, tokens: float | None, other: "Request | None"
 ) -> Iterator[str]:
-    from fivefold.plan import answer
+    from fivefold.tell import report
 
     assert result.best.prediction is not None
-    yield from answer.question(result)
-    yield from _section("layouts, the best of each mesh", answer.ranked(result, options.top))
-    yield from answer.prose([answer.counts(result)])
-    yield from _section("the best", answer.prose(answer.best(result)))
-    yield from _section("where the time goes", answer.waterfall(result.best.prediction))
-    yield from _section("memory by pipeline rank", answer.memory_table(result.best))
-    yield from _section("why", answer.explained(result))
-    yield from _section("time for memory", answer.pareto(result))
-    yield from _section("a whole run", answer.prose(answer.cost_lines(result, tokens)))
+    yield from report.question(result)
+    yield from _section("layouts, the best of each mesh", report.ranked(result, options.top))
+    yield from report.prose([report.counts(result)])
+    yield from _section("the best", report.prose(report.best(result)))
+    yield from _section("where the time goes", report.waterfall(result.best.prediction))
+    yield from _section("memory by pipeline rank", report.memory_table(result.best))
+    yield from _section("why", report.explained(result))
+    yield from _section("time for memory", report.pareto(result))
+    yield from _section("a whole run", report.prose(report.cost_lines(result, tokens)))
     if options.rules:
-        from fivefold.plan.explain import rule_of_thumb
+        from fivefold.tell.explain import rule_of_thumb
 
         rule = rule_of_thumb(result.request)
-        yield from _section("the rule of thumb", answer.prose(answer.rules(result, rule)))
+        yield from _section("the rule of thumb", report.prose(report.rules(result, rule)))
     if other is not None:
-        from fivefold.plan.search import search
+        from fivefold.search.search import search
 
         text = str(options.why)
-        found = answer.why(result, search(other), text)
-        yield from _section(f"why not {text}?", answer.prose(found))
+        found = report.why(result, search(other), text)
+        yield from _section(f"why not {text}?", report.prose(found))
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:

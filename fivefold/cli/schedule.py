@@ -36,8 +36,8 @@ from fivefold.pipeline.rules import read_choice
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.study import (
     AUTO,
-    Result,
     Study,
+    StudyResult,
     compare,
     measured_results,
     run_schedule,
@@ -169,7 +169,7 @@ def _run(options: Options) -> int:
             return 0
     if options.compare:
         found = list(compare(study))
-        _write(options, [result.chart for _, result in found if isinstance(result, Result)])
+        _write(options, [result.chart for _, result in found if isinstance(result, StudyResult)])
         if options.json:
             print(json.dumps(comparison_json(found), indent=2))
         else:
@@ -298,7 +298,7 @@ def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> C
     )
 
 
-def _results(options: Options, study: Study) -> list[Result]:
+def _results(options: Options, study: Study) -> list[StudyResult]:
     """Of a name or a file one; of a run what was measured, and the same simulated."""
     assert options.name is not None
     path = Path(options.name)
@@ -351,7 +351,7 @@ def _write(options: Options, charts: Sequence[Chart]) -> None:
             print(f"wrote {name}", file=sys.stderr)
 
 
-def _shown(options: Options, study: Study, result: Result) -> Iterator[str]:
+def _shown(options: Options, study: Study, result: StudyResult) -> Iterator[str]:
     chart = result.chart
     terminal = shutil.get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
     width = options.width or terminal

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.cli.style import note, paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load, to_toml
 from fivefold.derived import as_table, describe
 from fivefold.errors import ConfigError, Mistake
+from fivefold.layout import Layout
 from fivefold.pipeline.draw import draw
 from fivefold.pipeline.layout import stage_table
 from fivefold.train.rank_env import read_rank_env

@@ -17,7 +17,7 @@ from fivefold.model.attention import Kernel, Scope, attention
 from fivefold.model.blocks import Span, indices
 from fivefold.model.blockwise import Queries
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.shards import Part, Shards
+from fivefold.model.shards import MicrobatchShare, Shards
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Across(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         transport: Transport,
-        part: Part,
+        part: MicrobatchShare,
         drop: HeadDropout | None,
     ) -> Tensor:
         queries, own = _prepared(q, k, v, part, drop)
@@ -76,7 +76,7 @@ class _Across(torch.autograd.Function):
 
 
 def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, part: Part, drop: HeadDropout | None
+    q: Tensor, k: Tensor, v: Tensor, part: MicrobatchShare, drop: HeadDropout | None
 ) -> tuple[Queries, Own]:
     ids = own_ids = None
     if drop is not None:
@@ -123,12 +123,12 @@ class Heads:
             out = self.inner(q, k, v, replace(scope, part=None), drop)
             out = out.reshape(part.shards.rows, -1, *out.shape[2:])
         else:
-            outer = Part(part.shards.merged(self.group.size()), self.outer_rank)
+            outer = MicrobatchShare(part.shards.merged(self.group.size()), self.outer_rank)
             out = self.inner(q, k, v, replace(scope, part=outer), drop)
         back: Tensor = _ToTokens.apply(out.flatten(2), deal)
         return back.unflatten(2, (q_BSND.shape[2], -1))
 
-    def _deal(self, part: Part, q_BSND: Tensor, k_BSGD: Tensor) -> "Deal":
+    def _deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> "Deal":
         return Deal(self.group, part, q_BSND.shape[2], k_BSGD.shape[2])
 
 
@@ -144,7 +144,7 @@ class Deal:
     """
 
     group: dist.ProcessGroup
-    part: Part
+    part: MicrobatchShare
     num_heads: int
     num_kv_heads: int
 

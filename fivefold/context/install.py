@@ -12,7 +12,7 @@ from fivefold.mesh.groups import Groups
 from fivefold.model.attention import Attention, Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.blocks import Sight
-from fivefold.model.shards import Part, Shards
+from fivefold.model.shards import MicrobatchShare, Shards
 from fivefold.model.transformer import Stage
 
 
@@ -54,7 +54,7 @@ def divide(batch: Batch, window: int | None, group: dist.ProcessGroup) -> Batch:
         window: tokens before itself that a token attends to; None: all.
         group: of context parallelism.
     """
-    return batch.divided(Part(shards_of(batch, window, group.size()), group.rank()))
+    return batch.divided(MicrobatchShare(shards_of(batch, window, group.size()), group.rank()))
 
 
 def shards_of(batch: Batch, window: int | None, ranks: int) -> Shards:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fivefold.context.transport import Gather, Own
 from fivefold.model.attention import Scope
 from fivefold.model.blockwise import Keys, Queries
-from fivefold.model.shards import Part
+from fivefold.model.shards import MicrobatchShare
 
 Up = Callable[[Tensor], tuple[Tensor, Tensor]]
 """[B, L, C] -> keys [B, L, N, Dk] and values [B, L, N, Dv], with its parameters' gradients."""
@@ -56,7 +56,7 @@ class _Latent(torch.autograd.Function):
         q: Tensor,
         latent: Tensor,
         up: Up,
-        part: Part,
+        part: MicrobatchShare,
         gather: Gather,
         *parameters: Tensor,
     ) -> Tensor:
@@ -93,7 +93,7 @@ class _Latent(torch.autograd.Function):
         return queries.dq.to(q.dtype), d_latent, None, None, None, *d_parameters
 
 
-def _own(latent_BSC: Tensor, part: Part) -> Own:
+def _own(latent_BSC: Tensor, part: MicrobatchShare) -> Own:
     """Latents travel as the keys of one head, without values."""
     return Own(latent_BSC[:, :, None], latent_BSC.shape[-1], part, None)
 

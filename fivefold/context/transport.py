@@ -22,7 +22,7 @@ from fivefold.mesh.collectives import (
 )
 from fivefold.model.blocks import Span, indices, joined, num_tokens
 from fivefold.model.blockwise import Keys
-from fivefold.model.shards import Part
+from fivefold.model.shards import MicrobatchShare
 
 HEAD_CHUNKS = 4
 """Parts of the heads that all-gather takes in turn: while one is computed the next arrives."""
@@ -45,7 +45,7 @@ class Own:
 
     kv: Tensor
     key_dim: int
-    part: Part
+    part: MicrobatchShare
     ids: Tensor | None
 
     def keys(self, kv: Tensor, spans: tuple[Span, ...], heads: Span | None = None) -> Keys:
@@ -312,7 +312,7 @@ class Gather:
         return arrive
 
 
-def _pieces(part: Part) -> list[tuple[Span, int, Span]]:
+def _pieces(part: MicrobatchShare) -> list[tuple[Span, int, Span]]:
     """What a rank sees in the order of the row: positions, source, and where in what it sends."""
     found = []
     for source, chunks in enumerate(part.shards.chunks):
@@ -323,14 +323,14 @@ def _pieces(part: Part) -> list[tuple[Span, int, Span]]:
     return sorted(found)
 
 
-def taken(kv: Tensor, part: Part, spans: tuple[Span, ...]) -> Tensor:
+def taken(kv: Tensor, part: MicrobatchShare, spans: tuple[Span, ...]) -> Tensor:
     """The tokens of a rank's tensor that lie in `spans`."""
     if not spans:
         return kv[:, :0]
     return torch.cat([kv[:, slice(*indices(part.spans, span))] for span in spans], dim=1)
 
 
-def _add(total: Tensor, part: Part, spans: tuple[Span, ...], grads: Tensor) -> None:
+def _add(total: Tensor, part: MicrobatchShare, spans: tuple[Span, ...], grads: Tensor) -> None:
     """Add the gradients of the tokens in `spans` to those of a rank's tokens."""
     lengths = [stop - start for start, stop in spans]
     for span, grad in zip(spans, grads.split(lengths, dim=1) if spans else (), strict=True):

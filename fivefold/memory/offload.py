@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
 from fivefold.model.layers import local
-from fivefold.model.transformer import Block, Norm, Stage, TransformerLayer
+from fivefold.model.transformer import Norm, NormedBlock, Stage, TransformerLayer
 
 
 def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
@@ -46,7 +46,7 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
 class _MovingBlock:
     """The `block` seam around another one: some norms leave their input to the host."""
 
-    block: Block
+    block: NormedBlock
     moved: set[int]
     host: "Host"
 

@@ -20,7 +20,7 @@ from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.layers import Column, Linear, RMSNorm, Row, plain_column, plain_row
-from fivefold.model.shards import Part
+from fivefold.model.shards import MicrobatchShare
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Scope:
 
     documents: Documents | None = None
     window: int | None = None
-    part: Part | None = None
+    part: MicrobatchShare | None = None
     causal: bool = True
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.shards import Part
+from fivefold.model.shards import MicrobatchShare
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Batch:
     token_ids: Tensor
     loss_weights: Tensor | None = None
     step: int = 0
-    part: Part | None = None
+    part: MicrobatchShare | None = None
 
     @property
     def own_token_ids(self) -> Tensor:
@@ -71,7 +71,7 @@ class Batch:
             return None
         return Documents(self.documents, (*starts, self.documents.numel()))
 
-    def divided(self, part: Part) -> "Batch":
+    def divided(self, part: MicrobatchShare) -> "Batch":
         """The part of a whole microbatch that lies on one rank."""
         weights = self.loss_weights
         return replace(
@@ -121,7 +121,7 @@ class Batch:
         return moved
 
 
-def taken(values_BL: Tensor, part: Part) -> Tensor:
+def taken(values_BL: Tensor, part: MicrobatchShare) -> Tensor:
     """A rank's part of values of all tokens, [B, L] or with more dims behind."""
     rows = values_BL.reshape(part.shards.rows, -1, *values_BL.shape[2:])
     return torch.cat([rows[:, start:stop] for start, stop in part.spans], dim=1)

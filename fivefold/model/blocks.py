@@ -16,7 +16,7 @@ TILE = 512
 """Queries of a block at the edge of a sliding window: what is masked of it is computed in vain."""
 
 
-class Kind(Enum):
+class Visibility(Enum):
     """What a query sees of a block's keys."""
 
     FULL = "full"
@@ -39,7 +39,7 @@ class Block:
 
     q: Span
     k: Span
-    kind: Kind
+    kind: Visibility
     shift: int = 0
     window: int = 0
 
@@ -163,16 +163,16 @@ def cut(
 def _meet(queries: Span, keys: Span, sight: Sight, tile: int) -> Iterator[Block]:
     """Blocks in positions."""
     if not sight.causal:
-        yield Block(queries, keys, Kind.FULL)
+        yield Block(queries, keys, Visibility.FULL)
         return
     before = keys[0], min(keys[1], queries[0])
     own = max(keys[0], queries[0]), keys[1]
     window = sight.window
     if window is None or queries[1] - 1 - keys[0] <= window:
         if before[0] < before[1]:
-            yield Block(queries, before, Kind.FULL)
+            yield Block(queries, before, Visibility.FULL)
         if own[0] < own[1]:
-            yield Block(own, own, Kind.CAUSAL)
+            yield Block(own, own, Visibility.CAUSAL)
         return
     for start in range(queries[0], queries[1], tile):
         stop = min(start + tile, queries[1])
@@ -187,16 +187,20 @@ def _tile(queries: Span, keys: Span, window: int) -> Iterator[Block]:
     if edge > start:  # no key is seen by all
         if first < keys[1]:
             last_to_see = min(stop, keys[1] + window)
-            yield Block((start, last_to_see), (first, keys[1]), Kind.BAND, start - first, window)
+            yield Block(
+                (start, last_to_see), (first, keys[1]), Visibility.BAND, start - first, window
+            )
         return
     band = first, min(edge, keys[1])
     middle = max(edge, first), min(start, keys[1])
     if band[0] < band[1]:
-        yield Block((start, min(stop, band[1] + window)), band, Kind.BAND, start - first, window)
+        yield Block(
+            (start, min(stop, band[1] + window)), band, Visibility.BAND, start - first, window
+        )
     if middle[0] < middle[1]:
-        yield Block(queries, middle, Kind.FULL)
+        yield Block(queries, middle, Visibility.FULL)
     if start < keys[1]:
-        yield Block(queries, queries, Kind.CAUSAL)
+        yield Block(queries, queries, Visibility.CAUSAL)
 
 
 def _together(found: list[Block]) -> tuple[Block, ...]:
@@ -209,8 +213,8 @@ def _join(found: list[Block], touch: Callable[[Block, Block], bool]) -> list[Blo
     joint: list[Block] = []
     for block in found:
         last = joint[-1] if joint else None
-        if last and last.kind == block.kind == Kind.FULL and touch(last, block):
-            joint[-1] = Block((last.q[0], block.q[1]), (last.k[0], block.k[1]), Kind.FULL)
+        if last and last.kind == block.kind == Visibility.FULL and touch(last, block):
+            joint[-1] = Block((last.q[0], block.q[1]), (last.k[0], block.k[1]), Visibility.FULL)
         else:
             joint.append(block)
     return joint

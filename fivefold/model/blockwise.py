@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fivefold.model.blocks import Block, Sight, Span, cut
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.kernels import Kernel, choose_kernel
+from fivefold.model.kernels import BlockKernel, choose_kernel
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Queries:
     def _block(self, x_BSND: Tensor, block: Block, heads: slice) -> Tensor:
         return x_BSND[:, slice(*block.q), heads].transpose(1, 2)
 
-    def _kernel(self, keys: Keys) -> Kernel:
+    def _kernel(self, keys: Keys) -> BlockKernel:
         return choose_kernel(self.q, keys.v, self._dropper(keys))
 
     def _dropper(self, keys: Keys) -> Callable[[Tensor, Block, slice], Tensor] | None:

@@ -6,7 +6,7 @@ from fivefold.model.batch import Documents
 from fivefold.model.dropout import Dropout
 from fivefold.model.rope import RotaryTables
 from fivefold.model.sequence_slices import SlicedSequence
-from fivefold.model.shards import Part
+from fivefold.model.shards import MicrobatchShare
 
 
 @dataclass(frozen=True)
@@ -26,5 +26,5 @@ class Context:
     rotary: RotaryTables | None
     packing: Documents | None
     dropout: Dropout | None
-    part: Part | None = None
+    part: MicrobatchShare | None = None
     sequence: SlicedSequence | None = None

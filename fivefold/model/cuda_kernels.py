@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.blocks import Block, Kind
+from fivefold.model.blocks import Block, Visibility
 
 ATEN = torch.ops.aten
 PLANNED = 128
@@ -29,7 +29,7 @@ class FlashOnCuda:
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `model.kernels.Kernel`."""
+        """See `model.kernels.BlockKernel`."""
         out, lse, *_ = ATEN._flash_attention_forward(
             *(x.transpose(1, 2) for x in (q, k, v)),
             None,
@@ -37,7 +37,7 @@ class FlashOnCuda:
             q.shape[2],
             k.shape[2],
             0.0,
-            block.kind == Kind.CAUSAL,
+            block.kind == Visibility.CAUSAL,
             False,
             **_window(block),
         )
@@ -46,7 +46,7 @@ class FlashOnCuda:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
-        """See `model.kernels.Kernel`."""
+        """See `model.kernels.BlockKernel`."""
         # No dropout: no random state.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = ATEN._flash_attention_backward(
@@ -57,7 +57,7 @@ class FlashOnCuda:
             q.shape[2],
             k.shape[2],
             0.0,
-            block.kind == Kind.CAUSAL,
+            block.kind == Visibility.CAUSAL,
             unused,
             unused,
             **_window(block),
@@ -67,7 +67,7 @@ class FlashOnCuda:
 
 def _window(block: Block) -> dict[str, int]:
     """A BAND as FlashAttention counts: from the diagonal that ends with the last query and key."""
-    if block.kind != Kind.BAND:
+    if block.kind != Visibility.BAND:
         return {}
     last = (block.k[1] - block.k[0]) - (block.q[1] - block.q[0])
     return {
@@ -85,17 +85,17 @@ class CudnnOnCuda:
     others = FlashOnCuda()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `model.kernels.Kernel`."""
+        """See `model.kernels.BlockKernel`."""
         if not _regular(q, k, block):
             return self.others.forward(q, k, v, block)
-        causal = block.kind == Kind.CAUSAL
+        causal = block.kind == Visibility.CAUSAL
         out, lse, *_ = ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
         return out, lse[..., 0]
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
-        """See `model.kernels.Kernel`."""
+        """See `model.kernels.BlockKernel`."""
         if not _regular(q, k, block):
             return self.others.backward(grad, q, k, v, out, lse, block)
         # No dropout: the random state is of no account.
@@ -115,13 +115,13 @@ class CudnnOnCuda:
             q.shape[2],
             k.shape[2],
             0.0,
-            block.kind == Kind.CAUSAL,
+            block.kind == Visibility.CAUSAL,
         )
         return grads
 
 
 def _regular(q: Tensor, k: Tensor, block: Block) -> bool:
-    return block.kind != Kind.BAND and q.shape[2] % PLANNED == 0 == k.shape[2] % PLANNED
+    return block.kind != Visibility.BAND and q.shape[2] % PLANNED == 0 == k.shape[2] % PLANNED
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor]]
@@ -142,14 +142,14 @@ class Differentiated:
     attend: Attend
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `model.kernels.Kernel`."""
+        """See `model.kernels.BlockKernel`."""
         with torch.no_grad():
             return self.attend(q, k, v, block)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
-        """See `model.kernels.Kernel`."""
+        """See `model.kernels.BlockKernel`."""
         with torch.enable_grad():
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
             own_out, own_lse = self.attend(q, k, v, block)
@@ -174,8 +174,8 @@ class Flex:
         """See `Attend`."""
         attention, make_mask, request = self._functions
         mask, lengths = None, (q.shape[2], k.shape[2])
-        if block.kind != Kind.FULL:
-            window = block.window if block.kind == Kind.BAND else lengths[1]
+        if block.kind != Visibility.FULL:
+            window = block.window if block.kind == Visibility.BAND else lengths[1]
             # Numbers of a block in tensors: a new value is nothing to compile for.
             shift, reach = (torch.tensor(x, device=q.device) for x in (block.shift, window))
 

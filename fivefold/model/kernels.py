@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model.blocks import Block, Kind
+from fivefold.model.blocks import Block, Visibility
 from fivefold.model.cuda_kernels import (
     CudnnOnCuda,
     Differentiated,
@@ -33,7 +33,7 @@ ROWS = 256  # queries that the plain kernel takes at a time: it holds their prob
 ATEN = torch.ops.aten
 
 
-class Kernel(Protocol):
+class BlockKernel(Protocol):
     """One way to compute a block."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ class Kernel(Protocol):
         """Of queries, keys and values; `out` and `lse` are those over all keys."""
 
 
-def choose_kernel(q: Tensor, v: Tensor, drop: Drop | None = None) -> Kernel:
+def choose_kernel(q: Tensor, v: Tensor, drop: Drop | None = None) -> BlockKernel:
     """The fastest kernel for queries and values like these; only the plain one drops."""
     if drop is not None:
         return Plain(drop)
@@ -57,12 +57,12 @@ def choose_kernel(q: Tensor, v: Tensor, drop: Drop | None = None) -> Kernel:
 
 def visible(block: Block, device: torch.device) -> Tensor | None:
     """Which of its keys each query of a block sees: bool [q, k], or None if all."""
-    if block.kind == Kind.FULL:
+    if block.kind == Visibility.FULL:
         return None
     q = torch.arange(block.q[1] - block.q[0], device=device)[:, None] + block.shift
     k = torch.arange(block.k[1] - block.k[0], device=device)
     seen = k <= q
-    return seen if block.kind == Kind.CAUSAL else seen & (q - k <= block.window)
+    return seen if block.kind == Visibility.CAUSAL else seen & (q - k <= block.window)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Plain:
     drop: Drop | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
+        """See `BlockKernel`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
         seen = visible(block, q.device)
@@ -92,7 +92,7 @@ class Plain:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
-        """See `Kernel`."""
+        """See `BlockKernel`."""
         wide = torch.promote_types(q.dtype, torch.float32)
         grad, q, k, v = grad.to(wide), q.to(wide), k.to(wide), v.to(wide)
         delta = (grad * out.to(wide)).sum(-1)
@@ -137,17 +137,17 @@ class Padded:
         kernel: that computes with values padded by zeros.
     """
 
-    kernel: Kernel
+    kernel: BlockKernel
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
+        """See `BlockKernel`."""
         out, lse = self.kernel.forward(q, k, _padded(v, q), block)
         return out[..., : v.shape[-1]], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
-        """See `Kernel`."""
+        """See `BlockKernel`."""
         grad, wide_v, out = (_padded(x, q) for x in (grad, v, out))
         dq, dk, dv = self.kernel.backward(grad, q, k, wide_v, out, lse, block)
         return dq, dk, dv[..., : v.shape[-1]]
@@ -161,25 +161,25 @@ class FlashOnCpu:
     """PyTorch's tiled kernel for CPUs: any type, fp64 too; heads shared without copies."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
+        """See `BlockKernel`."""
         out, lse = ATEN._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, block.kind == Kind.CAUSAL, attn_mask=_bias(q, block)
+            q, k, v, 0.0, block.kind == Visibility.CAUSAL, attn_mask=_bias(q, block)
         )
         return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
-        """See `Kernel`."""
+        """See `BlockKernel`."""
         grads: Grads = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, block.kind == Kind.CAUSAL, attn_mask=_bias(q, block)
+            grad, q, k, v, out, lse, 0.0, block.kind == Visibility.CAUSAL, attn_mask=_bias(q, block)
         )
         return grads
 
 
 def _bias(q: Tensor, block: Block) -> Tensor | None:
     """What is added to the scores of a BAND: 0 or minus infinity."""
-    if block.kind != Kind.BAND:
+    if block.kind != Visibility.BAND:
         return None
     seen = visible(block, q.device)
     assert seen is not None
@@ -204,7 +204,7 @@ def _with_values(lacking: Callable[[Tensor], str]) -> Callable[[Tensor, Tensor],
     return lacks
 
 
-KERNELS: Mapping[str, tuple[Kernel, Callable[[Tensor, Tensor], str]]] = MappingProxyType(
+KERNELS: Mapping[str, tuple[BlockKernel, Callable[[Tensor, Tensor], str]]] = MappingProxyType(
     {
         "flash_cpu": (FlashOnCpu(), _with_values(_lacking_on_cpu)),
         "cudnn": (CudnnOnCuda(), _with_values(lacking_cudnn)),

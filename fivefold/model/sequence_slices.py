@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 @dataclass
-class _Kept:
+class _KeptSlice:
     """A key or value of one slice in one layer: `leaf` is what later slices attend to."""
 
     leaf: Tensor
@@ -27,7 +27,7 @@ class SlicedSequence:
     """The keys and values of one microbatch in one stage, slice by slice."""
 
     def __init__(self) -> None:
-        self._kept: defaultdict[int, dict[tuple[str, str], _Kept]] = defaultdict(dict)
+        self._kept: defaultdict[int, dict[tuple[str, str], _KeptSlice]] = defaultdict(dict)
         self._at = 0
 
     def begin(self, index: int) -> None:
@@ -50,7 +50,7 @@ class SlicedSequence:
     def _join(self, name: tuple[str, str], own_BSGD: Tensor) -> Tensor:
         kept = self._kept[self._at].get(name)
         if kept is None:
-            kept = _Kept(own_BSGD.detach().requires_grad_())
+            kept = _KeptSlice(own_BSGD.detach().requires_grad_())
             self._kept[self._at][name] = kept
         if torch.is_grad_enabled():
             kept.edge = get_gradient_edge(own_BSGD)

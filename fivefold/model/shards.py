@@ -49,7 +49,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Part:
+class MicrobatchShare:
     """What one rank holds of a microbatch.
 
     Attributes:

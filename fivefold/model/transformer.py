@@ -77,7 +77,7 @@ class MLP(nn.Module):
 Norm = Callable[[Tensor], Tensor]
 
 
-class Block(Protocol):
+class NormedBlock(Protocol):
     """A module on the output of a norm, [T, H] -> [T, H]; `rest` are its further arguments."""
 
     def __call__(self, norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
@@ -105,7 +105,7 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(model)
         self.dropout = model.hidden_dropout
         self.site = f"layers.{layer}"
-        self.block: Block = plain_block
+        self.block: NormedBlock = plain_block
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""

@@ -19,7 +19,7 @@ from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.layout import Split, StageSpec
 from fivefold.pipeline.lowering import eager_dx
-from fivefold.pipeline.parts import Part, Parts, joined
+from fivefold.pipeline.parts import ModelPart, Parts, joined
 from fivefold.pipeline.schedules.registry import SCHEDULES, build_program
 from fivefold.units import human_bytes
 
@@ -29,7 +29,7 @@ _TRIES = 100  # cuts that a clock times
 _ACTS = 3_000  # that each of them has, about
 _GRAIN = 1e-9  # of the mean load: differences below it are rounding
 
-Clock = Callable[[Sequence[Part]], float]
+Clock = Callable[[Sequence[ModelPart]], float]
 _Cuts = tuple[int, ...]
 _Score = tuple[int, int, int]
 
@@ -113,7 +113,7 @@ def step_clock(program: Program, hop: float = 0.0) -> Clock:
     program = eager_dx(program)
     graph = dependency_graph(program)
 
-    def time(stages: Sequence[Part]) -> float:
+    def time(stages: Sequence[ModelPart]) -> float:
         # An empty stage still hands on what it is given.
         f, b, w = (tuple(max(getattr(stage, x), 1e-9) for stage in stages) for x in "fbw")
         _, ends = graph.longest_paths(graph.weights(program, Costs(f, b, w, hop)))
@@ -151,7 +151,7 @@ class _Table:
         self.parts, self.placement, self.room = parts, placement, room
         self.num_ranks = max(placement) + 1
         self.size = len(parts.items)
-        self._ends = [Part()] * len(placement)
+        self._ends = [ModelPart()] * len(placement)
         self._ends[0] = parts.embedding
         self._ends[-1] = joined((self._ends[-1], parts.head))
         self.time = self._sums([item.time for item in parts.items])

@@ -9,7 +9,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.balance import Balance, Room, balance, schedule_clock, weigh
 from fivefold.pipeline.layout import layout_string, split_layers, stage_table
-from fivefold.pipeline.parts import Part, Parts, modelled_parts, parts_of_kinds, stated_parts
+from fivefold.pipeline.parts import ModelPart, Parts, modelled_parts, parts_of_kinds, stated_parts
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.study import Study
@@ -33,7 +33,7 @@ class Cut:
     layout: str
 
     @property
-    def stages(self) -> tuple[Part, ...]:
+    def stages(self) -> tuple[ModelPart, ...]:
         """What each stage takes."""
         return tuple(self.parts.of(stage) for stage in self.balance.split.stages)
 
@@ -54,7 +54,7 @@ def cut_model(
     schedule: str | None = None,
     layout: str | None = None,
     costs: Mapping[str, float] | None = None,
-    measured: Mapping[str, Part] | None = None,
+    measured: Mapping[str, ModelPart] | None = None,
     seq_length: int = 4096,
     memory: float = inf,
 ) -> Cut:
@@ -135,7 +135,7 @@ def _timed(parts: Parts, study: Study) -> Parts:
     everything = (parts.embedding, *parts.layers, *parts.prediction, parts.head)
     mean = sum(part.f for part in everything) / study.num_ranks
 
-    def timed(part: Part) -> Part:
+    def timed(part: ModelPart) -> ModelPart:
         f, b, w = (time * part.f / mean for time in study.times)
         return replace(part, f=f, b=b, w=w)
 
@@ -150,7 +150,7 @@ def _timed(parts: Parts, study: Study) -> Parts:
 def _with_times(parts: Parts, others: Parts) -> Parts:
     """The memory of some pieces and the times of others."""
 
-    def joined(one: Part, other: Part) -> Part:
+    def joined(one: ModelPart, other: ModelPart) -> ModelPart:
         return replace(other, state=one.state, held=one.held)
 
     return Parts(

@@ -6,12 +6,12 @@ from typing import Any
 from fivefold.errors import ConfigError
 from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.steady_state import steady_state
-from fivefold.pipeline.study import AUTO, Result
+from fivefold.pipeline.study import AUTO, StudyResult
 
 _DIGITS = 9  # significant ones in JSON: free of the noise of binary sums
 
 
-def figures(result: Result) -> dict[str, Any]:
+def figures(result: StudyResult) -> dict[str, Any]:
     """All figures of a schedule; times in the unit of its costs, bubbles as shares of 1."""
     chart, program = result.chart, result.chart.program
     simulation, steady = chart.simulation, steady_state(program, result.costs)
@@ -38,7 +38,7 @@ def figures(result: Result) -> dict[str, Any]:
     }
 
 
-def report(result: Result) -> list[tuple[str, str, str]]:
+def report(result: StudyResult) -> list[tuple[str, str, str]]:
     """The figures of a schedule: name, value, and what it means."""
     chart, simulation = result.chart, result.chart.simulation
     unit = f" {chart.unit}" if chart.unit else ""
@@ -76,10 +76,10 @@ def report(result: Result) -> list[tuple[str, str, str]]:
     return rows
 
 
-def comparison(results: Iterable[tuple[str, Result | ConfigError]]) -> list[str]:
+def comparison(results: Iterable[tuple[str, StudyResult | ConfigError]]) -> list[str]:
     """A table of schedules on the same pipeline, the fastest marked; why one cannot run."""
     results = list(results)
-    makespans = [r.chart.simulation.makespan for _, r in results if isinstance(r, Result)]
+    makespans = [r.chart.simulation.makespan for _, r in results if isinstance(r, StudyResult)]
     header = ("schedule", "V", "makespan", "dX first", "bubble", "span", "bubble", "held", "bound")
     rows: list[tuple[str, ...]] = [header]
     for name, result in results:
@@ -115,10 +115,14 @@ def comparison(results: Iterable[tuple[str, Result | ConfigError]]) -> list[str]
     return lines
 
 
-def comparison_json(results: Iterable[tuple[str, Result | ConfigError]]) -> list[dict[str, Any]]:
+def comparison_json(
+    results: Iterable[tuple[str, StudyResult | ConfigError]],
+) -> list[dict[str, Any]]:
     """The same for programs: the figures of each schedule, or its error."""
     return [
-        figures(result) if isinstance(result, Result) else {"schedule": name, "error": str(result)}
+        figures(result)
+        if isinstance(result, StudyResult)
+        else {"schedule": name, "error": str(result)}
         for name, result in results
     ]
 

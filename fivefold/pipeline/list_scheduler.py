@@ -20,7 +20,7 @@ _KINDS = (Kind.F, Kind.B, Kind.W)  # by the index that the scheduler uses
 
 
 @dataclass(frozen=True)
-class Policy:
+class SchedulingPolicy:
     """What the list scheduler prefers; every policy gives a valid program.
 
     Attributes:
@@ -117,7 +117,7 @@ class Run:
         return Program(self._problem.placement, self._problem.num_microbatches, tuple(ranks))
 
 
-class Replay(Run):
+class ReplayedRun(Run):
     """The run of given orders, whatever they hold: each rank goes as far as what it needs is there.
 
     Args:
@@ -189,7 +189,10 @@ class ListScheduler(Run):
     """
 
     def __init__(
-        self, problem: Problem, policy: Policy, starts: Sequence[Sequence[tuple[int, int]]] = ()
+        self,
+        problem: Problem,
+        policy: SchedulingPolicy,
+        starts: Sequence[Sequence[tuple[int, int]]] = (),
     ) -> None:
         super().__init__(problem)
         placement = problem.placement

@@ -10,7 +10,7 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.model.shape import count_parameters
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.layout import StageSpec
-from fivefold.pipeline.parts import KINDS, Part, joined
+from fivefold.pipeline.parts import KINDS, ModelPart, joined
 from fivefold.units import human_seconds
 
 _NOISE = 1e-9  # of the largest: singular values below it are rounding
@@ -26,7 +26,7 @@ class MeasuredPieces:
         unexplained: by how much a stage misses the sum of its pieces at most, over the longest.
     """
 
-    kinds: Mapping[str, Part]
+    kinds: Mapping[str, ModelPart]
     hop: float
     unexplained: float
 
@@ -66,7 +66,7 @@ def measured_pieces(
     rows = [[float(count.get(kind, 0)) for kind in kinds] for count in counts]
     _check_determined(kinds, rows)
     f, b, w = (_fit(rows, times[: len(stages)]) for times in (costs.f, costs.b, costs.w))
-    pieces = {kind: Part(*times) for kind, *times in zip(kinds, f, b, w, strict=True)}
+    pieces = {kind: ModelPart(*times) for kind, *times in zip(kinds, f, b, w, strict=True)}
     took = [sum(times) for times in zip(costs.f, costs.b, costs.w, strict=True)]
     sums = [joined([pieces[k] for k in c for _ in range(c[k])]).time for c in counts]
     missed = max(abs(total - t) for total, t in zip(sums, took[: len(stages)], strict=True))

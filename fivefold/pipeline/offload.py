@@ -19,7 +19,7 @@ Piece = tuple[int, int, int]
 
 
 @dataclass
-class _Kept:
+class _Saved:
     """What one forward saved: its storages by address, and their copies once they are moved."""
 
     storages: dict[int, UntypedStorage] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class HostStore:
     """
 
     def __init__(self, pieces: Collection[Piece], device: torch.device) -> None:
-        self._kept = {piece: _Kept() for piece in pieces}
+        self._kept = {piece: _Saved() for piece in pieces}
         self._leaving: list[Piece] = []
         self._link = HostLink(device)
 

@@ -23,7 +23,7 @@ KINDS: Mapping[str, float] = {"embedding": 0.0, "dense": 1.0, "moe": 1.0, "mtp":
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A piece of the model that is never cut: the embedding, a layer, the head.
 
     Attributes:
@@ -46,10 +46,10 @@ class Part:
         return self.f + self.b + self.w
 
 
-def joined(parts: Iterable[Part]) -> Part:
+def joined(parts: Iterable[ModelPart]) -> ModelPart:
     """What pieces take together."""
     parts = list(parts)
-    return Part(
+    return ModelPart(
         sum(part.f for part in parts),
         sum(part.b for part in parts),
         sum(part.w for part in parts),
@@ -69,17 +69,17 @@ class Parts:
         head: final norm, output layer and loss; goes to the last stage.
     """
 
-    embedding: Part
-    layers: tuple[Part, ...]
-    prediction: tuple[Part, ...]
-    head: Part
+    embedding: ModelPart
+    layers: tuple[ModelPart, ...]
+    prediction: tuple[ModelPart, ...]
+    head: ModelPart
 
     @cached_property
-    def items(self) -> tuple[Part, ...]:
+    def items(self) -> tuple[ModelPart, ...]:
         """What can be handed from stage to stage: the layers, and all of prediction as one."""
         return (*self.layers, *([joined(self.prediction)] if self.prediction else ()))
 
-    def of(self, stage: StageSpec) -> Part:
+    def of(self, stage: StageSpec) -> ModelPart:
         """What a stage takes."""
         return joined(
             [
@@ -118,9 +118,9 @@ def modelled_parts(model: ModelConfig, seq_length: int, *, parameter_bytes: floa
     running = Running(seq_length)
     last = model.num_layers
 
-    def part(stage: StageSpec, saved: Mapping[str, Saved]) -> Part:
+    def part(stage: StageSpec, saved: Mapping[str, Saved]) -> ModelPart:
         flops = forward_flops(model, seq_length, stage)
-        return Part(
+        return ModelPart(
             flops.total,
             flops.matmul + 2 * flops.attention,
             flops.matmul,
@@ -158,10 +158,10 @@ def stated_parts(
         times: F, dX and dW of a piece whose cost is 1.
     """
 
-    def part(kind: str, held: float) -> Part:
+    def part(kind: str, held: float) -> ModelPart:
         cost = costs.get(kind, KINDS[kind])
         f, b, w = (cost * time for time in times)
-        return Part(f, b, w, held=held)
+        return ModelPart(f, b, w, held=held)
 
     held = {"embedding": 0.0, "head": 0.0}
     return parts_of_kinds(
@@ -169,7 +169,9 @@ def stated_parts(
     )
 
 
-def parts_of_kinds(kinds: Sequence[str], num_predictions: int, pieces: Mapping[str, Part]) -> Parts:
+def parts_of_kinds(
+    kinds: Sequence[str], num_predictions: int, pieces: Mapping[str, ModelPart]
+) -> Parts:
     """Pieces of which those of a kind are alike.
 
     Args:

@@ -12,7 +12,7 @@ from fivefold.pipeline.ir import Program, loop_placement, v_placement
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.measured import MeasuredAct, measured_program, median_costs
-from fivefold.pipeline.parts import Part
+from fivefold.pipeline.parts import ModelPart
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.synthesise import synthesise
@@ -47,7 +47,7 @@ class Study:
     num_chunks: int | None = None
     num_slices: int = 1
     placement: tuple[int, ...] | None = None
-    stages: tuple[Part, ...] | None = None
+    stages: tuple[ModelPart, ...] | None = None
 
     def placement_for(self, shape: Shape) -> tuple[int, ...]:
         """Where the stages lie for a schedule of that shape."""
@@ -62,7 +62,7 @@ class Study:
     def costs(self, placement: tuple[int, ...], copies: int = 1) -> Costs:
         """Of each stage of a placement; of each copy of the model where there are two."""
         share = self.num_ranks / len(placement)
-        even = Part(*(time * share for time in self.times))
+        even = ModelPart(*(time * share for time in self.times))
         stages = (self.stages or (even,) * len(placement)) * copies
         # An empty stage still hands on what it is given; programs are ordered by positive times.
         least = _LEAST * sum(stage.time for stage in stages) / len(stages)
@@ -84,7 +84,7 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Result:
+class StudyResult:
     """A schedule on a study.
 
     Attributes:
@@ -109,7 +109,7 @@ class Result:
         return program.num_stages // program.num_copies // program.num_ranks
 
 
-def run_schedule(study: Study, name: str, *, dx_first: bool = False) -> Result:
+def run_schedule(study: Study, name: str, *, dx_first: bool = False) -> StudyResult:
     """Schedule a study.
 
     Args:
@@ -135,7 +135,7 @@ def run_schedule(study: Study, name: str, *, dx_first: bool = False) -> Result:
 
 def timed(
     study: Study, program: Program, name: str, *, title: str | None = None, dx_first: bool = False
-) -> Result:
+) -> StudyResult:
     """Time any program with the costs of a study."""
     copies = program.num_copies
     placement = program.placement[: program.num_stages // copies]
@@ -151,10 +151,10 @@ def timed(
     else:
         bound = lower_bounds(problem).best
     chart = Chart(title or name, chosen, simulation, footprint)
-    return Result(name, chart, costs, bound, early.makespan)
+    return StudyResult(name, chart, costs, bound, early.makespan)
 
 
-def measured_results(acts: Sequence[MeasuredAct], title: str) -> list[Result]:
+def measured_results(acts: Sequence[MeasuredAct], title: str) -> list[StudyResult]:
     """A step of a run as it was measured, and as its median times would have it.
 
     Raises:
@@ -168,12 +168,12 @@ def measured_results(acts: Sequence[MeasuredAct], title: str) -> list[Result]:
     share = program.num_copies * program.num_ranks / program.num_stages
     footprint = Footprint((share,) * program.num_stages)
     return [
-        Result(name, Chart(name, program, run, footprint, "s"), costs, bound, run.makespan)
+        StudyResult(name, Chart(name, program, run, footprint, "s"), costs, bound, run.makespan)
         for name, run in shown
     ]
 
 
-def _searched(study: Study) -> Result:
+def _searched(study: Study) -> StudyResult:
     """The best of what is found for a V and for a loop, or for the placement that is given."""
     shapes = [Shape.LOOP] if study.placement else [Shape.V, Shape.LOOP]
     if study.num_chunks and study.num_chunks != 2:
@@ -196,7 +196,7 @@ def _searched(study: Study) -> Result:
     return timed(study, best.program, AUTO, title=f"{AUTO}: {best.name}")
 
 
-def compare(study: Study) -> Iterator[tuple[str, Result | ConfigError]]:
+def compare(study: Study) -> Iterator[tuple[str, StudyResult | ConfigError]]:
     """Every schedule on the same study, or why it cannot run."""
     for name in (*SCHEDULES, AUTO):
         try:

@@ -17,7 +17,13 @@ from random import Random
 from fivefold.errors import ConfigError
 from fivefold.pipeline.bounds import Bounds, Paths, lower_bounds
 from fivefold.pipeline.ir import Act, Kind, Program, stages_on
-from fivefold.pipeline.list_scheduler import ListScheduler, Policy, Problem, Replay, Run
+from fivefold.pipeline.list_scheduler import (
+    ListScheduler,
+    Problem,
+    ReplayedRun,
+    Run,
+    SchedulingPolicy,
+)
 from fivefold.pipeline.schedules.automatic import TASTES, AutomaticZeroBubble, Taste
 from fivefold.pipeline.schedules.fixed import Orders
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
@@ -107,13 +113,13 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
     enough = 1e-9 if few == problem.num_microbatches else _NEAR
     if min(found, default=(inf,))[0] <= bounds.best * (1 + enough):
         effort = 0  # nothing can be better, or not by enough to be found on few microbatches
-    search = _Search(replace(problem, num_microbatches=few), effort, Random(seed), fixed)
+    search = _RecipeSearch(replace(problem, num_microbatches=few), effort, Random(seed), fixed)
     kitchen = _Kitchen(problem, fixed)
     for recipe in search.best():
         run = kitchen.cook(recipe)
         if run.makespan < inf:
             # Its order without its waiting, some of which came to nothing.
-            run = Replay(problem, run.orders)
+            run = ReplayedRun(problem, run.orders)
             found.append((run.makespan, str(recipe), run))
     if not found:
         run = _one_by_one(problem)
@@ -165,7 +171,7 @@ def _automatic(problem: Problem) -> Orders | None:
 
 def _timed(problem: Problem, ranks: Sequence[Sequence[Act]]) -> Run:
     """A whole program as a run; a BW becomes B and W, and an FB its two halves."""
-    return Replay(
+    return ReplayedRun(
         problem,
         [
             [
@@ -188,7 +194,7 @@ def _one_by_one(problem: Problem) -> Run:
         kinds += [(kind, stage) for stage in reversed(own) for kind in (Kind.B, Kind.W)]
         acts = [(index, stage) for kind, stage in kinds for index in _INDEX[kind]]
         orders.append(acts * problem.num_microbatches)
-    return Replay(problem, orders)
+    return ReplayedRun(problem, orders)
 
 
 class _Kitchen:
@@ -213,7 +219,7 @@ class _Kitchen:
         """The run of a recipe."""
         stages, total = range(len(self.problem.placement)), self.problem.num_microbatches
         forward, backward, pace = self._keys(recipe.style)
-        policy = Policy(
+        policy = SchedulingPolicy(
             [[forward[s] + pace * mb for mb in range(total)] for s in stages],
             [[backward[s] + pace * mb for mb in range(total)] for s in stages],
             tuple(self._limit(recipe, stage) for stage in stages),
@@ -255,7 +261,7 @@ class _Kitchen:
         ]
 
 
-class _Search:
+class _RecipeSearch:
     """Looks for good recipes: a grid, then hill climbing from the best of it.
 
     Args:

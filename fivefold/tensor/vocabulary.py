@@ -97,13 +97,13 @@ class VocabularyCrossEntropy:
         weights_T: Tensor | None = None,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`."""
-        loss_T: Tensor = _CrossEntropy.apply(
+        loss_T: Tensor = _VocabularyCrossEntropy.apply(
             logits_Tv, labels_T, vocab_size, label_smoothing, self.group
         )
         return loss_T.sum() if weights_T is None else (loss_T * weights_T.to(loss_T.dtype)).sum()
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -31,7 +31,7 @@ def _plain(x: float) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
+class StepColumn:
     """One figure of the step line; the lowest `rank` is the last to go when space is short."""
 
     title: str
@@ -160,28 +160,28 @@ class Console:
         """The median forgives steps that compiled, evaluated or saved."""
         return statistics.median(self._recent) * (self._total - metrics.step)
 
-    def _fitting(self, device: str, peak_known: bool) -> list[Column]:
+    def _fitting(self, device: str, peak_known: bool) -> list[StepColumn]:
         """As many columns as the line has room for, the important ones first."""
         digits = len(str(self._total))
         columns = [
-            Column("step", 2 * digits + 1, 0, lambda m: f"{m.step}/{self._total}"),
-            Column("loss", 7, 0, lambda m: f"{m.loss:.4f}"),
-            Column("grad norm", 8, 1, lambda m: _plain(m.grad_norm)),
-            Column("lr", 8, 2, lambda m: f"{m.lr:.2e}"),
-            Column("tokens/s", 6, 1, lambda m: human_count(m.tokens_per_second)),
-            Column(f"/{device}", 6, 5, lambda m: human_count(m.tokens_per_second_per_rank)),
-            Column(
+            StepColumn("step", 2 * digits + 1, 0, lambda m: f"{m.step}/{self._total}"),
+            StepColumn("loss", 7, 0, lambda m: f"{m.loss:.4f}"),
+            StepColumn("grad norm", 8, 1, lambda m: _plain(m.grad_norm)),
+            StepColumn("lr", 8, 2, lambda m: f"{m.lr:.2e}"),
+            StepColumn("tokens/s", 6, 1, lambda m: human_count(m.tokens_per_second)),
+            StepColumn(f"/{device}", 6, 5, lambda m: human_count(m.tokens_per_second_per_rank)),
+            StepColumn(
                 f"FLOP/s/{device}",
                 6,
                 6 if peak_known else 3,
                 lambda m: human_count(m.flops_per_second_per_rank),
             ),
-            Column("memory", 8, 3, lambda m: human_bytes(m.memory_bytes)),
-            Column("data wait", 6, 7, lambda m: human_seconds(m.data_wait_seconds)),
-            Column("ETA", 6, 4, lambda m: human_seconds(self._eta_seconds(m))),
+            StepColumn("memory", 8, 3, lambda m: human_bytes(m.memory_bytes)),
+            StepColumn("data wait", 6, 7, lambda m: human_seconds(m.data_wait_seconds)),
+            StepColumn("ETA", 6, 4, lambda m: human_seconds(self._eta_seconds(m))),
         ]
         if peak_known:
-            columns.insert(7, Column("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}"))
+            columns.insert(7, StepColumn("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}"))
         room = self._console.width
         chosen = []
         for column in sorted(columns, key=lambda c: c.rank):

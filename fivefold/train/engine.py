@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fivefold.check import Layout
 from fivefold.context.install import divide
 from fivefold.data.packing import Microbatch
+from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups, build_groups
 from fivefold.mesh.slices import local_tensor

@@ -41,7 +41,7 @@ DONE = b"done"  # what a rank reports when its work is
 
 
 @dataclass
-class _Rank:
+class _Child:
     """A child process and the pipe on which it says how it ended.
 
     Attributes:
@@ -106,7 +106,7 @@ def launch_local(
     # ranks that connect early wait in the backlog.
     with closing(socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * nproc))) as listener:
         port = listener.getsockname()[1]
-        ranks: list[_Rank] = []
+        ranks: list[_Child] = []
         with StopRequest() as stop:
             for rank in range(nproc):
                 env = RankEnv(rank, rank, nproc, nproc, "127.0.0.1", port, "local")
@@ -202,7 +202,7 @@ def place_name(rank: int, describe: Callable[[int], str] | None) -> str:
     return f"rank {rank}" + (f" {describe(rank)}" if describe else "")
 
 
-def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int | None) -> _Rank:
+def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int | None) -> _Child:
     sys.stdout.flush()
     sys.stderr.flush()
     reports_in, reports_out = os.pipe()
@@ -222,7 +222,7 @@ def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int
     signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
     os.close(reports_out)
     os.set_blocking(reports_in, False)
-    return _Rank(env.rank, pid, reports_in)
+    return _Child(env.rank, pid, reports_in)
 
 
 def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
@@ -259,7 +259,7 @@ def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path 
 
 
 def _watch(
-    ranks: list[_Rank], stop: StopRequest, store: dist.Store, errors_folder: Path | None
+    ranks: list[_Child], stop: StopRequest, store: dist.Store, errors_folder: Path | None
 ) -> tuple[int, Failure] | None:
     """Wait until every rank has ended or one has failed; return the first cause and its rank.
 
@@ -297,7 +297,7 @@ def _watch(
 
 def _behind(
     symptom: tuple[int, Failure],
-    ranks: Sequence[_Rank],
+    ranks: Sequence[_Child],
     given: Mapping[int, Answer],
     errors_folder: Path | None,
 ) -> tuple[int, Failure]:
@@ -319,13 +319,13 @@ def _behind(
     return rank, failures.disagreeing(noticed, places)
 
 
-def _signal_all(ranks: list[_Rank], signum: int) -> None:
+def _signal_all(ranks: list[_Child], signum: int) -> None:
     for rank in ranks:
         if rank.running:
             os.kill(rank.pid, signum)
 
 
-def _terminate(ranks: list[_Rank]) -> None:
+def _terminate(ranks: list[_Child]) -> None:
     """Stop whatever still runs: SIGTERM, then SIGKILL."""
     _signal_all(ranks, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS

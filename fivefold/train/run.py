@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fivefold.check import Layout
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
@@ -16,6 +15,7 @@ from fivefold.data.loader import Loader
 from fivefold.data.prepare import PreparedData
 from fivefold.derived import describe
 from fivefold.errors import DataError, FivefoldError
+from fivefold.layout import Layout
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
 from fivefold.train.engine import Engine

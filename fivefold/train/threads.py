@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 
 EXPLICIT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 GRAIN = 32_768

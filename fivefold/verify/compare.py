@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.check import Layout
 from fivefold.data.packing import Microbatch
+from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import Piece, piece_of
 from fivefold.train.engine import Engine, StepResult
@@ -16,7 +16,7 @@ from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows
 from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
-from fivefold.verify.report import SCALARS, Difference, Report, joint_errors, judge
+from fivefold.verify.report import SCALARS, Difference, VerifyReport, joint_errors, judge
 
 SMALL = 1e-2  # tensors below this part of the largest gradient are judged by that part
 
@@ -29,7 +29,7 @@ def compare(
     *,
     baseline: Sequence[ReferenceStep] = (),
     plant: str | None = None,
-) -> Report | None:
+) -> VerifyReport | None:
     """Run a layout and compare it with a reference; every rank calls this.
 
     The comparison ends at the first step whose gradients are wrong: the diagnosis is made there.

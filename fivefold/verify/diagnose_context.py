@@ -18,7 +18,7 @@ from fivefold.model.attention import Attention, Scope, attention
 from fivefold.model.batch import Batch, taken
 from fivefold.model.blockwise import Keys, Queries
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.shards import Part, Shards
+from fivefold.model.shards import MicrobatchShare, Shards
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import as_batch
 
@@ -87,14 +87,14 @@ def _miscounted(config: Config, batch: Batch) -> Batch:
     shards = _shards(config, batch)
     positions = torch.empty_like(batch.positions)
     for rank in range(len(shards.chunks)):
-        part = Part(shards, rank)
+        part = MicrobatchShare(shards, rank)
         place = torch.arange(taken(positions, part).shape[1])
         _put(positions, part, place.expand(shards.rows, -1))
     return replace(batch, positions=positions)
 
 
 @dataclass(frozen=True)
-class _SkipsLast:
+class _LacksLastKeys:
     """Queries lack the keys that would reach their rank last.
 
     Attributes:
@@ -114,12 +114,12 @@ class _SkipsLast:
         shards = self.shards.merged(self.inner)
         out = torch.empty_like(q)
         for rank in range(len(shards.chunks)):
-            part = Part(shards, rank)
+            part = MicrobatchShare(shards, rank)
             queries = Queries(taken(q, part), k.shape[2], drop, taken(self.ids, part))
             queries.begin(v.shape[-1])
             arriving = _sources(part)
             for source in arriving[:-1] or arriving:
-                there = Part(shards, source)
+                there = MicrobatchShare(shards, source)
                 blocks = shards.blocks(rank, there.spans)
                 keys, values, ids = (taken(x, there) for x in (k, v, self.ids))
                 queries.meet(Keys(keys, values, blocks, there.spans, ids=ids))
@@ -127,7 +127,7 @@ class _SkipsLast:
         return out
 
 
-def _sources(part: Part) -> list[int]:
+def _sources(part: MicrobatchShare) -> list[int]:
     """Ranks whose keys reach a rank, in their order, its own first."""
     size = len(part.shards.chunks)
     others = [(part.rank - step) % size for step in range(1, size)]
@@ -139,7 +139,7 @@ def _sources(part: Part) -> list[int]:
 class _InRankOrder:
     """Tokens that ranks exchange for heads lie as the ranks had them, and are taken for a row.
 
-    Attributes: see `_SkipsLast`.
+    Attributes: see `_LacksLastKeys`.
     """
 
     shards: Shards
@@ -169,7 +169,7 @@ class _InRankOrder:
         return order
 
 
-def _put(values: Tensor, part: Part, own: Tensor) -> None:
+def _put(values: Tensor, part: MicrobatchShare, own: Tensor) -> None:
     """The inverse of `taken`: set a rank's part of values of all tokens."""
     rows = values.view(part.shards.rows, -1, *values.shape[2:])
     at = 0
@@ -178,12 +178,12 @@ def _put(values: Tensor, part: Part, own: Tensor) -> None:
         at += stop - start
 
 
-Mistake = Callable[[Shards, int, Tensor], _SkipsLast | _InRankOrder]
+Mistake = Callable[[Shards, int, Tensor], _LacksLastKeys | _InRankOrder]
 _MISTAKES: Mapping[str, Mapping[str, Mistake]] = MappingProxyType(
     {
         "queries lack the keys that reach a context-parallel rank last": {
-            "p2p": _SkipsLast,
-            "a2a+p2p": _SkipsLast,
+            "p2p": _LacksLastKeys,
+            "a2a+p2p": _LacksLastKeys,
         },
         "tokens exchanged for heads are in the order of the ranks, not of the rows": {
             "a2a": _InRankOrder,

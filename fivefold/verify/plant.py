@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from fivefold.check import Layout
 from fivefold.data_parallel.communication import ReduceScatter
+from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.attention import Attention
 from fivefold.model.layers import Linear, local

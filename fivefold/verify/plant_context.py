@@ -12,13 +12,13 @@ from fivefold.model.attention import Attention, Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.blocks import common
 from fivefold.model.blockwise import Keys
-from fivefold.model.shards import Part
+from fivefold.model.shards import MicrobatchShare
 from fivefold.train.engine import Engine
 
 
 def skip_last_block(engine: Engine) -> None:
     """Never compute the keys that arrive last."""
-    _change_transports(engine, _SkipsLast)
+    _change_transports(engine, _SkipsLastKeys)
 
 
 def lose_gradients(engine: Engine) -> None:
@@ -65,7 +65,7 @@ def _change_transports(engine: Engine, wrap: Callable[[Transport], Transport]) -
 
 
 @dataclass(frozen=True)
-class _SkipsLast:
+class _SkipsLastKeys:
     inner: Transport
 
     def forward(self, own: Own) -> Iterator[Keys]:
@@ -110,7 +110,7 @@ def _mine(keys: Keys, own: Own) -> Tensor:
 
 
 class _RankOrder(Heads):
-    def _deal(self, part: Part, q_BSND: Tensor, k_BSGD: Tensor) -> Deal:
+    def _deal(self, part: MicrobatchShare, q_BSND: Tensor, k_BSGD: Tensor) -> Deal:
         deal = super()._deal(part, q_BSND, k_BSGD)
         return _Unordered(deal.group, deal.part, deal.num_heads, deal.num_kv_heads)
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite, sqrt
 from typing import Any
 
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.pipeline.layout import layout_string
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
@@ -69,7 +69,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """The outcome of a verification.
 
     Attributes:
@@ -166,13 +166,13 @@ def judge(
     differences: Sequence[Difference],
     baseline: Errors | None,
     diagnosis: Sequence[str] = (),
-) -> Report:
+) -> VerifyReport:
     """The verdict on what all ranks found.
 
     Args:
         layout: that was verified.
         differences: of every rank.
-        baseline: errors of one device in bf16, by `Report.max_rel_error`'s keys; None if the
+        baseline: errors of one device in bf16, by `VerifyReport.max_rel_error`'s keys; None if the
             precision is not bf16.
         diagnosis: what `diagnose` said.
     """
@@ -190,7 +190,7 @@ def judge(
         limits["norm"] = max(limits["norm"], limits["grad"])
     diverged = _diverged(differences)
     worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
-    return Report(
+    return VerifyReport(
         passed=not diverged and all((errors[what] or 0.0) <= limits[what] for what in _SHOWN),
         dtype=dtype,
         layout=describe(layout),

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from fivefold.check import Layout
 from fivefold.errors import ConfigError, FivefoldError, Mistake
+from fivefold.layout import Layout
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv
 from fivefold.verify.compare import compare
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import load_trace, run_reference, save_trace
-from fivefold.verify.report import Report
+from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
 
 STEPS = 3
@@ -25,7 +25,7 @@ class VerificationError(FivefoldError):
 
 def verify(
     layout: Layout, *, steps: int = STEPS, plant: str | None = None, device_type: str = "cpu"
-) -> Report:
+) -> VerifyReport:
     """Compare a layout with one device, in processes started for it on this machine.
 
     Args:
@@ -63,7 +63,7 @@ def verify(
             raise VerificationError("the run on one device failed")
         if launch_local(rank, layout.grid.world_size, describe=layout.grid.name):
             raise VerificationError("the run of the layout failed")
-        report = Report(**torch.load(result, weights_only=True))
+        report = VerifyReport(**torch.load(result, weights_only=True))
     return replace(report, changes=changes)
 
 

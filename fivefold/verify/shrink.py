@@ -4,11 +4,12 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.dependence import without_orphans
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
+from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
 from fivefold.pipeline.ir import v_placement
 from fivefold.pipeline.layout import layout_string

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.data.packing import Microbatch
 from fivefold.errors import ConfigError
+from fivefold.layout import Layout
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -10,8 +10,8 @@ import torch
 from fivefold.audit.measure import measured
 from fivefold.audit.record import RankRecord, expected_record, read_records
 from fivefold.audit.report import audit
-from fivefold.check import Layout
 from fivefold.errors import DataError
+from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.verify.report import describe
 from tests.audit.layouts import microbatches_of, random_layouts

@@ -11,7 +11,7 @@ from fivefold.calibrate import measure, run
 from fivefold.calibrate.measure import Sample, line
 from fivefold.calibrate.run import Measured, as_cluster, calibrate
 from fivefold.errors import ConfigError
-from fivefold.plan.cluster import load_cluster
+from fivefold.predict.cluster import load_cluster
 from fivefold.train.rank_env import RankEnv
 from tests.pool import Pool
 

@@ -100,7 +100,7 @@ def test_a_model_is_cut_by_the_times_of_a_run(capsys, tmp_path):
         global_batch_size=8,
     )
     forward = (5.0, 6.0, 6.0)
-    program = eager_dx(check(run, 3).compute_program())
+    program = eager_dx(check(run, 3).order().program())
     timeline = simulate(program, Costs(forward, forward, forward, 0.25)).timeline
     acts = [
         MeasuredAct(rank, str(t.act.kind), t.act.stage, t.act.mb, t.start, t.end)

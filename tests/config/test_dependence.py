@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.config import SECTIONS, SETTINGS, Config
 from fivefold.config.dependence import DEPENDENTS, Dependents, orphans, without_orphans
@@ -24,10 +24,11 @@ from fivefold.config.settings import Setting, settings_of
 from fivefold.config.sources import config_settings, read_config, recipe_names, to_toml
 from fivefold.derived import describe
 from fivefold.errors import ConfigError
+from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate
-from fivefold.plan.cluster import load_cluster
-from fivefold.plan.memory import peak_memory
-from fivefold.plan.step import predict
+from fivefold.predict.cluster import load_cluster
+from fivefold.predict.memory import peak_memory
+from fivefold.predict.step import predict
 
 
 class Exempt(NamedTuple):
@@ -133,7 +134,7 @@ def numbers(layout: Layout) -> list[Any]:
     return [
         layout.grid,
         layout.split,
-        layout.compute_program().ranks,
+        layout.order().program().ranks,
         [row for row in describe(layout) if row[0] != "schedule"],
         step.step_time,
         [

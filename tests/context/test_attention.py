@@ -16,7 +16,7 @@ from fivefold.model.attention import Scope, plain_attention
 from fivefold.model.batch import Batch, Documents, taken
 from fivefold.model.blocks import Sight
 from fivefold.model.dropout import Dropout
-from fivefold.model.shards import Part
+from fivefold.model.shards import MicrobatchShare
 from tests.pool import run
 from tests.verify.cases import shared_groups
 
@@ -78,12 +78,12 @@ def documents_of(case: Case) -> Documents | None:
     return Documents(torch.tensor(ids), tuple(starts))
 
 
-def part_of(case: Case, ranks: int, rank: int) -> Part:
+def part_of(case: Case, ranks: int, rank: int) -> MicrobatchShare:
     documents = documents_of(case)
     if documents is None:
         sight = Sight((0, case.length), case.window, case.causal)
-        return Part(split(case.rows, sight, ranks), rank)
-    return Part(split(1, Sight(documents.starts, case.window, case.causal), ranks), rank)
+        return MicrobatchShare(split(case.rows, sight, ranks), rank)
+    return MicrobatchShare(split(1, Sight(documents.starts, case.window, case.causal), ranks), rank)
 
 
 def errors(rank: int, world: int, cases: list[Case]) -> list[float]:

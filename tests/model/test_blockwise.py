@@ -8,10 +8,10 @@ import torch
 
 from fivefold.model.attention import Scope, plain_attention
 from fivefold.model.batch import Documents
-from fivefold.model.blocks import Block, Kind, Sight, Span, common, cut, joined
+from fivefold.model.blocks import Block, Sight, Span, Visibility, common, cut, joined
 from fivefold.model.blockwise import local_attention
 from fivefold.model.cuda_kernels import Differentiated, Flex, _window
-from fivefold.model.kernels import KERNELS, Kernel, Plain, choose_kernel, visible
+from fivefold.model.kernels import KERNELS, BlockKernel, Plain, choose_kernel, visible
 
 
 def seen_by_definition(sight: Sight, query: int, key: int) -> bool:
@@ -48,7 +48,7 @@ def test_blocks_hold_each_visible_pair_once_and_no_other(seed: int) -> None:
         seen = visible(block, torch.device("cpu"))
         seen = torch.ones(shape, dtype=torch.bool) if seen is None else seen
         assert seen.shape == shape and seen.any(1).all(), "a query that sees no key has no output"
-        assert block.kind != Kind.CAUSAL or shape[0] == shape[1]
+        assert block.kind != Visibility.CAUSAL or shape[0] == shape[1]
         found += [(block.q[0] + i, block.k[0] + j) for i, j in seen.nonzero().tolist()]
     expected = [
         (i, j)
@@ -84,9 +84,9 @@ def test_full_blocks_side_by_side_are_one() -> None:
     sight = Sight((0, 16))
     mine = ((4, 8), (8, 12))
     early = cut(mine, ((0, 4), (12, 16)), sight)
-    assert [(b.q, b.k, b.kind) for b in early] == [((0, 8), (0, 4), Kind.FULL)]
+    assert [(b.q, b.k, b.kind) for b in early] == [((0, 8), (0, 4), Visibility.FULL)]
     late = cut(((0, 4), (12, 16)), mine, sight)
-    assert [(b.q, b.k, b.kind) for b in late] == [((4, 8), (0, 8), Kind.FULL)]
+    assert [(b.q, b.k, b.kind) for b in late] == [((4, 8), (0, 8), Visibility.FULL)]
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -99,7 +99,7 @@ BLOCKS = cut(((0, 300),), ((0, 300),), Sight((0, 100, 300), 90), tile=150)
 
 
 def compare(
-    kernel: Kernel,
+    kernel: BlockKernel,
     inputs: list[torch.Tensor],
     tolerance: float,
     blocks: tuple[Block, ...] = BLOCKS,
@@ -159,7 +159,10 @@ def test_kernels_for_cuda_equal_the_plain_one(name: str, dtype: torch.dtype, sha
     kernel, lacking = KERNELS[name]
     if why := lacking(q, v):
         pytest.skip(why)
-    regular = Block((0, 512), (0, 512), Kind.CAUSAL), Block((256, 512), (0, 256), Kind.FULL)
+    regular = (
+        Block((0, 512), (0, 512), Visibility.CAUSAL),
+        Block((256, 512), (0, 256), Visibility.FULL),
+    )
     tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
     compare(kernel, [q, k, v, grad], tolerance, BLOCKS + regular)
 
@@ -172,7 +175,7 @@ def test_a_band_is_a_window_as_flash_attention_counts(seed: int) -> None:
     queries, keys = random_spans(rng, length)
     blocks = cut(queries, keys, Sight((0, length), rng.randint(1, 8)), tile=rng.choice([2, 3, 8]))
     for block in blocks:
-        if block.kind == Kind.BAND:
+        if block.kind == Visibility.BAND:
             window = _window(block)
             left, right = window["window_size_left"], window["window_size_right"]
             assert left >= 0 and right >= 0
@@ -213,7 +216,7 @@ def test_kernels_for_cuda_are_called_as_they_want(name: str) -> None:
         assert out.shape == own.shape and lse.shape == own.shape[:3]
         grads = kernel.backward(out, own, keys, keys, out, lse, block)
         assert [grad.shape for grad in grads] == [own.shape, keys.shape, keys.shape]
-    assert kinds == {Kind.FULL, Kind.CAUSAL, Kind.BAND}
+    assert kinds == {Visibility.FULL, Visibility.CAUSAL, Visibility.BAND}
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100])

@@ -19,7 +19,7 @@ from fivefold.pipeline.balance import (
 from fivefold.pipeline.ir import loop_placement, v_placement
 from fivefold.pipeline.layout import Split, layout_string, split_layers
 from fivefold.pipeline.lowering import eager_dx
-from fivefold.pipeline.parts import Part, Parts, modelled_parts, read_costs, stated_parts
+from fivefold.pipeline.parts import ModelPart, Parts, modelled_parts, read_costs, stated_parts
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.study import Study
@@ -32,7 +32,7 @@ TIME = st.floats(0.0, 2.0).map(lambda time: round(time, 2))
 
 def parts_of(embedding, layers, prediction, head):
     def part(time):
-        return Part(time, 0.0, 0.0, held=1.0)
+        return ModelPart(time, 0.0, 0.0, held=1.0)
 
     return Parts(
         part(embedding), tuple(map(part, layers)), tuple(map(part, prediction)), part(head)
@@ -174,7 +174,7 @@ def test_modelled_pieces_add_up_to_the_model(name):
 def test_a_clock_tells_the_time_of_the_simulator():
     placement = loop_placement(2, 4)
     program = build_program("interleaved_1f1b", placement, 4)
-    stages = [Part(1, 2, 3), Part(2, 1, 1), Part(1, 1, 1), Part(3, 1, 1)]
+    stages = [ModelPart(1, 2, 3), ModelPart(2, 1, 1), ModelPart(1, 1, 1), ModelPart(3, 1, 1)]
     study = Study(2, 4, hop=0.25, placement=placement, stages=tuple(stages))
     expected = simulate(eager_dx(program), study.costs(placement)).makespan
     assert step_clock(program, 0.25)(stages) == pytest.approx(expected)

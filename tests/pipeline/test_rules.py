@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
+from fivefold.layout import Layout
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import Kind, v_placement
 from fivefold.pipeline.lowering import eager_dx
@@ -57,9 +58,9 @@ def test_a_search_finds_the_same_program_on_every_rank() -> None:
     validate(found[0].program())
     held = [len(stage.layers) / 2 for stage in found[0].split.stages]
     assert all(size == 4 / 8 * 8 / 4 for size in held)
-    assert max(peak_in_flight(found[0].compute_program())) <= 4
+    assert max(peak_in_flight(found[0].order().program())) <= 4
     little = layout(pipeline_schedule="synthesised", pipeline_in_flight_limit=2.0)
-    assert max(peak_in_flight(little.compute_program())) <= 2
+    assert max(peak_in_flight(little.order().program())) <= 2
     assert little.program(forward_only=True).num_microbatches == 8
 
 
@@ -67,7 +68,7 @@ def test_a_search_finds_the_same_program_on_every_rank() -> None:
 def test_the_second_half_of_a_pair_waits_for_its_own_message_only(schedule: str) -> None:
     virtual = 2 if schedule == "combined_1f1b" else None
     found = layout(pipeline_schedule=schedule, num_virtual_stages_per_pipeline_rank=virtual)
-    paired, run = found.compute_program(), found.program()
+    paired, run = found.order().program(), found.program()
     assert any(act.kind is Kind.FB for acts in paired.ranks for act in acts)
     assert not any(act.kind is Kind.FB for acts in run.ranks for act in acts)
     validate(run)

@@ -9,7 +9,7 @@ from fivefold.errors import ConfigError
 from fivefold.pipeline.bounds import lower_bounds
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.ir import loop_placement, v_placement
-from fivefold.pipeline.list_scheduler import ListScheduler, Policy, Problem
+from fivefold.pipeline.list_scheduler import ListScheduler, Problem, SchedulingPolicy
 from fivefold.pipeline.lowering import lower
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.synthesise import synthesise
@@ -113,7 +113,7 @@ def test_no_policy_can_dead_lock(ranks, virtual, total, keys, limits, patience, 
     task = Problem(
         v_placement(ranks, stages), total, Costs.uniform(stages, hop=0.3), room * virtual
     )
-    policy = Policy(
+    policy = SchedulingPolicy(
         [[key] * total for key in keys[:stages]],
         [[key] * total for key in keys[12 : 12 + stages]],
         tuple(limits[:stages]),

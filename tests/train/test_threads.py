@@ -1,11 +1,12 @@
 import pytest
 import torch
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import TrainingConfig
+from fivefold.layout import Layout
 from fivefold.train.threads import GRAIN, choose_threads
 
 MODEL = ModelConfig(

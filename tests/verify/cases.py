@@ -19,7 +19,7 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.verify.compare import compare
 from fivefold.verify.reference import load_trace, run_reference, save_trace
-from fivefold.verify.report import Report
+from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
 from tests.pool import run
 
@@ -156,8 +156,8 @@ def verify_in_pool(
     world_size: int,
     settings: Config,
     plant: str | None = None,
-    on_rank: Callable[..., Report | None] | None = None,
-) -> Report:
+    on_rank: Callable[..., VerifyReport | None] | None = None,
+) -> VerifyReport:
     """`fivefold.verify.run.verify` on processes that are there already.
 
     `on_rank` is called instead of `compare_on_rank`, with its arguments.
@@ -193,7 +193,7 @@ def compare_on_rank(
     trace: Path,
     baseline: Path | None,
     plant: str | None,
-) -> Report | None:
+) -> VerifyReport | None:
     with shared_groups(), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*returned a view tensor")
         return compare(

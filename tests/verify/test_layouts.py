@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine, StepResult
-from fivefold.verify.report import Report
+from fivefold.verify.report import VerifyReport
 from tests.verify.cases import (
     MODELS,
     STAGES,
@@ -202,7 +202,7 @@ def test_replicas_that_drift_apart_in_the_last_bit_fail() -> None:
     assert max(error or 0.0 for error in report.max_rel_error.values()) < 1e-12
 
 
-def _with_a_nudge(rank: int, world_size: int, *arguments: Any) -> Report | None:
+def _with_a_nudge(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
     apply = Engine.apply
 
     def nudged(engine: Engine, result: StepResult) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.pipeline.layout import layout_string
-from fivefold.verify.report import Difference, Report, describe, judge
+from fivefold.verify.report import Difference, VerifyReport, describe, judge
 from tests.verify.cases import LLAMA, config, flags
 
 LAYOUT = check(config(LLAMA, **flags(tp=2, pp=2, dp=2, strategy="optim", sequence=True)), 8)
@@ -54,7 +54,7 @@ def test_bf16_is_judged_by_one_device_in_bf16() -> None:
     assert _grad(judge(LAYOUT, [off, replace(off, rank=3)], baseline)) == pytest.approx(0.02)
 
 
-def _grad(report: Report) -> float | None:
+def _grad(report: VerifyReport) -> float | None:
     return report.max_rel_error["grad"]
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from fivefold.check import Layout, check
+from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
 from fivefold.verify.shrink import LARGEST_BATCH, LARGEST_MODEL, prepare
 

@@ -25,7 +25,8 @@ def dualpipe_v(task: Task) -> Orders:
     padded = max(total, 2 * ranks)
     return [
         only_microbatches(
-            _Rank(rank, ranks, task.chunks(rank), (range(padded), range(padded))).order(), total
+            _DualRank(rank, ranks, task.chunks(rank), (range(padded), range(padded))).order(),
+            total,
         )
         for rank in range(ranks)
     ]
@@ -71,7 +72,7 @@ def _bidirectional(task: Task, rank: int) -> list[Act]:
     if rank >= ranks // 2:
         ways.reverse()
     stages, mbs = zip(*ways, strict=True)
-    return _Rank(min(rank, ranks - 1 - rank), ranks // 2, stages, mbs).order()
+    return _DualRank(min(rank, ranks - 1 - rank), ranks // 2, stages, mbs).order()
 
 
 def _too_few(name: str, total: int, ranks: int) -> Mistake:
@@ -82,7 +83,7 @@ def _too_few(name: str, total: int, ranks: int) -> Mistake:
     )
 
 
-class _Rank:
+class _DualRank:
     """The order of one rank, `rank` hops from the end where direction 0 enters.
 
     Args:

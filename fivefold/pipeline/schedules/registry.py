@@ -14,9 +14,18 @@ from fivefold.pipeline.schedules.fixed import (
     combined_1f1b,
     eager_one_f_one_b,
     gpipe,
+    groups_fit,
     interleaved_1f1b,
     one_f_one_b,
     sliced_1f1b,
+)
+from fivefold.pipeline.schedules.limits import (
+    Limits,
+    at_once,
+    drained_v,
+    in_a_smaller_v,
+    in_a_v,
+    in_turn,
 )
 from fivefold.pipeline.schedules.v_blocks import v_half, v_min
 from fivefold.pipeline.schedules.zero_bubble import interleaved_zb, zb_h1, zb_h2, zb_v
@@ -56,6 +65,10 @@ class Schedule:
         slices: whether it can cut sequences.
         pairs: whether it runs a forward and a backward beside each other.
         groups: whether a rank runs a group of microbatches on one stage before the next.
+        steady: whether its ranks come to do and hold the same, round after round.
+        fused: whether each dW follows its dX at once.
+        fewest: microbatches that it needs for each rank.
+        limits: how much its ranks keep.
     """
 
     generate: Callable[[Task], Orders]
@@ -65,23 +78,56 @@ class Schedule:
     slices: bool = False
     pairs: bool = False
     groups: bool = False
+    steady: bool = True
+    fused: bool = False
+    fewest: int = 0
+    limits: Limits = Limits()
+
+    def takes(self, ranks: int, microbatches: int, group: int | None = None) -> bool:
+        """Whether it can run so many microbatches; `generate` has the last word.
+
+        Args:
+            ranks: of the pipeline.
+            microbatches: of a step.
+            group: of microbatches, where the schedule has groups; None: as many as ranks.
+        """
+        if self.groups:
+            return groups_fit(ranks, microbatches, group or ranks)
+        whole = microbatches % self.num_copies == ranks % self.num_copies == 0
+        return whole and microbatches >= self.fewest * ranks
 
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
         "gpipe": Schedule(
-            gpipe, "all forwards, then all backwards: holds every microbatch", Shape.ANY
+            gpipe,
+            "all forwards, then all backwards: holds every microbatch",
+            Shape.ANY,
+            steady=False,
+            fused=True,
+            limits=Limits(deferred=at_once),
         ),
         "looped_bfs": Schedule(
-            gpipe, "gpipe over several stages a rank, breadth first", Shape.LOOP
+            gpipe,
+            "gpipe over several stages a rank, breadth first",
+            Shape.LOOP,
+            steady=False,
+            fused=True,
+            limits=Limits(deferred=at_once),
         ),
         "1f1b": Schedule(
             one_f_one_b,
             "one forward, one backward: the usual one, any number of microbatches",
             Shape.LINE,
+            fused=True,
+            limits=Limits(lambda at: at.left, at_once, stages=in_turn),
         ),
         "eager_1f1b": Schedule(
-            eager_one_f_one_b, "1f1b with twice the warm-up, which hides slow messages", Shape.LINE
+            eager_one_f_one_b,
+            "1f1b with twice the warm-up, which hides slow messages",
+            Shape.LINE,
+            fused=True,
+            limits=Limits(deferred=at_once),
         ),
         "sliced_1f1b": Schedule(
             sliced_1f1b,
@@ -94,6 +140,8 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             "1f1b over several stages a rank: a smaller bubble, more memory",
             Shape.LOOP,
             groups=True,
+            fused=True,
+            limits=Limits(lambda at: 2 * at.left - 1 + at.others, at_once, stages=in_turn),
         ),
         "combined_1f1b": Schedule(
             combined_1f1b,
@@ -101,31 +149,90 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             Shape.LOOP,
             pairs=True,
             groups=True,
+            limits=Limits(
+                lambda at: 2 * at.left + at.others,
+                at_once,
+                alone=lambda at: 2 * at.left - 1 + at.others,
+                stages=in_turn,
+            ),
         ),
-        "zb_h1": Schedule(zb_h1, "dW fills the bubble, at the memory of 1f1b", Shape.LINE),
+        "zb_h1": Schedule(
+            zb_h1,
+            "dW fills the bubble, at the memory of 1f1b",
+            Shape.LINE,
+            limits=Limits(lambda at: at.left, lambda at: at.rank + 1, stages=in_turn),
+        ),
         "zb_h2": Schedule(
-            zb_h2, "no bubble in the span of a rank, at twice the memory", Shape.LINE
+            zb_h2,
+            "no bubble in the span of a rank, at twice the memory",
+            Shape.LINE,
+            limits=Limits(lambda at: 2 * at.left - 1, lambda at: 2 * at.rank + 1, stages=in_turn),
         ),
         "interleaved_zb": Schedule(
-            interleaved_zb, "zb_h1 over several stages a rank", Shape.LOOP, groups=True
+            interleaved_zb,
+            "zb_h1 over several stages a rank",
+            Shape.LOOP,
+            groups=True,
+            limits=Limits(lambda at: at.left + at.others, lambda at: at.rank + 1, stages=in_turn),
         ),
         "zb_v": Schedule(
-            zb_v, "two stages a rank in a V: a smaller bubble at the memory of 1f1b", Shape.V
+            zb_v,
+            "two stages a rank in a V: a smaller bubble at the memory of 1f1b",
+            Shape.V,
+            limits=Limits(
+                lambda at: 2 * at.ranks,
+                stages=in_a_v,
+                drained=drained_v(lambda rank: [rank + 1, rank]),
+            ),
         ),
-        "v_half": Schedule(v_half, "a V at half the memory of 1f1b", Shape.V),
-        "v_min": Schedule(v_min, "a V at a third of the memory of 1f1b", Shape.V),
+        "v_half": Schedule(
+            v_half,
+            "a V at half the memory of 1f1b",
+            Shape.V,
+            limits=Limits(lambda at: 2 * ((at.ranks + 2) // 2), stages=in_a_smaller_v(spare=0)),
+        ),
+        "v_min": Schedule(
+            v_min,
+            "a V at a third of the memory of 1f1b",
+            Shape.V,
+            limits=Limits(lambda at: 2 * ((at.ranks + 4) // 3), stages=in_a_smaller_v(spare=1)),
+        ),
         "dualpipe": Schedule(
             dualpipe,
             "two copies of the model, microbatches from both ends",
             Shape.LINE,
             num_copies=2,
             pairs=True,
+            fewest=2,
         ),
         "dualpipe_v": Schedule(
-            dualpipe_v, "dualpipe's order in a V, with one copy of the model", Shape.V, pairs=True
+            dualpipe_v,
+            "dualpipe's order in a V, with one copy of the model",
+            Shape.V,
+            pairs=True,
+            fewest=2,
+            limits=Limits(
+                lambda at: 2 * at.ranks + 1,
+                alone=lambda at: 3 * at.ranks - 1 - at.rank,
+                stages=in_a_v,
+                drained=drained_v(lambda rank: [rank // 2 + 1, (rank + 1) // 2]),
+            ),
         ),
     }
 )
+
+SEARCHED = Schedule(
+    gpipe,
+    "searched for; forwards alone, for which there is nothing to choose, as gpipe runs them",
+    Shape.ANY,
+    steady=False,
+)
+"""What is known of a schedule that is not listed, because it is searched for."""
+
+
+def known_of(name: str) -> Schedule:
+    """What is known of a schedule, be it listed or searched for."""
+    return SCHEDULES.get(name, SEARCHED)
 
 
 def build_program(

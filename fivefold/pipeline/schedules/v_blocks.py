@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.ir import stages_on
-from fivefold.pipeline.list_scheduler import ListScheduler, Policy, Problem
+from fivefold.pipeline.list_scheduler import ListScheduler, Problem, SchedulingPolicy
 from fivefold.pipeline.schedules.fixed import Orders, Task
 
 _PERIOD = 6
@@ -69,7 +69,7 @@ def _tightened(task: Task, block: Block) -> Orders:
         pattern.peak,
         Footprint((1.0,) * stages),
     )
-    in_gaps = Policy((), (), (), patience=(1.0,) * ranks)
+    in_gaps = SchedulingPolicy((), (), (), patience=(1.0,) * ranks)
     program = ListScheduler(problem, in_gaps, orders).program()
     return [list(acts) for acts in program.ranks]
 

@@ -1,0 +1,1 @@
+"""Time and memory of one layout on one cluster."""

@@ -1,0 +1,160 @@
+"""How long kernels take: multiplications by shape, attention, and what memory traffic bounds.
+
+A multiplication [m, k] x [k, n] is cut into tiles that are dealt out over the multiprocessors in
+waves. Its time is the largest of what the arithmetic takes with the last wave partly empty, and
+what its operands take from memory. Everything elementwise takes as long as its bytes.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from fivefold.hardware import Gpu
+
+# Tiles that libraries choose from, (rows, columns, share of the full rate that they reach).
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
+_EXPONENTIAL = 32  # features of a head whose products take as long as a score's exponential
+_FILL = 2.8e-6  # seconds in which a tile's pipeline fills and drains, whatever the rate between
+ELEMENT = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
+RECIPE_RATE = {
+    "delayed": 1.0,
+    "tensorwise": 1.0,
+    "mxfp8": 0.95,
+    "blockwise": 0.85,
+    "rowwise": 0.6,
+    "nvfp4": 0.8,
+}
+"""Of the 8-bit rate with one scale a tensor, the share that finer scales leave."""
+CAST = {
+    "delayed": 4.0,
+    "tensorwise": 5.0,
+    "mxfp8": 4.0,
+    "blockwise": 4.0,
+    "rowwise": 5.0,
+    "nvfp4": 6.0,
+}
+"""Bytes to narrow an element of an operand: read in bf16, written along and across. The largest of
+its tensor or row, where earlier steps do not tell it, is half found by the kernel before; four bits
+take a rotation."""
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of a microbatch: forward, dX and dW."""
+
+    forward: float = 0.0
+    dx: float = 0.0
+    dw: float = 0.0
+
+    def __add__(self, other: "Phases") -> "Phases":
+        return Phases(self.forward + other.forward, self.dx + other.dx, self.dw + other.dw)
+
+    def __mul__(self, times: float) -> "Phases":
+        return Phases(self.forward * times, self.dx * times, self.dw * times)
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.forward + self.dx + self.dw
+
+
+@lru_cache(maxsize=1 << 16)
+def matmul(
+    gpu: Gpu, m: int, n: int, k: int, precision: str, batch: int = 1, result: float = 2.0
+) -> float:
+    """Seconds of `batch` multiplications [m, k] x [k, n] that run as one kernel.
+
+    Args:
+        gpu: on which.
+        m: rows of the result.
+        n: columns of the result.
+        k: depth.
+        precision: of the operands: bf16, fp8, fp4, fp32, fp64.
+        batch: of equal multiplications (a grouped one, of experts).
+        result: bytes that an element of the result is read and written with.
+    """
+    if not min(m, n, k, batch):
+        return 0.0
+    units = gpu.multiprocessors
+    best = 0.0
+    for rows, columns, share in _TILES:
+        tiles = batch * ceil(m / rows) * ceil(n / columns)
+        waves = ceil(tiles / units)
+        filled = batch * m * n / (waves * units * rows * columns)
+        best = max(best, filled * share)
+    size = ELEMENT[precision]
+    sustained = gpu.sustained_narrow if size < 2 else gpu.sustained
+    rate = gpu.matmul.of(precision) * sustained
+    depth = _FILL * rate / units / (2 * _TILES[0][0] * _TILES[0][1])  # of k, done in that time
+    rate *= best * k / (k + depth)
+    traffic = batch * ((m + n) * k * size + m * n * result)
+    arithmetic = 2.0 * batch * m * n * k / rate
+    return max(arithmetic, traffic / _memory_rate(gpu)) + gpu.launch
+
+
+def elementwise(gpu: Gpu, size: float, kernels: int = 1) -> float:
+    """Seconds to move `size` bytes to and from memory, in so many kernels."""
+    return size / _memory_rate(gpu) + kernels * gpu.launch
+
+
+def _memory_rate(gpu: Gpu) -> float:
+    return gpu.memory_bandwidth * gpu.memory_efficiency
+
+
+def attention_share(length: int, head: float) -> float:
+    """Of the rate on long sequences with heads of 128, what is left.
+
+    Beside the multiplications every score costs an exponential, which weighs more the smaller the
+    heads are; short sequences fill the device less. Both follow the figures of FlashAttention-3
+    (Shah et al., 2024).
+
+    Args:
+        length: of the queries that a kernel sees, in tokens.
+        head: features of a head, the mean of queries' and values'.
+    """
+    multiplied = head / (head + _EXPONENTIAL) * (128 + _EXPONENTIAL) / 128
+    return multiplied * length / (length + 384)
+
+
+def attention(
+    gpu: Gpu, flops: float, length: int, precision: str = "bf16", head: float = 128
+) -> Phases:
+    """Seconds of fused attention; its backward does 2.5 times the arithmetic.
+
+    Args:
+        gpu: on which.
+        flops: of the forward, as done: causal attention counts half.
+        length: of the queries that a kernel sees, in tokens.
+        precision: of its operands, which 8- and 4-bit training leaves alone: bf16, fp32, fp64.
+        head: features of a head, the mean of queries' and values'.
+    """
+    peak = gpu.peak.of(precision) * attention_share(length, head)
+    forward = flops / (peak * gpu.attention_forward) + gpu.launch
+    backward = 2.5 * flops / (peak * gpu.attention_backward) + 2 * gpu.launch
+    return Phases(forward, backward)
+
+
+def score_matrices(
+    gpu: Gpu, batch: int, length: int, dims: tuple[int, int], precision: str
+) -> Phases:
+    """Attention with its [S, S] scores in memory: products, masked softmax, dropout.
+
+    Args:
+        gpu: on which.
+        batch: of matrices: sequences times heads.
+        length: of a sequence, in tokens.
+        dims: features of a head of queries, and of values.
+        precision: of the operands.
+    """
+    query, value = dims
+    scores = matmul(gpu, length, length, query, precision, batch)
+    mixed = matmul(gpu, length, value, length, precision, batch)
+    size = batch * float(length) ** 2
+    forward = scores + mixed + elementwise(gpu, 9 * size, 2)
+    backward = 2 * (scores + mixed) + elementwise(gpu, 11 * size, 2)
+    return Phases(forward, backward)
+
+
+def overlapped(gpu: Gpu, work: float, hidden: float) -> float:
+    """Seconds by which communication of `hidden` seconds makes `work` beside it longer."""
+    return max(0.0, hidden - work) + gpu.overlap_slowdown * min(work, hidden)

@@ -1,0 +1,192 @@
+"""How context parallelism communicates: what each way sends, what of it is exposed, which is best.
+
+A ring, inside or outside of an exchange of heads, sends each hop beside the attention on what came
+with the hop before; gathers and exchanges are waited for. With s/c tokens of a sequence on a rank,
+a and k query and key/value heads, F the attention's FLOP/s and B the link's bytes/s, causal hops
+hide when s/c >= 2 (k/a) F/B: the balanced order leaves half of every block to compute.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fivefold.config.config import Config
+from fivefold.config.parallel import CpCommType
+from fivefold.errors import Mistakes
+from fivefold.mesh.rules import check_context, divisors
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.communication import all_to_all, gather, send, span
+from fivefold.predict.compute import Phases, attention, overlapped
+from fivefold.volumes import PassVolumes, context_volumes
+
+ELEMENT, SUMMED = 2, 4  # bytes of keys and values, and of gradients that a ring sums on their way
+
+
+@dataclass(frozen=True)
+class ContextWay:
+    """One way on one layout, for a layer and microbatch.
+
+    Attributes:
+        kind: of communication.
+        sizes: ranks of the inner and outer group of a2a+p2p.
+        sent: bytes that a rank sends.
+        attention: seconds of attention itself.
+        exposed: seconds of communication that nothing hides.
+        tokens: of a sequence that a rank must have for a ring to hide its forward hops; 0: no ring.
+    """
+
+    kind: CpCommType
+    sizes: tuple[int, ...]
+    sent: PassVolumes
+    attention: Phases
+    exposed: Phases
+    tokens: float
+
+    @property
+    def name(self) -> str:
+        """'a2a+p2p 8x2'."""
+        return self.kind + (f" {self.sizes[0]}x{self.sizes[1]}" if self.sizes else "")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """That ask for it."""
+        return {"cp_comm_type": (self.kind,), "hierarchical_context_parallel_sizes": self.sizes}
+
+    @property
+    def seconds(self) -> float:
+        """Of attention and what is exposed, forward and backward."""
+        return self.attention.total + self.exposed.total
+
+
+def context_ways(
+    config: Config, cluster: Cluster, given: frozenset[str] = frozenset()
+) -> list[ContextWay]:
+    """Every way that the rules let pass on this layout, the fastest first."""
+    ways = [
+        context_way(config, cluster, kinds[0], sizes) for kinds, sizes in legal_ways(config, given)
+    ]
+    return sorted(ways, key=lambda way: way.seconds)
+
+
+def best_context(
+    config: Config, cluster: Cluster, given: frozenset[str] = frozenset()
+) -> Mapping[str, Any]:
+    """The settings of the fastest way that is legal and leaves those that were given."""
+    fastest = context_ways(config, cluster, given)[0]
+    kinds = config.parallel.cp_comm_type
+    return fastest.settings | ({"cp_comm_type": kinds} if len(kinds) > 1 else {})
+
+
+def configured_way(config: Config, cluster: Cluster) -> ContextWay:
+    """The way that a configuration asks for in its first layer."""
+    parallel = config.parallel
+    kind, sizes = parallel.cp_comm_type[0], parallel.hierarchical_context_parallel_sizes
+    return context_way(config, cluster, kind, sizes if kind == "a2a+p2p" else ())
+
+
+def legal_ways(
+    config: Config, given: frozenset[str]
+) -> Iterator[tuple[tuple[CpCommType, ...], tuple[int, ...]]]:
+    """Kinds of communication with sizes of their groups that the rules let pass.
+
+    Args:
+        config: with the degrees.
+        given: names of the settings that stay as they are.
+    """
+    parallel, cp = config.parallel, config.parallel.context_parallel_size
+    kinds: list[tuple[CpCommType, ...]] = [("p2p",), ("all_gather",), ("a2a",), ("a2a+p2p",)]
+    if "cp_comm_type" in given:
+        kinds = [parallel.cp_comm_type]
+    for kind in kinds:
+        sizes: list[tuple[int, ...]] = [()]
+        if "hierarchical_context_parallel_sizes" in given:
+            sizes = [parallel.hierarchical_context_parallel_sizes]
+        elif "a2a+p2p" in kind:
+            sizes = [(inner, cp // inner) for inner in divisors(cp) if 1 < inner < cp]
+        for each in sizes:
+            asked = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": each}
+            mistakes = Mistakes()
+            changed = config.with_values(**asked)
+            check_context(changed, changed.parallel, mistakes)
+            if not mistakes.found:
+                yield kind, each
+
+
+def context_way(
+    config: Config, cluster: Cluster, kind: CpCommType, sizes: tuple[int, ...] = ()
+) -> ContextWay:
+    """What a way of communication costs a layer of a layout.
+
+    Args:
+        config: with the degrees.
+        cluster: on what.
+        kind: of communication.
+        sizes: of a2a+p2p.
+    """
+    cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
+    inner = {"a2a": cp, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
+    work = _attention(config, cluster, cp // inner)
+    sent = _volumes(config, kind, cp, inner)
+    if kind == "all_gather":
+        group = span(cluster, cp, tp)
+        whole = gather(cluster, group, sent.forward * cp / max(cp - 1, 1))
+        return ContextWay(kind, sizes, sent, work, Phases(whole, 2 * whole), 0.0)
+    swapped = _volumes(config, "a2a", inner, inner)
+    swap = _exchange(cluster, inner, tp, swapped.forward)
+    hops = cp // inner - 1
+    if not hops:
+        return ContextWay(kind, sizes, sent, work, Phases(swap, swap), 0.0)
+    ring = span(cluster, hops + 1, tp * inner)
+    stride = tp * inner if ring.nodes == 1 else cluster.gpus_per_node
+    there, back = (
+        send(cluster, stride, (whole - part) / hops)
+        for whole, part in (
+            (sent.forward, swapped.forward),
+            (sent.backward, swapped.backward),
+        )
+    )
+    forward = overlapped(cluster.gpu, work.forward / (hops + 1), there)
+    backward = overlapped(cluster.gpu, work.dx / (hops + 1), back)
+    exposed = Phases(swap + hops * forward, swap + hops * backward)
+    tokens = config.training.seq_length / cp * there * (hops + 1) / work.forward
+    return ContextWay(kind, sizes, sent, work, exposed, tokens)
+
+
+def _exchange(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
+    """Seconds in which each of some ranks sends `size` bytes to all others."""
+    if ranks == 1:
+        return 0.0
+    group = span(cluster, ranks, stride)
+    near = size * (group.inner - 1) / (ranks - 1)
+    return all_to_all(cluster, group, near, size - near)
+
+
+def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
+    """Seconds of a rank's causal attention, whose kernels see sequences in so many pieces."""
+    model, training, parallel = config.model, config.training, config.parallel
+    tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    features = model.query_dim + model.value_dim
+    flops = tokens * float(training.seq_length) * heads * features
+    length = training.seq_length // pieces
+    return attention(cluster.gpu, flops, length, training.precision, features / 2)
+
+
+def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVolumes:
+    """Bytes that a rank sends for a layer and microbatch."""
+    model, training, parallel = config.model, config.training, config.parallel
+    tp = parallel.tensor_model_parallel_size
+    tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
+    heads = max(model.num_kv_heads // tp, 1)
+    latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    keys = heads * (model.query_dim + model.value_dim)
+    return context_volumes(
+        kind,
+        ranks,
+        query=tokens * (model.q_size + model.attention_size) / tp,
+        key_value=tokens * (latent if model.multi_latent_attention else keys),
+        element=ELEMENT,
+        grad_element=ELEMENT if kind == "all_gather" else SUMMED,
+        key_value_heads=heads,
+        inner=inner,
+    )

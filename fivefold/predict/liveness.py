@@ -1,0 +1,142 @@
+"""What a rank holds while each act of a program runs, in microbatches: apart from any sizes.
+
+The same program serves thousands of layouts, and in steady state it repeats itself. So it is swept
+once for all of them, cut to a length at which the steady state is reached.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.layout import Layout
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
+from fivefold.pipeline.order import Order
+
+WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "steady state"
+
+
+_PHASES = (WARM_UP, FIRST_BACKWARD, STEADY)
+
+Acts = tuple[tuple[tuple[Kind, int], ...], bool]
+"""The elementary act that runs, or the two that overlap, as (kind, stage); and whether an R has
+made activations anew."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What a rank holds while its acts run: N of them, in order, and S stages of the rank.
+
+    Attributes:
+        running: what runs, each kind of act once.
+        which: [N] of these.
+        backwards: [N] how many there have been, this one included, up to 2.
+        kept: [N, S] microbatches between their forward and the end of their B.
+        remade: [N, S] of these, those that an R act has made anew.
+        waiting: [N, S] microbatches between their B and the end of their W.
+    """
+
+    running: tuple[Acts, ...]
+    which: NDArray[np.intp]
+    backwards: NDArray[np.intp]
+    kept: NDArray[np.float64]
+    remade: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+
+    def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
+        """The phases of the step that occur, and the moments of each."""
+        for number, name in enumerate(_PHASES):
+            found = np.flatnonzero(self.backwards == number)
+            if len(found):
+                yield name, found
+
+    def phase(self, moment: int) -> str:
+        """In which a moment falls."""
+        return _PHASES[int(self.backwards[moment])]
+
+
+def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
+    """What each pipeline rank holds.
+
+    Args:
+        layout: whose schedule runs.
+        splits_backward: whether dX leaves before dW is computed.
+    """
+    order = layout.order(_enough(layout))
+    return _moments(order, pairs=layout.overlaps_pairs, eager=splits_backward)
+
+
+def _enough(layout: Layout) -> int:
+    """Microbatches after which nothing new happens; all, where no steady state is reached."""
+    count = layout.num_microbatches
+    group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    round_of = group or layout.grid.pp
+    if not layout.known.steady or count % round_of:
+        return count
+    return min(count, 3 * max(layout.grid.pp, round_of))
+
+
+@lru_cache(maxsize=256)
+def _moments(order: Order, *, pairs: bool, eager: bool) -> tuple[Moments, ...]:
+    program = order.executed(pairs=pairs, eager=eager)
+    return tuple(_swept(program, rank) for rank in range(program.num_ranks))
+
+
+def _swept(program: Program, rank: int) -> Moments:
+    """What is held while each compute act of a rank runs."""
+    acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
+    place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
+    splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
+    made: set[tuple[int, int, int]] = set()
+    # Where (kept, remade or waiting; act; stage) a slice comes before an act, or comes and goes
+    # after it, and where a part of its dW goes.
+    before: list[int] = []
+    after: list[int] = []
+    gone: list[int] = []
+    parts: list[int] = []
+    size = len(acts) * len(place)
+    numbers: dict[object, int] = {}
+    running: list[Acts] = []
+    which, backwards, count = [], [], 0
+    for number, act in enumerate(acts):
+        anew = bool(made)
+        for kid in act.elementary:
+            cell = number * len(place) + place[kid.stage]
+            if kid.kind is Kind.F:
+                before.append(cell)
+            elif kid.kind is Kind.W:
+                parts.append(2 * size + cell)
+            elif kid.kind is Kind.R:
+                before.append(size + cell)
+                made.add(_piece(kid))
+            else:
+                count += 1
+                gone.append(cell)
+                piece = _piece(kid)
+                if piece in splits:
+                    after.append(2 * size + cell)
+                if piece in made:
+                    gone.append(size + cell)
+                    made.remove(piece)
+        anew = anew or bool(made)
+        key = (act.kind, act.stage, act.kids and act.kids[1].stage, anew)
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            running.append((tuple((kid.kind, kid.stage) for kid in act.elementary), anew))
+        which.append(numbers[key])
+        backwards.append(min(count, 2))
+    share = 1 / program.num_slices
+    come, later, left, done = (
+        share * np.bincount(np.array(cells, np.intp), minlength=3 * size).reshape(3, len(acts), -1)
+        for cells in (before, after, gone, parts)
+    )
+    come[:, 1:] += (later - left - done / program.num_weight_parts)[:, :-1]
+    kept, remade, waiting = np.cumsum(come, axis=1)
+    index = np.array(which, np.intp), np.array(backwards, np.intp)
+    return Moments(tuple(running), *index, kept, remade, waiting)
+
+
+def _piece(act: Act) -> tuple[int, int, int]:
+    return act.stage, act.mb, act.slice

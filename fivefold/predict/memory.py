@@ -1,0 +1,203 @@
+"""How much memory each pipeline rank needs, when in the step, and for what.
+
+A liveness sweep over the program: what is kept between forward and backward (counted in
+`model.activations`), what waits for a deferred weight gradient, and what exists only while one act
+runs, on top of the state that stays (`state.model_state`). All sizes are bytes on one device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.layout import Layout
+from fivefold.model.activations import Running
+from fivefold.model.description import layer_kind
+from fivefold.pipeline.ir import Kind
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.liveness import Acts, Moments, moments
+from fivefold.predict.stage_memory import ActPoint, StageBytes, stage_bytes
+from fivefold.state import ModelState, StatePolicy, engine_policy, model_state, stages_held
+
+OPTIMIZER = "optimizer step"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The peak of one pipeline rank.
+
+    Attributes:
+        pp_rank: which one.
+        phase: of the step in which the peak falls.
+        act: that runs then, in words.
+        parts: what the peak is made of; they add up to it.
+        phases: peak of each phase of the step.
+        host: bytes in host memory, at most: optimizer state and activations that are offloaded.
+    """
+
+    pp_rank: int
+    phase: str
+    act: str
+    parts: Mapping[str, float]
+    phases: Mapping[str, float]
+    host: float = 0.0
+
+    @cached_property
+    def peak(self) -> float:
+        """Bytes that are allocated at the same time, at most: torch's `max_memory_allocated`."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """The peaks of all pipeline ranks.
+
+    Attributes:
+        ranks: in order.
+        reserved: of the device, by the driver, NCCL and fragmentation.
+        capacity: of the device.
+    """
+
+    ranks: tuple[RankMemory, ...]
+    reserved: float
+    capacity: float
+
+    @cached_property
+    def worst(self) -> RankMemory:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def max_allocated(self) -> float:
+        """The highest peak, as torch's allocator counts."""
+        return self.worst.peak
+
+    @property
+    def device_total(self) -> float:
+        """The highest peak with what the allocator does not count, as `nvidia-smi` does."""
+        return self.max_allocated + self.reserved
+
+    @cached_property
+    def host(self) -> float:
+        """Bytes in host memory of the rank that has most there."""
+        return max(rank.host for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no device runs out of memory."""
+        return self.device_total <= self.capacity
+
+
+def peak_memory(
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    policy: StatePolicy | None = None,
+    imbalance: float = 1.0,
+) -> MemoryPrediction:
+    """The memory that each pipeline rank needs.
+
+    Args:
+        layout: of the run.
+        cluster: whose devices hold it.
+        policy: of the framework that runs it; None: Fivefold, which also sends dX before it
+            computes dW where it can.
+        imbalance: tokens of the fullest rank's experts, over their even share.
+    """
+    running = Running.of(layout.config, imbalance=imbalance)
+    splits = policy is None and layout.defers_weights
+    policy = policy or engine_policy(layout.config)
+    kinds, known = [], {}
+    for stage in layout.split.stages:
+        ends = (stage.embedding, stage.head, stage.mtp)
+        model = layout.config.model
+        kinds.append((*ends, *(layer_kind(model, layer) for layer in stage.layers)))
+        if kinds[-1] not in known:
+            known[kinds[-1]] = stage_bytes(layout, stage, running, policy)
+    sizes = [known[kind] for kind in kinds]
+    states: dict[tuple[object, ...], ModelState] = {}
+    ranks = []
+    for pp_rank, found in enumerate(moments(layout, splits_backward=splits)):
+        held = tuple(kinds[stage] for stage in stages_held(layout, pp_rank))
+        if held not in states:
+            states[held] = model_state(layout, pp_rank, policy=policy)
+        ranks.append(_rank_peak(layout, pp_rank, found, states[held], sizes))
+    return MemoryPrediction(tuple(ranks), cluster.reserved_bytes, cluster.gpu.memory_bytes)
+
+
+def _rank_peak(
+    layout: Layout,
+    pp_rank: int,
+    found: Moments,
+    state: ModelState,
+    sizes: list[StageBytes],
+) -> RankMemory:
+    own = [sizes[stage] for stage in stages_held(layout, pp_rank)]
+    always = {
+        "weights": state.weights,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+    }
+    start = sum(always.values())
+    points = [_worst_points(running, sizes) for running in found.running]
+    buffers = [sum(sizes[s % len(sizes)].buffers for _, s in acts) for acts, _ in found.running]
+    worst = [
+        buffer + sum(point.size for point in each)
+        for buffer, each in zip(buffers, points, strict=True)
+    ]
+    held = _held(found, own)
+    host = state.host + float((found.kept @ np.array([size.moved for size in own])).max())
+    peaks = start + state.gathered + sum(held.values()) + np.array(worst)[found.which]
+    phases = {OPTIMIZER: start}
+    phases |= {phase: float(peaks[at].max()) for phase, at in found.phases()}
+    moment = int(peaks.argmax())
+    if peaks[moment] < start:
+        return RankMemory(pp_rank, OPTIMIZER, "the optimizer updates", always, phases, host)
+    number = int(found.which[moment])
+    parts = always | {"gathered weights": state.gathered}
+    parts |= {name: float(size[moment]) for name, size in held.items()}
+    parts["activations"] += sum(point.activations for point in points[number])
+    parts["recomputed"] = sum(point.remade for point in points[number])
+    parts["loss"] += sum(point.loss for point in points[number])
+    parts["deferred weight gradients"] += sum(point.waiting for point in points[number])
+    parts["working set"] = sum(point.working for point in points[number])
+    parts["arriving gradients"] = sum(point.gradients for point in points[number])
+    parts["communication"] = buffers[number]
+    kept = {name: part for name, part in parts.items() if part}
+    words = _in_words(found.running[number], points[number])
+    return RankMemory(pp_rank, found.phase(moment), words, kept, phases, host)
+
+
+def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
+    """Of each act that runs the point that needs most, a second copy of the model included."""
+    acts, remade = running
+    found = [
+        max(sizes[stage % len(sizes)].points[kind], key=lambda point: point.size)
+        for kind, stage in acts
+    ]
+    if remade:  # an R has made it anew already
+        return [replace(point, remade=0.0) for point in found]
+    return found
+
+
+def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
+    """What was there before the act that runs, of every moment."""
+    kept, remade, loss, waiting = np.array(
+        [(size.kept, size.remade, size.loss, size.waiting) for size in own]
+    ).T
+    return {
+        "activations": found.kept @ kept + found.remade @ remade,
+        "loss": found.kept @ loss,
+        "deferred weight gradients": found.waiting @ waiting,
+    }
+
+
+def _in_words(running: Acts, points: list[ActPoint]) -> str:
+    words = []
+    for (kind, stage), point in zip(running[0], points, strict=True):
+        backward = kind in (Kind.B, Kind.BW)
+        what = f"backward at {point.where}" if backward else point.where
+        words.append(f"{what} of stage {stage}")
+    return " and ".join(words)

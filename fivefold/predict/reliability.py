@@ -1,0 +1,86 @@
+"""What failures cost a long run: expected goodput and the best interval between checkpoints.
+
+The rate is that of the 54-day snapshot of Llama 3's pre-training on 16,384 H100s ("The Llama 3 Herd
+of Models", table 5): 419 unexpected interruptions, 78 % of them of hardware. Failures are taken to
+be independent of each other and of age, so that a run on n devices fails n times as often as one.
+"""
+
+from dataclasses import dataclass
+from math import exp, sqrt
+
+from fivefold.predict.cluster import INTERRUPTIONS_PER_GPU_DAY
+
+HOURS = 3600.0
+DAYS = 24 * HOURS
+DEVICE_MTBF = DAYS / INTERRUPTIONS_PER_GPU_DAY
+"""Seconds between two interruptions of one device: 5.8 years."""
+CHECKPOINT_BYTES = 12
+"""Per parameter: the fp32 master weight and both moments of AdamW."""
+STORAGE_BANDWIDTH = 1e9
+"""Bytes a second and node that reach storage; 16,384 GPUs then write the 2 TB/s of Llama 3's."""
+RESTART_SECONDS = 600.0
+"""From a failure to the next training step: noticing it, a new node, starting, loading."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """What is left of the time of a run that is interrupted now and then.
+
+    Attributes:
+        mtbf: seconds between two interruptions of the whole run.
+        checkpoint: seconds that writing a checkpoint stops training.
+        restart: seconds from an interruption to training again.
+        interval: seconds of training between two checkpoints.
+        share: of the wall-clock time that goes into training that counts, 0 to 1.
+    """
+
+    mtbf: float
+    checkpoint: float
+    restart: float
+    interval: float
+    share: float
+
+
+def checkpoint_seconds(parameters: int, nodes: int) -> float:
+    """How long `nodes` nodes take to write the state of so many parameters."""
+    return parameters * CHECKPOINT_BYTES / (nodes * STORAGE_BANDWIDTH)
+
+
+def goodput(
+    devices: int,
+    checkpoint: float,
+    *,
+    interval: float | None = None,
+    restart: float = RESTART_SECONDS,
+    device_mtbf: float = DEVICE_MTBF,
+) -> Goodput:
+    """The expected goodput of a run.
+
+    J. T. Daly's model of exponential failures ("A higher order estimate of the optimum checkpoint
+    interval", FGCS 2006): an interval of tau seconds of training takes, with M the mean time
+    between interruptions, M e^(R/M) (e^((tau + delta)/M) - 1) seconds on average.
+
+    Args:
+        devices: that must all work.
+        checkpoint: delta, the seconds that a checkpoint stops training.
+        interval: tau, the seconds of training between checkpoints; None: the best.
+        restart: R, the seconds from an interruption to training again.
+        device_mtbf: seconds between two interruptions of one device.
+    """
+    mtbf = device_mtbf / devices
+    if interval is None:
+        interval = best_interval(mtbf, checkpoint)
+    wall = mtbf * exp(restart / mtbf) * (exp((interval + checkpoint) / mtbf) - 1)
+    return Goodput(mtbf, checkpoint, restart, interval, interval / wall)
+
+
+def best_interval(mtbf: float, checkpoint: float) -> float:
+    """Seconds of training between checkpoints that lose the least: Daly's estimate.
+
+    Young's sqrt(2 delta M) is its leading term; beyond delta = 2 M a checkpoint takes longer than
+    what it guards, and M is the best there is.
+    """
+    if checkpoint >= 2 * mtbf:
+        return mtbf
+    ratio = sqrt(checkpoint / (2 * mtbf))
+    return sqrt(2 * checkpoint * mtbf) * (1 + ratio / 3 + ratio**2 / 9) - checkpoint

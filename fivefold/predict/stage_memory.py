@@ -1,0 +1,226 @@
+"""What one microbatch of a stage holds, and what its acts need beside that while they run.
+
+All sizes are bytes on one device; what is kept between forward and backward is counted in
+`model.activations`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from fivefold.config.model import ModelConfig
+from fivefold.layout import Layout
+from fivefold.model.activations import (
+    Saved,
+    embedding_bytes,
+    loss_bytes,
+    saved_activations,
+    total,
+)
+from fivefold.model.description import Layer, LayerKind, describe, layer_kind
+from fivefold.model.running import Running
+from fivefold.model.shape import StageParts
+from fivefold.pipeline.ir import Kind
+from fivefold.state import StatePolicy, stage_blocks
+
+
+@dataclass(frozen=True)
+class ActPoint:
+    """A point of time in an act, by what is there beyond, or no longer, at the act's start.
+
+    Attributes:
+        where: in words.
+        activations: that are freed by then (negative), of those kept or made anew.
+        loss: that is freed by then (negative).
+        remade: activations made anew.
+        working: gradients of activations, and what the loss computes.
+        gradients: of weights, on their way to the accumulated ones.
+        waiting: for their weight gradients, where these are computed later.
+    """
+
+    where: str
+    activations: float = 0.0
+    loss: float = 0.0
+    remade: float = 0.0
+    working: float = 0.0
+    gradients: float = 0.0
+    waiting: float = 0.0
+
+    @cached_property
+    def size(self) -> float:
+        """All of it."""
+        freed = self.activations + self.loss
+        return freed + self.remade + self.working + self.gradients + self.waiting
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What one microbatch of a stage holds, and what only exists while an act of the stage runs.
+
+    Attributes:
+        kept: between forward and backward, the loss apart.
+        loss: the same, of logits and what else the loss keeps.
+        remade: what R makes anew.
+        waiting: between B and W.
+        buffers: of communication, while an act runs.
+        moved: to host memory, between forward and backward.
+        points: of each kind of act.
+    """
+
+    kept: float
+    loss: float
+    remade: float
+    waiting: float
+    buffers: float
+    moved: float
+    points: Mapping[Kind, tuple[ActPoint, ...]]
+
+
+def stage_bytes(
+    layout: Layout, stage: StageParts, running: Running, policy: StatePolicy
+) -> StageBytes:
+    """Sizes of one microbatch of a stage, and of what its acts need while they run."""
+    model, training = layout.config.model, layout.config.training
+    tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
+    layers = _saved_by_layer(layout, stage, running)
+    ends: list[Saved] = list(embedding_bytes(model, running).values()) if stage.embedding else []
+    loss = total(loss_bytes(model, running)) if stage.head else Saved()
+    whole = total(layers)
+    waiting = tokens * sum(
+        waiting_bytes(model, running, layer_kind(model, layer)) for layer in stage.layers
+    )
+    moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
+    kept = tokens * (whole.kept + total(ends).kept)
+    points = _backward_points(layout, stage, running, policy)
+    forward = ActPoint("forward", working=tokens * loss.remade + moving)
+    fresh = max((point.gradients for point in points), default=0.0)
+    end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting)
+    return StageBytes(
+        kept=kept,
+        loss=tokens * loss.kept,
+        remade=tokens * whole.remade,
+        waiting=waiting,
+        buffers=tokens * _buffer_bytes(layout, stage, running),
+        moved=tokens * whole.offloaded,
+        points={
+            Kind.F: (forward,),
+            Kind.R: (ActPoint("recomputation"),),
+            Kind.BW: tuple(replace(p, working=p.working + moving) for p in points),
+            Kind.B: (*(replace(p, working=p.working + moving, gradients=0.0) for p in points), end),
+            Kind.W: (ActPoint("weight gradients", gradients=fresh),),
+        },
+    )
+
+
+def _backward_points(
+    layout: Layout, stage: StageParts, running: Running, policy: StatePolicy
+) -> list[ActPoint]:
+    """Where in the backward of a stage memory may peak.
+
+    At the output layer, whose weight gradient is large while nothing is freed yet; in the last
+    layer, where a gated MLP's gradients and weight gradient meet; in the layer before, while the
+    gradients of the last are reduced; and at the embedding, when everything else is gone.
+    """
+    model, training = layout.config.model, layout.config.training
+    tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
+    loss = total(loss_bytes(model, running)) if stage.head else Saved()
+    vocabulary = model.padded_vocab_size / layout.grid.tp * model.hidden_size
+    layers = _saved_by_layer(layout, stage, running)
+    kept = tokens * sum(layer.kept for layer in layers)
+    gone, remade = -tokens * loss.kept, tokens * _remade_at_once(layout, layers)
+    points = []
+    if stage.head:
+        dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
+        working = tokens * (loss.remade + dx)
+        points.append(
+            ActPoint("the output layer", working=working, gradients=vocabulary * policy.fresh)
+        )
+    if stage.layers:
+        last = stage.layers[-1]
+        layer = describe(model, layer_kind(model, last))
+        saved = saved_activations(model, last, running, position=len(stage.layers) - 1)
+        # What the backward is done with when it comes to the MLP's first weight.
+        done = {item.name for op in layer.after_mlp_input for item in op.kept(running)}
+        freed = sum(item.kept + item.remade for name, item in saved.items() if name in done)
+        point = ActPoint(
+            "the last layer",
+            activations=-tokens * freed,
+            loss=gone,
+            remade=remade,
+            working=tokens * layer.mlp_input.working(running),
+            gradients=0.0 if policy.placeholder else _first_linear(layout, layer) * policy.fresh,
+        )
+        points.append(point)
+        *_, block = stage_blocks(layout, stage)
+        if policy.reducing and len(layers) > 1:
+            points.append(
+                replace(
+                    point,
+                    where="the layer before the last",
+                    activations=point.activations - tokens * layers[-1].kept,
+                    gradients=point.gradients + block.size * policy.reducing,
+                )
+            )
+    if stage.embedding:
+        points.append(ActPoint("the embedding", -kept, gone, gradients=vocabulary * policy.fresh))
+    return points or [ActPoint("backward")]
+
+
+def _first_linear(layout: Layout, layer: Layer) -> float:
+    """Parameters of an MLP's projections into its inner features, on one rank."""
+    grid = layout.grid
+    sizes = (
+        sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in linear.multiplied)
+        for linear in layer.mlp_inputs
+    )
+    return max(sizes)
+
+
+def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
+    """Bytes per token of each layer of a stage, layers of further prediction last."""
+    model = layout.config.model
+    numbers = [*stage.layers, *range(model.num_layers, model.num_layers + stage.mtp)]
+    by_place = running.memory.recompute_granularity == "full"
+    known: dict[tuple[LayerKind, int], Saved] = {}
+    result = []
+    for place, layer in enumerate(numbers):
+        kind = layer_kind(model, layer), place if by_place else 0
+        if kind not in known:
+            known[kind] = total(saved_activations(model, layer, running, position=place))
+        result.append(known[kind])
+    return result
+
+
+def _remade_at_once(layout: Layout, layers: list[Saved]) -> float:
+    """The most that is made anew at a time: a group of layers, or parts of one."""
+    memory = layout.config.memory
+    full = memory.recompute_granularity == "full" and memory.recompute_method == "uniform"
+    group = memory.recompute_num_layers if full else 1
+    sums = [
+        sum(layer.remade for layer in layers[start : start + group])
+        for start in range(0, len(layers), group)
+    ]
+    return max(sums, default=0.0)
+
+
+def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> float:
+    """Per token, what the weight gradients of a layer need: x and dY of each linear layer."""
+    return sum(operation.deferred(running) for operation in describe(model, kind).operations)
+
+
+def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
+    """Per token, what messages, gathered keys and values and dispatched tokens occupy."""
+    model, grid = layout.config.model, layout.grid
+    element, size = running.element_bytes, 0.0
+    if grid.pp > 1:
+        size += 2 * element * model.hidden_size / running.token_parts
+    if grid.cp > 1 and stage.layers:
+        keys = element * (model.k_size + model.v_size) / running.tensor_parallel
+        gathers = "all_gather" in layout.config.parallel.cp_comm_type
+        # A ring holds the block that it works on and the one that arrives, and their gradients.
+        size += keys * (2 * grid.cp if gathers else 4)
+    if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
+        rows = model.moe_router_topk * running.imbalance / running.token_parts
+        size += 2 * element * model.hidden_size * rows
+    return size

@@ -1,0 +1,350 @@
+"""How long a training step takes: the pipeline program of its stages' times, and what surrounds it.
+
+The program is run event by event with the times of `predict.layer`; before it lies the gathering of
+parameters, after it the reduction of gradients and the optimizer, each as far as it is not hidden.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from math import exp, log, prod, sqrt
+
+from fivefold.layout import Layout
+from fivefold.model.description import LayerKind, layer_kind
+from fivefold.model.shape import StageParts, training_flops
+from fivefold.pipeline.costs import Costs
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.communication import GroupSpan, all_reduce, gather, send, span
+from fivefold.predict.compute import Phases, overlapped
+from fivefold.predict.layer import Blocks, LayerTimes
+from fivefold.predict.makespan import Clock
+from fivefold.predict.overlap import Paired, pair_seconds
+from fivefold.predict.prediction import (
+    Prediction,
+    TimePart,
+    interval,
+    precision_of,
+    sends_dx_early,
+    unusual,
+)
+from fivefold.predict.software import Software
+from fivefold.predict.stage_times import Times
+from fivefold.predict.update import offload_seconds, update_seconds
+from fivefold.state import engine_policy, stage_blocks, stages_held
+
+
+def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:
+    """The time of a step.
+
+    Args:
+        layout: checked, if only with `planned=True`.
+        cluster: with as many GPUs as the layout has ranks, or more.
+        software: that runs it; None: Fivefold.
+    """
+    (prediction,) = predict_all([layout], cluster, software)
+    return prediction
+
+
+def predict_all(
+    layouts: Sequence[Layout],
+    cluster: Cluster,
+    software: Software | None = None,
+    blocks: Blocks | None = None,
+) -> list[Prediction]:
+    """As `predict` of each; a program that several of them run is walked once.
+
+    Args:
+        layouts: checked, if only with `planned=True`.
+        cluster: with as many GPUs as the layouts have ranks, or more.
+        software: that runs them; None: Fivefold.
+        blocks: as `LayerTimes` shares them.
+    """
+    predictors = [_Predictor(each, cluster, software or Software(), blocks) for each in layouts]
+    costs = [[each.costs, replace(each.costs, hop=0.0)] for each in predictors]
+    walked = _walk([each.clock for each in predictors], costs)
+    return [each.prediction(*times) for each, times in zip(predictors, walked, strict=True)]
+
+
+def program_times(
+    layouts: Sequence[Layout], cluster: Cluster, software: Software, blocks: Blocks
+) -> list[float]:
+    """Of the steps of `predict_all`, the pipeline's programs alone, in seconds."""
+    predictors = [_Predictor(each, cluster, software, blocks) for each in layouts]
+    walked = _walk([each.clock for each in predictors], [[each.costs] for each in predictors])
+    return [seconds for (seconds,) in walked]
+
+
+def _walk(clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]]) -> list[list[float]]:
+    """Seconds of each layout's program with each of its costs, one walk for layouts alike."""
+    alike: dict[Clock, list[int]] = {}
+    for number, clock in enumerate(clocks):
+        alike.setdefault(clock, []).append(number)
+    found: list[list[float]] = [[] for _ in clocks]
+    for clock, numbers in alike.items():
+        times = iter(clock.makespans([each for number in numbers for each in costs[number]]))
+        for number in numbers:
+            found[number] = list(islice(times, len(costs[number])))
+    return found
+
+
+def stage_costs(
+    layout: Layout, cluster: Cluster, software: Software | None = None
+) -> tuple[Costs, tuple[Times, ...]]:
+    """The costs of the pipeline program's acts, and the times of each stage by cause."""
+    predictor = _Predictor(layout, cluster, software or Software(), None)
+    return predictor.costs, predictor.stages
+
+
+class _Predictor:
+    """The pieces of one prediction."""
+
+    def __init__(
+        self, layout: Layout, cluster: Cluster, software: Software, blocks: Blocks | None
+    ) -> None:
+        self.layout, self.cluster, self.software = layout, cluster, software
+        self.grid, self.parallel = layout.grid, layout.config.parallel
+        self.times = LayerTimes(layout, cluster, software, blocks)
+        self.policy = engine_policy(layout.config)
+        known: dict[StageKind, Times] = {}
+        self._paired: dict[StageKind, Paired] = {}
+        self._known_moves: dict[StageKind, tuple[float, float]] = {}
+        self.kinds = [self._kind(spec) for spec in layout.split.stages]
+        for kind, spec in zip(self.kinds, layout.split.stages, strict=True):
+            if kind not in known:
+                known[kind] = self._stage(kind, spec)
+        self.stages = tuple(known[kind] for kind in self.kinds)
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Of the pipeline's program."""
+        return Clock.of(self.layout, eager=sends_dx_early(self.layout, self.software))
+
+    @cached_property
+    def _ranks(self) -> Collection[tuple[int, ...]]:
+        """The stages of a rank, for every kind of rank: others hold stages of the same kinds."""
+        ranks = (stages_held(self.layout, rank) for rank in range(self.grid.pp))
+        return {tuple(self.kinds[stage] for stage in own): own for own in ranks}.values()
+
+    def _kind(self, spec: StageParts) -> "StageKind":
+        """Stages of a kind take the same time."""
+        memory = self.layout.config.memory
+        model = self.layout.config.model
+        full = memory.recompute_granularity == "full"
+        some = memory.recompute_num_layers if memory.recompute_method == "block" else 1 << 30
+        layers: dict[tuple[LayerKind, bool], int] = {}
+        for place, layer in enumerate(spec.layers):
+            key = (layer_kind(model, layer), full and place < some)
+            layers[key] = layers.get(key, 0) + 1
+        return StageKind(spec.embedding, spec.head, spec.mtp, tuple(sorted(layers.items())))
+
+    def _stage(self, kind: "StageKind", spec: StageParts) -> Times:
+        model = self.layout.config.model
+        further = ((layer_kind(model, model.num_layers), False), kind.mtp)
+        total, host = Times(), 0.0
+        for (which, recomputed), count in (*kind.layers, further):
+            if count:
+                total = total + self.times.layer(which, recomputed) * count
+                host += self.times.host(which) * count
+        self._paired[kind] = Paired(total, host)
+        if kind.embedding:
+            total = total + self.times.embedding()
+        if kind.head:
+            total = total + self.times.head()
+        return total + Times(dp=self._sharded(total, kind, spec))
+
+    def _data_groups(self) -> tuple[GroupSpan, GroupSpan, GroupSpan]:
+        """Shards of dense parameters, their replicas, and shards of experts."""
+        grid, cluster = self.grid, self.cluster
+        shard = span(cluster, grid.dp_shard * grid.cp, grid.tp)
+        replica = span(cluster, grid.dp_replicate, grid.tp * grid.cp * grid.dp_shard)
+        expert = span(cluster, grid.edp, grid.ep * grid.etp)
+        return shard, replica, expert
+
+    def _moves(self, kind: "StageKind", spec: StageParts) -> tuple[float, float]:
+        """Seconds to gather a stage's parameters once, and to reduce its gradients once."""
+        if kind not in self._known_moves:
+            self._known_moves[kind] = self._moved(spec)
+        return self._known_moves[kind]
+
+    def _moved(self, spec: StageParts) -> tuple[float, float]:
+        shard, replica, expert = self._data_groups()
+        wire = self.software.gradient_bytes or (2 if self.parallel.grad_reduce_in_bf16 else 4)
+        cluster = self.cluster
+        whole = self.parallel.data_parallel_sharding_strategy == "no_shard"
+        gathered = reduced = 0.0
+        for block in stage_blocks(self.layout, spec):
+            for group, shapes in ((shard, block.dense), (expert, block.experts)):
+                sizes = [prod(shape) for shape in shapes]
+                for size in sizes if self.software.by_tensor else [sum(sizes)] if sizes else []:
+                    if whole:
+                        reduced += block.count * all_reduce(cluster, group, size * wire)
+                        continue
+                    if rate := self.software.gather_rate:
+                        gathered += block.count * size * 2 / rate
+                        reduced += block.count * size * wire / rate
+                        continue
+                    gathered += block.count * gather(cluster, group, size * 2)
+                    reduced += block.count * gather(cluster, group, size * wire)
+                    if group is shard:
+                        share = size * wire / shard.size
+                        reduced += block.count * all_reduce(cluster, replica, share)
+        return gathered, reduced
+
+    @property
+    def _strategy(self) -> str:
+        """What is communicated when, which may be less often than what is sharded would ask for."""
+        strategy = self.parallel.data_parallel_sharding_strategy
+        once = self.software.reduces_once and self.grid.pp > 1 and strategy != "no_shard"
+        return "optim" if once else strategy
+
+    def _sharded(self, times: Times, kind: "StageKind", spec: StageParts) -> Phases:
+        """What gathering and reducing in every microbatch leave exposed (ZeRO-2 and ZeRO-3)."""
+        strategy = self._strategy
+        if strategy not in ("optim_grads", "optim_grads_params"):
+            return Phases()
+        gathered, reduced = self._moves(kind, spec)
+        work = times.total
+        gpu = self.cluster.gpu
+        if strategy == "optim_grads":
+            return Phases(0.0, overlapped(gpu, work.dx + work.dw, reduced))
+        alone = self.software.gather_rate is not None
+        forward = gathered if alone else overlapped(gpu, work.forward, gathered)
+        recomputed = self.layout.config.memory.recompute_granularity == "full"
+        again = 2 if recomputed and self.software.gathers_to_recompute else 1
+        return Phases(forward, overlapped(gpu, work.dx + work.dw, again * gathered + reduced))
+
+    @cached_property
+    def hop(self) -> float:
+        """Seconds of a message to the next pipeline rank."""
+        if self.grid.pp == 1:
+            return 0.0
+        cluster, parts = self.cluster, self.times.parts
+        whole = self.times.hidden_bytes / self.parallel.num_sequence_slices
+        if parts < self.grid.tp and self.software.scatters_hops:
+            share = send(cluster, self.grid.ranks_per_stage, whole / self.grid.tp)
+            return share + gather(cluster, self.times.tp, whole)
+        return send(cluster, self.grid.ranks_per_stage, whole / parts)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of the program's acts; a recomputation is part of its backward."""
+        totals = [stage.total for stage in self.stages * self.layout.num_copies]
+        smallest = 1e-9  # of an empty stage
+        waits = self.hop if self.software.waits_for_hops else 0.0
+        costs = Costs(
+            tuple(max(t.forward, smallest) + waits for t in totals),
+            tuple(max(t.dx, smallest) + waits for t in totals),
+            tuple(t.dw for t in totals),
+            self.hop - waits,
+        )
+        if not self.layout.overlaps_pairs:
+            return costs
+        kinds = self.kinds * self.layout.num_copies
+        return replace(costs, fb=pair_seconds(self.cluster.gpu, costs, kinds, self._paired))
+
+    def _around(self) -> float:
+        """What gathering and reducing once a step leave exposed (no sharding, ZeRO-1)."""
+        strategy = self._strategy
+        if strategy == "optim_grads_params":
+            return 0.0
+        worst = 0.0
+        for own in self._ranks:
+            moves = [self._moves(self.kinds[s], self.layout.split.stages[s]) for s in own]
+            gathered, reduced = (sum(column) for column in zip(*moves, strict=True))
+            if strategy == "optim_grads":
+                reduced = 0.0
+            total = sum((self.stages[s].total for s in own), Phases())
+            layers = sum(len(self.layout.split.stages[s].layers) for s in own) or 1
+            worst = max(
+                worst,
+                self._exposed(gathered, total.forward, layers, self.parallel.overlap_param_gather)
+                + self._exposed(
+                    reduced, total.dx + total.dw, layers, self.parallel.overlap_grad_reduce
+                ),
+            )
+        return worst
+
+    def _exposed(self, move: float, work: float, pieces: int, overlaps: bool) -> float:
+        """Of a transfer in pieces beside one pass over the layers: the first or last is alone."""
+        if not overlaps:
+            return move
+        alone = move / pieces
+        return alone + overlapped(self.cluster.gpu, work, move - alone)
+
+    def _optimizer(self) -> float:
+        """AdamW on a rank's shard; before it, the gradients' norm."""
+        shard, _, expert = self._data_groups()
+        sharded = self.policy.splits_optimizer
+        worst, most = 0.0, 0
+        for own in self._ranks:
+            dense = experts = tensors = 0
+            for stage in own:
+                for block in stage_blocks(self.layout, self.layout.split.stages[stage]):
+                    dense += block.count * sum(map(prod, block.dense))
+                    experts += block.count * sum(map(prod, block.experts))
+                    tensors += block.count * (len(block.dense) + len(block.experts))
+            share = dense / shard.size + experts / expert.size if sharded else dense + experts
+            worst, most = max(worst, share), max(most, tensors)
+        host = 0.0
+        if self.software.by_tensor:
+            host = most * _TENSOR_OPERATIONS * self.cluster.host_operation
+        here = update_seconds(self.cluster, self.policy, worst)
+        return max(here, host) + offload_seconds(self.cluster, self.policy, worst)
+
+    def prediction(self, whole: float, still: float) -> Prediction:
+        """From seconds of the program, and of the same with messages that take no time."""
+        layout, grid = self.layout, self.grid
+        training = layout.config.training
+        count = layout.num_microbatches
+        each = sum(self.stages, Times()) * (count / grid.pp)
+        paired = self.clock.hidden(self.costs) / grid.pp
+        busy = each.total.total - paired
+        flops = training_flops(layout.config.model, training.seq_length).total
+        flops *= training.global_batch_size * training.seq_length
+        peak = self.cluster.gpu.peak.of(precision_of(layout))
+        ideal = flops / grid.world_size / peak
+        around, optimizer = self._around(), self._optimizer()
+        jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
+        parts = (
+            TimePart("ideal", ideal),
+            TimePart("kernel efficiency", each.compute.total - ideal),
+            TimePart("recompute", each.recompute.total),
+            TimePart("offloading", each.offload.total),
+            TimePart("bubble", still - busy),
+            TimePart("TP communication", each.tp.total),
+            TimePart("CP communication", each.cp.total),
+            TimePart("EP communication", each.ep.total - paired),
+            TimePart("PP communication", whole - still),
+            TimePart("DP communication", each.dp.total + around),
+            TimePart("optimizer", optimizer),
+            TimePart("jitter", jitter),
+        )
+        step = sum(part.seconds for part in parts)
+        notes = tuple(unusual(layout, self.cluster))
+        width = interval(layout, notes)
+        return Prediction(
+            layout,
+            self.cluster,
+            self.software,
+            self.costs,
+            step,
+            step * exp(-width),
+            step * exp(width),
+            parts,
+            flops,
+            notes,
+        )
+
+
+_TENSOR_OPERATIONS = 15  # of AdamW, the norm and the copies of one tensor
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """What decides how long a stage takes: its ends, and its layers by (kind, recomputed)."""
+
+    embedding: bool
+    head: bool
+    mtp: int
+    layers: tuple[tuple[tuple[LayerKind, bool], int], ...]

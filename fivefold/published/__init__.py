@@ -1,0 +1,1 @@
+"""Runs that others published, and how far predictions are off on them."""

@@ -1,0 +1,51 @@
+"""The frameworks that published runs used, by what the source of a row is called."""
+
+import re
+from types import MappingProxyType
+
+from fivefold.published.framework import Framework
+from fivefold.published.nanotron import NANOTRON
+from fivefold.published.torchtitan import TORCHTITAN
+
+MEGATRON = Framework("")
+
+FOUNDRY = Framework(
+    "foundry", attention="flash1", fused=False, fp8_recipe="delayed", whole_attention=True
+)
+
+DEEPSEEK = Framework(
+    "deepseek",
+    fp8_recipe="blockwise",  # as its report describes, and so
+    expert_settings=MappingProxyType(  # DualPipe, which hides the all-to-alls
+        {"overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "dualpipe"}
+    ),
+)
+
+# Since 2025, and before; tensorwise scales came to TransformerEngine in between.
+NEMO = Framework(r"nemo.*\b2[5-9]\.", overlaps_tp=True, whole_attention=True)
+EARLY_NEMO = Framework(
+    "nemo", attention="flash2", overlaps_tp=True, fp8_recipe="delayed", whole_attention=True
+)
+
+BRIDGE = Framework("megatron-bridge|readme h100", overlaps_tp=True)
+
+# Megatron's regression tests ask for kernels that are deterministic, as cuDNN's are not.
+REGRESSION_TESTS = Framework(" ci ", attention="flash2")
+
+FRAMEWORKS = (
+    NANOTRON,
+    TORCHTITAN,
+    FOUNDRY,
+    DEEPSEEK,
+    NEMO,
+    EARLY_NEMO,
+    BRIDGE,
+    REGRESSION_TESTS,
+    MEGATRON,
+)
+"""The first whose mark is found counts; that of Megatron-LM is in every source."""
+
+
+def framework_of(source: str) -> Framework:
+    """The framework that a row's source names; Megatron-LM where it names none."""
+    return next(each for each in FRAMEWORKS if re.search(each.mark, source.lower()))

@@ -1,0 +1,64 @@
+"""What a published run's framework would have reported of its memory, and whether it fits.
+
+Megatron-LM publishes `max_memory_allocated`, which `predict.memory` counts. nanotron and torchtitan
+publish what the allocator had reserved, which depends on the order in which tensors come and go:
+their steps are replayed, of models without experts.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fivefold.layout import Layout
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.memory import peak_memory
+from fivefold.published.frameworks import framework_of
+from fivefold.published.row import PublishedRow
+from fivefold.state import StatePolicy, megatron_policy
+
+_COMMUNICATOR = 1e9  # of NCCL, on H100s: 0.7 to 3.3 GB in its issues 964 and 1685
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a run needs.
+
+    Attributes:
+        reported: bytes that the framework reports, of the rank that it looks at.
+        fits: whether all ranks have enough.
+    """
+
+    reported: float
+    fits: bool
+
+
+def published_peak(row: PublishedRow, layout: Layout, cluster: Cluster) -> Peak:
+    """The peak of a row's run in a layout."""
+    replay = framework_of(row.source).replay
+    if replay is not None and not layout.config.model.num_experts:
+        left = cluster.gpu.memory_bytes - cluster.reserved_bytes
+        left -= replay.communicators * _COMMUNICATOR
+        ranks = [replay.of(row, layout, rank, left).run() for rank in _extremes(layout)]
+        most = [rank.most_reserved for rank in ranks]
+        reported = most[0] if replay.reports_first else max(most)
+        return Peak(reported, not any(rank.overflowed for rank in ranks))
+    run = replace(layout, config=layout.config.with_values(**_loss_of(row)))
+    predicted = peak_memory(run, cluster, policy=_policy_of(layout))
+    return Peak(predicted.max_allocated, predicted.fits)
+
+
+def _extremes(layout: Layout) -> list[int]:
+    """Pipeline ranks of which one holds most: the first two, in flight, and the last, the loss."""
+    return sorted({0, min(1, layout.grid.pp - 1), layout.grid.pp - 1})
+
+
+def _policy_of(layout: Layout) -> StatePolicy | None:
+    """What Megatron-LM keeps of weights, gradients and optimizer state; who shards weights, too,
+    keeps what Fivefold does."""
+    strategy = layout.config.parallel.data_parallel_sharding_strategy
+    return None if strategy == "optim_grads_params" else megatron_policy(strategy != "no_shard")
+
+
+def _loss_of(row: PublishedRow) -> dict[str, Any]:
+    """Megatron-LM's loss works in one fp32 copy of the logits; fused, in the logits themselves."""
+    fused = "te" if "ce fusion" in row.text("note") else "native"
+    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": fused}

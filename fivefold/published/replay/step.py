@@ -1,0 +1,202 @@
+"""Steps of a pipeline rank on an allocator: what all frameworks have in common.
+
+The first step differs from the others, for the optimizer's moments are made at its end, out of the
+memory that activations have left. So two steps are run.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from fivefold.layout import Layout
+from fivefold.model.shape import layer_weights
+from fivefold.pipeline.ir import Kind
+from fivefold.published.replay.allocator import Allocator
+from fivefold.published.replay.tape import Op, Tape, saved_by
+from fivefold.published.row import PublishedRow
+from fivefold.state import num_shards
+
+_STEPS = 2
+_SCALAR = 512.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes in bf16 that recur, of one microbatch on one rank.
+
+    Attributes:
+        tokens: of a microbatch, before sequence parallelism splits them.
+        hidden: hidden states, as the residual stream holds them.
+        gathered: the same of all tokens.
+        query, key: of the rank's heads.
+        inner: of the MLP's features.
+        statistics: of attention's rows, fp32.
+        entries: of the rank's logits, in elements.
+    """
+
+    tokens: float
+    hidden: float
+    gathered: float
+    query: float
+    key: float
+    inner: float
+    statistics: float
+    entries: float
+
+    @classmethod
+    def of(cls, layout: Layout) -> "Sizes":
+        """Of a layout."""
+        model, training, grid = layout.config.model, layout.config.training, layout.grid
+        tokens = training.micro_batch_size * training.seq_length / grid.cp
+        split = grid.tp if layout.config.parallel.sequence_parallel else 1
+        return cls(
+            tokens=tokens,
+            hidden=2 * tokens * model.hidden_size / split,
+            gathered=2 * tokens * model.hidden_size,
+            query=2 * tokens * model.q_size / grid.tp,
+            key=2 * tokens * model.k_size / min(grid.tp, model.num_kv_heads),
+            inner=2 * tokens * model.ffn_size / grid.tp,
+            statistics=4 * tokens * model.num_attention_heads / grid.tp,
+            entries=tokens * model.padded_vocab_size / grid.tp,
+        )
+
+
+class Replay(ABC):
+    """A framework's steps on one pipeline rank; what it does in its own way, subclasses say.
+
+    The hidden states before layer `place` of a stage are called (stage, microbatch, place).
+    """
+
+    communicators = 0  # of NCCL
+    reports_first = False  # the first rank's memory, not the fullest one's
+    expandable = False  # segments
+    lead = 0  # collectives, see `Tape`
+
+    def __init__(self, layout: Layout, pp_rank: int, capacity: float = inf) -> None:
+        self.layout = layout
+        self.pp_rank = pp_rank
+        self.stages = {s: layout.split.stages[s] for s in layout.split.stages_of(pp_rank)}
+        self.sizes = Sizes.of(layout)
+        self.shards = num_shards(layout)
+        self.memory = Allocator(self.expandable, capacity)
+        self.tape = Tape(self.memory, self.lead)
+        self.num_microbatches = min(layout.num_microbatches, 2 * layout.grid.pp)
+
+    @classmethod
+    def of(cls, row: PublishedRow, layout: Layout, pp_rank: int, capacity: float) -> "Replay":
+        """The replay of a published run."""
+        return cls(layout, pp_rank, capacity)
+
+    def run(self) -> Allocator:
+        """Two steps; the allocator says what they reserve."""
+        self.build()
+        program = self.layout.order(self.num_microbatches).program()
+        for step in range(_STEPS):
+            for act in program.ranks[self.pp_rank]:
+                if act.kind is Kind.F:
+                    self.forward(act.stage, act.mb)
+                elif act.kind is Kind.BW:
+                    self.backward(act.stage, act.mb)
+            self.tape.catch_up()
+            self.update(is_first=step == 0)
+        return self.memory
+
+    def forward(self, stage: int, mb: int) -> None:
+        """A stage's forward of a microbatch."""
+        parts = self.stages[stage]
+        last = len(parts.layers)
+        self.receive(stage, mb)
+        for place in range(last):
+            self.gather(stage, place)
+            self.tape.forward(
+                (stage, mb, place, "layer"), self.layer, self.kept, _ends(stage, mb, place)
+            )
+            self.after_forward(stage, place)
+        if parts.head:
+            kept = saved_by(self.loss)
+            self.tape.forward((stage, mb, last, "loss"), self.loss, kept, _ends(stage, mb, last))
+
+    def backward(self, stage: int, mb: int) -> None:
+        """A stage's backward of a microbatch."""
+        parts = self.stages[stage]
+        last = len(parts.layers)
+        sizes = {"x": self.sizes.hidden}
+        result = (stage, mb, last + parts.head)
+        self.tape.seed(result, _SCALAR)  # what arrives has its own memory
+        if not parts.head or "y" not in saved_by(self.loss):
+            self.memory.release(result)
+        weights: list[Hashable] = []
+        if parts.head:
+            kept = saved_by(self.loss)
+            weights = self.tape.backward(
+                (stage, mb, last, "loss"), self.loss, kept, _ends(stage, mb, last), sizes
+            )
+        for place in reversed(range(last)):
+            self.gather(stage, place)
+            found = self.tape.backward(
+                (stage, mb, place, "layer"), self.layer, self.kept, _ends(stage, mb, place), sizes
+            )
+            self.after_backward(stage, place, mb, found)
+        if parts.embedding:
+            weights.append(self.tape.make(2.0 * self.vocabulary))
+        self.tape.drop_gradient((stage, mb, 0))
+        self.end_backward(stage, mb, weights)
+
+    def receive(self, stage: int, mb: int) -> None:
+        """The input of a stage is there."""
+        self.memory.allocate((stage, mb, 0), self.sizes.hidden)
+
+    @property
+    def vocabulary(self) -> float:
+        """Elements of an embedding."""
+        model = self.layout.config.model
+        return model.padded_vocab_size / self.layout.grid.tp * model.hidden_size
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """What a layer keeps for its backward."""
+        full = self.layout.config.memory.recompute_granularity == "full"
+        return frozenset({"x"}) if full else saved_by(self.layer)
+
+    @property
+    @abstractmethod
+    def layer(self) -> Sequence[Op]:
+        """The operations of a layer, from "x" to "y"."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> Sequence[Op]:
+        """Those from the last layer's result, "x", to the loss, "y"."""
+
+    @abstractmethod
+    def build(self) -> None:
+        """The model, and what is there before the first step."""
+
+    def gather(self, stage: int, place: int) -> None:  # noqa: B027 - not all frameworks do
+        """A layer's weights are needed."""
+
+    def after_forward(self, stage: int, place: int) -> None:  # noqa: B027
+        """A layer's forward is over."""
+
+    @abstractmethod
+    def after_backward(self, stage: int, place: int, mb: int, weights: list[Hashable]) -> None:
+        """A layer's backward is over, which has made these gradients of weights."""
+
+    @abstractmethod
+    def end_backward(self, stage: int, mb: int, weights: list[Hashable]) -> None:
+        """A stage's backward is over; the gradients are those of its ends."""
+
+    @abstractmethod
+    def update(self, *, is_first: bool) -> None:
+        """The optimizer's step."""
+
+
+def _ends(stage: int, mb: int, place: int) -> dict[str, Hashable]:
+    return {"x": (stage, mb, place), "y": (stage, mb, place + 1)}
+
+
+def weight_shapes(layout: Layout, layer: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of a layer that a rank holds, before data-parallel sharding."""
+    weights = layer_weights(layout.config.model, layer)
+    return {name: weight.local(layout.grid.tp) for name, weight in weights.items()}

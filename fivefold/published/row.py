@@ -1,0 +1,287 @@
+"""A published run: a row of a CSV, the model that it trained and the machines that it ran on.
+
+The columns are those of benchmarks/data/README.md. Cells are as people write them: "1 (2)" gives a
+value and an alternative, of which the first counts; "n/a" and an empty cell were not published.
+"""
+
+import csv
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from reprlib import repr as shortened
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.model import ModelConfig
+from fivefold.config.presets import PRESETS
+from fivefold.errors import ConfigError, DataError, did_you_mean
+from fivefold.files import read_text
+from fivefold.hardware import find_gpu
+from fivefold.model.shape import count_parameters
+from fivefold.predict.cluster import MAX_GPUS, Cluster, Range, preset
+
+COLUMNS = [
+    "src",
+    "id",
+    "cert",
+    "gpu",
+    "ngpu",
+    "model",
+    "L",
+    "h",
+    "ffn",
+    "heads",
+    "kv",
+    "vocab",
+    "E",
+    "topk",
+    "seq",
+    "gbs",
+    "mbs",
+    "tp",
+    "pp",
+    "vpp",
+    "cp",
+    "ep",
+    "dp",
+    "zero",
+    "sp",
+    "recomp",
+    "prec",
+    "tflops",
+    "mfu",
+    "tps_gpu",
+    "step_s",
+    "mem",
+    "mem_unit",
+    "flops_conv",
+    "note",
+]
+_COUNT = Range(1, 1e6, whole=True)
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        **dict.fromkeys(("ngpu", "dp"), Range(1, MAX_GPUS, whole=True)),
+        **dict.fromkeys(("L", "vpp"), Range(1, 1e4, whole=True)),
+        **dict.fromkeys(("h", "heads", "kv", "E", "topk", "mbs", "tp", "pp", "cp", "ep"), _COUNT),
+        **dict.fromkeys(("ffn", "vocab", "seq", "gbs"), Range(1, 1e9, whole=True)),
+        "sp": Range(0, 1, whole=True),
+        "tflops": Range(1e-3, 1e6),
+        "mfu": Range(1e-3, 100),
+        "tps_gpu": Range(1e-3, 1e9),
+        "step_s": Range(1e-6, 1e7),
+        "mem": Range(1e-3, 1e15),
+    }
+)
+"""What the numbers of a column may be."""
+OUT_OF_MEMORY = "oom"  # stands where the memory of a run would, had it run
+_CELL = re.compile(r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?\(.*\))?")
+MOST_TOLD = 10  # mistakes of a file
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One published run: its cells by column, and the line of the file that it stands in."""
+
+    line: int
+    cells: Mapping[str, str]
+
+    def text(self, column: str) -> str:
+        """The cell, in lower case."""
+        return self.cells[column].strip().lower()
+
+    def number(self, column: str) -> float | None:
+        """The first number of a cell, or None."""
+        found = _CELL.fullmatch(self.text(column))
+        return float(found[1]) if found else None
+
+    def whole(self, column: str) -> int | None:
+        """The first number of a cell as a whole one."""
+        number = self.number(column)
+        return None if number is None else int(number)
+
+    @property
+    def source(self) -> str:
+        """Where it was published."""
+        return self.cells["src"].strip()
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        layout = " ".join(
+            f"{axis}{self.cells[axis]}"
+            for axis in ("tp", "pp", "cp", "ep", "mbs")
+            if self.cells[axis]
+        )
+        return f"{self.cells['model']} on {self.cells['ngpu']} {self.cells['gpu']} {layout}"
+
+    @property
+    def is_old_megatron(self) -> bool:
+        """Of 2021 and 2022: attention with its scores in memory, dropout, nothing overlapped."""
+        return self.text("flops_conv") == "hfu96" or (
+            self.text("prec") == "fp16" and self.text("gpu").startswith("a100")
+        )
+
+
+def read_rows(path: Path) -> list[PublishedRow]:
+    """The rows of a file.
+
+    Raises:
+        DataError: it cannot be read, its columns are not those of `COLUMNS`, or a cell is not what
+            its column is for.
+    """
+    text = read_text(path, DataError).removeprefix("\ufeff")
+    if "\0" in text:
+        raise DataError(f"{path} is no table: it has a zero byte in line {_line(text)}")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        names = next(reader, [])
+        _check_columns(path, names)
+        lines = [(reader.line_num, cells) for cells in reader if cells]
+    except csv.Error as error:
+        raise DataError(f"cannot read {path}:{reader.line_num}: {error}") from None
+    wrong = list(islice(_wrong(names, lines), MOST_TOLD))
+    if wrong:
+        raise DataError("\n".join(f"{path}:{problem}" for problem in wrong))
+    return [
+        PublishedRow(line, MappingProxyType(dict(zip(names, cells, strict=True))))
+        for line, cells in lines
+    ]
+
+
+def _line(text: str) -> int:
+    return text[: text.index("\0")].count("\n") + 1
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    missing = [name for name in COLUMNS if name not in names]
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    others = [name for name in names if name not in COLUMNS]
+    if missing:
+        raise DataError(f"{path} has no column {', '.join(missing)}")
+    if twice:
+        raise DataError(f"{path} has the column {', '.join(map(repr, twice))} more than once")
+    if others:
+        close = did_you_mean(others[0], COLUMNS)
+        raise DataError(f"{path} has an unknown column {shortened(others[0])}{close}")
+
+
+def _wrong(names: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> Iterator[str]:
+    """Lines of the wrong length, and cells that no number of their column are."""
+    for line, cells in lines:
+        if len(cells) != len(names):
+            yield f"{line}: {len(cells)} cells, and there are {len(names)} columns"
+            continue
+        for name, cell in zip(names, cells, strict=True):
+            if name in RANGES and not _holds(name, cell.strip().lower()):
+                yield (
+                    f"{line}: {name} must be {RANGES[name]}, empty or n/a, not {shortened(cell)}"
+                )
+
+
+def _holds(column: str, text: str) -> bool:
+    """Whether a cell, in lower case, is one of its column."""
+    if text in ("", "n/a") or (column == "mem" and text == OUT_OF_MEMORY):
+        return True
+    found, range_ = _CELL.fullmatch(text), RANGES[column]
+    if found is None:
+        return False
+    number = float(found[1])
+    return range_.holds(int(number) if range_.whole and number.is_integer() else number)
+
+
+def model_of(row: PublishedRow) -> ModelConfig:
+    """The architecture: from its shape where the row gives it, else the preset of that name.
+
+    Raises:
+        DataError: neither is possible.
+    """
+    base = _preset(row.text("model"))
+    layers, hidden, heads = row.whole("L"), row.whole("h"), row.whole("heads")
+    if base is not None:
+        dropout = base.attention_dropout if row.is_old_megatron else 0.0  # else inside the kernel
+        vocab = row.whole("vocab") or base.vocab_size
+        changed = replace(base, vocab_size=vocab, attention_dropout=dropout)
+        if layers in (None, base.num_layers) and hidden in (None, base.hidden_size):
+            return changed
+        if hidden in (None, base.hidden_size):
+            return _cut_down(changed, layers or base.num_layers)
+    if not (layers and hidden and heads):
+        raise DataError(f"neither a shape nor a known model: {row.cells['model']!r}")
+    return _from_shape(row, layers, hidden, heads)
+
+
+def _preset(name: str) -> ModelConfig | None:
+    """The preset that a name such as "LLAMA3.1_405B" or "Qwen3-235B" means."""
+    plain = re.sub(r"\(.*?\)|moe", "", name).replace("llama3.1", "llama3")
+    key = re.sub(r"[^a-z0-9]", "", plain)
+    known = {re.sub(r"[^a-z0-9]", "", preset): preset for preset in PRESETS}
+    exact = known.get(key)
+    if exact is None:
+        longer = [preset for short, preset in known.items() if short.startswith(key)]
+        exact = longer[0] if len(longer) == 1 else None
+    return None if exact is None else PRESETS[exact]
+
+
+def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:
+    """With fewer layers; of a model whose first layers have no experts one stays so."""
+    changes: dict[str, Any] = {"num_layers": layers}
+    if model.num_experts and not model.is_moe(0):
+        changes |= {"moe_layer_freq": f"[0]*1+[1]*{layers - 1}", "mtp_num_layers": 0}
+    return replace(model, **changes)
+
+
+def _from_shape(row: PublishedRow, layers: int, hidden: int, heads: int) -> ModelConfig:
+    """A dense model; what the columns do not say is chosen to meet the parameters in its name."""
+    name = row.text("model")
+    gpt = any(word in name for word in ("gpt", "mt-nlg", "mpt", "opt", "bloom"))
+    length = row.whole("seq") or 4096
+    base = ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=row.whole("kv"),
+        ffn_hidden_size=row.whole("ffn"),
+        vocab_size=row.whole("vocab") or 51200,
+        max_position_embeddings=length,
+    )
+    old = replace(
+        base,
+        normalization="LayerNorm",
+        position_embedding_type="learned_absolute",
+        activation_func="gelu",
+        gated_linear_unit=False,
+        add_bias_linear=True,
+        untie_embeddings_and_output_weights=False,
+        hidden_dropout=0.1,
+        attention_dropout=0.1 if row.is_old_megatron else 0.0,
+    )
+    wanted = re.search(r"(\d+(?:\.\d+)?)\s*b\b", name)
+    if gpt:
+        apart = replace(old, untie_embeddings_and_output_weights=True)
+        far = wanted and count_parameters(old).total < 0.95e9 * float(wanted.group(1))
+        return apart if far else old
+    tied = replace(base, untie_embeddings_and_output_weights=False)
+    if wanted is None:
+        return base
+    target = float(wanted.group(1)) * 1e9
+    return min((base, tied), key=lambda model: abs(count_parameters(model).total - target))
+
+
+def cluster_of(row: PublishedRow) -> Cluster:
+    """The cluster of a row's GPUs, under the planner's name for them or their driver's.
+
+    Raises:
+        ConfigError: they are not known.
+    """
+    name = row.cells["gpu"].strip()
+    try:
+        return preset(name, row.whole("ngpu"))
+    except ConfigError:
+        gpu = find_gpu(name)
+        if gpu is None:
+            raise
+        return preset(gpu.name, row.whole("ngpu"))

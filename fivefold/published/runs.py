@@ -1,0 +1,314 @@
+"""What a published run may have been: configurations, its framework's habits, what was measured.
+
+What a row leaves open (micro-batch, stages per rank, recomputation) becomes several configurations;
+what no column can say (kernels of an era, a framework's habits) follows from general marks of the
+row, never from its figures.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError, DataError, FivefoldError
+from fivefold.layout import Layout
+from fivefold.model.shape import training_flops
+from fivefold.predict.software import Software
+from fivefold.published.frameworks import framework_of
+from fivefold.published.row import OUT_OF_MEMORY, PublishedRow, cluster_of, model_of
+from fivefold.search.partitions import balanced_layout
+
+_TERA = 1e12
+
+
+def software_of(row: PublishedRow) -> Software:
+    """Habits of a framework that its era and the row's notes tell."""
+    note, framework = row.text("note"), framework_of(row.source)
+    # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
+    # forward to gather 10 GB inside a machine with NVLink (its issue 1174).
+    sharded = row.is_old_megatron and _strategy(row) == "optim_grads_params"
+    made_with = ("deepspeed", "mt-nlg", "bloom", "neox")
+    told = row.source.lower() + row.text("model")
+    deepspeed = sharded or any(word in told for word in made_with)
+    return Software(
+        fused="eager" not in note.split() and framework.fused,
+        attention="scores" if row.is_old_megatron else framework.attention,
+        gathers_to_recompute=deepspeed,
+        gather_rate=10e9 / 0.42 if sharded else None,
+        waits_for_hops=deepspeed,
+        scatters_hops=row.is_old_megatron and not deepspeed,
+        overlaps_backward_tp=row.text("flops_conv") != "hfu96" and framework.overlaps_backward_tp,
+        eager_dx=False,
+        gradient_bytes=2.0 if row.text("prec") == "fp16" else None,
+        reduces_once=True,
+        joins_linears=framework.joins_linears,
+        keeps_every_second=row.text("recomp") == "selective-op",
+        by_tensor=framework.by_tensor,
+        imbalance=1.2 if "dropless" in note else 1.0,
+    )
+
+
+def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
+    """Of a step, from whatever the row reports; None if that says nothing."""
+    training = layout.config.training
+    tokens = training.global_batch_size * training.seq_length
+    world = layout.grid.world_size
+    step, rate = row.number("step_s"), row.number("tps_gpu")
+    tflops, mfu = row.number("tflops"), row.number("mfu")
+    if step:
+        return step
+    if rate:
+        return tokens / rate / world
+    if tflops is None and mfu is not None:
+        tflops = mfu / 100 * cluster_of(row).gpu.peak.bf16 / _TERA
+    return None if tflops is None else _flops(row, layout) * tokens / (tflops * _TERA * world)
+
+
+def measured_bytes(row: PublishedRow) -> float | None:
+    """Peak memory, of the rank that the framework reports; None where it was not published."""
+    held, unit = row.number("mem"), row.text("mem_unit")
+    if held is None:
+        return None
+    scale = {"gib": 2.0**30, "mib": 2.0**20, "mb": 1e6, "bytes": 1.0, "b": 1.0}
+    scale["gb"] = framework_of(row.source).gigabyte
+    first = unit.partition(" ")[0]
+    if first not in scale:
+        raise DataError(f"mem_unit {unit!r} does not begin with one of {', '.join(scale)}")
+    return held * scale[first]
+
+
+def ran_out_of_memory(row: PublishedRow) -> bool:
+    """Whether the run failed for want of memory: its memory is "OOM"."""
+    return row.text("mem") == OUT_OF_MEMORY
+
+
+def _flops(row: PublishedRow, layout: Layout) -> float:
+    """FLOPs per token as the source counts them."""
+    model, length = layout.config.model, layout.config.training.seq_length
+    if row.text("flops_conv") == "hfu96":
+        # 96 B s l h^2 (1 + s/6h + V/16lh), recomputation included: Narayanan et al. (2021).
+        h, layers = model.hidden_size, model.num_layers
+        return 96 * layers * h * h * (1 + length / (6 * h) + model.vocab_size / (16 * layers * h))
+    # NeMo's published tokens and FLOP/s agree with attention counted in full, Megatron's with half.
+    whole = framework_of(row.source).whole_attention
+    return training_flops(model, length, causal=not whole).total
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One configuration that a row may mean.
+
+    Attributes:
+        layout: checked.
+        complete: nothing that matters had to be guessed.
+    """
+
+    layout: Layout
+    complete: bool
+
+
+def row_layouts(row: PublishedRow) -> tuple[Choice, ...]:
+    """Every configuration that a row may mean.
+
+    Raises:
+        FivefoldError: there is none: something is missing that cannot be guessed, or does not fit.
+    """
+    model = model_of(row)
+    world, batch, length = row.whole("ngpu"), row.whole("gbs"), row.whole("seq")
+    if not (world and batch and length):
+        raise DataError("no GPUs, global batch or sequence length")
+    _check_ranks(row, world)
+    settings = _parallel(row, model) | _precision(row)
+    model = replace(model, max_position_embeddings=max(model.max_position_embeddings, length))
+    plain = Config(model).with_values(global_batch_size=batch, seq_length=length, **settings)
+    open_choices = list(_open(row, plain, world))
+    complete = len(open_choices) == 1
+    found, problem = [], None
+    for changes in open_choices:
+        try:
+            config = plain.with_values(**changes)
+            found.append(_layout(config, world, framework_of(row.source).divide))
+        except ConfigError as error:
+            problem = error
+    if not found:
+        raise problem or DataError("nothing fits")
+    return tuple(Choice(layout, complete) for layout in found)
+
+
+def _check_ranks(row: PublishedRow, world: int) -> None:
+    """Degrees that are all given must make up the GPUs."""
+    degrees = [row.whole(axis) for axis in ("tp", "pp", "cp", "dp")]
+    known = prod(degree or 1 for degree in degrees)
+    if degrees[-1] and known != world:
+        raise DataError(f"tp x pp x cp x dp = {known}, not {world}")
+
+
+def _layout(config: Config, world: int, divides: Callable[[Config, int], str] | None) -> Layout:
+    """Checked; stages are balanced where layers do not divide, and by frameworks that always do."""
+    parallel = config.parallel
+    pp, virtual = (
+        parallel.pipeline_model_parallel_size,
+        parallel.num_virtual_stages_per_pipeline_rank,
+    )
+    attempts: list[dict[str, Any]] = [
+        {},
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    ]
+    if pp > 1:
+        divide = divides or balanced_layout
+        balanced = {
+            "num_virtual_stages_per_pipeline_rank": None,
+            "pipeline_model_parallel_layout": divide(config, pp * (virtual or 1)),
+        }
+        attempts.insert(0 if divides else len(attempts), balanced)
+    error: FivefoldError | None = None
+    for changes in attempts:
+        try:
+            return check(config.with_values(**changes), world, planned=True)
+        except ConfigError as problem:
+            error = error or problem
+    assert error is not None
+    raise error
+
+
+def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
+    note, framework = row.text("note"), framework_of(row.source)
+    tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
+    sharded = row.text("sp")
+    sequence = tp > 1 and (sharded == "1" or (not sharded and not row.is_old_megatron))
+    zero, strategy = row.text("zero"), _strategy(row)
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp,
+        "sequence_parallel": sequence,
+        "tp_comm_overlap": tp > 1 and ("async" in note or framework.overlaps_tp),
+        "data_parallel_sharding_strategy": strategy,
+        "overlap_grad_reduce": not row.is_old_megatron
+        and (framework.overlaps_shards or strategy != "optim"),
+        "overlap_param_gather": not row.is_old_megatron and framework.overlaps_gather,
+    }
+    if model.num_experts:
+        settings["expert_model_parallel_size"] = row.whole("ep") or 1
+        across = settings["expert_model_parallel_size"] > cluster_of(row).gpus_per_node
+        settings["overlap_moe_expert_parallel_comm"] = "1f1b overlap" in note
+        settings |= framework.expert_settings
+        settings["moe_token_dispatcher_type"] = "flex" if across or "deepep" in note else "alltoall"
+    hsdp = re.search(r"hsdp\s*(\d{1,7})x(\d{1,7})", zero)
+    if hsdp:
+        settings["num_distributed_optimizer_instances"] = int(hsdp.group(2))
+    return settings
+
+
+def _strategy(row: PublishedRow) -> str:
+    zero = row.text("zero")
+    names = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    if zero in ("", "n/a"):
+        return "no_shard" if row.is_old_megatron else "optim"
+    if re.match("fsdp|hsdp", zero):
+        return names[3]
+    if zero not in ("0", "1", "2", "3"):
+        raise DataError(f"zero must be 0 to 3, FSDP or HSDP, not {zero!r}")
+    return names[int(zero)]
+
+
+def _precision(row: PublishedRow) -> dict[str, Any]:
+    kind = row.text("prec")
+    if "fp4" in kind:
+        return {"fp4_format": "e2m1"}
+    if kind in ("", "bf16", "fp16"):
+        return {}
+    if "fp8" not in kind:
+        raise DataError(f"prec must be bf16, fp16, or some fp8 or fp4, not {kind!r}")
+    recipes = {
+        "row": "rowwise",
+        "tensor": "tensorwise",
+        "(cs)": "tensorwise",
+        "-cs": "tensorwise",
+        "mx": "mxfp8",
+        "block": "blockwise",
+    }
+    other = framework_of(row.source).fp8_recipe
+    recipe = next((name for mark, name in recipes.items() if mark in kind), other)
+    return {"fp8_format": "hybrid", "fp8_recipe": recipe}
+
+
+def _open(row: PublishedRow, config: Config, world: int) -> Iterator[dict[str, Any]]:
+    """Settings of every way to fill in what the row does not say."""
+    parallel = config.parallel
+    pp = parallel.pipeline_model_parallel_size
+    dp = world // (parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size) or 1
+    each = max(config.training.global_batch_size // dp, 1)
+    given = row.whole("mbs")
+    if not given and pp > 1 and framework_of(row.source).microbatch_a_rank:
+        given = max(each // pp, 1)
+    sizes = [given] if given else [b for b in (1, 2, 4, 8) if each % b == 0]
+    for size in sizes:
+        for virtual in _virtual(row, config.model.num_layers, pp):
+            for recompute in _recompute(row, config.model):
+                yield {
+                    "micro_batch_size": size,
+                    "num_virtual_stages_per_pipeline_rank": virtual if virtual > 1 else None,
+                    **recompute,
+                }
+
+
+def _virtual(row: PublishedRow, layers: int, pp: int) -> list[int]:
+    """Stages per rank. Whoever left out the micro-batch left out this, too: all that divide."""
+    given = row.whole("vpp")
+    if pp == 1 or given:
+        return [given or 1]
+    if row.whole("mbs") or "n/a" in row.text("vpp"):
+        return [1]
+    if "interleaved" in row.text("note"):
+        return [2]
+    even = [v for v in range(1, 25) if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
+    return even or [1]
+
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "norm": "layernorm",
+        "layernorm": "layernorm",
+        "act": "moe_act",
+        "moe": "moe",
+        "shared_expert": "shared_experts",
+        "mlp": "mlp",
+        "mla_up_proj": "mla_up_proj",
+    }
+)
+
+
+def _recompute(row: PublishedRow, model: ModelConfig) -> list[dict[str, Any]]:
+    text = row.text("recomp")
+    if text == "full":
+        return [{"recompute_granularity": "full"}]
+    if text == "selective":
+        return [_selective("core_attn")]
+    if text == "selective-op":
+        # About what the first half of the MLP is. What it keeps is counted in torchtitan.py,
+        # what it runs again in layer.py.
+        return [_selective("layernorm", "mlp")]
+    if text.startswith("none"):
+        return [{}]
+    if row.text("flops_conv") == "hfu96":
+        return [{"recompute_granularity": "full"}]  # which the convention counts
+    words = re.findall(r"[a-z_]+", text)
+    if unknown := [word for word in words if word not in _MODULES]:
+        raise DataError(f"recomp: {unknown[0]!r} is none of {', '.join(_MODULES)}")
+    if words:
+        return [_selective(*(_MODULES[word] for word in words))]
+    light = _selective("layernorm", "moe_act" if model.num_experts else "mlp")
+    return [{}, light, {"recompute_granularity": "full"}]
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}

@@ -1,0 +1,1 @@
+"""Which layout to use: legal ones, bounds on them, close looks, the best."""

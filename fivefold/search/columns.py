@@ -1,0 +1,41 @@
+"""Tables of whole numbers: columns by name, numpy arrays with one number a row each."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[np.integer[Any]]
+Columns = dict[str, Column]
+
+
+def codes(column: Column) -> tuple[Column, int]:
+    """Each value's place among those that occur, and how many there are; faster than sorting."""
+    if not len(column):
+        return column, 0
+    occurs = np.zeros(int(column.max()) + 1, bool)
+    occurs[column] = True
+    places = np.cumsum(occurs) - 1
+    return places[column], int(places[-1]) + 1
+
+
+def table(columns: Mapping[str, Iterable[int]]) -> Columns:
+    """A table of these columns."""
+    return {name: np.array(list(values), np.int32) for name, values in columns.items()}
+
+
+def join(left: Columns, right: Mapping[str, Iterable[int]]) -> Columns:
+    """The cross product of two tables."""
+    other = table(right)
+    rows, more = (len(next(iter(each.values()))) for each in (left, other))
+    return {
+        **{name: np.repeat(column, more) for name, column in left.items()},
+        **{name: np.tile(column, rows) for name, column in other.items()},
+    }
+
+
+def where(columns: Columns, holds: NDArray[np.bool_]) -> Columns:
+    """The rows for which something holds."""
+    rows = np.flatnonzero(holds)
+    return {name: column[rows] for name, column in columns.items()}

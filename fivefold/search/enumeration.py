@@ -1,0 +1,280 @@
+"""The legal layouts of a model on a number of devices.
+
+Columns are joined axis by axis (a cross product and a filter at a time), so that a million
+candidates take a second. What is legal along one axis is asked of `check`, which has the last word
+on every layout that is looked at closely.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.check import MAX_MICROBATCHES, check
+from fivefold.config.config import Config
+from fivefold.config.dependence import leaves_idle
+from fivefold.config.parallel import TokenDispatcher
+from fivefold.errors import ConfigError, Mistakes
+from fivefold.mesh.rules import check_experts, divisors
+from fivefold.predict.context import legal_ways
+from fivefold.search.columns import Columns, join, table, where
+from fivefold.search.memory_choices import MemoryChoice, memory_choices
+from fivefold.search.partitions import Way, ways
+from fivefold.search.space import FIELDS, STRATEGIES, Space
+
+SHARD = "data_parallel_shard_size"
+MAX_MICRO_BATCH = 16  # sequences that are tried
+MIN_SLICE = 256  # tokens of a sequence that context-parallel ranks keep at least
+FEW = 2  # numbers of sharding groups, besides one, that are tried
+
+
+def enumerate_space(
+    config: Config,
+    world: int,
+    given: frozenset[str] = frozenset(),
+    widest: int = 16,
+    shortest: int = MIN_SLICE,
+) -> Space:
+    """Every legal layout of `config` on `world` devices.
+
+    Args:
+        config: the model, the batch, and the settings that were given.
+        world: devices.
+        given: names of the settings that must stay as they are.
+        widest: tensor-parallel size that is tried at most: two nodes, say.
+        shortest: tokens of a sequence that context-parallel ranks keep at least.
+    """
+    axes = _Axes(config, world, given, widest, shortest)
+    columns = _meshes(axes)
+    pps = sorted({int(pp) for pp in columns["pp"]})
+    found = ways(config, given, pps)
+    # Each filter as early as its columns are there: the last tables have millions of rows.
+    columns = join(columns, axes.sharding())
+    columns = where(columns, axes.sharding_holds(columns))
+    columns = join(columns, {"way": range(len(found)), "_pp": [way.pp for way in found]})
+    columns = where(columns, columns["pp"] == columns.pop("_pp"))
+    columns = _runnable(columns, config, found)
+    columns = join(columns, axes.experts(set(columns["tp"].tolist())))
+    if FIELDS["etp"] not in given:
+        columns = where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
+    stage = columns["dp"] * columns["cp"] * columns["tp"]
+    columns = where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
+    choices = memory_choices(config, given)
+    columns = join(columns, {"memory": range(len(choices))})
+    columns = _paired(columns, config, given, found, choices)
+    # No other sends fewer rows: none twice to a rank or a node.
+    dispatcher: TokenDispatcher | None = None if "moe_token_dispatcher_type" in given else "flex"
+    return Space(config, world, found, choices, columns, dispatcher=dispatcher)
+
+
+class _Axes:
+    """The values that each axis may take."""
+
+    def __init__(
+        self, config: Config, world: int, given: frozenset[str], widest: int, shortest: int
+    ) -> None:
+        self.config, self.world, self.given = config, world, given
+        self.widest, self.shortest = widest, shortest
+
+    def sizes(
+        self, axis: str, legal: Callable[[int], bool] = bool, tried: Callable[[int], bool] = bool
+    ) -> list[int]:
+        """The legal ones of the divisors of the world that are tried, or of the one given."""
+        sizes = [size for size in divisors(self.world) if tried(size)]
+        if FIELDS[axis] in self.given:
+            size = getattr(self.config.parallel, FIELDS[axis])
+            sizes = [size] if size > 0 and self.world % size == 0 else []
+        return [size for size in sizes if legal(size)]
+
+    def tensor(self) -> list[int]:
+        """Tensor-parallel sizes: `check` lets them pass where tokens are no hindrance."""
+        experts = self.config.model.num_experts is not None
+
+        def passes(size: int) -> bool:
+            alone = {
+                FIELDS["tp"]: size,
+                "global_batch_size": size,
+                "micro_batch_size": size,
+                "sequence_parallel": experts and size > 1,
+            }
+            try:
+                check(_plain(self.config).with_values(**alone), size, planned=True)
+            except ConfigError:
+                return False
+            return True
+
+        return self.sizes("tp", passes, lambda n: n <= self.widest)
+
+    def context(self) -> list[int]:
+        """Context-parallel sizes; what they need of the heads depends on tensor parallelism."""
+        length, name = self.config.training.seq_length, FIELDS["cp"]
+        sliced = self.config.parallel.num_sequence_slices > 1  # every sequence already
+        idle = leaves_idle(self.config, name, **{name: 1})
+        return self.sizes(
+            "cp",
+            legal=lambda n: not idle if n == 1 else not sliced,
+            tried=lambda n: n == 1 or length >= n * self.shortest,
+        )
+
+    def context_holds(self, columns: Columns) -> NDArray[np.bool_]:
+        """Where keys and values can travel in some way, of those that were not ruled out."""
+
+        def holds(tp: int, cp: int) -> bool:
+            sizes = {FIELDS["tp"]: tp, FIELDS["cp"]: cp}
+            return any(True for _ in legal_ways(self.config.with_values(**sizes), self.given))
+
+        pairs = list(zip(columns["tp"].tolist(), columns["cp"].tolist(), strict=True))
+        known = {pair: holds(*pair) for pair in set(pairs)}
+        return np.array([known[pair] for pair in pairs], bool)
+
+    def pipeline(self) -> list[int]:
+        """Pipeline-parallel sizes: at least a layer a rank, unless stages are written out."""
+        layers = self.config.model.num_layers
+        written = "pipeline_model_parallel_layout" in self.given
+        return self.sizes("pp", tried=lambda n: written or n <= layers)
+
+    def experts(self, tensor: Collection[int]) -> dict[str, list[int]]:
+        """Pairs of expert-parallel and expert-tensor-parallel sizes, these 1 or of `tensor`."""
+        experts, inner = self.config.model.num_experts, self.config.model.expert_ffn_size
+        if experts is None:
+            mistakes = Mistakes()
+            check_experts(self.config, self.config.parallel, mistakes)
+            return {"ep": [], "etp": []} if mistakes.found else {"ep": [1], "etp": [1]}
+        ep = self.sizes("ep", lambda n: experts % n == 0)
+        etp = self.sizes("etp", lambda n: inner % n == 0, lambda n: n == 1 or n in tensor)
+        pairs = [(e, t) for e in ep for t in etp]
+        return {"ep": [e for e, _ in pairs], "etp": [t for _, t in pairs]}
+
+    @property
+    def strategies(self) -> list[int]:
+        """Numbers of the sharding strategies that go with what was given."""
+        parallel = self.config.parallel
+        numbers = list(range(len(STRATEGIES)))
+        if "data_parallel_sharding_strategy" in self.given:
+            numbers = [STRATEGIES.index(parallel.data_parallel_sharding_strategy)]
+        if parallel.pipeline_max_unsharded_stages is not None:  # only parameters are gathered
+            numbers = [n for n in numbers if STRATEGIES[n] == "optim_grads_params"]
+        if parallel.grad_reduce_in_bf16 and self.config.training.precision == "bf16":
+            numbers = [n for n in numbers if n]  # an all-reduce would sum in bf16
+        return numbers
+
+    @property
+    def shard_size(self) -> int | None:
+        """Data-parallel ranks of a sharding group, if that was given."""
+        return self.config.parallel.data_parallel_shard_size if SHARD in self.given else None
+
+    def sharding(self) -> dict[str, list[int]]:
+        """Pairs of a strategy and a number of sharding groups."""
+        instances = self.sizes("instances")
+        if self.shard_size is None and len(instances) > 1:
+            instances = [*instances[:1], *instances[1 :: -(-len(instances) // FEW)]]
+        elif self.shard_size is not None and self.world % self.shard_size:
+            instances = []
+        pairs = [(s, n) for s in self.strategies for n in instances if s or n == 1]
+        return {"strategy": [s for s, _ in pairs], "instances": [n for _, n in pairs]}
+
+    def sharding_holds(self, columns: Columns) -> NDArray[np.bool_]:
+        """Groups divide dp, are as large as was asked for, or else have something to shard."""
+        dp, instances = columns["dp"], columns["instances"]
+        ranks = dp * columns["cp"]
+        holds: NDArray[np.bool_] = dp % instances == 0
+        if self.shard_size is not None:
+            holds &= dp == self.shard_size * instances
+        elif FIELDS["instances"] not in self.given:
+            holds &= (instances == 1) | (ranks > instances)
+        if 0 in self.strategies:
+            holds &= (ranks > 1) | (columns["strategy"] == 0)
+        return holds
+
+    def micro_batches(self) -> list[int]:
+        """Sequences a microbatch."""
+        sizes = [1 << n for n in range(MAX_MICRO_BATCH.bit_length())]
+        if FIELDS["mbs"] in self.given:
+            sizes = [self.config.training.micro_batch_size]
+        return [n for n in sizes if self.config.training.global_batch_size % n == 0]
+
+
+def _plain(config: Config) -> Config:
+    """The model and the sequence with no parallelism and no memory technique at all."""
+    return Config(config.model, training=config.training)
+
+
+def _meshes(axes: _Axes) -> Columns:
+    """tp x cp x pp x dp = world, with microbatches that fill the global batch."""
+    config, world = axes.config, axes.world
+    columns = table({"tp": axes.tensor() if _can_be_sliced(config) else []})
+    columns = join(columns, {"cp": axes.context()})
+    columns = where(columns, axes.context_holds(columns))
+    columns = join(columns, {"pp": axes.pipeline()})
+    used = columns["tp"] * columns["cp"] * columns["pp"]
+    columns = where(columns, world % used == 0)
+    columns["dp"] = world // (columns["tp"] * columns["cp"] * columns["pp"])
+    columns = join(columns, {"mbs": axes.micro_batches()})
+    batch, unit = config.training.global_batch_size, columns["mbs"].astype(np.int64) * columns["dp"]
+    columns["microbatches"] = np.where(batch % unit, 0, batch // unit)
+    count = columns["microbatches"]
+    columns = where(columns, (count > 0) & (count <= MAX_MICROBATCHES))
+    columns["microbatches"] = columns["microbatches"].astype(np.int32)
+    return _with_sequence_parallel(columns, config, axes.given)
+
+
+def _can_be_sliced(config: Config) -> bool:
+    """Whether every sequence can be cut into as many slices as were asked for."""
+    slices, model = config.parallel.num_sequence_slices, config.model
+    whole = not (model.multi_latent_attention or model.mtp_num_layers)
+    return slices == 1 or (config.training.seq_length % slices == 0 and whole)
+
+
+def _with_sequence_parallel(columns: Columns, config: Config, given: frozenset[str]) -> Columns:
+    """With the column of sequence parallelism: wherever it can be, unless it was given.
+
+    Beside tensor parallelism experts need it.
+    """
+    asked, slices = config.parallel.sequence_parallel, config.parallel.num_sequence_slices
+    sequences = columns["mbs"].astype(np.int64)
+    tokens = sequences * (config.training.seq_length // slices) // columns["cp"]
+    wide = columns["tp"] > 1
+    can = wide & (tokens % columns["tp"] == 0)
+    without = ~wide if config.model.num_experts is not None else np.ones_like(wide)
+    chosen = can if "sequence_parallel" not in given else np.full_like(wide, asked)
+    columns["sp"] = chosen.astype(np.int32)
+    return where(columns, np.where(chosen, can, without))
+
+
+def _runnable(columns: Columns, config: Config, found: Sequence[Way]) -> Columns:
+    """Where the schedule of the way takes the number of microbatches."""
+    way, microbatches = columns["way"], columns["microbatches"]
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if not len(way):
+        return columns
+    takes = np.zeros((len(found), int(microbatches.max()) + 1), bool)
+    for number in set(microbatches.tolist()):
+        takes[:, number] = [w.known.takes(w.pp, number, group) for w in found]
+    return where(columns, takes[way, microbatches])
+
+
+def _paired(
+    columns: Columns,
+    config: Config,
+    given: frozenset[str],
+    found: Sequence[Way],
+    choices: Sequence[MemoryChoice],
+) -> Columns:
+    """With the column of pairs; without 1F1B in pairs that have nothing to hide.
+
+    Full recomputation starts a backward with a forward of its own, which forms no pair.
+    """
+    pairs = np.array([way.known.pairs for way in found], bool)[columns["way"]]
+    whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
+    hides = (columns["ep"] > 1) & ~whole & pairs
+    if config.parallel.moe_token_dispatcher_type == "allgather":  # has no all-to-alls to hide
+        hides[:] = False
+    asked = "overlap_moe_expert_parallel_comm" in given
+    wanted = config.parallel.overlap_moe_expert_parallel_comm if asked else True
+    columns["pairs"] = (hides & wanted).astype(np.int32)
+    if asked and wanted:
+        return where(columns, hides)
+    if asked or "pipeline_schedule" in given:
+        return columns
+    alone = np.array([way.schedule != "combined_1f1b" for way in found], bool)[columns["way"]]
+    return where(columns, hides | alone)

@@ -1,0 +1,216 @@
+"""A lower bound on the memory of a million layouts at once: `search.bound_tables` says how."""
+
+import numpy as np
+
+from fivefold.config.config import Config
+from fivefold.model.activations import (
+    Saved,
+    embedding_bytes,
+    loss_bytes,
+    saved_activations,
+    total,
+)
+from fivefold.model.description import layer_kinds
+from fivefold.model.running import Running
+from fivefold.pipeline.schedules.registry import Shape
+from fivefold.predict.stage_memory import waiting_bytes
+from fivefold.search.bound_tables import (
+    DENSE,
+    EMBEDDING,
+    EXPERTS,
+    FOR_MEMORY,
+    HEAD,
+    KINDS,
+    PREDICTION,
+    SHARDING,
+    Cells,
+    Ranks,
+    Values,
+    block_parameters,
+    sample_layers,
+)
+from fivefold.search.space import STRATEGIES, Space
+from fivefold.state import engine_policy
+
+
+def memory_bound(space: Space, ranks: Ranks) -> Values:
+    """Bytes that no placement of tensors in time can get below.
+
+    The state of the blocks on a rank, with the larger of what is in flight when its warm-up ends,
+    and of what is there while the gradients of a layer's weights arrive: one chunk less, what its
+    schedule leaves waiting for dW, and those gradients.
+    """
+    sharded, of_sharded = space.distinct(SHARDING)
+    run, of_run = space.distinct(_RUNNING)
+    state, kept = _State(sharded), _KeptBytes(run)
+    best = np.zeros(len(space))
+    for which in FOR_MEMORY:
+        flying, less = kept.flying(ranks, which)
+        held = np.maximum(less + kept.waiting(ranks, which), kept.drained(ranks, which))[of_run]
+        held += state.arriving(ranks, which)[of_sharded]
+        np.maximum(held, flying[of_run], out=held)
+        held += state.on(ranks, which)[of_sharded]
+        np.maximum(best, held, out=best)
+    return best
+
+
+_RUNNING = ("way", "tp", "sp", "cp", "etp", "mbs", "microbatches", "memory")
+"""The columns that activations depend on."""
+
+
+class _State:
+    """Bytes of weights, gradients and optimizer state."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), block_parameters))
+        c = space.columns
+        experts = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
+        inside = experts // c["instances"]
+        self.shards = {
+            "dense": space.shards,
+            "expert": np.where(space.shards == 1, 1, np.maximum(inside, 1)),
+        }
+
+    def on(self, ranks: Ranks, which: int) -> Values:
+        """Of one of the ranks."""
+        held = ranks.held[self.space.columns["way"], which]
+        dense = self.sizes.weighted(held)
+        expert = self.sizes.weighted(held, KINDS)
+        return dense * self._per_parameter("dense") + expert * self._per_parameter("expert")
+
+    def arriving(self, ranks: Ranks, which: int) -> Values:
+        """Gradients of a layer's weights, fresh and being reduced, where shards are summed."""
+        way = self.space.columns["way"]
+        sharded = self.space.config.with_values(data_parallel_sharding_strategy="optim")
+        reducing = engine_policy(sharded).reducing
+        held = ranks.held[way, which]
+        smallest = np.full(len(self.space), np.inf)
+        for kind in (DENSE, EXPERTS):
+            size = self.sizes.column(kind) + self.sizes.column(KINDS + kind)
+            smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)
+        several = (ranks.thinnest[way, which] > 1) & (self.space.columns["strategy"] > 0)
+        return np.where(several, smallest * reducing, 0.0)
+
+    def _per_parameter(self, kind: str) -> Values:
+        config, shards = self.space.config, self.shards[kind]
+        each = np.zeros(len(STRATEGIES)), np.zeros(len(STRATEGIES))
+        for number, strategy in enumerate(STRATEGIES):
+            policy = engine_policy(config.with_values(data_parallel_sharding_strategy=strategy))
+            optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
+            whole = 0.0 if policy.splits_copy else policy.copy
+            split = optimizer if policy.splits_optimizer else 0.0
+            whole += 0.0 if policy.splits_optimizer else optimizer
+            split += policy.gradient if policy.splits_gradient else 0.0
+            whole += 0.0 if policy.splits_gradient else policy.gradient
+            each[0][number], each[1][number] = whole, split
+        strategy_column = self.space.columns["strategy"]
+        found: Values = each[0][strategy_column] + each[1][strategy_column] / shards
+        return found
+
+
+class _KeptBytes:
+    """Bytes kept between forward and backward."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        names = ("tp", "sp", "etp", "memory")
+        self.per_token = Cells(space, 2 * KINDS, (names, _saved))
+        c = space.columns
+        self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
+
+    def _chunks(self, ranks: Ranks, which: int, start: int) -> Values:
+        """[N, C] bytes of one microbatch in each stage of one of the ranks, the loss apart."""
+        way = self.space.columns["way"]
+        per_token = self.per_token.table[self.per_token.index, start : start + PREDICTION + 1]
+        blocks = ranks.chunk[way, which][:, :, : PREDICTION + 1]
+        found: Values = np.einsum("nck,nk->nc", blocks, per_token) * self.tokens[:, None]
+        return found
+
+    def _smallest(self, ranks: Ranks, chunks: Values) -> Values:
+        """Of the stages that there are."""
+        way = self.space.columns["way"]
+        there = np.arange(chunks.shape[1]) < (ranks.chunks * ranks.copies)[way][:, None]
+        found: Values = np.where(there, chunks, np.inf).min(axis=1)
+        return found
+
+    def flying(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
+        """All chunks in flight on one of the ranks; and without one whose backward runs."""
+        way, count = self.space.columns["way"], self.space.columns["microbatches"]
+        p, chunks = ranks.size[way], self._chunks(ranks, which, 0)
+        each = np.minimum(ranks.kept[way, which], count[:, None])
+        in_v = np.array([w.known.shape is Shape.V for w in self.space.ways], bool)[way]
+        known = each.any(axis=1) & (~in_v | (count >= 2 * p))
+        few = in_flight_in_v(self.space, ranks, which) * self._smallest(ranks, chunks)
+        kept = np.where(known, (each * chunks).sum(axis=1), few)
+        # The first dW may come after some more backwards, and no forwards be left for these.
+        late = np.where(count >= 2 * p, 0, _deferring(self.space, ranks, which))
+        waits = np.where(np.isfinite(late), late, 0)
+        less = np.maximum(kept - (1 + waits) * chunks.max(axis=1), 0) * np.isfinite(late)
+        held = ranks.held[way, which]
+        return kept + self.per_token.column(HEAD) * held[:, HEAD] * self.tokens, less
+
+    def drained(self, ranks: Ranks, which: int) -> Values:
+        """What is kept and what waits in the end, where most waits."""
+        way, count = self.space.columns["way"], self.space.columns["microbatches"]
+        found: Values = sum(
+            (ranks.drained[way, which, n] * self._chunks(ranks, which, start)).sum(axis=1)
+            for n, start in enumerate((0, KINDS))
+        )
+        return np.where(count >= 2 * ranks.size[way], found, 0)
+
+    def waiting(self, ranks: Ranks, which: int) -> Values:
+        """What waits for its dW."""
+        way, count = self.space.columns["way"], self.space.columns["microbatches"]
+        chunks = np.where(count >= 2 * ranks.size[way], _deferring(self.space, ranks, which), 0)
+        chunks = np.where(np.isfinite(chunks), chunks, 0)
+        return chunks * self._smallest(ranks, self._chunks(ranks, which, KINDS))
+
+
+def _saved(config: Config) -> list[float]:
+    """Bytes per token that a block of each kind keeps, then those that wait for its dW."""
+    model, running = config.model, Running.of(config)
+    saved: dict[int, Saved] = {
+        place: total(saved_activations(model, layer_kinds(model)[kind], running))
+        for place, kind in sample_layers(model).items()
+    }
+    saved |= {
+        EMBEDDING: total(embedding_bytes(model, running)),
+        HEAD: total(loss_bytes(model, running)),
+    }
+    kept = [saved[kind].kept if kind in saved else 0.0 for kind in range(KINDS)]
+    waiting = [0.0] * KINDS
+    for place, kind in sample_layers(model).items():
+        if not kind.predicts:
+            waiting[place] = waiting_bytes(model, running, kind)
+    return kept + waiting
+
+
+def in_flight_in_v(space: Space, ranks: Ranks, which: int) -> Values:
+    """Chunks that one of the ranks holds at once, at least, where stages lie in a V.
+
+    The first rank fills with its first stage, the last with both; others only in the end.
+    """
+    way, count = space.columns["way"], space.columns["microbatches"]
+    p, r = ranks.size[way], ranks.index[way, which]
+    names = np.array([w.schedule for w in space.ways])[way]
+    peak = np.select([names == "v_half", names == "v_min"], [p, 2 * p // 3], 2 * p)
+    both = 2 * np.minimum(count, peak // 2)
+    some = np.where(r == 0, np.minimum(count, peak), np.where(count >= 2 * p, peak, 1))
+    in_v = np.array([w.known.shape is Shape.V for w in space.ways], bool)[way]
+    found: Values = np.where(in_v, np.maximum(np.where(r == p - 1, both, some), 1), 1)
+    return found
+
+
+def _deferring(space: Space, ranks: Ranks, which: int) -> Values:
+    """Chunks whose dW one of the ranks has left for later when the first of them runs.
+
+    inf: not known.
+    """
+    way = space.columns["way"]
+    table = [
+        [w.known.limits.deferred(w.place(int(rank))) - 1 for rank in at]
+        for w, at in zip(space.ways, ranks.index, strict=True)
+    ]
+    found: Values = np.array(table)[way, which]
+    return found

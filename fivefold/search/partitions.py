@@ -1,0 +1,265 @@
+"""The ways to cut a model into pipeline stages, and the schedules that can run them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.config import Config
+from fivefold.config.dependence import leaves_idle
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError, Mistakes
+from fivefold.pipeline.balance import even_stages
+from fivefold.pipeline.layout import Split, layout_string, split_layers
+from fivefold.pipeline.modelled import modelled_problem
+from fivefold.pipeline.parts import joined, modelled_parts
+from fivefold.pipeline.rules import AUTO, SYNTHESISED, check_order
+from fivefold.pipeline.schedules.limits import Place
+from fivefold.pipeline.schedules.registry import SCHEDULES, Schedule, Shape, known_of
+
+PP = "pipeline_model_parallel_size"
+MAX_VIRTUAL = 16  # stages a rank that are tried; finer ones send more than they save
+CUTTING = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""The settings that cut; where one is given, no other way of cutting is tried."""
+
+TRIED = (
+    *("1f1b", "zb_h1", "zb_h2"),
+    *("interleaved_1f1b", "interleaved_zb", "combined_1f1b"),
+    *("zb_v", "v_half", "v_min", "dualpipe_v"),
+)
+"""The schedules that are tried, unless one is given: the others are worse than one of these, or ask
+for what few trainers have."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to cut the model, and a schedule.
+
+    Attributes:
+        pp: pipeline ranks.
+        schedule: a key of `SCHEDULES`.
+        split: the stages.
+        settings: that ask for it.
+    """
+
+    pp: int
+    schedule: str
+    split: Split = field(compare=False)
+    settings: Mapping[str, Any] = field(compare=False)
+
+    @property
+    def known(self) -> Schedule:
+        """What is known of its schedule."""
+        return known_of(self.schedule)
+
+    def place(self, rank: int) -> Place:
+        """One of its ranks, as limits of its schedule take it."""
+        return Place(self.pp, self.split.num_virtual, rank)
+
+
+def ways(config: Config, given: frozenset[str], sizes: Sequence[int]) -> list[Way]:
+    """Every way to run the model on pipelines of these sizes.
+
+    Args:
+        config: the model, and the settings that were given.
+        given: names of the settings to leave as they are.
+        sizes: pipeline-parallel sizes.
+    """
+    return [way for pp in sizes for way in _ways_on(config, given, pp)]
+
+
+def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
+    seen = set()
+    for settings, split, in_a_v in _cuts(config, given, pp):
+        for schedule in _schedules(config, given, split):
+            key = (split, schedule)
+            if key not in seen and in_a_v in (None, _turns(schedule)):
+                seen.add(key)
+                plain = pp == 1 and schedule == "1f1b"
+                chosen = {} if plain else {"pipeline_schedule": schedule}
+                way = Way(pp, schedule, split, MappingProxyType({**settings, **chosen}))
+                if pp > 1 or not leaves_idle(config, PP, **{PP: pp}, **way.settings):
+                    yield way
+
+
+def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[str]:
+    asked, slices = config.parallel.pipeline_schedule, config.parallel.num_sequence_slices
+    if "pipeline_schedule" in given and asked != AUTO:
+        names: tuple[str, ...] = (asked,)
+    elif config.parallel.pipeline_in_flight_limit is not None:  # of schedules that are searched for
+        names = (SYNTHESISED,)
+    elif slices > 1:
+        names = tuple(name for name, schedule in SCHEDULES.items() if schedule.slices)
+    elif split.num_ranks == 1:
+        names = ("1f1b", "combined_1f1b")
+    else:
+        names = TRIED
+    may_pair = config.model.num_experts is not None
+    if "overlap_moe_expert_parallel_comm" in given:
+        may_pair = config.parallel.overlap_moe_expert_parallel_comm
+    for name in names:
+        if name == "combined_1f1b" and len(names) > 1 and not may_pair:
+            continue
+        grouped = known_of(name).groups
+        if grouped and len(names) > 1 and split.num_virtual == 1 < split.num_ranks:
+            continue
+        if not _goes_with_all_else(name, config):
+            continue
+        if name == SYNTHESISED:
+            fits = slices == 1 and _searchable(config, split)
+        else:
+            schedule = SCHEDULES[name]
+            fits = schedule.shape.fits(split.placement) and (slices == 1 or schedule.slices)
+        if fits:
+            yield name
+
+
+def _goes_with_all_else(schedule: str, config: Config) -> bool:
+    """Whether every setting that was given has an effect in the order of the schedule."""
+    mistakes = Mistakes()
+    check_order(config.with_values(pipeline_schedule=schedule).parallel, mistakes)
+    return not mistakes.found
+
+
+def _searchable(config: Config, split: Split) -> bool:
+    """Whether a microbatch fits under the limit of a schedule that is searched for."""
+    length, limit = config.training.seq_length, config.parallel.pipeline_in_flight_limit
+    try:
+        modelled_problem(config.model, length, split.stages, split.placement, 1, limit)
+    except ConfigError:
+        return False
+    return True
+
+
+_Cut = tuple[dict[str, Any], Split, bool | None]
+"""Settings, the stages that they ask for, and whether only of schedules in a V, or only of others,
+since these lay the stages out; None: of any."""
+
+
+def _turns(schedule: str) -> bool:
+    """Whether a schedule lays stages there and back again, unless a layout says otherwise."""
+    return known_of(schedule).shape is Shape.V
+
+
+def _cuts(config: Config, given: frozenset[str], pp: int) -> Iterator[_Cut]:
+    parallel, model = config.parallel, config.model
+    asked = {name: getattr(parallel, name) for name in CUTTING}
+    if asked["pipeline_model_parallel_layout"] == AUTO:
+        yield from _automatic_cuts(config, asked, pp)
+        return
+    if any(_says(asked[name]) for name in given & set(CUTTING)) or (
+        pp == 1 and _turns(parallel.pipeline_schedule)
+    ):
+        yield from _if_legal(model, pp, asked, in_a_v=False)
+        yield from _if_legal(model, pp, asked, in_a_v=True)
+        return
+    if pp == 1:
+        yield from _if_legal(model, 1, {})
+        return
+    for virtual in _virtual_sizes(model.num_layers, pp):
+        for settings, split, in_a_v in _cuts_of(config, pp, virtual):
+            if not given & set(settings):  # those are to stay as they are: unsaid
+                yield settings, split, in_a_v
+
+
+def _cuts_of(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
+    """Stages of equal numbers of layers, with and without the ends counted, and of equal times."""
+    stages = {"num_virtual_stages_per_pipeline_rank": virtual} if virtual > 1 else {}
+    ends = {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
+    yield from _if_legal(config.model, pp, stages)
+    yield from _if_legal(config.model, pp, {**stages, **ends})
+    yield from _balanced_cuts(config, pp, virtual)
+
+
+def _says(value: object) -> bool:
+    """Whether a value of one of `CUTTING` cuts: it is neither None nor False; 0 does."""
+    return value is not None and value is not False
+
+
+def _balanced_cuts(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
+    """Stages of nearly equal times, in a loop, and in a V where there are two a rank."""
+    balanced = balanced_layout(config, pp * virtual)
+    for prefix in ("", "v:")[: 2 if virtual == 2 else 1]:
+        settings = {"pipeline_model_parallel_layout": prefix + balanced}
+        yield from _if_legal(config.model, pp, settings)
+
+
+def _automatic_cuts(config: Config, asked: Mapping[str, Any], pp: int) -> Iterator[_Cut]:
+    """What "auto" asks for: balanced stages, written out; as many a rank as was asked for."""
+    virtual = asked["num_virtual_stages_per_pipeline_rank"]
+    said = {"pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"}
+    if any(value for name, value in asked.items() if name not in said):
+        return
+    sizes = _virtual_sizes(config.model.num_layers, pp) if pp > 1 else [1, 2]
+    for each in [virtual] if virtual else sizes:
+        for settings, split, in_a_v in _balanced_cuts(config, pp, each):
+            yield settings | {"num_virtual_stages_per_pipeline_rank": None}, split, in_a_v
+
+
+def _virtual_sizes(layers: int, pp: int) -> list[int]:
+    whole = [v for v in range(1, MAX_VIRTUAL + 1) if pp * v <= layers + 2]
+    handy = {1, 2, 3, 4, 6, 8}
+    even = {v for v in whole if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0}
+    return [v for v in whole if v in handy | even]
+
+
+def _if_legal(
+    model: ModelConfig, pp: int, settings: dict[str, Any], *, in_a_v: bool | None = None
+) -> Iterator[_Cut]:
+    """The cut, unless the layers do not divide so."""
+    chosen = {name: value for name, value in settings.items() if _says(value)}
+    arguments = {_ARGUMENTS[name]: value for name, value in chosen.items()}
+    if in_a_v and not {"virtual", "layers_per_virtual_stage", "layout"} & set(arguments):
+        arguments["virtual"] = 2
+    try:
+        split = split_layers(
+            model.num_layers,
+            pp,
+            mtp_num_layers=model.mtp_num_layers,
+            in_a_v=bool(in_a_v),
+            **arguments,
+        )
+    except ConfigError:
+        return
+    yield chosen, split, in_a_v
+
+
+_ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "num_virtual_stages_per_pipeline_rank": "virtual",
+        "num_layers_per_virtual_pipeline_stage": "layers_per_virtual_stage",
+        "pipeline_model_parallel_layout": "layout",
+        "decoder_first_pipeline_num_layers": "first",
+        "decoder_last_pipeline_num_layers": "last",
+        "account_for_embedding_in_pipeline_split": "account_for_embedding",
+        "account_for_loss_in_pipeline_split": "account_for_loss",
+    }
+)
+
+
+def balanced_layout(config: Config, stages: int) -> str:
+    """The layout of consecutive stages that take, by their arithmetic, as equal times as can be.
+
+    Prediction layers and the head share the last stage.
+    """
+    return _balanced(config.model, config.training.seq_length, stages)
+
+
+@lru_cache(maxsize=256)
+def _balanced(model: ModelConfig, length: int, stages: int) -> str:
+    parts = modelled_parts(model, length)
+    end = joined((*parts.prediction, parts.head))
+    *before, last = even_stages(replace(parts, prediction=(), head=end), stages)
+    return layout_string([*before, replace(last, mtp=model.mtp_num_layers)])

@@ -1,0 +1,208 @@
+"""What is asked of the planner: a model, a batch, a cluster, and what may not be changed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from fivefold.config.config import Config
+from fivefold.config.dependence import check_dependents
+from fivefold.config.memory import MemoryConfig, check_memory
+from fivefold.config.parallel import ParallelConfig
+from fivefold.config.training import ELEMENT_BYTES
+from fivefold.errors import Mistakes
+from fivefold.mesh.degrees import DEGREES
+from fivefold.predict.cluster import MAX_GPUS, Cluster
+
+ASSUMED_TOKENS = 1 << 22
+"""Of a step, where nothing is said: 4 Mi, as pre-training runs of billions of parameters take."""
+ASSUMED_LENGTH = 4096
+LAYOUT = frozenset(f.name for cls in (ParallelConfig, MemoryConfig) for f in fields(cls))
+FIXABLE = LAYOUT | {"micro_batch_size"}
+"""What a plan searches, unless it is given."""
+LARGEST = (1 << 31) - 1  # sequences and tokens: what columns of candidates can count
+_COUNTED = ("micro_batch_size", "global_batch_size", "seq_length")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question for the planner.
+
+    Attributes:
+        config: the model and the batch; of the layout, what was given.
+        given: names of layout settings that must stay as `config` has them.
+        cluster: on what.
+        assumes: names of settings that nobody gave, and that the cluster decides.
+    """
+
+    config: Config
+    given: frozenset[str]
+    cluster: Cluster
+    assumes: frozenset[str] = frozenset()
+
+    @property
+    def world(self) -> int:
+        """Devices, all of which take part."""
+        return self.cluster.num_gpus
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What nobody said, in words."""
+        training = self.config.training
+        batch, length = training.global_batch_size, training.seq_length
+        words = {
+            "seq_length": f"sequences of {length:,} tokens (--seq-length)",
+            "global_batch_size": f"{batch:,} sequences a step, {batch * length:,} tokens "
+            "(--global-batch-size)",
+        }
+        return tuple(text for name, text in words.items() if name in self.assumes)
+
+    def fixed(self) -> dict[str, Any]:
+        """The layout settings that were given, with their values."""
+        return {
+            setting.name: getattr(section, setting.name)
+            for _, section in self.config.sections()
+            for setting in fields(section)
+            if setting.name in self.given
+        }
+
+    def but(self, num_gpus: int | None = None, **settings: Any) -> "Request":
+        """The question that is asked if some flags are typed besides.
+
+        Args:
+            num_gpus: --gpus; None: it stays.
+            settings: other flags, by field name.
+
+        Raises:
+            ConfigError: settings that no layout can have.
+        """
+        cluster = replace(self.cluster, num_gpus=num_gpus or self.world)
+        return _request(
+            self.config.with_values(**settings),
+            self.given | (settings.keys() & FIXABLE),
+            cluster,
+            self.assumes - settings.keys(),
+        )
+
+    def without(self, names: Iterable[str]) -> "Request":
+        """The question in which some of the layout settings are left to the search."""
+        usual = Config(self.config.model)
+        defaults = {
+            setting.name: getattr(section, setting.name)
+            for _, section in usual.sections()
+            for setting in fields(section)
+            if setting.name in set(names)
+        }
+        return replace(
+            self, config=self.config.with_values(**defaults), given=self.given - set(names)
+        )
+
+
+def request(
+    config: Config,
+    cluster: Cluster,
+    *,
+    by_flag: Iterable[str] = (),
+    by_recipe: Iterable[str] = (),
+) -> Request:
+    """The question that a configuration asks.
+
+    Flags that lay out the work are kept; a recipe's are not, since its layout is what is being
+    looked for. Batch and length count wherever they were given. A degree of -1 is to be inferred:
+    that is left to the search.
+
+    Args:
+        config: with everything that was given.
+        cluster: on what to plan.
+        by_flag: names of the settings that flags gave.
+        by_recipe: names of those that a recipe gave.
+
+    Raises:
+        ConfigError: settings that no layout can have, whatever else it has.
+    """
+    flags, recipe = frozenset(by_flag), frozenset(by_recipe)
+    inferred = {n for n in DEGREES.values() if getattr(config.parallel, n) == -1}
+    given = (flags & FIXABLE) - inferred
+    asked = Config(
+        config.model,
+        training=config.training,
+        data=config.data,
+        optimizer=config.optimizer,
+        checkpoint=config.checkpoint,
+        logging=config.logging,
+    )
+    layout = {
+        name: value
+        for section in (config.parallel, config.memory)
+        for name, value in vars(section).items()
+        if name in given
+    }
+    assumes = frozenset({"seq_length", "global_batch_size"}) - flags - recipe
+    return _request(asked.with_values(**layout), given, cluster, assumes)
+
+
+def _request(
+    config: Config, given: frozenset[str], cluster: Cluster, assumes: frozenset[str]
+) -> Request:
+    """A question whose assumptions are filled in, or what is wrong with it."""
+    if "seq_length" in assumes:
+        length = min(ASSUMED_LENGTH, config.model.max_position_embeddings)
+        config = config.with_values(seq_length=length)
+    if "global_batch_size" in assumes:
+        batch = _batch(config.training.seq_length, cluster.num_gpus)
+        config = config.with_values(global_batch_size=batch)
+    asked = Request(config, given, cluster, assumes)
+    mistakes = Mistakes()
+    _check_sizes(asked, mistakes)
+    _check_units(config, cluster, mistakes)
+    check_memory(config.memory, config.model, mistakes)
+    check_dependents(config, mistakes, planned=True)
+    mistakes.raise_if_any()
+    return asked
+
+
+def _check_sizes(asked: Request, mistakes: Mistakes) -> None:
+    if asked.world > MAX_GPUS:
+        mistakes.add(f"{asked.world:,} GPUs are more than the {MAX_GPUS:,} that can be planned for")
+    for name in _COUNTED:
+        size = getattr(asked.config.training, name)
+        if size > LARGEST:
+            mistakes.add(f"{name} must be at most {LARGEST:,} to be planned with, not {size:,}")
+    for name, value in asked.fixed().items():
+        if name in DEGREES.values() and value < 1:
+            mistakes.add(f"{name} must be at least 1, not {value}")
+
+
+def _check_units(config: Config, cluster: Cluster, mistakes: Mistakes) -> None:
+    """The device multiplies in the types that are asked for, at rates that are known."""
+    training, gpu = config.training, cluster.gpu
+    narrow = {"fp8": training.fp8_format, "fp4": training.fp4_format}
+    asked = {name: f"--{name}-format {kind}" for name, kind in narrow.items() if kind}
+    if len(asked) > 1:
+        what = f"{' and '.join(asked.values())} both say how to multiply"
+        mistakes.add(what, works=[f"--{name}-format none" for name in asked])
+    for precision, flag in (*asked.items(), (training.precision, "--precision")):
+        back = [f"--{precision}-format none"] if precision in asked else []
+        if not gpu.multiplies_in(precision):
+            wide = [f"{flag} {name}" for name in ELEMENT_BYTES if gpu.multiplies_in(name)]
+            mistakes.add(
+                f"{gpu.name} has no units that multiply in {precision}, or their rate is not known",
+                f"{flag} needs gpu.peak.{precision} and gpu.matmul.{precision}, which a cluster's "
+                "file can state",
+                works=back or wide,
+            )
+        elif back and training.precision != "bf16":
+            mistakes.add(
+                f"{flag} multiplies on top of bf16, and precision is {training.precision}",
+                works=("--precision bf16", *back),
+            )
+
+
+def _batch(length: int, devices: int) -> int:
+    """Sequences of a step: some four million tokens, a whole number of sequences for each device.
+
+    Many devices get one sequence for every eight of them, which is what the largest runs have.
+    """
+    sequences = max(ASSUMED_TOKENS // length, devices // 8, 1)
+    if sequences >= devices:
+        return sequences // devices * devices
+    return sequences

@@ -1,0 +1,116 @@
+"""Candidates for a layout, as columns of whole numbers, and what the numbers stand for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, get_args
+
+import numpy as np
+
+from fivefold.config.config import Config
+from fivefold.config.parallel import ShardingStrategy, TokenDispatcher
+from fivefold.search.columns import Column, Columns, codes, join, where
+from fivefold.search.memory_choices import MemoryChoice
+from fivefold.search.partitions import Way
+
+STRATEGIES: tuple[str, ...] = get_args(ShardingStrategy)
+
+FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "tp": "tensor_model_parallel_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "instances": "num_distributed_optimizer_instances",
+        "mbs": "micro_batch_size",
+    }
+)
+DENSE, SPARSE = 64, 1 << 22  # numbers that are taken as they come; numbers that are counted anew
+
+
+@dataclass(frozen=True)
+class Space:
+    """Candidates, and what their numbers stand for.
+
+    Attributes:
+        config: the model, the batch and every setting that is not searched.
+        world: devices.
+        ways: that the column `way` counts.
+        memory: recompute and offload choices that the column `memory` counts.
+        columns: tp, sp, cp, pp, dp, ep, etp, mbs, microbatches, strategy, instances, way, memory,
+            and pairs: whether experts' messages hide behind the other half of a pair.
+        context: (tp, cp, mbs) -> settings of the way in which context parallelism communicates.
+        dispatcher: of tokens, where experts are spread; None: as `config` has it.
+    """
+
+    config: Config
+    world: int
+    ways: Sequence[Way]
+    memory: Sequence[MemoryChoice]
+    columns: Columns
+    context: Mapping[tuple[int, int, int], Mapping[str, Any]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    dispatcher: TokenDispatcher | None = None
+
+    def __len__(self) -> int:
+        return len(self.columns["tp"])
+
+    @cached_property
+    def shards(self) -> Column:
+        """Ranks over which dense state is split: 1 without sharding."""
+        c = self.columns
+        shards = c["dp"] // c["instances"] * c["cp"]
+        return np.where(c["strategy"] == 0, 1, shards)
+
+    def take(self, index: Column) -> "Space":
+        """Some of the candidates, in that order."""
+        columns = {name: column[index] for name, column in self.columns.items()}
+        return replace(self, columns=columns)
+
+    def with_memory(self, choices: Sequence[MemoryChoice]) -> "Space":
+        """The candidates with each of these choices instead of theirs."""
+        few, _ = self.distinct([name for name in self.columns if name != "memory"])
+        kept = {name: column for name, column in few.columns.items() if name != "memory"}
+        columns = join(kept, {"memory": range(len(choices))})
+        whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
+        columns = where(columns, ~(whole & (columns["pairs"] == 1)))
+        return replace(self, memory=choices, columns=columns)
+
+    def distinct(self, names: Sequence[str]) -> tuple["Space", Column]:
+        """Candidates that differ in these columns, one each; and which of them each one is like."""
+        index: Column = np.zeros(len(self), np.int64)
+        count = 1
+        for name in names:
+            column = self.columns[name]
+            more = int(column.max(initial=0)) + 1
+            if more > DENSE:
+                column, more = codes(column)
+            if count * more > SPARSE:
+                index, count = codes(index)
+            index, count = index * more + column, count * more
+        index, count = codes(index)
+        rows = np.zeros(count, np.int64)
+        rows[index] = np.arange(len(self))
+        return self.take(rows), index
+
+    def settings(self, row: int) -> dict[str, Any]:
+        """What a candidate sets, by field name."""
+        at = {name: int(column[row]) for name, column in self.columns.items()}
+        way, choice = self.ways[at["way"]], self.memory[at["memory"]]
+        settings: dict[str, Any] = {field: at[name] for name, field in FIELDS.items()}
+        settings["data_parallel_shard_size"] = at["dp"] // at["instances"]
+        settings["data_parallel_sharding_strategy"] = STRATEGIES[at["strategy"]]
+        settings["sequence_parallel"] = bool(at["sp"])
+        if at["pairs"]:
+            settings["overlap_moe_expert_parallel_comm"] = True
+        if self.dispatcher and at["ep"] > 1:
+            settings["moe_token_dispatcher_type"] = self.dispatcher
+        settings |= self.context.get((at["tp"], at["cp"], at["mbs"]), {})
+        return {**settings, **way.settings, **choice.settings}
+
+    def config_of(self, row: int) -> Config:
+        """The whole configuration of a candidate."""
+        return self.config.with_values(**self.settings(row))

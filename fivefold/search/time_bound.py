@@ -1,0 +1,398 @@
+"""A lower bound on the step time of a million layouts at once: `search.bound_tables` says how."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import log, sqrt
+
+import numpy as np
+
+from fivefold.config.config import Config
+from fivefold.layout import Layout
+from fivefold.mesh.grid import Grid
+from fivefold.model.description import layer_kind
+from fivefold.pipeline.layout import Split, split_layers
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.communication import GroupSpan, all_reduce, gather, span
+from fivefold.predict.layer import Blocks, LayerTimes
+from fivefold.predict.overlap import cuts
+from fivefold.predict.software import Software
+from fivefold.predict.stage_times import Times
+from fivefold.predict.update import offload_seconds, update_seconds
+from fivefold.search.bound_tables import (
+    EMBEDDING,
+    EXPERTS,
+    FOR_TIME,
+    HEAD,
+    KINDS,
+    PREDICTION,
+    SHARDING,
+    Cells,
+    Ranks,
+    Summand,
+    Values,
+    block_counts,
+    block_parameters,
+    sample_layers,
+)
+from fivefold.search.columns import Column, codes
+from fivefold.search.space import Space
+from fivefold.state import engine_policy
+
+
+@dataclass(frozen=True)
+class TimeBound:
+    """Seconds of a step that no order of the acts can get below; N layouts.
+
+    Attributes:
+        program: [N] of the pipeline's program, with the wait for the slowest GPU.
+        around: [N] of what is communicated before and after it, and of the optimizer.
+    """
+
+    program: Values
+    around: Values
+
+    @property
+    def seconds(self) -> Values:
+        """Of the whole step."""
+        return self.program + self.around
+
+
+def time_bound(
+    space: Space,
+    ranks: Ranks,
+    cluster: Cluster,
+    software: Software,
+    blocks: Blocks | None = None,
+) -> TimeBound:
+    """What layouts take at least; `blocks` as `LayerTimes` shares them.
+
+    A rank cannot begin before one microbatch has come through the stages before its first, then has
+    all its work to do, and its last dX still has to come down to stage 0; only as many dW as its
+    schedule leaves for later may run beside that.
+    """
+    run, of_run = space.distinct(TIMING)
+    sharded, of_sharded = space.distinct(SHARDING)
+    cells = _cells(run, cluster, software, blocks)
+    data = _DataParallel(sharded, cluster)
+    microbatches = _share(space, ranks)
+    best = _path(run, ranks, cells)[of_run]
+    around = np.zeros(len(space))
+    for which in FOR_TIME:
+        work, kept, forward, backward = _pipeline(run, ranks, cells, cluster, which)
+        gathered, reduced = (move[of_sharded] for move in data.moves(ranks, which))
+        layers = ranks.held[space.columns["way"], which][:, :PREDICTION].sum(axis=1)
+        work_times = forward[of_run], backward[of_run]
+        moves = gathered, reduced
+        every, once = _exposed(space, work_times, moves, np.maximum(layers, 1), cluster)
+        best = np.maximum(best, kept[of_run])
+        best = np.maximum(best, work[of_run] + microbatches * every)
+        around = np.maximum(around, once)
+    return TimeBound(best * waits(space, cluster), around + data.optimizer(ranks)[of_sharded])
+
+
+def quick_time_bound(
+    space: Space,
+    ranks: Ranks,
+    cluster: Cluster,
+    software: Software,
+    blocks: Blocks | None = None,
+) -> Values:
+    """As `time_bound`, less close and sooner: neither data parallelism nor recomputation take time.
+
+    Where pairs wait for the host, recomputation may make a step shorter, by less than 1 %.
+    """
+    run, of_run = space.distinct(tuple(name for name in TIMING if name != "memory"))
+    run.columns["memory"][:] = 0  # the choice that repeats least
+    cells = _cells(run, cluster, software, blocks)
+    best = _path(run, ranks, cells)
+    for which in FOR_TIME:
+        work, kept, *_ = _pipeline(run, ranks, cells, cluster, which)
+        best = np.maximum(best, np.maximum(work, kept))
+    found: Values = (best * waits(space, cluster))[of_run]
+    return found
+
+
+def waits(space: Space, cluster: Cluster) -> float:
+    """By which the slowest of all GPUs makes a step longer."""
+    return 1 + cluster.jitter * sqrt(2 * log(space.world))
+
+
+TIMING = ("way", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pairs")
+"""The columns that the pipeline's time depends on, sharding in every microbatch apart."""
+
+
+def _pipeline(
+    space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
+) -> tuple[Values, Values, Values, Values]:
+    """Seconds of the program as one rank's work bounds it, and as what it keeps does; and of its
+    forwards and its backwards.
+    """
+    way, microbatches = space.columns["way"], _share(space, ranks)
+    held, before = ranks.held[way, which], ranks.before[way, which]
+    forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
+    hop = _hop(space, cells, cluster)
+    hops = hop * ranks.index[way, which]
+    slices = space.config.parallel.num_sequence_slices  # the first comes soon, the last goes alone
+    head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
+    paired = space.columns["pairs"] * _hidden(cells, held, cluster)
+    # No pair hides more than all messages of two stages.
+    most = (cells.weighted(ranks.largest[way, which], number * KINDS) for number in (3, 4))
+    pairs = np.maximum(0, microbatches * ranks.chunks[way] - ranks.alone[way, which])
+    paired = np.minimum(microbatches * paired, pairs * sum(most))
+    work = microbatches * (forward + dx + dw) - paired
+    deferred = ranks.deferred[way, which]
+    known = np.where(np.isinf(deferred), 0, deferred)
+    later = known * cells.weighted(ranks.own[way, which], 2 * KINDS)
+    later = np.where(np.isinf(deferred), np.inf, later)
+    first = cells.weighted(ranks.first[way], 2 * KINDS) / slices
+    through = work - np.minimum(microbatches * dw, later) + tail + first
+    kept = head + _kept(space, ranks, cells, hop, which) + tail
+    return head + np.maximum(work, through), kept, forward, dx + dw
+
+
+def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> Values:
+    """Seconds in which a rank that may keep so few chunks gets all of them through.
+
+    A chunk is kept until it has come to the end of the model and back; what is kept on average is
+    that time's share of all, times the number of chunks (Little, 1961).
+    """
+    way, microbatches, parallel = space.columns["way"], _share(space, ranks), space.config.parallel
+    grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
+    most = np.where(grouped & (ranks.chunks[way] > 1), np.inf, ranks.most[way, which])
+    ahead = ranks.ahead[way, which]
+    there_and_back = sum(cells.weighted(ahead, phase * KINDS) for phase in range(2))
+    lasts = there_and_back / parallel.num_sequence_slices + 2 * hop * ranks.crossings[way, which]
+    found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.chunks[way])
+    return found
+
+
+def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
+    """Seconds of a microbatch that pairs hide at most, as `pairs.hidden` counts them."""
+    layers = held[:, :EMBEDDING]
+    forward, dx, dw, sent, returned, ahead, back, weights, host = (
+        cells.weighted(layers, number * KINDS) for number in range(len(_NUMBERS))
+    )
+    beside = np.minimum.reduce(cuts(ahead, back, weights, sent, returned))
+    beside *= 1 - cluster.gpu.overlap_slowdown
+    found: Values = np.maximum(0, np.minimum(beside, forward + dx + dw - 3 * host))
+    return found
+
+
+def _exposed(
+    space: Space,
+    work: tuple[Values, Values],
+    moves: tuple[Values, Values],
+    layers: Values,
+    cluster: Cluster,
+) -> tuple[Values, Values]:
+    """What data parallelism leaves exposed in every microbatch, and once a step.
+
+    Args:
+        space: the candidates.
+        work: seconds of a rank's forwards and backwards.
+        moves: seconds to gather its parameters and to reduce its gradients.
+        layers: that it holds.
+        cluster: on what.
+    """
+    slowdown, parallel = cluster.gpu.overlap_slowdown, space.config.parallel
+    (forward, backward), (gathered, reduced) = work, moves
+    strategy = space.columns["strategy"]
+
+    def hidden(work: Values, moved: Values) -> Values:
+        """As `compute.overlapped`, which is convex: less for a sum than for its parts."""
+        found: Values = np.maximum(0, moved - work) + slowdown * np.minimum(work, moved)
+        return found
+
+    def apart(work: Values, moved: Values, overlaps: bool) -> Values:
+        """Of a transfer layer by layer, the first or last of which is alone."""
+        alone = moved / layers
+        return alone + hidden(work, moved - alone) if overlaps else moved
+
+    both = hidden(forward, gathered) + hidden(backward, gathered + reduced)
+    often = np.select([strategy == 2, strategy == 3], [hidden(backward, reduced), both], 0.0)
+    gathering = apart(forward, gathered, parallel.overlap_param_gather)
+    reducing = apart(backward, reduced, parallel.overlap_grad_reduce)
+    once = np.select([strategy <= 1, strategy == 2], [gathering + reducing, gathering], 0.0)
+    return often, once
+
+
+def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
+    """Seconds of a message from one pipeline rank to the next."""
+    c = space.columns
+    near = c["dp"] * c["cp"] * c["tp"] < cluster.gpus_per_node
+    size = cells.column(len(_NUMBERS) * KINDS)
+    link = [size / link.rate + link.latency for link in (cluster.node_link, cluster.network_link)]
+    return np.where(c["pp"] == 1, 0.0, np.where(near, *link))
+
+
+def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
+    """One microbatch's way to the last stage and back, and all others through that stage."""
+    way = space.columns["way"]
+    whole = np.array(block_counts(space.config.model, space.ways[0].split.stages), float)
+    final = ranks.final[way]
+    before = whole - final
+    there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in range(2))
+    forward, dx, _, sent, returned = (cells.weighted(final, n * KINDS) for n in range(5))
+    through = forward + dx - space.columns["pairs"] * (sent + returned)
+    update = cells.weighted(ranks.first[way], 2 * KINDS)
+    alone = (there_and_back + update) / space.config.parallel.num_sequence_slices
+    found: Values = alone + _share(space, ranks) * through
+    return found
+
+
+def _share(space: Space, ranks: Ranks) -> Values:
+    """Microbatches that each stage has to do with: each copy of the model takes its share."""
+    found: Values = space.columns["microbatches"] / ranks.copies[space.columns["way"]]
+    return found
+
+
+def _cells(space: Space, cluster: Cluster, software: Software, blocks: Blocks | None) -> Cells:
+    """`_NUMBERS` of each kind of block, a microbatch each, and bytes of its message."""
+    model = space.config.model
+    split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
+    known: Blocks = {} if blocks is None else blocks
+
+    def times(config: Config) -> LayerTimes:
+        return LayerTimes(_one_stage(config, split), cluster, software, known)
+
+    def layers(experts: bool) -> Callable[[Config], list[float]]:
+        kinds = {n: kind for n, kind in sample_layers(model).items() if kind.experts == experts}
+
+        def each(config: Config) -> list[float]:
+            of, full = times(config), config.memory.recompute_granularity == "full"
+            found = {
+                n: _numbers(of.layer(kind, full and not kind.predicts), of.host(kind))
+                for n, kind in kinds.items()
+            }
+            return _in_order(found, 0.0)
+
+        return each
+
+    def ends(config: Config) -> list[float]:
+        of = times(config)
+        found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
+        return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
+
+    columns = ("tp", "sp", "cp", "mbs", "memory")
+    parts: list[Summand] = [(columns, ends), (columns, layers(False))]
+    if model.num_experts is not None:
+        parts.append(((*columns, "ep", "etp"), layers(True)))
+    return Cells(space, len(_NUMBERS) * KINDS + 1, *parts)
+
+
+_NUMBERS = (
+    *("forward", "dX", "dW"),
+    *("experts' messages in the forward", "in the backward"),
+    *("computation of the forward", "of dX", "of dW"),
+    "issuing the forward",
+)
+"""Seconds of a block that bounds add up."""
+
+
+def _numbers(times: Times, host: float = 0.0) -> tuple[float, ...]:
+    total, work = times.total, times.work
+    messages = times.ep.forward, times.ep.dx
+    computation = work.forward, work.dx, work.dw
+    return (total.forward, total.dx, total.dw, *messages, *computation, host)
+
+
+def _in_order(numbers: Mapping[int, Sequence[float]], message: float) -> list[float]:
+    """By number and kind of block, the message last."""
+    nothing = (0.0,) * len(_NUMBERS)
+    each = [numbers.get(kind, nothing) for kind in range(KINDS)]
+    return [*chain.from_iterable(zip(*each, strict=True)), message]
+
+
+def _one_stage(config: Config, split: Split) -> Layout:
+    """The ranks that split one microbatch's layers: what a layer costs depends on no others."""
+    parallel = config.parallel
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    grid = Grid(
+        dp_shard=experts,
+        cp=parallel.context_parallel_size,
+        tp=parallel.tensor_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+    )
+    return Layout(config, grid, split, "1f1b", 1)
+
+
+class _DataParallel:
+    """What sharding, reducing and updating cost at least."""
+
+    def __init__(self, space: Space, cluster: Cluster) -> None:
+        c = space.columns
+        self.space, self.cluster = space, cluster
+        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), block_parameters))
+        self.shard = c["dp"] // c["instances"] * c["cp"]
+        self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
+        wire = 2 if space.config.parallel.grad_reduce_in_bf16 else 4
+        self.copy, self.wire = 2.0, float(wire)
+        model = space.config.model
+        self.further_experts = layer_kind(model, model.num_layers).experts
+        self.dense_gather = self._affine(gather, self.shard, c["tp"])
+        self.dense_reduce = self._affine(all_reduce, self.shard, c["tp"])
+        self.replica_reduce = self._affine(
+            all_reduce, c["instances"], c["tp"] * c["cp"] * (c["dp"] // c["instances"])
+        )
+        self.expert_gather = self._affine(gather, self.expert, c["ep"] * c["etp"])
+        self.expert_reduce = self._affine(all_reduce, self.expert, c["ep"] * c["etp"])
+
+    def _affine(
+        self, collective: Callable[[Cluster, GroupSpan, float], float], size: Column, stride: Column
+    ) -> tuple[Values, Values]:
+        """Seconds of an empty collective over each group, and seconds a byte of large ones."""
+        sizes, _ = codes(size)
+        strides, more = codes(stride)
+        index, groups = codes(sizes * more + strides)
+        rows = np.zeros(groups, np.int64)
+        rows[index] = np.arange(len(index))
+        table = []
+        for row in rows:
+            group = span(self.cluster, int(size[row]), int(stride[row]))
+            empty = collective(self.cluster, group, 0.0)
+            table.append((empty, (collective(self.cluster, group, 1e12) - empty) / 1e12))
+        values = np.array(table).reshape(-1, 2)[index]
+        return values[:, 0], values[:, 1]
+
+    def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
+        """Seconds to gather the parameters of one of the ranks, and to reduce its gradients."""
+        held = ranks.held[self.space.columns["way"], which]
+        dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
+
+        # A layer is a transfer of its own, and so are the ends of the model.
+        layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
+        with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts
+
+        def seconds(kind: str, size: float) -> Values:
+            total: Values = sum(
+                count * empty + parameters * size * slope
+                for count, parameters, (empty, slope) in (
+                    (layers, dense, getattr(self, f"dense_{kind}")),
+                    (with_experts, expert, getattr(self, f"expert_{kind}")),
+                )
+            )
+            return total
+
+        whole = self.space.columns["strategy"] == 0
+        gathered = np.where(whole, 0.0, seconds("gather", self.copy))
+        empty, slope = self.replica_reduce
+        between = layers * empty + dense / self.shard * self.wire * slope
+        split = seconds("gather", self.wire) + between
+        return gathered, np.where(whole, seconds("reduce", self.wire), split)
+
+    def optimizer(self, ranks: Ranks) -> Values:
+        """Seconds of the update on the rank with the most parameters."""
+        way, sharded = self.space.columns["way"], self.space.columns["strategy"] > 0
+        most = np.zeros(len(self.space))
+        for which in FOR_TIME:
+            held = ranks.held[way, which]
+            dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
+            own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
+            most = np.maximum(most, own)
+        policy = engine_policy(self.space.config)
+        return most * (
+            update_seconds(self.cluster, policy, 1.0, kernels=0)
+            + offload_seconds(self.cluster, policy, 1.0)
+        )

@@ -1,0 +1,80 @@
+"""Layouts in a few words."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from fivefold.layout import Layout
+from fivefold.search.memory_choices import describe
+
+ZERO: Mapping[str, str] = MappingProxyType(
+    {
+        "no_shard": "-",
+        "optim": "ZeRO-1",
+        "optim_grads": "ZeRO-2",
+        "optim_grads_params": "ZeRO-3",
+    }
+)
+"""What papers call the sharding strategies."""
+
+
+def degrees(layout: Layout) -> str:
+    """The mesh in a few words: 'tp 8 pp 16 dp 128'."""
+    grid = layout.grid
+    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "ep": grid.ep, "etp": grid.etp}
+    words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    return " ".join([*words, f"dp {grid.dp}"])
+
+
+def summary(layout: Layout) -> str:
+    """A layout in one line."""
+    parallel, training = layout.config.parallel, layout.config.training
+    words = [degrees(layout), f"micro-batch {training.micro_batch_size}"]
+    if layout.grid.cp > 1:
+        words.append(f"cp by {context_words(layout)}")
+    if layout.grid.pp > 1:
+        virtual = layout.split.num_virtual
+        words.append(f"{layout.schedule}" + (f" x {virtual} stages" if virtual > 1 else ""))
+    if layout.overlaps_pairs:
+        words.append("experts' messages in pairs")
+    strategy = ZERO[parallel.data_parallel_sharding_strategy]
+    if strategy != "-":
+        copies = parallel.num_distributed_optimizer_instances
+        words.append(strategy + (f" in {copies} groups" if copies > 1 else ""))
+    words += memory_words(layout)
+    return ", ".join(words)
+
+
+def context_words(layout: Layout) -> str:
+    """In which ways context parallelism communicates: 'a2a+p2p 8x2'."""
+    parallel = layout.config.parallel
+    kinds = "/".join(dict.fromkeys(parallel.cp_comm_type))
+    sizes = "x".join(map(str, parallel.hierarchical_context_parallel_sizes))
+    return f"{kinds} {sizes}".strip()
+
+
+def memory_words(layout: Layout) -> list[str]:
+    """The memory techniques, if any."""
+    memory = layout.config.memory
+    words = []
+    if memory.recompute_granularity is not None:
+        words.append(describe(memory))
+    if memory.fine_grained_activation_offloading:
+        words.append(f"offload {' '.join(memory.offload_modules)}")
+    if memory.cross_entropy_loss_fusion:
+        words.append(f"fused loss ({memory.cross_entropy_fusion_impl})")
+    if memory.optimizer_cpu_offload:
+        share = memory.optimizer_offload_fraction
+        part = f"{share:.0%} of the " if share < 1 else ""
+        words.append(f"{part}optimizer on the host")
+    return words
+
+
+def requirements(layout: Layout) -> Iterator[str]:
+    """What a layout asks of a trainer or a machine that not every one has."""
+    parallel = layout.config.parallel
+    if layout.grid.ep > 1 and parallel.moe_token_dispatcher_type == "flex":
+        yield (
+            "flex sends no token twice to a rank or a node: Megatron-LM and torchtitan need DeepEP "
+            "for it, with NVLink inside nodes and RDMA between them; --moe-token-dispatcher-type "
+            "alltoall does without"
+        )

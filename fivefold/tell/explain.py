@@ -1,0 +1,336 @@
+"""Why a layout is the best, why not another one, and what would change that."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fivefold.config.config import Config
+from fivefold.config.flags import ALIASES, scan
+from fivefold.config.settings import Setting
+from fivefold.config.sources import config_settings
+from fivefold.errors import ConfigError, Mistakes, did_you_mean
+from fivefold.mesh.rules import divisors
+from fivefold.predict.cluster import Cluster, Link
+from fivefold.predict.memory import MemoryPrediction
+from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.step import predict_all
+from fivefold.search.candidate import Candidate, evaluate
+from fivefold.search.partitions import balanced_layout
+from fivefold.search.request import FIXABLE, Request
+from fivefold.search.search import LESS_MEMORY, SearchResult
+from fivefold.tell.describe import summary
+from fivefold.tell.export.targets import export
+from fivefold.units import human_bytes, human_seconds
+
+SOME = 8  # layouts that are predicted anew where the cluster changes
+
+
+def differences(base: Prediction, other: Prediction, most: int = 3) -> list[str]:
+    """The parts of the step in which two layouts differ most, in words, the largest first."""
+    ours = {part.name: part.seconds for part in base.parts}
+    theirs = {part.name: part.seconds for part in other.parts}
+    changes = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in {**ours, **theirs}}
+    least = 0.002 * base.step_time
+    large = sorted((n for n in changes if abs(changes[n]) >= least), key=lambda n: -abs(changes[n]))
+    return [f"{name} {signed_seconds(changes[name])}" for name in large[:most]]
+
+
+def signed_seconds(seconds: float) -> str:
+    """'+120 ms' or '-1.2 s'."""
+    return f"{'-' if seconds < 0 else '+'}{human_seconds(abs(seconds))}"
+
+
+def shortfall(memory: MemoryPrediction) -> str:
+    """What a layout lacks on the fullest device, and of what it is made there."""
+    worst = memory.worst
+    missing = memory.device_total - memory.capacity
+    largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
+    made_of = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
+    return (
+        f"needs {human_bytes(memory.device_total)} on pipeline rank {worst.pp_rank}, "
+        f"{human_bytes(missing)} more than the device has: {made_of}"
+    )
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A layout that was not chosen.
+
+    Attributes:
+        candidate: which.
+        reason: why not, in a line.
+    """
+
+    candidate: Candidate
+    reason: str
+
+
+def alternatives(result: SearchResult, most: int = 4) -> list[Alternative]:
+    """The nearest layouts of other meshes: slower ones, and faster ones that do not fit."""
+    best = result.best
+    assert best.prediction is not None
+    found = []
+    for other in result.by_mesh():
+        if other.mesh == best.mesh or other.prediction is None:
+            continue
+        found.append(Alternative(other, slower(best.prediction, other.prediction)))
+    faster = [c for c in missed(result) if c.seconds < best.seconds]
+    tight = sorted(faster, key=lambda c: c.memory.device_total)[: most // 2]
+    return [
+        *(Alternative(c, f"{_sooner(c, best)}, but {shortfall(c.memory)}") for c in tight),
+        *found[: most - len(tight)],
+    ]
+
+
+def _sooner(candidate: Candidate, best: Candidate) -> str:
+    return f"{percent(candidate.seconds / best.seconds - 1)}"
+
+
+def slower(best: Prediction, other: Prediction) -> str:
+    """By how much another layout is slower (or faster), and where."""
+    share = percent(other.step_time / best.step_time - 1)
+    where = ", ".join(differences(best, other))
+    return share + (f": {where}" if where else "")
+
+
+def percent(share: float) -> str:
+    """'+1.6%', or '0%' for less than can be shown."""
+    return f"{share:+.1%}" if abs(share) >= 5e-4 else "0%"
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What another cluster would change.
+
+    Attributes:
+        change: of the cluster, in words.
+        seconds: of a step of the best layout there.
+        candidate: that layout.
+        moves: whether it is another layout than the best here.
+        untrained: whether Fivefold's own trainer lacks what changes.
+    """
+
+    change: str
+    seconds: float
+    candidate: Candidate
+    moves: bool
+    untrained: bool = False
+
+
+def sensitivities(result: SearchResult) -> list[Sensitivity]:
+    """Other clusters, with the best of what was looked at; and techniques that are not searched."""
+    changes = _changes(result.request.cluster)
+    return [*(_under(result, change, cluster) for change, cluster in changes), *_techniques(result)]
+
+
+def _techniques(result: SearchResult) -> Iterator[Sensitivity]:
+    """The best layout with one more setting each, where it makes a difference and was not given."""
+    best, given, cluster = result.best, result.request.given, result.request.cluster
+    tried: list[tuple[str, dict[str, Any]]] = [
+        ("--tp-comm-overlap", {"tp_comm_overlap": True}),
+        ("--moe-token-dispatcher-type alltoall", {"moe_token_dispatcher_type": "alltoall"}),
+    ]
+    missing = export(best.layout, "fivefold").missing
+    if cluster.gpu.multiplies_in("fp8") and precision_of(best.layout) == "bf16":
+        tried.append(("--fp8-format hybrid", {"fp8_format": "hybrid"}))
+    for change, settings in tried:
+        config = best.layout.config.with_values(**settings)
+        if given & set(settings) or config == best.layout.config:
+            continue
+        try:
+            candidate = evaluate(result.request, config, always=True)
+        except ConfigError:
+            continue
+        if candidate.memory.fits and abs(candidate.seconds / best.seconds - 1) >= 1e-3:
+            lacks = set(export(candidate.layout, "fivefold").missing) - set(missing)
+            yield Sensitivity(change, candidate.seconds, candidate, False, bool(lacks))
+
+
+def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    gpu = cluster.gpu
+
+    def faster(link: Link) -> Link:
+        return replace(link, bandwidth=link.bandwidth * 1.1)
+
+    yield "network between nodes +10 %", replace(cluster, network_link=faster(cluster.network_link))
+    yield "links inside nodes +10 %", replace(cluster, node_link=faster(cluster.node_link))
+    rates = replace(gpu, sustained=gpu.sustained * 1.1)
+    yield "multiplications +10 %", replace(cluster, gpu=rates)
+    memory = replace(gpu, memory_bandwidth=gpu.memory_bandwidth * 1.1)
+    yield "memory bandwidth +10 %", replace(cluster, gpu=memory)
+    for change, size in (("+10 GB", LESS_MEMORY), ("-10 GB", -LESS_MEMORY)):
+        larger = replace(gpu, memory_bytes=gpu.memory_bytes + size)
+        yield f"device memory {change}", replace(cluster, gpu=larger)
+
+
+def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
+    best = result.best
+    here = [*result.by_mesh()[:SOME], *result.found[:SOME], best]
+    if cluster.gpu.memory_bytes > result.request.cluster.gpu.memory_bytes:
+        faster = sorted(
+            (c for c in result.rejected if c.bound < best.seconds), key=lambda c: c.bound
+        )
+        here += faster[: 2 * SOME]
+    elif cluster.gpu.memory_bytes < result.request.cluster.gpu.memory_bytes:
+        here = list(result.found)
+    sized = [replace(c, memory=replace(c.memory, capacity=cluster.gpu.memory_bytes)) for c in here]
+    fitting = [candidate for candidate in sized if candidate.memory.fits]
+    predictions = predict_all([candidate.layout for candidate in fitting], cluster)
+    looked = [replace(c, prediction=p) for c, p in zip(fitting, predictions, strict=True)]
+    if not looked:
+        return Sensitivity(f"{change}: nothing that was looked at fits", 0.0, best, True)
+    fastest = min(looked, key=lambda c: (c.seconds, c.layout is not best.layout))
+    unmoved = [c for c in looked if c.layout is best.layout]
+    if unmoved and fastest.seconds > unmoved[0].seconds * 0.998:
+        fastest = unmoved[0]
+    return Sensitivity(change, fastest.seconds, fastest, fastest.layout is not best.layout)
+
+
+def binding(result: SearchResult) -> str:
+    """What holds the best layout back most, in a sentence."""
+    best = result.best
+    assert best.prediction is not None
+    parts = sorted(best.prediction.parts, key=lambda part: -part.seconds)
+    largest = next(part for part in parts if part.name != "ideal")
+    share = largest.seconds / best.seconds
+    time = f"{largest.name}, {share:.0%} of the step, is the largest loss"
+    faster = [c for c in missed(result) if c.seconds < best.seconds * 0.99]
+    if not faster:
+        return f"{time}; device memory does not stand in the way of a faster layout"
+    least = min(faster, key=lambda c: c.memory.device_total)
+    missing = least.memory.device_total - least.memory.capacity
+    return (
+        f"device memory: with {human_bytes(missing)} more, {summary(least.layout)} would be "
+        f"{1 - least.seconds / best.seconds:.1%} faster; besides, {time}"
+    )
+
+
+def missed(result: SearchResult) -> list[Candidate]:
+    """Layouts that do not fit and would be faster than the best, the nearest and the fastest."""
+    faster = [c for c in result.rejected if c.bound < result.best.seconds]
+    nearest = sorted(faster, key=lambda c: c.memory.device_total)[:SOME]
+    promising = sorted(faster, key=lambda c: c.bound)[:SOME]
+    return list({id(candidate): candidate for candidate in (*nearest, *promising)}.values())
+
+
+def changed(request: Request, text: str) -> Request:
+    """The request with settings that a text such as "tp=4 pp=8" fixes.
+
+    Raises:
+        ConfigError: words that are no layout settings, or values of the wrong kind.
+    """
+    mistakes, argv = Mistakes(), []
+    for part in text.split():
+        name, has_value, value = part.partition("=")
+        dashed = name if name.startswith("-") else f"--{name}"
+        if _names_a_setting(dashed):
+            argv += [dashed, *(value.split(",") if has_value else ())]
+        else:
+            known = [*ALIASES, *sorted(FIXABLE)]
+            close = did_you_mean(name.lstrip("-").replace("-", "_"), known)
+            what = f"--why {part}: {name!r} is no layout setting{close}"
+            mistakes.add(what, works=("--why 'tp=4 pp=8'",))
+    given = scan(argv, _layout_settings(), mistakes)
+    for word in given.words:
+        mistakes.add(f"--why takes settings such as tp=4 pp=8, not {word!r}")
+    if not (given.values or given.words or mistakes.found):
+        mistakes.add("--why takes settings such as tp=4 pp=8, and there are none")
+    mistakes.raise_if_any()
+    return request.but(**given.values)
+
+
+def _names_a_setting(flag: str) -> bool:
+    """Whether a word that begins with dashes is a layout setting, or a switch turned off."""
+    name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
+    name = ALIASES.get(name, name)
+    switches = {s.name for s in _layout_settings() if s.kind is bool}
+    return name in FIXABLE or name.removeprefix("no_") in switches
+
+
+def _layout_settings() -> list[Setting]:
+    return [s for section in config_settings().values() for s in section if s.name in FIXABLE]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the rule of thumb takes.
+
+    Attributes:
+        candidate: the layout; None: following it to the end, nothing fits.
+        steps: what was decided, in order.
+    """
+
+    candidate: Candidate | None
+    steps: tuple[str, ...]
+
+
+def rule_of_thumb(request: Request) -> Rule:
+    """The layout that the usual advice leads to.
+
+    Tensor parallelism inside the node and as small as fits; then pipeline parallelism across nodes;
+    expert parallelism before expert tensor parallelism, inside a node if that fits; data
+    parallelism with ZeRO-1 for the rest; micro-batch 1; recomputation where nothing else helps.
+    """
+    model, node = request.config.model, request.cluster.gpus_per_node
+    tensor = [n for n in (1, 2, 4, 8) if n <= node]
+    meshes = [(tp, 1) for tp in tensor]
+    pipelines = [pp for pp in divisors(request.world) if 1 < pp <= model.num_layers]
+    meshes += [(tensor[-1], pp) for pp in pipelines]
+    expert = divisors(model.num_experts or 1)
+    inside = max(n for n in expert if n <= node)
+    for recompute in (None, "full"):
+        for ep in (n for n in expert if n >= inside):
+            for tp, pp in meshes:
+                found = _first_fit(request, _by_rule(tp, pp, ep, recompute))
+                if found is not None:
+                    return Rule(found, tuple(_rule_steps(found)))
+    return Rule(None, ())
+
+
+def _by_rule(tp: int, pp: int, ep: int, recompute: str | None) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": tp > 1,
+        "pipeline_model_parallel_size": pp,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+        "data_parallel_sharding_strategy": "optim",
+        "num_distributed_optimizer_instances": 1,
+        "micro_batch_size": 1,
+        "recompute_granularity": recompute,
+    }
+
+
+def _first_fit(request: Request, settings: Mapping[str, Any]) -> Candidate | None:
+    """The layout with the most stages a rank that is legal and fits; balanced if need be."""
+    config = Config(request.config.model, training=request.config.training).with_values(**settings)
+    pp, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
+    shapes: list[dict[str, Any]] = [
+        {"num_virtual_stages_per_pipeline_rank": virtual}
+        for virtual in (4, 2)
+        if pp > 1 and layers % (pp * virtual) == 0
+    ]
+    shapes.append({})
+    if pp > 1:
+        shapes.append({"pipeline_model_parallel_layout": balanced_layout(config, pp)})
+    for shape in shapes:
+        try:
+            candidate = evaluate(request, config.with_values(**shape))
+        except ConfigError:
+            continue
+        if candidate.prediction is not None:
+            return candidate
+    return None
+
+
+def _rule_steps(found: Candidate) -> Iterator[str]:
+    grid = found.layout.grid
+    yield f"tensor parallelism {grid.tp}: the smallest inside a node that fits"
+    if grid.pp > 1:
+        yield f"pipeline parallelism {grid.pp}: across nodes, since a node's GPUs are not enough"
+    if grid.ep > 1:
+        yield f"expert parallelism {grid.ep}: a node, or the smallest that fits; none of tensors"
+    yield f"data parallelism {grid.dp} with ZeRO-1 for the rest, micro-batch 1"
+    if found.layout.config.memory.recompute_granularity:
+        yield "full recomputation: without it nothing fits"

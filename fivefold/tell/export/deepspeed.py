@@ -1,0 +1,224 @@
+"""Settings for DeepSpeed: the JSON file that `deepspeed.initialize` takes (checked with 0.19.8)."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from fivefold.layout import Layout
+from fivefold.tell.export.settings import Export, Settings, described
+from fivefold.tell.export.stand_in import changes, one_stage_a_rank
+
+_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
+
+
+def deepspeed(layout: Layout) -> Export:
+    """The file, as far as a layout is not code there."""
+    said, grid = Settings(layout.config), layout.grid
+    bf16 = said["precision"] == "bf16"
+    narrow = bf16 and said["grad_reduce_in_bf16"]
+    settings: dict[str, Any] = {
+        "train_batch_size": said["global_batch_size"],
+        "train_micro_batch_size_per_gpu": said["micro_batch_size"],
+        "gradient_accumulation_steps": layout.num_microbatches,
+        "gradient_clipping": said["clip_grad"],
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "bf16" if narrow else "fp32",
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": said["lr"],
+                "betas": [said["adam_beta1"], said["adam_beta2"]],
+                "eps": said["adam_eps"],
+                "weight_decay": said["weight_decay"],
+            },
+        },
+        "zero_optimization": _sharding(said),
+    }
+    rates = _rates(said)
+    if rates is not None:
+        settings["optimizer"]["params"]["lr"] = rates.pop("first")
+        settings["scheduler"] = rates
+    if said["tensor_model_parallel_size"] > 1:
+        settings["tensor_parallel"] = {"autotp_size": grid.tp}
+    if said["context_parallel_size"] > 1:
+        settings |= {"sequence_parallel_size": grid.cp, "data_parallel_size": grid.dp}
+    missing = [
+        *_lost_of_the_code(said, layout),
+        *_lost_of_the_rates(said),
+        *_lost_of_the_sharding(said, layout),
+        *_lost_of_the_memory(said),
+        *said.unread("no setting, but code there"),
+    ]
+    return Export(json.dumps(settings, indent=2) + "\n", tuple(missing))
+
+
+def _rates(said: Settings) -> dict[str, Any] | None:
+    """The scheduler, and the optimizer's own rate; None for a rate that never changes.
+
+    Its schedulers set no rate before the second step when they are told of an earlier one, and
+    count on from it. So the optimizer has the rate of the first step, and the count, which must
+    pass a warm-up of two steps, is shifted where ours is shorter.
+    """
+    style, peak, warm_up = said["lr_decay_style"], said["lr"], said["lr_warmup_iters"]
+    start = said["lr_warmup_init"]
+    end = said["lr_decay_iters"] or said["train_iters"]
+    if style == "WSD" or (style == "constant" and not warm_up):
+        return None
+    shift = max(0, _LEAST_WARM_UP - warm_up)
+    params: dict[str, Any] = {"warmup_num_steps": warm_up + shift, "warmup_type": "linear"}
+    if style == "cosine":
+        params["warmup_min_ratio"] = start / peak
+        params["cos_min_ratio"] = said["min_lr"] / peak
+        if warm_up:
+            return {
+                "type": "WarmupCosineLR",
+                "first": peak,
+                "params": params | {"total_num_steps": end},
+            }
+        # Its cosine is a step ahead of its count.
+        params |= {"total_num_steps": end + shift, "last_batch_iteration": shift - 1}
+        return {"type": "WarmupCosineLR", "first": peak, "params": params}
+    params |= {"warmup_max_lr": peak, "last_batch_iteration": shift}
+    first = start if warm_up else peak
+    if style == "constant":
+        return {"type": "WarmupLR", "first": first, "params": params | {"warmup_min_lr": start}}
+    params |= {"warmup_min_lr": said["min_lr"], "total_num_steps": end + shift}
+    return {"type": "WarmupDecayLR", "first": first, "params": params}
+
+
+def _lost_of_the_rates(said: Settings) -> Iterator[str]:
+    style, warm_up, start = said["lr_decay_style"], said["lr_warmup_iters"], said["lr_warmup_init"]
+    if style == "WSD":
+        names = ("lr_warmup_iters", "lr_warmup_init", "lr_decay_iters", "lr_wsd_decay_iters")
+        asked = ", ".join(
+            f"{name} = {said[name]}" for name in (*names, "lr_wsd_decay_style", "min_lr")
+        )
+        yield f"it has no scheduler for WSD: without one of yours the rate stays at lr ({asked})"
+    elif warm_up and style == "cosine":
+        yield (
+            f"WarmupCosineLR's warm-up of {warm_up} steps (lr_warmup_iters) is a step late, its "
+            "first step at a rate of 0; its cosine is ours"
+        )
+    elif warm_up and style == "linear" and start != said["min_lr"]:
+        yield (
+            f"WarmupDecayLR warms up from min_lr = {said['min_lr']}, where it ends, not from "
+            f"lr_warmup_init = {start}"
+        )
+
+
+def _sharding(said: Settings) -> dict[str, Any]:
+    stage = _STAGES.index(said["data_parallel_sharding_strategy"])
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        zero |= {
+            "overlap_comm": said["overlap_grad_reduce"],
+            "contiguous_gradients": True,
+            "reduce_scatter": True,
+        }
+    if stage == 3 and not said["overlap_param_gather"]:
+        zero["stage3_prefetch_bucket_size"] = 0
+    if stage and said["optimizer_cpu_offload"]:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if stage == 3:
+            zero["offload_optimizer"]["ratio"] = said["optimizer_offload_fraction"]
+    return zero
+
+
+def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
+    grid, parallel, model = layout.grid, layout.config.parallel, layout.config.model
+    said.mention(*vars(model))
+    yield f"the model is code there: {described(model)}"
+    corpora = " ".join(said["data_path"])
+    yield (
+        f"the training loop, corpus and tokenizer are code there: seq_length = "
+        f"{said['seq_length']}, train_iters = {said['train_iters']}, seed = {said['seed']}, "
+        f"data_path = {corpora}, tokenizer_model = {said['tokenizer_model']}"
+    )
+    if said["weight_decay"]:
+        yield "that biases and norms have no weight_decay is code there: groups of parameters"
+    if grid.pp > 1:
+        stages = one_stage_a_rank(layout).split.stages
+        said.mention("pipeline_model_parallel_size")
+        held = " ".join(str(len(stage.layers)) for stage in stages)
+        yield (
+            "pipeline stages are code there (pipeline_model_parallel_size): "
+            f"PipelineModule(num_stages={grid.pp}), layers {held}"
+        )
+        if layout.schedule != "1f1b":
+            yield (
+                f"DeepSpeed's pipeline runs 1F1B, one stage a rank, not {layout.schedule}; "
+                f"{changes(layout, one_stage_a_rank(layout))}"
+            )
+        if said["data_parallel_sharding_strategy"] in ("optim_grads", "optim_grads_params"):
+            yield "its pipeline takes ZeRO stage 0 or 1 only"
+    if grid.cp > 1:
+        ways = " ".join(said["cp_comm_type"])
+        yield (
+            f"attention over {grid.cp} ranks is code there: Ulysses, by UlyssesSPAttentionHF "
+            f"(cp_comm_type = {ways})"
+        )
+    if said["expert_model_parallel_size"] > 1:
+        yield (
+            "expert parallelism is code there (expert_model_parallel_size): "
+            f"deepspeed.moe.layer.MoE(ep_size={grid.ep})"
+        )
+    if grid.tp > 1 and said["sequence_parallel"]:
+        yield (
+            "its tensor parallelism does not split the sequence (sequence_parallel): activations "
+            "need more memory"
+        )
+    if parallel.tp_comm_overlap:
+        said.mention("tp_comm_overlap")
+        yield "tp_comm_overlap has no counterpart there: tensor-parallel messages are waited for"
+    if said["fp8_format"] or said["fp4_format"]:
+        names = ("fp8_format", "fp8_recipe", "fp4_format")
+        formats = ", ".join(f"{name} = {said[name]}" for name in names)
+        yield f"multiplications in 8 or 4 bits are code there: {formats}"
+    if said["precision"] == "fp64":
+        yield "precision fp64 is code there: a model in double precision"
+
+
+def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
+    strategy, grid = said["data_parallel_sharding_strategy"], layout.grid
+    said.mention("data_parallel_shard_size")
+    if said["num_distributed_optimizer_instances"] > 1 and strategy != "no_shard":
+        yield (
+            f"it shards over all {grid.dp} data-parallel ranks: MiCS, for groups "
+            f"(num_distributed_optimizer_instances = {grid.dp_replicate}), was removed"
+        )
+    if strategy == "no_shard" and grid.dp > 1 and said["overlap_grad_reduce"]:
+        yield "at ZeRO stage 0 gradients are reduced after the backward (overlap_grad_reduce)"
+    if strategy in ("optim", "optim_grads") and grid.dp > 1 and said["overlap_param_gather"]:
+        yield "below ZeRO stage 3 parameters are gathered after the step (overlap_param_gather)"
+
+
+def _lost_of_the_memory(said: Settings) -> Iterator[str]:
+    strategy = said["data_parallel_sharding_strategy"]
+    granularity = said["recompute_granularity"]
+    if granularity:
+        kind = f"recompute_granularity = {granularity}"
+        if granularity == "full":
+            kind += f", recompute_method = {said['recompute_method']}"
+            kind += f", recompute_num_layers = {said['recompute_num_layers']}"
+        else:
+            kind += f", recompute_modules = {' '.join(said['recompute_modules'])}"
+        yield f"recomputation is code there: deepspeed.checkpointing.checkpoint ({kind})"
+    if said["fine_grained_activation_offloading"]:
+        modules = " ".join(said["offload_modules"])
+        yield (
+            "fine_grained_activation_offloading is code there: offload_modules = "
+            f"{modules}, min_offloaded_tensor_size = {said['min_offloaded_tensor_size']}"
+        )
+    if said["cross_entropy_loss_fusion"]:
+        impl = said["cross_entropy_fusion_impl"]
+        yield f"cross_entropy_loss_fusion is code there (cross_entropy_fusion_impl = {impl})"
+    share = said["optimizer_offload_fraction"]
+    if said["optimizer_cpu_offload"] and strategy == "no_shard":
+        yield "an optimizer on the host (optimizer_cpu_offload) needs ZeRO stage 1 or more"
+    elif said["optimizer_cpu_offload"] and share < 1 and strategy != "optim_grads_params":
+        yield (
+            "below ZeRO stage 3 all of the optimizer goes to the host, not a part "
+            f"(optimizer_offload_fraction = {share})"
+        )

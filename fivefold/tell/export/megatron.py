@@ -1,0 +1,261 @@
+"""Flags for Megatron-LM: the command line of `pretrain_gpt.py` (checked with release 0.16.1)."""
+
+from collections.abc import Iterator
+from math import ceil
+
+from fivefold.config.model import ModelConfig
+from fivefold.layout import Layout
+from fivefold.tell.export.megatron_pipeline import (
+    its_pipeline,
+    lost_in_the_pipeline,
+    pipeline_flags,
+)
+from fivefold.tell.export.settings import Export, Settings, command_line, flag, flags, set_flag
+
+_RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
+_MODULES = {"routed_experts": "moe"}  # recomputed there with all that is around them
+_ITS_ROPE_SCALING = {
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_max_position_embeddings": 8192,
+}
+
+
+def megatron(layout: Layout) -> Export:
+    """The flags of a layout; Fivefold reads those that it has, too."""
+    said, runs = Settings(layout.config), its_pipeline(layout)
+    lines = [
+        *_model(said, layout),
+        *pipeline_flags(said, layout, runs),
+        *_parallel(said, layout, runs),
+        *_memory(said),
+        *_training(said),
+    ]
+    missing = [
+        *_lost_of_the_model(said, layout),
+        *lost_in_the_pipeline(said, layout, runs),
+        *_lost(said, layout, runs),
+        *said.unread("no flag there"),
+    ]
+    return Export(command_line(lines), tuple(missing))
+
+
+def _model(said: Settings, layout: Layout) -> Iterator[str]:
+    model = layout.config.model
+    yield from flags(said, "num_layers", "hidden_size", "num_attention_heads")
+    said.mention("ffn_hidden_size")
+    yield from set_flag("ffn_hidden_size", model.ffn_size)
+    if said["num_query_groups"] and not model.multi_latent_attention:
+        yield "--group-query-attention"
+        yield from flags(said, "num_query_groups")
+    yield from flags(said, "kv_channels", "normalization", "norm_epsilon")
+    yield from set_flag("qk_layernorm", said["qk_layernorm"] or model.multi_latent_attention)
+    if said["softmax_type"] != "vanilla":
+        yield from flags(said, "softmax_type")
+    yield from flags(said, "position_embedding_type")
+    positions = max(said["max_position_embeddings"], layout.config.training.seq_length)
+    yield from set_flag("max_position_embeddings", positions)
+    if said["window_size"] is not None:
+        yield from flag("window-size", f"{model.window_size},0")
+    if model.position_embedding_type == "rope":
+        yield from set_flag("rotary_base", round(said["rotary_base"]))
+        if model.use_rope_scaling:
+            yield from flags(said, "use_rope_scaling", "rope_scaling_factor")
+    yield from _activation(said, model)
+    yield from flags(said, "add_qkv_bias", "untie_embeddings_and_output_weights")
+    yield from flags(said, "vocab_size", "make_vocab_size_divisible_by")
+    if model.padded_vocab_size % (model.make_vocab_size_divisible_by * layout.grid.tp):
+        yield from set_flag("padded_vocab_size", model.padded_vocab_size)  # else padded for TP, too
+    yield from flags(said, "hidden_dropout", "attention_dropout", "init_method_std")
+    if said["num_experts"]:
+        yield from flags(said, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
+        yield from flags(said, "moe_router_num_groups", "moe_router_group_topk")
+        yield from flags(said, "moe_shared_expert_intermediate_size", "moe_layer_freq")
+        yield "--moe-grouped-gemm"
+    if said["multi_latent_attention"]:
+        yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
+        yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        yield from flag("rope-type", "rope")  # its default is another
+    yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
+
+
+def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
+    """Its GELU is the one of tanh where it is fused with a bias, else the exact one."""
+    if said["gated_linear_unit"] and said["activation_func"] == "silu":
+        yield "--swiglu"
+    elif model.activation_func == "gelu" and model.add_bias_linear:
+        yield "--no-bias-gelu-fusion"
+    if not said["add_bias_linear"]:
+        yield "--disable-bias-linear"
+
+
+def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
+    parallel, grid = layout.config.parallel, layout.grid
+    yield from flags(said, "tensor_model_parallel_size", "sequence_parallel", "tp_comm_overlap")
+    if grid.cp > 1:
+        yield from flags(said, "context_parallel_size", "cp_comm_type")
+        yield from flags(said, "hierarchical_context_parallel_sizes")
+    if layout.config.model.num_experts:
+        yield from flags(said, "expert_model_parallel_size", "expert_tensor_parallel_size")
+        yield from flags(said, "moe_token_dispatcher_type")
+        hides = said["overlap_moe_expert_parallel_comm"] and not _why_not_hidden(layout, runs)
+        yield from set_flag("overlap_moe_expert_parallel_comm", hides)
+        if parallel.moe_token_dispatcher_type == "flex":
+            yield from flag("moe-flex-dispatcher-backend", "deepep")
+    strategy = said["data_parallel_sharding_strategy"]
+    if strategy == "optim":
+        yield "--use-distributed-optimizer"
+    elif strategy != "no_shard":
+        yield "--use-megatron-fsdp"
+        yield from flag("data-parallel-sharding-strategy", strategy)
+        yield from flag("ckpt-format", "fsdp_dtensor")
+    said.mention("data_parallel_shard_size")  # what the replicas leave of the ranks
+    if said["num_distributed_optimizer_instances"] > 1:
+        yield from flags(said, "num_distributed_optimizer_instances")
+    yield from flags(said, "overlap_grad_reduce")
+    gathers = said["overlap_param_gather"] and strategy != "no_shard"
+    yield from set_flag("overlap_param_gather", gathers and parallel.overlap_grad_reduce)
+    yield from flags(said, "grad_reduce_in_bf16")
+
+
+def _why_not_hidden(layout: Layout, runs: Layout) -> str | None:
+    """Why experts' messages are not hidden there; None: they can be."""
+    parallel = layout.config.parallel
+    if layout.grid.pp > 1 and runs.split.num_virtual == 1:
+        return "in a pipeline it needs several stages a rank"
+    if layout.grid.ep == 1 or parallel.moe_token_dispatcher_type == "allgather":
+        return "it needs expert parallelism, by alltoall or flex"
+    if layout.config.memory.recompute_granularity == "full":
+        return "it does not go with full recomputation"
+    if layout.config.training.precision != "bf16":
+        return "it needs bf16"
+    mtp = layout.config.model.mtp_num_layers
+    if mtp > 1 or (mtp and layout.grid.pp == 1):
+        return "it takes one prediction layer, in a pipeline"
+    return None
+
+
+def _memory(said: Settings) -> Iterator[str]:
+    granularity = said["recompute_granularity"]
+    yield from set_flag("recompute_granularity", granularity)
+    if granularity == "full":
+        yield from flags(said, "recompute_method", "recompute_num_layers")
+    elif granularity == "selective":
+        modules = (_MODULES.get(module, module) for module in said["recompute_modules"])
+        yield from set_flag("recompute_modules", tuple(dict.fromkeys(modules)))
+    if said["fine_grained_activation_offloading"]:
+        yield from flags(said, "fine_grained_activation_offloading", "offload_modules")
+        yield from flags(said, "min_offloaded_tensor_size")
+    if said["cross_entropy_loss_fusion"]:
+        yield "--cross-entropy-loss-fusion"
+        impl = said["cross_entropy_fusion_impl"]
+        yield from flag("cross-entropy-fusion-impl", "native" if impl == "linear" else impl)
+    if said["optimizer_cpu_offload"]:
+        yield from flags(said, "optimizer_cpu_offload", "optimizer_offload_fraction")
+        yield from flag("use-precision-aware-optimizer")
+
+
+def _training(said: Settings) -> Iterator[str]:
+    yield from flags(said, "micro_batch_size", "global_batch_size", "seq_length", "train_iters")
+    yield from flags(said, "seed")
+    yield from set_flag("bf16", said["precision"] == "bf16")
+    if said["fp8_format"] and not said["fp4_format"]:
+        yield from flags(said, "fp8_format")
+        recipe = said["fp8_recipe"]
+        yield from set_flag("fp8_recipe", recipe if recipe in _RECIPES else "tensorwise")
+    yield from flags(said, "fp4_format")
+    yield from flags(said, "lr", "min_lr", "lr_decay_style", "lr_decay_iters")
+    yield from flags(said, "lr_warmup_iters", "lr_warmup_init")
+    if said["lr_decay_style"] == "WSD":
+        yield from flags(said, "lr_wsd_decay_iters", "lr_wsd_decay_style")
+    yield from flags(said, "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+    # Without an interval it counts its evaluations in vain; without iterations there are none.
+    yield from flag("eval-interval", said["eval_interval"] or said["train_iters"])
+    yield from flag("eval-iters", said["eval_iters"] if said["eval_interval"] else 0)
+    yield from set_flag(
+        "no_check_for_nan_in_loss_and_grad", not said["check_for_nan_in_loss_and_grad"]
+    )
+    yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
+    yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
+    model = layout.config.model
+    if model.position_embedding_type == "rope" and model.rotary_base % 1:
+        base = model.rotary_base
+        yield f"its rotary_base is a whole number: {round(base)}, not {base}"
+    if model.use_rope_scaling:
+        others = [
+            f"{name} is {its:g} there, not {said[name]:g}"
+            for name, its in _ITS_ROPE_SCALING.items()
+            if said[name] != its
+        ]
+        if others:
+            yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
+    function = (model.activation_func, model.gated_linear_unit)
+    exact = model.activation_func == "gelu" or model.add_bias_linear
+    if function != ("silu", True) and (
+        model.gated_linear_unit or function[0] == "silu" or not exact
+    ):
+        yield (
+            f"activation_func {function[0]} with gated_linear_unit {function[1]} and "
+            f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
+            "GELU without a gate"
+        )
+    if model.mtp_num_layers and model.position_embedding_type != "rope":
+        yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
+    if model.num_experts and model.add_bias_linear and layout.grid.etp > 1:
+        yield "it refuses experts with add_bias_linear where expert_tensor_parallel_size > 1"
+    if said["unmodelled"]:
+        left_out = ", ".join(model.unmodelled)
+        yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
+
+
+def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
+    parallel, memory, training = (
+        layout.config.parallel,
+        layout.config.memory,
+        layout.config.training,
+    )
+    if parallel.overlap_moe_expert_parallel_comm and (why := _why_not_hidden(layout, runs)):
+        yield f"overlap_moe_expert_parallel_comm was left out: {why}"
+    sharded = parallel.data_parallel_sharding_strategy != "no_shard"
+    if sharded and parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        yield "overlap_param_gather was left out: it needs --overlap-grad-reduce"
+    if training.precision != "bf16":
+        yield f"Megatron-LM computes in fp32 without --bf16; precision = {training.precision}"
+    if training.fp8_format and training.fp4_format:
+        recipe = f"fp8_format = {training.fp8_format}, fp8_recipe = {said['fp8_recipe']}"
+        yield f"it multiplies in 8 or in 4 bits, not in both: {recipe} was left out"
+    elif training.fp8_format and training.fp8_recipe not in _RECIPES:
+        yield f"it has no {training.fp8_recipe} recipe (fp8_recipe): tensorwise stands in its place"
+    if memory.recompute_granularity == "selective" and "routed_experts" in memory.recompute_modules:
+        yield "it recomputes experts with their dispatch (moe), not alone (recompute_modules)"
+    if memory.cross_entropy_fusion_impl == "linear" and memory.cross_entropy_loss_fusion:
+        yield (
+            "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
+            "alone, and keeps the logits"
+        )
+    if said["distributed_timeout_minutes"] % 1:
+        yield "distributed_timeout_minutes are whole there, and were rounded up"
+    if said["reset_attention_mask"]:
+        yield (
+            "the causal kernels of Transformer Engine look at no mask: with them tokens attend "
+            "beyond their documents, whatever --reset-attention-mask says"
+        )
+    yield from _connections(layout)
+    corpora = " ".join(said["data_path"])
+    tokenizer = said["tokenizer_model"] or "trained on it"
+    yield (
+        f"corpus, tokenizer and checkpoints are yours to give: data_path = {corpora}, "
+        f"tokenizer_model = {tokenizer}"
+    )
+
+
+def _connections(layout: Layout) -> Iterator[str]:
+    """What it asserts of the environment."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if layout.config.parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
+        yield f"its FSDP needs {name} not to be 1"
+    elif layout.grid.tp > 1 or layout.grid.cp > 1:
+        yield f"before Blackwell, tensor and context parallelism need {name}=1 set"

@@ -1,0 +1,74 @@
+"""The pipeline of Megatron-LM: what it runs of a layout, the flags that say so, what is lost."""
+
+from collections.abc import Iterator
+
+from fivefold.layout import Layout
+from fivefold.pipeline.layout import layout_string
+from fivefold.tell.export.settings import SPLITS, Settings, flag, flags
+from fivefold.tell.export.stand_in import changes, in_a_loop, interleaved, one_stage_a_rank
+
+_ITS_SCHEDULES = ("1f1b", "interleaved_1f1b", "combined_1f1b")
+
+
+def its_pipeline(layout: Layout) -> Layout:
+    """What it runs: 1F1B, over several stages a rank if they lie in a loop."""
+    if layout.split.num_virtual == 1 and layout.schedule in _ITS_SCHEDULES:
+        return layout
+    if layout.split.num_virtual > 1 and not _why_not_interleaved(layout):
+        return layout if layout.schedule in _ITS_SCHEDULES else interleaved(layout)
+    return one_stage_a_rank(layout)
+
+
+def _why_not_interleaved(layout: Layout) -> str | None:
+    """Why it cannot run several stages a rank; None: it can."""
+    pp, split, microbatches = layout.grid.pp, layout.split, layout.num_microbatches
+    group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp
+    if pp == 1:
+        return "on one pipeline rank Megatron-LM has one stage"
+    if not in_a_loop(split):
+        return "Megatron-LM lays stages in a loop, not in a V"
+    if not pp <= group <= microbatches or 0 < microbatches % group < pp:
+        return (
+            f"Megatron-LM interleaves groups of {pp} microbatches and more, and {microbatches} are "
+            f"not made of groups of {group}"
+        )
+    if any(stage.mtp for stage in split.stages[:-pp]):
+        return "Megatron-LM wants prediction layers in the last stage of a rank"
+    return None
+
+
+def pipeline_flags(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
+    """The split of `runs`: by the user's own flags where they say it, else written out."""
+    yield from flags(said, "pipeline_model_parallel_size")
+    by_flags = {name: said[name] for name in SPLITS}
+    given = by_flags.pop("pipeline_model_parallel_layout") is not None
+    if layout.grid.pp == 1:
+        return
+    if runs.split != layout.split:
+        given = len({len(stage.layers) for stage in runs.split.stages}) > 1
+        by_flags = {}
+    elif 0 in (
+        by_flags[name]
+        for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    ):
+        given = True  # an end without a layer has no flag there
+    if given:
+        yield from flag("pipeline-model-parallel-layout", layout_string(runs.split.stages))
+    else:
+        yield from flags(said, *by_flags)
+    if runs.split.num_virtual > 1:
+        yield from flags(said, "microbatch_group_size_per_virtual_pipeline_stage")
+
+
+def lost_in_the_pipeline(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
+    """Another schedule, with what it costs; settings of schedules that Megatron-LM lacks."""
+    said.mention("pipeline_schedule")
+    if runs is layout:
+        return
+    reasons = []
+    if layout.schedule not in _ITS_SCHEDULES:
+        reasons.append(f"Megatron-LM has no {layout.schedule} schedule (pipeline_schedule)")
+    if layout.split.num_virtual > 1 and (why := _why_not_interleaved(layout)):
+        reasons.append(why)
+    name = "interleaved 1F1B" if runs.split.num_virtual > 1 else "1F1B, one stage a rank"
+    yield f"{'; '.join(reasons)}: it runs {name}; {changes(layout, runs)}"

@@ -1,0 +1,293 @@
+"""Settings for torchtitan: the command line of `torchtitan.train` (checked with 0.3.0)."""
+
+from collections.abc import Iterator, Mapping
+from math import ceil, inf
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.layout import Layout
+from fivefold.tell.export.settings import (
+    SPLITS,
+    Export,
+    Settings,
+    command_line,
+    described,
+    flag,
+)
+from fivefold.tell.export.stand_in import changes, in_a_loop, one_stage_a_rank
+from fivefold.tell.export.torchtitan_models import (
+    ITS_MODELS,
+    WITHOUT_MEANING,
+    known,
+    why_unknown,
+)
+
+_OF_ONE_STAGE = MappingProxyType({"gpipe": "GPipe", "1f1b": "1F1B", "combined_1f1b": "1F1B"})
+_OF_A_LOOP = MappingProxyType(
+    {
+        "gpipe": "LoopedBFS",
+        "looped_bfs": "LoopedBFS",
+        "interleaved_1f1b": "Interleaved1F1B",
+        "combined_1f1b": "Interleaved1F1B",
+        "interleaved_zb": "InterleavedZeroBubble",
+    }
+)
+_OF_A_V = MappingProxyType({"zb_v": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"})
+_WSD_DECAYS = MappingProxyType({"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"})
+
+
+def torchtitan(layout: Layout) -> Export:
+    """The flags; the kind of recomputation comes last, as a subcommand.
+
+    Whatever its configurations set by themselves is set here, too.
+    """
+    said = Settings(layout.config)
+    name = known(layout.config.model, layout.config.training)
+    runs, schedule = layout, _its_schedule(layout)
+    if schedule is None:
+        runs = one_stage_a_rank(layout, "1f1b" if _fills(layout) else "gpipe")
+        schedule = _OF_ONE_STAGE[runs.schedule]
+    lines = [
+        *(() if name is None else flag("module", ITS_MODELS[name].module)),
+        *(() if name is None else flag("config", name)),
+        *_training(said, layout),
+        *_parallelism(said, layout),
+        *_pipeline(said, runs, schedule),
+        *_optimizer(said),
+        f"activation-checkpoint:{said['recompute_granularity'] or 'none'}",
+    ]
+    missing = [
+        *_lost_of_the_model(said, layout, name),
+        *_lost_of_the_rate(said),
+        *_lost_of_the_layout(said, layout, runs),
+        *_lost(said, layout),
+        *said.unread("no flag there"),
+    ]
+    return Export(command_line(lines), tuple(missing))
+
+
+def _switch(name: str, on: bool) -> Iterator[str]:
+    """A flag that can be said to be off."""
+    section, _, last = name.rpartition(".")
+    yield from flag(name if on else f"{section}.no_{last}")
+
+
+def _training(said: Settings, layout: Layout) -> Iterator[str]:
+    grid = layout.grid
+    together = layout.num_microbatches if grid.pp > 1 else 1
+    yield from flag("training.local_batch_size", said["micro_batch_size"] * together)
+    yield from flag("training.global_batch_size", said["global_batch_size"])
+    yield from flag("training.seq_len", said["seq_length"])
+    yield from flag("training.steps", said["train_iters"])
+    yield from flag("training.max_norm", said["clip_grad"] or inf)
+    kind = "bfloat16" if said["precision"] == "bf16" else "float32"
+    yield from flag("training.mixed_precision_param", kind)
+    if grid.pp > 1 or grid.ep > 1:
+        yield from flag("training.disable_cuda_graphs")
+    yield from flag("debug.seed", said["seed"])
+    seconds = ceil(60 * said["distributed_timeout_minutes"])
+    yield from flag("comm.init_timeout_seconds", seconds)
+    yield from flag("comm.train_timeout_seconds", seconds)
+    evaluates = said["eval_interval"] > 0 and said["eval_iters"] > 0
+    yield from _switch("validator.enable", evaluates)
+    if evaluates:
+        yield from flag("validator.freq", said["eval_interval"])
+        yield from flag("validator.steps", said["eval_iters"])
+    yield from flag("profiler.no_enable_profiling")
+    overlapped = said["tp_comm_overlap"]
+    yield from _switch("compile.enable", said["compile"] or overlapped)
+    yield from _switch("compile.enable_async_tensor_parallel", overlapped)
+    if said["compile"] or overlapped:
+        yield from flag("compile.components", "model,loss")
+        yield from flag("compile.backend", said["compile_backend"])
+
+
+def _parallelism(said: Settings, layout: Layout) -> Iterator[str]:
+    grid, strategy = layout.grid, said["data_parallel_sharding_strategy"]
+    sharded = strategy != "no_shard"
+
+    def degree(name: str, size: int) -> Iterator[str]:
+        yield from flag(f"parallelism.{name}_degree", size)
+
+    said.mention("num_distributed_optimizer_instances", "data_parallel_shard_size")
+    yield from degree("data_parallel_replicate", grid.dp_replicate if sharded else grid.dp)
+    yield from degree("data_parallel_shard", grid.dp_shard if sharded else 1)
+    gathers = "always" if strategy == "optim_grads_params" else "never"
+    yield from flag("parallelism.fsdp_reshard_after_forward", gathers)
+    yield from degree("tensor_parallel", said["tensor_model_parallel_size"])
+    if grid.tp > 1:
+        yield from _switch("parallelism.enable_sequence_parallel", said["sequence_parallel"])
+    yield from degree("context_parallel", said["context_parallel_size"])
+    yield from degree("expert_parallel", said["expert_model_parallel_size"])
+    yield from degree("pipeline_parallel", said["pipeline_model_parallel_size"])
+
+
+def _its_schedule(layout: Layout) -> str | None:
+    """The class that runs the layout's own pipeline; None: there is none."""
+    pp, split, microbatches = layout.grid.pp, layout.split, layout.num_microbatches
+    table: Mapping[str, str] = _OF_A_V
+    if split.num_virtual == 1:
+        # One rank runs its microbatches one by one.
+        table = _OF_ONE_STAGE if pp > 1 else {"1f1b": "1F1B"}
+    elif pp > 1 and in_a_loop(split):
+        table = _OF_A_LOOP
+    name = table.get(layout.schedule)
+    rounds = max(1, microbatches // pp)
+    if (name or "").startswith("Interleaved") and microbatches % rounds:
+        return None  # it cuts the microbatches into equal rounds
+    return None if name == "1F1B" and not _fills(layout) else name
+
+
+def _fills(layout: Layout) -> bool:
+    """Whether there are as many microbatches as its 1F1B wants."""
+    return layout.num_microbatches >= layout.grid.pp
+
+
+def _pipeline(said: Settings, runs: Layout, schedule: str) -> Iterator[str]:
+    said.mention("pipeline_schedule", *SPLITS)
+    if runs.grid.pp > 1:
+        yield from flag("parallelism.pipeline_parallel_schedule", schedule)
+        size = said["micro_batch_size"]
+        yield from flag("parallelism.pipeline_parallel_microbatch_size", size)
+        yield from flag("parallelism.module_fqns_per_model_part", *_stages(runs))
+
+
+def _stages(layout: Layout) -> Iterator[str]:
+    """Names of what each stage holds, as torchtitan calls them."""
+    for stage in layout.split.stages:
+        first = ["tok_embeddings"] if stage.embedding else []
+        last = ["norm", "lm_head"] if stage.head else []
+        yield ",".join([*first, *(f"layers.{layer}" for layer in stage.layers), *last])
+
+
+def _optimizer(said: Settings) -> Iterator[str]:
+    group = "optimizer.param_groups.0.optimizer_kwargs"
+    yield from flag(f"{group}.lr", said["lr"])
+    yield from flag(f"{group}.betas", said["adam_beta1"], said["adam_beta2"])
+    yield from flag(f"{group}.eps", said["adam_eps"])
+    yield from flag(f"{group}.weight_decay", said["weight_decay"])
+    for name, value in _rate(said).items():
+        yield from flag(f"lr_scheduler.{name}", value)
+
+
+def _rate(said: Settings) -> dict[str, Any]:
+    """Its learning rate: a warm-up, a stable phase, a decay over the last share of the steps."""
+    style, shape = said["lr_decay_style"], said["lr_wsd_decay_style"]
+    # Beyond its last step the rate would go on falling, below zero.
+    steps = max(said["lr_decay_iters"] or 0, said["train_iters"])
+    share: float | None = None
+    if style == "constant":
+        share = 0.0
+    elif style == "WSD":
+        share = said["lr_wsd_decay_iters"] / steps
+    return {
+        "warmup_steps": said["lr_warmup_iters"],
+        "total_steps": steps,
+        "decay_ratio": share,
+        "decay_type": _WSD_DECAYS.get(shape, "linear") if style == "WSD" else _plain(style),
+        "min_lr_factor": said["min_lr"] / said["lr"],
+    }
+
+
+def _plain(style: str) -> str:
+    return "cosine" if style == "cosine" else "linear"
+
+
+def _lost_of_the_model(said: Settings, layout: Layout, name: str | None) -> Iterator[str]:
+    model, training = layout.config.model, layout.config.training
+    said.mention(*vars(model), "fp8_format", "fp4_format", "fp8_recipe")
+    if name is None:
+        yield f"--module and --config must name a model: {described(model)}"
+        yield why_unknown(model)
+    narrow = (training.fp8_format, training.fp8_recipe)
+    if training.fp4_format or (
+        training.fp8_format and (name is None or ITS_MODELS[name].narrow != narrow)
+    ):
+        formats = f"fp8_format = {narrow[0]}, fp8_recipe = {narrow[1]}"
+        yield (
+            "multiplications in 8 or 4 bits are converters of the model's configuration there: "
+            f"{formats}, fp4_format = {training.fp4_format}"
+        )
+    if model.num_experts and "balancing by a bias of the router" not in model.unmodelled:
+        yield "it balances experts by a bias of the router, which this model does not"
+    std = model.init_method_std
+    yield f"initial weights are drawn as its models say, not by init_method_std = {std}"
+
+
+def _lost_of_the_rate(said: Settings) -> Iterator[str]:
+    style, shape, end = said["lr_decay_style"], said["lr_wsd_decay_style"], said["lr_decay_iters"]
+    if style == "WSD" and shape not in _WSD_DECAYS:
+        yield f"it has no {shape} decay (lr_wsd_decay_style): a linear one stands in its place"
+    if style != "constant" and end is not None and end < said["train_iters"]:
+        yield f"its decay ends with the last step, not at lr_decay_iters = {end}"
+    if said["lr_warmup_iters"]:
+        yield (
+            "its warm-up begins with a step's share of the rate and runs one step ahead, not from "
+            f"lr_warmup_init = {said['lr_warmup_init']}"
+        )
+    if said["weight_decay"]:
+        yield "its weight_decay falls on biases and norms, too"
+
+
+def _lost_of_the_layout(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
+    parallel, grid = layout.config.parallel, layout.grid
+    if parallel.data_parallel_sharding_strategy in ("optim", "optim_grads"):
+        yield (
+            "torchtitan always shards parameters; fsdp_reshard_after_forward never keeps them "
+            "gathered between forward and backward, which is nearest to ZeRO-2"
+        )
+    if runs is not layout:
+        yield (
+            f"torchtitan has no {layout.schedule} schedule (pipeline_schedule) for "
+            f"{layout.num_microbatches} microbatches and {layout.split.num_virtual} stages a rank "
+            f"like these: {_OF_ONE_STAGE[runs.schedule]}, one stage a rank, stands in its place; "
+            f"{changes(layout, runs)}; fivefold schedule "
+            "--torch-csv writes others for parallelism.pipeline_parallel_schedule_csv"
+        )
+    if said["expert_tensor_parallel_size"] > 1:
+        yield f"expert_tensor_parallel_size = {grid.etp} has no flag there"
+    if grid.ep > 1 and said["moe_token_dispatcher_type"] != "alltoall":
+        yield (
+            "how tokens reach their experts belongs to the model's configuration there: "
+            f"moe_token_dispatcher_type = {parallel.moe_token_dispatcher_type}"
+        )
+    if grid.cp > 1 and said["cp_comm_type"] != ("all_gather",):
+        ways = " ".join(parallel.cp_comm_type)
+        yield f"its context parallelism gathers keys and values; cp_comm_type = {ways}"
+    if said["tp_comm_overlap"] and not said["compile"]:
+        yield "its tp_comm_overlap needs torch.compile, which was turned on (compile)"
+
+
+def _lost(said: Settings, layout: Layout) -> Iterator[str]:
+    memory, training = layout.config.memory, layout.config.training
+    said.mention(*WITHOUT_MEANING)
+    if memory.recompute_granularity == "selective":
+        modules = " ".join(said["recompute_modules"])
+        yield f"recompute_modules {modules} became its selection operation by operation"
+    if memory.recompute_granularity == "full":
+        said.mention("recompute_method", "recompute_num_layers")
+        if memory.recompute_method == "block":
+            layers = memory.recompute_num_layers
+            yield f"recompute_method block of {layers} layers a stage became that of all layers"
+        elif memory.recompute_num_layers > 1:
+            layers = memory.recompute_num_layers
+            yield f"it recomputes layer by layer, not in groups (recompute_num_layers = {layers})"
+    if said["cross_entropy_loss_fusion"]:
+        impl = said["cross_entropy_fusion_impl"]
+        yield (
+            "cross_entropy_loss_fusion belongs to the model's configuration there, whose loss goes "
+            f"by 8 chunks of the tokens (cross_entropy_fusion_impl = {impl})"
+        )
+    if said["optimizer_cpu_offload"]:
+        share = said["optimizer_offload_fraction"]
+        yield (
+            "optimizer_cpu_offload was left out: training.enable_cpu_offload there moves "
+            f"parameters and gradients, too, and all of them (optimizer_offload_fraction = {share})"
+        )
+    if training.precision == "fp64":
+        yield "it computes in fp32 at most, not in precision = fp64"
+    corpora = " ".join(said["data_path"])
+    yield (
+        f"corpus, tokenizer and checkpoints are those of its configuration: data_path = {corpora}, "
+        f"tokenizer_model = {said['tokenizer_model']}"
+    )

@@ -1,0 +1,250 @@
+"""Why there is no plan, and the nearest questions that have one.
+
+Whatever a no suggests is tried first: typed after the same command line, it leads to a layout that
+fits.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice, product
+from math import prod
+from typing import Any
+
+from fivefold.check import check
+from fivefold.config.config import SETTINGS, Config
+from fivefold.config.flags import ALIASES, scan
+from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.mesh.degrees import DEGREES
+from fivefold.mesh.rules import divisors
+from fivefold.pipeline.schedules.registry import SCHEDULES
+from fivefold.predict.context import legal_ways
+from fivefold.search.candidate import Candidate, capacity
+from fivefold.search.request import Request
+from fivefold.search.search import SearchResult, smallest_layouts
+from fivefold.search.space import FIELDS, STRATEGIES
+from fivefold.tell.describe import summary
+from fivefold.tell.explain import shortfall
+from fivefold.units import human_bytes
+
+GROWTH = (2, 4, 8, 16, 32, 64)  # times the GPUs, tried where nothing fits
+SUGGESTIONS = 4
+COMPLETIONS = 200  # of what was given, held against the rules to find the nearest to a legal one
+Change = dict[str, Any]
+"""Flags that are typed besides: by the name of the setting, and "num_gpus"."""
+
+
+def why_nothing(result: SearchResult) -> ConfigError:
+    """The error to raise where no layout fits, or none is legal."""
+    request = result.request
+    fixed = ", ".join(f"{name} = {_shown(value)}" for name, value in request.fixed().items())
+    rules: tuple[Mistake, ...] = ()
+    if result.legal:
+        what = f"no layout of this model fits on {request.world:,} x {request.cluster.gpu.name}"
+        why = list(_needs(result))
+    else:
+        gpus = "1 GPU" if request.world == 1 else f"{request.world:,} GPUs"
+        what = f"no layout of this model is legal on {gpus}"
+        rules = nearest_to_legal(request)
+        why = [line for rule in rules for line in (rule.what, *(f"  {each}" for each in rule.why))]
+    if fixed:
+        why.append(f"fixed: {fixed}")
+    works = islice(_works(request, rules, legal=bool(result.legal)), SUGGESTIONS)
+    return ConfigError(Mistake(what, tuple(why), tuple(works)))
+
+
+def _needs(result: SearchResult) -> Iterator[str]:
+    """What the smallest layouts need, and what there is."""
+    request = result.request
+    candidates = [*result.rejected, *smallest_layouts(request)]
+    nearest = min(candidates, key=lambda c: c.memory.device_total)
+    gives = f"{human_bytes(capacity(request))} that one {request.cluster.gpu.name} has to give"
+    if result.smallest > capacity(request):
+        yield (
+            f"{result.legal:,} layouts are legal, and the smallest of them needs at least "
+            f"{human_bytes(result.smallest)} of the {gives}"
+        )
+    else:
+        yield (
+            f"{result.legal:,} layouts are legal, and none of the {len(candidates):,} that were "
+            f"looked at fits into the {gives}"
+        )
+    yield f"nearest: {summary(nearest.layout)}"
+    yield shortfall(nearest.memory)
+
+
+def nearest_to_legal(request: Request) -> tuple[Mistake, ...]:
+    """The rules that the layout breaks which has what was given and breaks the fewest."""
+    fewest: tuple[Mistake, ...] | None = None
+    for config in islice(_completions(request), COMPLETIONS):
+        try:
+            check(config, request.world, planned=True)
+        except ConfigError as error:
+            if fewest is None or len(error.mistakes) < len(fewest):
+                fewest = error.mistakes
+        else:
+            return ()
+    assert fewest is not None
+    return fewest
+
+
+def _completions(request: Request) -> Iterator[Config]:
+    """What was given with usual values of all else, plain layouts first."""
+    config, given, world = request.config, request.given, request.world
+    fixed = {axis: getattr(config.parallel, name) for axis, name in DEGREES.items()}
+    sizes = {
+        axis: [fixed[axis]] if DEGREES[axis] in given else divisors(world)
+        for axis in ("tp", "cp", "pp")
+    }
+    pps = [n for n in sizes["pp"] if n <= config.model.num_layers] or sizes["pp"]
+    expert = [getattr(config.parallel, FIELDS["ep"])]
+    if FIELDS["ep"] not in given and config.model.num_experts is not None:
+        expert = divisors(config.model.num_experts)
+    meshes = list(product(sizes["tp"], sizes["cp"], pps))
+    copies = max(fixed["dp_replicate"], 1) * max(fixed["dp_shard"], 1)
+    whole = [mesh for mesh in meshes if world % (prod(mesh) * copies) == 0]
+    for mesh in sorted(whole or meshes[:1], key=lambda mesh: (prod(mesh), mesh)):
+        for ep in expert:
+            degrees = zip(("tp", "cp", "pp", "ep"), (*mesh, ep), strict=True)
+            yield _completed(request, {FIELDS[axis]: size for axis, size in degrees})
+
+
+def _completed(request: Request, degrees: Change) -> Config:
+    """The configuration with these degrees, and what the search would set beside them."""
+    config, given = request.config.with_values(**degrees), request.given
+    parallel, changes = config.parallel, dict[str, Any]()
+    if "sequence_parallel" not in given:
+        changes["sequence_parallel"] = parallel.tensor_model_parallel_size > 1
+    if "data_parallel_sharding_strategy" not in given:
+        plain = STRATEGIES[0 if parallel.num_distributed_optimizer_instances == 1 else 1]
+        shards = "optim_grads_params" if parallel.pipeline_max_unsharded_stages else plain
+        changes["data_parallel_sharding_strategy"] = shards
+    if "pipeline_schedule" not in given:
+        if parallel.num_sequence_slices > 1:
+            cuts = [name for name, schedule in SCHEDULES.items() if schedule.slices]
+            changes["pipeline_schedule"] = cuts[0]
+        elif parallel.pipeline_in_flight_limit is not None:
+            changes["pipeline_schedule"] = "synthesised"
+    for kinds, sizes in islice(legal_ways(config, given), 1):
+        changes |= {"cp_comm_type": kinds, "hierarchical_context_parallel_sizes": sizes}
+    return config.with_values(**changes)
+
+
+def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterator[str]:
+    """What can be typed besides and then has a plan, the smallest changes first."""
+    told = set[str]()
+    for change in _techniques(request) if legal else _by_rules(rules):
+        text = _typed(change)
+        if text not in told and _has_plan(request, change):
+            told.add(text)
+            yield text
+    for text in _released(request):
+        told.add(text)
+        yield text
+    for change in _more(request) if legal else _around(request):
+        if _has_plan(request, change):
+            told.add(_typed(change))
+            yield _typed(change)
+            if legal:  # with more of them it works, too
+                break
+    if not told:
+        yield from islice(_all_released(request), 1)
+
+
+def _has_plan(request: Request, change: Change) -> bool:
+    """Whether the search finds a layout: at least among the smallest, which it always looks at."""
+    try:
+        return any(c.memory.fits for c in smallest_layouts(request.but(**change)))
+    except ConfigError:
+        return False
+
+
+def _techniques(request: Request) -> Iterator[Change]:
+    """Ways to save memory that the search does not try by itself."""
+    yield {"optimizer_cpu_offload": True}
+    if "recompute_granularity" in request.given:
+        yield {"recompute_granularity": "full", "recompute_method": "uniform"}
+
+
+def _by_rules(rules: Iterable[Mistake]) -> Iterator[Change]:
+    """What the broken rules themselves suggest, as far as it can be typed."""
+    for rule in rules:
+        for text in rule.works:
+            words = text.split()
+            if all(re.fullmatch(r"[a-z]+=\d+", word) for word in words):
+                pairs = (word.split("=") for word in words)
+                words = [f"--{n}={size}" for n, size in pairs if n in ALIASES]  # dp follows
+            elif text in SCHEDULES:
+                words = [f"--pipeline-schedule={text}"]
+            mistakes = Mistakes()
+            given = scan(words, SETTINGS.values(), mistakes)
+            if given.values and not given.words and not mistakes.found:
+                yield given.values
+
+
+def _released(request: Request) -> Iterator[str]:
+    """One of the settings that were given left to the search, or as the search then has it."""
+    for name in request.fixed():
+        fitting = _fitting(request, {}, [name])
+        changes = [_instead(candidate, [name]) for candidate in fitting]
+        typed = [_typed(change) for change in changes if _has_plan(request, change)]
+        if any(typed):
+            yield next(filter(None, typed))
+        elif fitting:
+            yield f"without {SETTINGS[name].flag}"
+
+
+def _more(request: Request) -> Iterator[Change]:
+    """More GPUs."""
+    yield from ({"num_gpus": request.world * times} for times in GROWTH)
+
+
+def _around(request: Request) -> Iterator[Change]:
+    """Usual numbers of GPUs around one that has no layout."""
+    power, nodes = 1 << (request.world.bit_length() - 1), request.world // 8 * 8
+    near = {n for n in (power, 2 * power, nodes, nodes + 8) if n > 0} - {request.world}
+    yield from ({"num_gpus": count} for count in sorted(near))
+
+
+def _all_released(request: Request) -> Iterator[str]:
+    """As few settings as possible left to the search at once, if need be on other GPUs."""
+    for count in ({}, *_around(request), *_more(request)):
+        names = list(request.fixed())
+        if not _fitting(request, count, names):
+            continue
+        for name in request.fixed():
+            fewer = [other for other in names if other != name]
+            names = fewer if _fitting(request, count, fewer) else names
+        for candidate in _fitting(request, count, names):
+            change = count | _instead(candidate, names)
+            if change and _typed(change) and _has_plan(request, change):
+                yield _typed(change)
+        flags = " ".join(SETTINGS[name].flag for name in names)
+        yield f"{_typed(count)} without {flags}".strip()
+        return
+
+
+def _fitting(request: Request, count: Change, names: Iterable[str]) -> list[Candidate]:
+    """Of the smallest layouts those that fit, with some settings left to the search."""
+    try:
+        free = request.without(names).but(**count)
+    except ConfigError:
+        return []
+    return [candidate for candidate in smallest_layouts(free) if candidate.memory.fits]
+
+
+def _instead(candidate: Candidate, names: Iterable[str]) -> Change:
+    """What a layout sets instead of the settings that were given."""
+    sections = [vars(section) for _, section in candidate.layout.config.sections()]
+    return {name: section[name] for section in sections for name in names if name in section}
+
+
+def _typed(change: Change) -> str:
+    """The flags of a change."""
+    return " ".join(
+        f"--gpus {value}" if name == "num_gpus" else SETTINGS[name].typed(value)
+        for name, value in change.items()
+    )
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,120 @@
+"""A plan as one page that needs nothing else: time, memory by rank, the pipeline, the reasons."""
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from fivefold import pages
+from fivefold.errors import ConfigError
+from fivefold.pipeline.chart import Chart
+from fivefold.pipeline.draw_html import timelines
+from fivefold.pipeline.simulate import simulate
+from fivefold.predict.memory import MemoryPrediction
+from fivefold.predict.prediction import Prediction
+from fivefold.search.candidate import Candidate
+from fivefold.search.search import SearchResult
+from fivefold.tell import report
+from fivefold.tell.describe import summary
+from fivefold.units import human_bytes, human_count, human_seconds
+
+MOST_ACTS = 6000  # that a timeline shows; longer programs show fewer microbatches
+
+
+def page(result: SearchResult, tokens: float | None) -> str:
+    """The page of a plan's best layout."""
+    best = result.best
+    assert best.prediction is not None
+    model = human_count(report.parameters(result))
+    title = f"{model} parameters on {result.request.world:,} x {result.request.cluster.gpu.name}"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _prose(report.question(result)),
+        "<h2>The best layout</h2>",
+        _prose(report.best(result)),
+        "<h2>Where the time goes</h2>",
+        *waterfall(best.prediction),
+        "<h2>Memory by pipeline rank</h2>",
+        *memory_bars(best.memory),
+        *_timeline(best),
+        "<h2>Layouts, the best of each mesh</h2>",
+        _table(report.ranked(result, 20)),
+        _prose([report.counts(result)]),
+        "<h2>Why</h2>",
+        _table(report.explained(result)),
+        "<h2>Time for memory</h2>",
+        _table(report.pareto(result)),
+        "<h2>A whole run</h2>",
+        _prose(report.cost_lines(result, tokens)),
+    ]
+    return pages.document(title, body)
+
+
+def waterfall(prediction: Prediction) -> Iterator[str]:
+    """Each part of a step as a bar that begins where the last one ended."""
+    step = prediction.step_time
+    clock = 0.0
+    spans = []
+    for part in prediction.parts:
+        start, clock = clock, clock + part.seconds
+        if abs(part.seconds) >= 5e-4 * step:
+            spans.append((part.name, min(start, clock), part.seconds))
+    longest = max([step, *(start + abs(seconds) for _, start, seconds in spans)])
+    for name, start, seconds in (*spans, ("step", 0.0, step)):
+        told = f"{human_seconds(seconds)}  {seconds / step:.1%}"
+        drawn = pages.bar(start / longest, abs(seconds) / longest, pages.STEP[name], told)
+        yield pages.row(name, [drawn], told)
+
+
+def memory_bars(memory: MemoryPrediction) -> Iterator[str]:
+    """What the peak of each pipeline rank is made of, against what a device has."""
+    names = dict.fromkeys(name for rank in memory.ranks for name in rank.parts)
+    limits = {
+        f"may be allocated: {human_bytes(memory.capacity - memory.reserved)}": False,
+        f"the device has {human_bytes(memory.capacity)}": True,
+    }
+    most = max(memory.capacity, memory.device_total)
+    marks = [
+        pages.mark(size / most, told, hard=hard)
+        for size, (told, hard) in zip(
+            (memory.capacity - memory.reserved, memory.capacity), limits.items(), strict=True
+        )
+    ]
+    for rank in memory.ranks:
+        bars, left = [], 0.0
+        for name, size in rank.parts.items():
+            told = f"{name}: {human_bytes(size)}"
+            bars.append(pages.bar(left / most, size / most, pages.MEMORY[name], told))
+            left += size
+        yield pages.row(f"rank {rank.pp_rank}", [*bars, *marks], human_bytes(rank.peak))
+    yield pages.legend({name: pages.MEMORY[name] for name in names}, limits)
+
+
+def _timeline(best: Candidate) -> Iterator[str]:
+    layout, prediction = best.layout, best.prediction
+    assert prediction is not None
+    if layout.grid.pp == 1:
+        return
+    acts = len(layout.split.stages) * 3
+    wanted = layout.num_microbatches
+    for count in (wanted, 4 * layout.grid.pp, 2 * layout.grid.pp, layout.grid.pp):
+        if count > wanted or (count * acts > MOST_ACTS and count > layout.grid.pp):
+            continue
+        try:
+            program = layout.order(count).executed(
+                pairs=layout.overlaps_pairs, eager=layout.defers_weights
+            )
+        except ConfigError:
+            continue
+        title = f"{layout.schedule}, {count:,} of {wanted:,} microbatches"
+        chart = Chart(title, program, simulate(program, prediction.costs), unit="s")
+        yield "<h2>The pipeline</h2>"
+        yield f"<small>{escape(summary(layout))}</small>"
+        yield from timelines([chart])
+        return
+
+
+def _prose(lines: Iterator[str] | Sequence[str]) -> str:
+    return f'<pre class="prose">{escape(chr(10).join(lines))}</pre>'
+
+
+def _table(lines: Iterator[str] | Sequence[str]) -> str:
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"

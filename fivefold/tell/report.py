@@ -1,0 +1,397 @@
+"""What a plan says, as text."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from textwrap import wrap
+
+from fivefold.model.shape import count_parameters
+from fivefold.predict.context import configured_way, context_ways
+from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
+from fivefold.search.candidate import Candidate
+from fivefold.search.search import SearchResult
+from fivefold.tell.describe import ZERO, context_words, memory_words, requirements, summary
+from fivefold.tell.explain import (
+    Rule,
+    alternatives,
+    binding,
+    percent,
+    sensitivities,
+    shortfall,
+    slower,
+)
+from fivefold.tell.export.targets import export
+from fivefold.tell.infeasible import why_nothing
+from fivefold.units import human_bandwidth, human_bytes, human_count, human_flops, human_seconds
+
+WIDTH = 100
+CONVENTION = (
+    "MFU is model FLOPs (6 per matmul parameter and token with the output layer, causal attention "
+    "counted once, none for recomputation) over the peak of the data sheet"
+)
+
+
+def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Rows of cells as lines of aligned columns; those numbered in `right` end at the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    flush = set(right)
+    return [
+        "  ".join(
+            cell.rjust(width) if column in flush else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def prose(lines: Iterable[str]) -> Iterator[str]:
+    """Lines, long ones wrapped."""
+    for line in lines:
+        yield from wrap(line, WIDTH, subsequent_indent="  ") or [""]
+
+
+def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
+    """As `table`, with the last column, of words, wrapped."""
+    lines = table([row[:-1] for row in rows], right)
+    start = max(map(len, lines)) + 2
+    for line, row in zip(lines, rows, strict=True):
+        words = wrap(row[-1], WIDTH - start) or [""]
+        yield (line.ljust(start) + words[0]).rstrip()
+        yield from (" " * start + more for more in words[1:])
+
+
+def ranked(result: SearchResult, most: int) -> list[str]:
+    """The best layout of each mesh, a line each, the recommended one first."""
+    candidates = result.by_mesh()[:most]
+    head = ("", "tp", "cp", "pp", "ep", "dp", "mbs", "schedule", "shards", "memory saved by")
+    rows = [(*head, "memory", "step", "MFU", "tokens/s/GPU")]
+    for number, candidate in enumerate(candidates, 1):
+        layout, grid = candidate.layout, candidate.layout.grid
+        prediction = candidate.prediction
+        assert prediction is not None
+        parallel = layout.config.parallel
+        virtual = layout.split.num_virtual
+        plain = grid.pp == 1 and not layout.runs_pairs
+        schedule = "-" if plain else layout.schedule + f" x{virtual}" * (virtual > 1)
+        copies = parallel.num_distributed_optimizer_instances
+        shards = ZERO[parallel.data_parallel_sharding_strategy] + (f" /{copies}" * (copies > 1))
+        expert = f"{grid.ep}" + (f"x{grid.etp}" * (grid.etp > 1))
+        rows.append(
+            (
+                f"{number}",
+                f"{grid.tp}",
+                f"{grid.cp}" + (f" {context_words(layout)}" if grid.cp > 1 else ""),
+                f"{grid.pp}",
+                expert,
+                f"{grid.dp}",
+                f"{layout.config.training.micro_batch_size}",
+                schedule,
+                shards,
+                ", ".join(memory_words(layout)) or "-",
+                human_bytes(candidate.memory.device_total),
+                human_seconds(prediction.step_time),
+                f"{prediction.mfu:.1%}",
+                f"{prediction.tokens_per_second_per_gpu:,.0f}",
+            )
+        )
+    return table(rows, right=(0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13))
+
+
+def waterfall(prediction: Prediction) -> list[str]:
+    """From the ideal time of a step to the predicted one."""
+    total = prediction.step_time
+    rows = [("", "seconds", "share", "")]
+    for part in prediction.parts:
+        if abs(part.seconds) >= 5e-4 * total:
+            bar = "#" * round(40 * abs(part.seconds) / total)
+            rows.append(
+                (part.name, human_seconds(part.seconds), f"{part.seconds / total:.1%}", bar)
+            )
+    rows.append(("step", human_seconds(total), "100.0%", ""))
+    return table(rows, right=(1, 2))
+
+
+def memory_table(candidate: Candidate) -> list[str]:
+    """What the peaks of pipeline ranks are made of: the first, the last and the fullest rank."""
+    ranks = candidate.memory.ranks
+    fullest = candidate.memory.worst.pp_rank
+    shown = sorted({0, fullest, len(ranks) - 1} | set(range(len(ranks)) if len(ranks) <= 8 else ()))
+    names = list(dict.fromkeys(name for rank in shown for name in ranks[rank].parts))
+    rows = [("rank", *(str(rank) + "*" * (rank == fullest) for rank in shown))]
+    for name in names:
+        sizes = (human_bytes(ranks[rank].parts.get(name, 0.0)) for rank in shown)
+        rows.append((name, *sizes))
+    rows.append(("peak", *(human_bytes(ranks[rank].peak) for rank in shown)))
+    worst, host = candidate.memory.worst, candidate.memory.host
+    offloaded = f"in host memory: {human_bytes(host)} of the GPU that has most there"
+    return [
+        *table(rows, right=range(1, len(shown) + 1)),
+        f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",
+        f"driver, NCCL and fragmentation take {human_bytes(candidate.memory.reserved)} more, of "
+        f"{human_bytes(candidate.memory.capacity)}",
+        *([offloaded] if host else []),
+    ]
+
+
+def counts(result: SearchResult) -> str:
+    """How much was searched, and what is left to be found."""
+    left = f"more than {result.gap:.1%} faster" if result.gap >= 5e-4 else "faster"
+    return (
+        f"{result.legal:,} legal layouts: {result.bounded:,} bounded closely, "
+        f"{result.too_large:,} of them too large by their bounds; {result.timed:,} timed act by "
+        f"act, the memory of {result.looked_at:,} swept; by their bounds none of the others can be "
+        f"{left} ({human_seconds(result.seconds)})"
+    )
+
+
+def parameters(result: SearchResult) -> int:
+    """Of the whole model."""
+    return count_parameters(result.request.config.model).total
+
+
+def question(result: SearchResult) -> Iterator[str]:
+    """What was asked, assumptions included."""
+    request = result.request
+    model, training, cluster = request.config.model, request.config.training, request.cluster
+    whole = parameters(result)
+    active = count_parameters(model, active=True).total
+    of_them = "" if active == whole else f", {human_count(active)} of them active"
+    yield f"model      {human_count(whole)} parameters{of_them}, {model.num_layers} layers"
+    nodes = -(-request.world // cluster.gpus_per_node)
+    yield (
+        f"cluster    {request.world:,} x {cluster.gpu.name} "
+        f"({human_bytes(cluster.gpu.memory_bytes)}), {nodes:,} node{'s' * (nodes > 1)} of "
+        f"{cluster.gpus_per_node}, "
+        f"{human_bandwidth(cluster.node_link.bandwidth)} inside, "
+        f"{human_bandwidth(cluster.network_link.bandwidth)} a GPU between"
+    )
+    tokens = training.global_batch_size * training.seq_length
+    yield (
+        f"step       {training.global_batch_size:,} sequences of {training.seq_length:,} tokens = "
+        f"{human_count(tokens)} tokens, {training.precision}"
+        + (f" with {training.fp8_format} fp8" if training.fp8_format else "")
+    )
+    for what in request.assumed:
+        yield f"assumed    {what}"
+    for name, value in sorted(request.fixed().items()):
+        yield f"fixed      {name} = {value}"
+
+
+def best(result: SearchResult) -> Iterator[str]:
+    """The recommended layout and its time."""
+    candidate = result.best
+    prediction = candidate.prediction
+    assert prediction is not None
+    gpus = candidate.layout.grid.world_size
+    yield f"{summary(candidate.layout)}"
+    yield (
+        f"step {human_seconds(prediction.step_time)} "
+        f"(80 % between {human_seconds(prediction.low)} and {human_seconds(prediction.high)}), "
+        f"{prediction.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, "
+        f"{human_flops(prediction.model_flops / prediction.step_time / gpus)}/s a GPU = "
+        f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
+    )
+    yield CONVENTION
+    untrained = export(candidate.layout, "fivefold").missing
+    for note in (*prediction.notes, *requirements(candidate.layout), *untrained):
+        yield f"note: {note}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a training run takes.
+
+    Attributes:
+        tokens: that are trained on.
+        steps: of the global batch.
+        seconds: of computing, no interruption counted.
+        gpu_hours: of that time.
+        price: of the GPU hours, interruptions included; None: the cluster has no price.
+        goodput: what interruptions leave; None: the cluster has no rate of them.
+    """
+
+    tokens: float
+    steps: int
+    seconds: float
+    gpu_hours: float
+    price: float | None
+    goodput: Goodput | None
+
+    @property
+    def wall(self) -> float:
+        """Seconds with interruptions."""
+        return self.seconds / self.goodput.share if self.goodput else self.seconds
+
+
+def cost(result: SearchResult, tokens: float | None) -> Cost:
+    """What training on so many tokens takes (None: as many as `train_iters` steps have)."""
+    candidate, cluster = result.best, result.request.cluster
+    config = candidate.layout.config
+    batch = config.training.global_batch_size * config.training.seq_length
+    steps = ceil(tokens / batch) if tokens else config.training.train_iters
+    seconds = steps * candidate.seconds
+    world = result.request.world
+    kept = None
+    if cluster.interruptions_per_gpu_day:
+        nodes = -(-world // cluster.gpus_per_node)
+        kept = goodput(
+            world,
+            checkpoint_seconds(parameters(result), nodes),
+            device_mtbf=DAYS / cluster.interruptions_per_gpu_day,
+        )
+    wall = seconds / kept.share if kept else seconds
+    hourly = cluster.price_per_gpu_hour
+    return Cost(
+        tokens=steps * batch,
+        steps=steps,
+        seconds=seconds,
+        gpu_hours=seconds * world / HOURS,
+        price=None if hourly is None else wall * world / HOURS * hourly,
+        goodput=kept,
+    )
+
+
+def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
+    """The cost of a run, and its checkpoints."""
+    found = cost(result, tokens)
+    if tokens:
+        yield (
+            f"{human_count(found.tokens)} tokens are {found.steps:,} steps: "
+            f"{human_seconds(found.seconds)} of training, {found.gpu_hours:,.0f} GPU hours"
+        )
+    kept = found.goodput
+    if kept is None:
+        return
+    interruptions = found.wall / kept.mtbf
+    yield (
+        f"failures: one every {human_seconds(kept.mtbf)} at the rate of Llama 3's 54 days "
+        f"(419 on 16,384 GPUs, 78 % of them hardware)"
+    )
+    yield (
+        f"checkpoints: best every {human_seconds(kept.interval)} "
+        f"({max(1, round(kept.interval / result.best.seconds)):,} steps), if writing one stops "
+        f"training for {human_seconds(kept.checkpoint)} (12 bytes a parameter, 1 GB/s a node) and "
+        f"a restart takes {human_seconds(kept.restart)}"
+    )
+    yield f"goodput: {kept.share:.1%} of the time is training that counts"
+    if tokens:
+        price = f", {found.price:,.0f} at the cluster's price" if found.price else ""
+        yield (
+            f"in all: {human_seconds(found.wall)} by the clock, "
+            f"about {interruptions:,.0f} interruptions{price}"
+        )
+
+
+def explained(result: SearchResult) -> Iterator[str]:
+    """What binds, what else there is, and what would change it."""
+    yield from wrap(f"binding: {binding(result)}", WIDTH)
+    yield from context(result)
+    yield ""
+    for other in alternatives(result):
+        yield from wrap(f"not {summary(other.candidate.layout)}:", WIDTH)
+        indent = " " * 4
+        yield from wrap(other.reason, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    yield ""
+    rows = [("if", "step", "")]
+    for change in sensitivities(result):
+        layout = percent(change.seconds / result.best.seconds - 1)
+        if change.moves:
+            layout += f", by {_unlike(change.candidate, result.best)}"
+        if change.untrained:
+            layout += "; Fivefold plans with it, and does not train with it yet"
+        rows.append((change.change, human_seconds(change.seconds), layout))
+    yield from listed(rows, right=(1,))
+
+
+def _unlike(candidate: Candidate, other: Candidate) -> str:
+    """What a summary says that another one does not."""
+    known = summary(other.layout).split(", ")
+    words = [word for word in summary(candidate.layout).split(", ") if word not in known]
+    return ", ".join(words) or "the same without some of its techniques"
+
+
+def context(result: SearchResult) -> Iterator[str]:
+    """Why keys and values travel as they do."""
+    config, cluster = result.best.layout.config, result.request.cluster
+    if result.best.layout.grid.cp == 1:
+        return
+    chosen = configured_way(config, cluster)
+    ways = context_ways(config, cluster)
+    yield (
+        f"context parallelism by {chosen.name}; a layer and microbatch, forward and backward, has "
+        f"{human_seconds(chosen.attention.total)} of attention, and:"
+    )
+    rows = [("", "sends", "exposed", "with attention")]
+    for way in ways:
+        sent = human_bytes(way.sent.forward + way.sent.backward)
+        mark = "*" if way.name == chosen.name else ""
+        rows.append(
+            (
+                way.name + mark,
+                sent,
+                human_seconds(way.exposed.total),
+                human_seconds(way.seconds),
+            )
+        )
+    yield from table(rows, right=(1, 2, 3))
+    own = config.training.seq_length // result.best.layout.grid.cp
+    ring = next((way for way in ways if way.kind == "p2p"), None)
+    if ring is not None:
+        hides = "hides" if own >= ring.tokens else "does not hide"
+        yield (
+            f"a ring {hides} its hops: that takes {ring.tokens:,.0f} tokens of a sequence on a "
+            f"rank (2 k/a F/B), which has {own:,}"
+        )
+
+
+def pareto(result: SearchResult) -> list[str]:
+    """Layouts that trade time for memory."""
+    front = result.pareto()[:6]
+    rows = [("memory", "step", "")]
+    for candidate in front:
+        size = human_bytes(candidate.memory.device_total)
+        rows.append((size, human_seconds(candidate.seconds), summary(candidate.layout)))
+    return list(listed(rows, right=(0, 1)))
+
+
+def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:
+    """What a change of some settings would cost."""
+    best = result.best.prediction
+    assert best is not None
+    if other.found:
+        prediction = other.best.prediction
+        assert prediction is not None
+        yield f"with {text}: {summary(other.best.layout)}"
+        if other.best.layout.config == result.best.layout.config:
+            yield "that is the best layout"
+            return
+        yield (
+            f"step {human_seconds(other.best.seconds)} instead of "
+            f"{human_seconds(result.best.seconds)}, {slower(best, prediction)}"
+        )
+        used = other.best.memory.device_total - result.best.memory.device_total
+        sign = "more" if used >= 0 else "less"
+        yield f"memory {human_bytes(abs(used))} {sign} on the fullest GPU"
+        return
+    nearest = min(other.rejected, key=lambda c: c.memory.device_total, default=None)
+    if nearest is None:
+        yield f"with {text}: {why_nothing(other)}"
+        return
+    yield f"with {text} nothing fits; nearest: {summary(nearest.layout)}"
+    yield shortfall(nearest.memory)
+
+
+def rules(result: SearchResult, rule: Rule) -> Iterator[str]:
+    """What the rule of thumb would take, and what it costs."""
+    if rule.candidate is None or rule.candidate.prediction is None:
+        yield "the rule of thumb finds nothing that fits"
+        return
+    best = result.best.prediction
+    assert best is not None
+    for step in rule.steps:
+        yield f"- {step}"
+    yield f"{summary(rule.candidate.layout)}"
+    yield (
+        f"step {human_seconds(rule.candidate.seconds)}, {slower(best, rule.candidate.prediction)}"
+    )

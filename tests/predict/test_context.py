@@ -1,0 +1,90 @@
+"""Ways in which context parallelism communicates, and experts' messages hidden in pairs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.pipeline.schedules.registry import SCHEDULES
+from fivefold.predict.cluster import preset
+from fivefold.predict.context import best_context, configured_way, context_way, context_ways
+from fivefold.search.enumeration import enumerate_space
+from fivefold.search.request import Request
+from fivefold.search.search import with_context
+
+WORLD = 64
+CLUSTER = preset("H100", WORLD)
+
+
+def _config(cp: int, length: int, model: str = "llama3-8b", **settings: Any) -> Config:
+    return Config(PRESETS[model]).with_values(
+        context_parallel_size=cp, seq_length=length, micro_batch_size=1, **settings
+    )
+
+
+def test_bytes_of_each_way() -> None:
+    """8,192 own tokens; K and V have 2 x 1,024 features in bf16, Q and O 2 x 4,096."""
+    config, keys = _config(4, 4 * 8192), 8192 * 2048 * 2
+    sent = {way.name: way.sent for way in context_ways(config, CLUSTER)}
+    assert (sent["p2p"].forward, sent["p2p"].backward) == (3 * keys, 3 * keys + 6 * keys)
+    assert (sent["all_gather"].forward, sent["all_gather"].backward) == (3 * keys, 6 * keys)
+    assert sent["a2a"].forward == 3 / 4 * (keys + 4 * keys)
+    assert set(sent) == {"p2p", "all_gather", "a2a", "a2a+p2p 2x2"}
+
+
+def test_a_ring_hides_from_as_many_tokens_as_the_condition_says() -> None:
+    long = context_way(_config(16, 16 * 65_536), CLUSTER, "p2p")
+    short = context_way(_config(16, 16 * 512), CLUSTER, "p2p")
+    assert 512 < long.tokens < 65_536 and short.tokens > 512
+    assert long.exposed.forward <= CLUSTER.gpu.overlap_slowdown * long.attention.forward
+    assert short.exposed.forward > short.attention.forward
+
+
+def test_ways_that_the_heads_do_not_allow_are_not_offered() -> None:
+    config = _config(8, 65_536, tensor_model_parallel_size=8, sequence_parallel=True)
+    names = {way.kind for way in context_ways(config, CLUSTER)}
+    assert "a2a" not in names and {"p2p", "all_gather", "a2a+p2p"} <= names
+
+
+@pytest.mark.parametrize(("cp", "length"), [(2, 8192), (8, 16_384), (16, 1 << 20)])
+def test_the_best_is_the_fastest_legal_one(cp: int, length: int) -> None:
+    config = _config(cp, length, global_batch_size=WORLD)
+    ways = context_ways(config, CLUSTER)
+    chosen = config.with_values(**best_context(config, CLUSTER))
+    check(chosen, WORLD, planned=True)
+    assert configured_way(chosen, CLUSTER) == ways[0]
+    assert ways[0].seconds == min(way.seconds for way in ways)
+
+
+def test_the_space_takes_the_best_way_unless_one_is_given() -> None:
+    config = Config(PRESETS["llama3-8b"]).with_values(global_batch_size=WORLD, seq_length=8192)
+    kept = frozenset({"tensor_model_parallel_size", "pipeline_model_parallel_size"})
+    for given in (kept, kept | {"cp_comm_type"}):
+        question = Request(config, given, CLUSTER)
+        space = with_context(enumerate_space(config, WORLD, given), question)
+        row = int(np.flatnonzero(space.columns["cp"] == 8)[0])
+        found = space.config_of(row)
+        fastest = best_context(found, CLUSTER)["cp_comm_type"]
+        assert fastest != ("p2p",)
+        assert found.parallel.cp_comm_type == (fastest if given == kept else ("p2p",))
+
+
+def test_pairs_hide_what_experts_send_and_only_that() -> None:
+    config = Config(PRESETS["mixtral-8x7b"]).with_values(global_batch_size=32, seq_length=512)
+    space = enumerate_space(config, 16)
+    columns = space.columns
+    schedules = np.array([way.schedule for way in space.ways])[columns["way"]]
+    pairs = columns["pairs"] == 1
+    assert pairs.any()
+    assert (
+        all(SCHEDULES[name].pairs for name in schedules[pairs]) and (columns["ep"][pairs] > 1).all()
+    )
+    assert pairs[schedules == "combined_1f1b"].all()
+    row = int(np.flatnonzero(pairs)[0])
+    assert space.config_of(row).parallel.overlap_moe_expert_parallel_comm
+    check(space.config_of(row), 16, planned=True)
+    fixed = enumerate_space(config, 16, frozenset({"overlap_moe_expert_parallel_comm"}))
+    assert not fixed.columns["pairs"].any()

@@ -1,0 +1,77 @@
+"""Habits of other frameworks, against sums that can be done by hand."""
+
+import pytest
+
+from fivefold.predict.cluster import preset
+from fivefold.predict.compute import attention_share, matmul
+from fivefold.predict.layer import LayerTimes
+from fivefold.predict.software import Software
+from fivefold.predict.step import predict, stage_costs
+from tests.predict.layouts import planned
+
+H100 = preset("H100", 64)
+
+
+def recomputed(software, **settings):
+    layout = planned("llama3-8b", 8, mbs=2, gbs=16, **settings)
+    return LayerTimes(layout, H100, software).layer(False, False).recompute.dx
+
+
+def test_older_attention_is_slower_where_the_silicon_asks_for_more():
+    for name, share in (("A100-80", 1.0), ("H100", 0.65)):
+        cluster = preset(name, 8)
+        seen = Software(attention="flash2").on(cluster).gpu
+        assert seen.attention_forward == pytest.approx(cluster.gpu.attention_forward * share)
+        first = Software(attention="flash1").on(cluster).gpu
+        assert first.attention_backward < seen.attention_backward
+        assert Software().on(cluster) is cluster
+
+
+def test_short_sequences_and_small_heads_reach_less_of_the_attention():
+    assert attention_share(1 << 30, 128) == pytest.approx(1.0)
+    assert attention_share(384, 128) == pytest.approx(0.5)
+    assert attention_share(1 << 30, 64) == pytest.approx(64 / 96 * 160 / 128)
+
+
+def test_faster_silicon_loses_more_of_a_shallow_multiplication():
+    def lost(gpu):
+        deep, shallow = (matmul(gpu, 8192, 8192, k, "bf16") / k for k in (1 << 16, 512))
+        return shallow / deep
+
+    assert lost(preset("A100-80").gpu) < lost(H100.gpu) < lost(preset("B200").gpu)
+
+
+def test_keeping_every_second_multiplication_runs_the_others_again():
+    asked = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")}
+    ours = recomputed(Software(keeps_every_second=True), **asked)
+    gate, up = 14336, 14336
+    # k, o and up of Llama 3 8B, where the modules would have run gate and up again
+    share = (1024 + 4096 + up) / (gate + up)
+    assert ours == pytest.approx(share * recomputed(Software(), **asked), rel=0.1)
+
+
+def test_one_rate_for_all_links_bounds_a_step_by_its_bytes():
+    layout = planned("llama3-8b", 64, zero="optim_grads_params", recompute_granularity="full")
+    rate = 1e9  # so slow that nothing else counts
+    habits = {"gather_rate": rate, "gradient_bytes": 2.0}
+    once = predict(layout, H100, Software(**habits)).step_time
+    thrice = predict(layout, H100, Software(**habits, gathers_to_recompute=True)).step_time
+    gathered = layout.num_microbatches * 2 * 8.03e9 / rate
+    assert thrice - once == pytest.approx(gathered, rel=0.02)
+
+
+def test_waiting_for_messages_makes_every_stage_longer_by_one():
+    layout = planned("llama3-8b", 64, tp=4, pp=4, gbs=256)
+    hop = predict(layout, H100).costs.hop
+    hidden, _ = stage_costs(layout, H100, Software())
+    waiting, _ = stage_costs(layout, H100, Software(waits_for_hops=True))
+    assert waiting.f == pytest.approx([f + hop for f in hidden.f])
+    assert waiting.hop == 0.0
+
+
+def test_scattered_messages_are_shorter():
+    layout = planned("llama3-8b", 64, tp=4, pp=4, gbs=256)
+    whole, scattered = (
+        predict(layout, H100, Software(scatters_hops=habit)).costs.hop for habit in (False, True)
+    )
+    assert scattered < whole

@@ -1,0 +1,219 @@
+"""The time of a step: what must hold between layouts, and how fast it is told."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from fivefold.pipeline.lowering import executed
+from fivefold.pipeline.simulate import simulate
+from fivefold.predict.cluster import preset
+from fivefold.predict.makespan import Clock, timetable
+from fivefold.predict.software import Software
+from fivefold.predict.step import predict, stage_costs
+from tests.predict.layouts import planned
+
+CLUSTER = preset("H100", 64)
+DENSE = planned("llama3-8b", 64, tp=4, sp=True, pp=2, mbs=2, gbs=512)
+
+
+def part(prediction, name):
+    return next(p.seconds for p in prediction.parts if p.name == name)
+
+
+def test_the_waterfall_adds_up_and_nothing_in_it_is_negative():
+    layouts = (
+        DENSE,
+        planned("llama3-8b", 64, cp=4, zero="optim_grads_params"),
+        planned("llama3-8b", 64, pp=4, virtual=2, gbs=256, recompute_granularity="full"),
+        planned("mixtral-8x7b", 64, pp=2, ep=8, gbs=256),
+        planned("deepseek-v3", 256, ep=32, gbs=1024, fp8_format="hybrid"),
+    )
+    for layout in layouts:
+        prediction = predict(layout, preset("H100", layout.grid.world_size))
+        assert sum(p.seconds for p in prediction.parts) == pytest.approx(prediction.step_time)
+        assert min(p.seconds for p in prediction.parts) > -1e-9 * prediction.step_time
+        assert prediction.low < prediction.step_time < prediction.high
+        assert 0.05 < prediction.mfu < 0.75
+
+
+def test_tokens_flops_and_mfu_are_of_the_same_step():
+    prediction = predict(DENSE, CLUSTER)
+    tokens = prediction.tokens_per_second_per_gpu * 64 * prediction.step_time
+    assert tokens == pytest.approx(512 * 4096)
+    flops = prediction.mfu * prediction.step_time * 64 * CLUSTER.gpu.peak.bf16
+    assert flops == pytest.approx(prediction.model_flops)
+    assert prediction.model_flops / tokens == pytest.approx(6 * 8e9, rel=0.15)
+
+
+def test_the_simulation_is_of_the_whole_program():
+    prediction = predict(DENSE, CLUSTER)
+    inside = prediction.step_time - sum(
+        part(prediction, name) for name in ("DP communication", "optimizer", "jitter")
+    )
+    assert prediction.simulation.makespan == pytest.approx(inside, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "schedule, ranks, virtual",
+    [
+        ("1f1b", 4, 1),
+        ("eager_1f1b", 4, 1),
+        ("gpipe", 4, 1),
+        ("interleaved_1f1b", 4, 3),
+        ("zb_h1", 4, 1),
+        ("zb_v", 4, 2),
+        ("v_half", 4, 2),
+        ("dualpipe_v", 4, 2),
+        ("dualpipe", 4, 1),
+    ],
+)
+def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
+    shape = "v:" if schedule in ("zb_v", "v_half", "dualpipe_v") else ""
+    stages = ranks * virtual
+    layout = planned(
+        "llama3-8b",
+        ranks,
+        pp=ranks,
+        gbs=64,
+        pipeline_schedule=schedule,
+        pipeline_model_parallel_layout=shape
+        + "Et|"
+        + "ttt|" * (stages - 2)
+        + "t" * (31 - 3 * (stages - 2))
+        + "L",
+    )
+    costs, _ = stage_costs(layout, CLUSTER)
+    for eager in (False, True):
+        program = executed(layout.order().program(), pairs=False, eager=eager)
+        whole = simulate(program, costs).makespan
+        assert Clock.of(layout, eager=eager).makespans([costs])[0] == pytest.approx(whole, rel=2e-3)
+        table = timetable(layout.order(64), pairs=False, eager=eager)
+        assert table.makespans([costs])[0] == pytest.approx(whole)
+
+
+def test_slower_machines_make_slower_steps():
+    for change in (
+        {"node_link": replace(CLUSTER.node_link, bandwidth=CLUSTER.node_link.bandwidth / 4)},
+        {"network_link": replace(CLUSTER.network_link, latency=1e-2)},
+        {"gpu": replace(CLUSTER.gpu, sustained=CLUSTER.gpu.sustained / 2)},
+        {"gpu": replace(CLUSTER.gpu, memory_efficiency=0.2)},
+        {"jitter": 0.1},
+        {"host_operation": 1e-3},
+    ):
+        assert (
+            predict(DENSE, replace(CLUSTER, **change)).step_time > predict(DENSE, CLUSTER).step_time
+        )
+
+
+def test_full_recomputation_runs_every_forward_again():
+    plain = planned("llama3-8b", 8, tp=1)
+    full = planned("llama3-8b", 8, tp=1, recompute_granularity="full")
+    half = planned(
+        "llama3-8b",
+        8,
+        recompute_granularity="full",
+        recompute_method="block",
+        recompute_num_layers=16,
+    )
+    times = [predict(layout, CLUSTER) for layout in (plain, half, full)]
+    again = [part(time, "recompute") for time in times]
+    assert again[0] == 0
+    assert again[1] == pytest.approx(again[2] / 2)
+    assert 0.2 < again[2] / times[0].step_time < 0.34
+
+
+def test_selective_recomputation_costs_less_than_full_and_more_than_none():
+    modules = ("core_attn", "mlp", "layernorm")
+    selective = planned(
+        "llama3-8b", 8, recompute_granularity="selective", recompute_modules=modules
+    )
+    full = planned("llama3-8b", 8, recompute_granularity="full")
+    own = part(predict(selective, CLUSTER), "recompute")
+    assert 0 < own < part(predict(full, CLUSTER), "recompute")
+
+
+def test_the_bubble_shrinks_with_microbatches_and_interleaving():
+    def bubble(**settings):
+        prediction = predict(planned("llama3-8b", 8, pp=4, zero="no_shard", **settings), CLUSTER)
+        return part(prediction, "bubble") / prediction.step_time
+
+    assert bubble(gbs=128) < bubble(gbs=16)
+    assert bubble(gbs=16, virtual=2) < bubble(gbs=16)
+
+
+def test_eager_dx_shortens_the_bubble():
+    fused = predict(DENSE, CLUSTER, Software(eager_dx=False))
+    eager = predict(DENSE, CLUSTER, Software(eager_dx=True))
+    assert part(eager, "bubble") < part(fused, "bubble")
+
+
+def test_overlap_hides_communication():
+    def exposed(name, model="llama3-8b", **settings):
+        return part(predict(planned(model, 64, **settings), CLUSTER), name)
+
+    tp = {"tp": 8, "sp": True}
+    assert exposed("TP communication", **tp, tp_comm_overlap=True) < exposed(
+        "TP communication", **tp
+    )
+    assert exposed("DP communication") < exposed("DP communication", overlap_grad_reduce=False)
+    ep = {"model": "mixtral-8x7b", "ep": 8, "gbs": 512}
+    assert exposed("EP communication", **ep, overlap_moe_expert_parallel_comm=True) < exposed(
+        "EP communication", **ep
+    )
+
+
+def test_one_gpu_has_neither_bubble_nor_communication():
+    prediction = predict(planned("llama3-8b", 1, gbs=4, zero="no_shard"), preset("H100", 1))
+    for name in ("bubble", "TP communication", "PP communication", "jitter"):
+        assert part(prediction, name) == pytest.approx(0, abs=1e-9)
+
+
+def test_what_no_published_run_covers_is_said_and_widens_the_interval():
+    seen = predict(DENSE, CLUSTER)
+    unseen = predict(DENSE, preset("MI300X", 64))
+    assert not seen.notes
+    assert any("MI300X" in note for note in unseen.notes)
+    assert unseen.high / unseen.step_time > seen.high / seen.step_time
+
+
+def test_gathering_each_tensor_by_itself_takes_longer():
+    layout = planned("llama3-8b", 64, gbs=64, data_parallel_sharding_strategy="optim")
+    one, many = (
+        part(predict(layout, CLUSTER, Software(by_tensor=apart)), "DP communication")
+        for apart in (False, True)
+    )
+    assert many > one
+
+
+def test_two_hundred_large_layouts_take_less_than_four_seconds():
+    layout = planned(
+        "llama3-405b",
+        1024,
+        tp=8,
+        sp=True,
+        pp=16,
+        virtual=8,
+        gbs=1024,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    )
+    cluster = preset("H100", 1024)
+    predict(layout, cluster)
+    start = time.process_time()
+    for _ in range(20):
+        predict(layout, cluster)
+    assert time.process_time() - start < 0.4
+
+
+def test_copies_to_the_host_hide_behind_their_layer_or_are_waited_for():
+    settings = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
+    layout = planned("llama3-8b", 64, gbs=64, **settings)
+    slow = replace(CLUSTER, host_bandwidth=CLUSTER.host_bandwidth / 100)
+    waits, stuck = (part(predict(layout, c), "offloading") for c in (CLUSTER, slow))
+    # Queries, keys and values of 32 layers, there and back.
+    model, training = layout.config.model, layout.config.training
+    moved = 32 * 2 * 2 * training.seq_length * (model.q_size + model.k_size + model.v_size)
+    work = predict(layout, slow).step_time - stuck
+    assert waits == 0
+    assert moved / slow.host_bandwidth - work <= stuck <= moved / slow.host_bandwidth

@@ -1,0 +1,156 @@
+"""Rows of published runs, as people write them."""
+
+from types import MappingProxyType
+
+import pytest
+
+from fivefold.errors import DataError
+from fivefold.model.shape import count_parameters
+from fivefold.published.row import COLUMNS, PublishedRow, cluster_of, model_of, read_rows
+from fivefold.published.runs import measured_bytes, measured_seconds, row_layouts, software_of
+
+GIVEN = {
+    "src": "someone",
+    "gpu": "H100",
+    "ngpu": "64",
+    "model": "LLAMA3.1_405B",
+    "seq": "8192",
+    "gbs": "256",
+    "mbs": "1",
+    "tp": "8",
+    "pp": "8",
+    "vpp": "1",
+    "zero": "1",
+    "recomp": "full",
+    "prec": "bf16",
+    "step_s": "100",
+}
+
+
+def row(**cells):
+    return PublishedRow(2, MappingProxyType(dict.fromkeys(COLUMNS, "") | GIVEN | cells))
+
+
+def only_layout(**cells):
+    (choice,) = row_layouts(row(**cells))
+    assert choice.complete
+    return choice.layout
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("LLAMA3_70B", 70.6),
+        ("Llama3.1-8B", 8.03),
+        ("LLAMA3.1_405B", 405.9),
+        ("DeepSeekV3 (w/o MTP)", 671),
+        ("Qwen3-235B-A22B", 235),
+        ("Qwen3_30B_a3B (tokendrop)", 30.5),
+        ("GPT OSS 120B", 116.8),
+        ("LLAMA2-13B", 13.0),
+    ],
+)
+def test_models_are_known_by_the_names_that_people_write(name, billions):
+    model = model_of(row(model=name))
+    total = count_parameters(model).total - count_parameters(model).mtp
+    assert total / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_shape_is_completed_so_that_it_has_the_parameters_of_its_name():
+    shape = {"h": "2048", "ffn": "8192", "heads": "32", "kv": "32", "vocab": "131072"}
+    tied = model_of(row(model="1.34B", L="16", **shape))
+    assert not tied.untie_embeddings_and_output_weights
+    assert count_parameters(tied).total / 1e9 == pytest.approx(1.34, rel=0.01)
+    gpt = model_of(row(model="GPT-1.3B", L="16", **shape))
+    assert not gpt.gated_linear_unit and gpt.attention_dropout == 0
+    assert model_of(row(model="GPT-1.3B", L="16", flops_conv="HFU96", **shape)).attention_dropout
+    wide = {"h": "4096", "heads": "32", "kv": "8", "vocab": "131072"}
+    apart = model_of(row(model="GPT-7B", L="32", **wide))
+    assert apart.untie_embeddings_and_output_weights
+    assert count_parameters(apart).total / 1e9 == pytest.approx(6.7, rel=0.01)
+
+
+def test_a_model_with_fewer_layers_keeps_one_without_experts():
+    model = model_of(row(model="DeepSeek-V3 (L=4)", L="4", h="7168"))
+    assert [model.is_moe(layer) for layer in range(4)] == [False, True, True, True]
+    with pytest.raises(DataError, match="neither a shape nor a known model"):
+        model_of(row(model="Secret-340B"))
+
+
+def test_cells_give_their_first_number():
+    dirty = row(tflops="1933 (1858)", vpp="n/a", tp="1 (2)", zero="FSDP64 (0)")
+    assert dirty.number("tflops") == 1933
+    assert dirty.whole("vpp") is None
+    assert dirty.whole("tp") == 1
+
+
+def test_settings_follow_from_the_columns():
+    layout = only_layout(ngpu="512", gbs="512", zero="FSDP64", prec="FP8-CS (FP8-MX)")
+    config = layout.config
+    assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    assert (config.training.fp8_format, config.training.fp8_recipe) == ("hybrid", "tensorwise")
+    assert config.memory.recompute_granularity == "full"
+    assert (layout.grid.tp, layout.grid.pp, layout.grid.dp) == (8, 8, 8)
+    # 126 layers over 8 ranks are balanced.
+    assert sorted({len(stage.layers) for stage in layout.split.stages}) == [15, 16]
+    assert only_layout(prec="NVFP4").config.training.fp4_format == "e2m1"
+
+
+def test_what_is_not_said_becomes_several_configurations():
+    choices = row_layouts(row(mbs="", vpp="", recomp=""))
+    assert not any(choice.complete for choice in choices)
+    training = {choice.layout.config.training.micro_batch_size for choice in choices}
+    memory = {choice.layout.config.memory.recompute_granularity for choice in choices}
+    assert training == {1, 2, 4, 8}
+    assert memory == {None, "selective", "full"}
+    assert {choice.layout.split.num_virtual for choice in choices} == {1, 2, 4, 8, 16}
+
+
+def test_degrees_that_do_not_make_up_the_gpus_are_refused():
+    with pytest.raises(DataError, match="= 128, not 64"):
+        row_layouts(row(dp="2"))
+
+
+def test_old_rows_hold_scores_and_hide_nothing():
+    old = row(gpu="A100-80", prec="fp16", flops_conv="HFU96", ngpu="64")
+    assert software_of(old).attention == "scores"
+    assert not software_of(old).overlaps_backward_tp
+    assert software_of(row()).attention != "scores"
+    assert not software_of(row(note="eager")).fused
+
+
+def test_times_are_comparable_whatever_was_reported():
+    layout = only_layout()
+    tokens = 256 * 8192
+    assert measured_seconds(row(), layout) == 100
+    rate = row(step_s="", tps_gpu=str(tokens / 64 / 100))
+    assert measured_seconds(rate, layout) == pytest.approx(100)
+    half = measured_seconds(row(step_s="", tflops="400"), layout)
+    whole = measured_seconds(row(step_s="", tflops="400", src="torchtitan"), layout)
+    hardware = measured_seconds(row(step_s="", tflops="400", flops_conv="HFU96"), layout)
+    assert half is not None and whole is not None and hardware is not None
+    assert half < whole
+    mfu = measured_seconds(row(step_s="", mfu=str(400e14 / 989e12)), layout)
+    assert mfu == pytest.approx(half)
+    assert measured_seconds(row(step_s=""), layout) is None
+
+
+def test_memory_has_units():
+    assert measured_bytes(row(mem="2", mem_unit="GiB max_allocated")) == 2 * 2**30
+    assert measured_bytes(row(mem="2", mem_unit="bytes max_allocated")) == 2
+    assert measured_bytes(row()) is None
+
+
+def test_clusters_are_of_the_size_of_the_run():
+    assert cluster_of(row(gpu="H100-96/500W/2.4TBs")).num_gpus == 64
+    assert cluster_of(row(gpu="A100-SXM4-40GB")).gpu.name == "A100-40"
+    assert cluster_of(row(gpu="NVIDIA H200")).gpu.name == "H200"
+
+
+def test_files_without_the_columns_are_refused(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("src,gpu\nme,H100\n")
+    with pytest.raises(DataError, match="no column"):
+        read_rows(path)
+    with pytest.raises(DataError, match="cannot read"):
+        read_rows(tmp_path / "none.csv")

@@ -1,0 +1,69 @@
+"""Bounds are bounds: what they exclude could not have won. Held against the real predictions."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.predict.cluster import load_cluster
+from fivefold.predict.memory import peak_memory
+from fivefold.predict.software import Software
+from fivefold.predict.step import predict
+from fivefold.search.bound_tables import Ranks
+from fivefold.search.enumeration import enumerate_space
+from fivefold.search.memory_bound import memory_bound
+from fivefold.search.space import Space
+from fivefold.search.time_bound import time_bound
+
+TIGHT = 1e-9  # relative; sums in another order
+CASES = {
+    "llama3-8b": ("H100", 32, 64, 8192),
+    "gpt2": ("A100", 16, 64, 1024),
+    "mixtral-8x7b": ("H100", 32, 32, 4096),
+    "deepseek-v2-lite": ("H800", 16, 32, 4096),
+}
+
+
+@cache
+def space_of(model: str) -> Space:
+    _, world, batch, length = CASES[model]
+    config = Config(PRESETS[model]).with_values(global_batch_size=batch, seq_length=length)
+    space = enumerate_space(config, world)
+    # Long programs take seconds to sweep, and repeat what short ones show.
+    stages = np.array([len(way.split.stages) for way in space.ways])[space.columns["way"]]
+    return space.take(np.flatnonzero(stages * space.columns["microbatches"] <= 600))
+
+
+@pytest.mark.parametrize("model", CASES)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(place=st.floats(0, 1, exclude_max=True))
+def test_no_layout_is_faster_or_smaller_than_its_bounds(model: str, place: float) -> None:
+    gpu, world, *_ = CASES[model]
+    cluster, space = load_cluster(gpu, world), space_of(model)
+    row = space.take(np.array([int(place * len(space))]))
+    ranks = Ranks.of(row.config.model, row.ways)
+    layout = check(row.config_of(0), world, planned=True)
+    memory, prediction = peak_memory(layout, cluster), predict(layout, cluster)
+    assert memory_bound(row, ranks)[0] <= memory.max_allocated * (1 + TIGHT)
+    least = time_bound(row, ranks, cluster, Software()).seconds[0]
+    assert least <= prediction.step_time * (1 + TIGHT)
+    assert least >= prediction.step_time / 5  # and they say something
+
+
+def test_bounds_of_many_are_those_of_each() -> None:
+    cluster, space = load_cluster("H100", 32), space_of("llama3-8b")
+    few = space.take(np.arange(0, len(space), len(space) // 50))
+    ranks = Ranks.of(few.config.model, few.ways)
+    together = time_bound(few, ranks, cluster, Software()).seconds
+    memory = memory_bound(few, ranks)
+    for row in range(0, len(few), 7):
+        alone = few.take(np.array([row]))
+        assert time_bound(alone, ranks, cluster, Software()).seconds[0] == pytest.approx(
+            together[row]
+        )
+        assert memory_bound(alone, ranks)[0] == pytest.approx(memory[row])

@@ -1,0 +1,286 @@
+import json
+import shlex
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fivefold.check import check
+from fivefold.cli.main import main
+from fivefold.cli.plan import Options
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.config.sources import load_with_origins, read_config
+from fivefold.errors import ConfigError
+from fivefold.pages import MEMORY, STEP
+from fivefold.predict.cluster import load_cluster
+from fivefold.search.candidate import evaluate
+from fivefold.search.enumeration import enumerate_space
+from fivefold.search.request import Request, request
+from fivefold.search.search import LESS_MEMORY, SearchResult, search
+from fivefold.tell.describe import summary
+from fivefold.tell.explain import (
+    alternatives,
+    binding,
+    changed,
+    rule_of_thumb,
+    sensitivities,
+)
+from fivefold.tell.export.targets import TARGETS, export
+from fivefold.tell.infeasible import why_nothing
+from fivefold.tell.page import page
+from fivefold.units import human_bytes
+
+
+def asked(line: str) -> Request:
+    loaded = load_with_origins(shlex.split(line), Options, models=True)
+    cluster = load_cluster(loaded.options.cluster, loaded.options.gpus)
+    return request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
+
+
+@cache
+def result_of(line: str) -> SearchResult:
+    return search(asked(line))
+
+
+SMALL = "llama3-8b --cluster H100 --gpus 16 --gbs 64 --seq-length 4096"
+TIGHT = "llama3-70b --cluster H100 --gpus 64 --gbs 128 --seq-length 4096"
+EXPERTS = "mixtral-8x7b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096"
+
+
+@pytest.mark.parametrize("line", [SMALL, TIGHT, EXPERTS])
+def test_the_best_fits_and_is_the_best_of_what_was_seen(line: str) -> None:
+    result = result_of(line)
+    best = result.best
+    assert best.memory.fits
+    check(best.layout.config, best.layout.grid.world_size, planned=True)
+    assert best.seconds <= min(c.seconds for c in result.found) * 1.005
+    assert best.prediction is not None
+    parts = sum(part.seconds for part in best.prediction.parts)
+    assert parts == pytest.approx(best.prediction.step_time)
+    assert 0.2 < best.prediction.mfu < 0.7
+
+
+def test_no_layout_of_a_small_space_is_faster() -> None:
+    """Against a look at every single layout."""
+    line = f"{SMALL} --gpus 8 --mbs 1"
+    question = asked(f"{line} --pipeline-schedule 1f1b --recompute-granularity full")
+    result = search(question)
+    space = enumerate_space(question.config, question.world, question.given)
+    times = [evaluate(question, space.config_of(row)) for row in range(len(space))]
+    fastest = min(c.seconds for c in times if c.prediction is not None)
+    assert result.best.seconds <= fastest * 1.005
+    assert min(c.seconds for c in result.found) <= fastest * (1 + result.gap + 1e-9)
+
+
+@pytest.mark.parametrize("fixed", ["--pipeline-schedule combined_1f1b", "--tp 2", "--mbs 2"])
+def test_no_restricted_search_finds_more(fixed: str) -> None:
+    free, restricted = result_of(EXPERTS), search(asked(f"{EXPERTS} {fixed}"))
+    assert free.gap == 0.0
+    assert min(c.seconds for c in restricted.found) >= min(c.seconds for c in free.found) - 1e-9
+
+
+def test_pareto_front_trades_time_for_memory() -> None:
+    front = result_of(SMALL).pareto()
+    assert front[0].seconds == min(c.seconds for c in result_of(SMALL).found)
+    for one, other in pairwise(front):
+        assert one.seconds <= other.seconds
+        assert one.memory.max_allocated > other.memory.max_allocated
+
+
+def test_less_memory_costs_what_a_search_with_less_memory_finds() -> None:
+    """On 10 GB less, whether told as a sensitivity or asked for by a smaller device."""
+    result = result_of(TIGHT)
+    told = next(s for s in sensitivities(result) if s.change == "device memory -10 GB")
+    gpu = result.request.cluster.gpu
+    smaller = replace(gpu, memory_bytes=gpu.memory_bytes - LESS_MEMORY)
+    cluster = replace(result.request.cluster, gpu=smaller)
+    found = search(replace(result.request, cluster=cluster)).best.seconds
+    assert found * 0.99 < told.seconds < found * 1.05
+
+
+def test_what_flags_fix_stays_and_what_recipes_lay_out_does_not() -> None:
+    recipe = read_config("llama3-405b").parallel
+    question = asked("llama3-405b --gpus 1024 --tp 4")
+    assert recipe.pipeline_model_parallel_size == 16
+    assert question.given == {"tensor_model_parallel_size"}
+    assert question.config.parallel.pipeline_model_parallel_size == 1
+    assert question.config.training.global_batch_size == 2048
+    assert not question.assumed
+
+
+@pytest.mark.parametrize("gpus", [1, 7, 64, 16_384])
+def test_a_batch_that_nobody_gave_is_assumed_and_said(gpus: int) -> None:
+    question = asked(f"llama3-70b --gpus {gpus}")
+    assert len(question.assumed) == 2
+    batch = question.config.training.global_batch_size
+    assert batch % gpus == 0 or gpus > batch
+    assert batch * question.config.training.seq_length >= 2**22 * 0.9
+
+
+def test_every_mesh_is_explained() -> None:
+    result = result_of(TIGHT)
+    assert binding(result)
+    assert all(a.reason and a.candidate.layout != result.best.layout for a in alternatives(result))
+    changes = {change.change: change for change in sensitivities(result)}
+    assert changes["multiplications +10 %"].seconds < result.best.seconds
+    assert changes["device memory +10 GB"].seconds <= result.best.seconds * 1.0001
+    assert changes["device memory -10 GB"].seconds >= result.best.seconds * 0.9999
+
+
+def test_the_rule_of_thumb_is_legal_and_not_better() -> None:
+    result = result_of(TIGHT)
+    rule = rule_of_thumb(result.request)
+    assert rule.candidate is not None and rule.steps
+    assert rule.candidate.memory.fits
+    assert rule.candidate.layout.grid.tp <= 8
+    assert rule.candidate.seconds >= result.best.seconds * 0.995
+
+
+def test_why_fixes_what_it_names() -> None:
+    question = changed(asked(SMALL), "tp=4 pp=2")
+    assert question.config.parallel.tensor_model_parallel_size == 4
+    assert {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= question.given
+    with pytest.raises(ConfigError, match="tp"):
+        changed(asked(SMALL), "tp=four")
+    with pytest.raises(ConfigError, match="settings such as"):
+        changed(asked(SMALL), "")
+
+
+def test_what_fits_nowhere_is_explained() -> None:
+    result = search(asked("llama3-70b --gpus 8 --gbs 64 --seq-length 4096"))
+    assert not result.found
+    message = str(why_nothing(result))
+    assert "more than the device has" in message and "optimizer" in message
+    assert "--gpus 16" in message or "--gpus 32" in message
+
+
+def test_contradictory_settings_are_explained() -> None:
+    message = str(why_nothing(search(asked(f"{SMALL} --tp 3"))))
+    assert "does not divide num_attention_heads 32" in message
+
+
+@pytest.mark.parametrize("line", [SMALL, TIGHT, EXPERTS])
+@pytest.mark.parametrize("target", TARGETS)
+def test_exports_can_be_read(line: str, target: str, tmp_path: Path) -> None:
+    layout = result_of(line).best.layout
+    found = export(layout, target)
+    if target == "fivefold":
+        recipe = tmp_path / "planned.toml"
+        recipe.write_text(found.text)
+        assert read_config(recipe) == layout.config
+        if not found.missing:
+            check(layout.config, layout.grid.world_size)
+    elif target == "megatron":
+        assert f"--tensor-model-parallel-size {layout.grid.tp}" in found.text
+    elif target == "torchtitan":
+        words = shlex.split(found.text.replace("\\\n", " "))
+        degrees = {
+            name.rpartition(".")[2]: int(value)
+            for name, value in pairwise(words)
+            if name.endswith("_degree")
+        }
+        product = 1
+        for name in ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel"):
+            product *= degrees[f"{name}_degree"]
+        product *= degrees["pipeline_parallel_degree"] * degrees["context_parallel_degree"]
+        assert product == layout.grid.world_size
+    else:
+        settings = json.loads(found.text)
+        each = settings["train_micro_batch_size_per_gpu"]
+        steps = settings["gradient_accumulation_steps"]
+        assert settings["train_batch_size"] == each * steps * layout.grid.dp
+
+
+def test_megatron_flags_are_read_as_they_are_written() -> None:
+    usual = ("1f1b", "interleaved_1f1b")  # the schedules that Megatron-LM has
+    layout = next(c.layout for c in result_of(TIGHT).found if c.layout.schedule in usual)
+    text = export(layout, "megatron").text.replace("\\\n", " ")
+    alone = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor")  # say nothing to Fivefold
+    words = [word for word in shlex.split(text) if word not in alone]
+    config = load_with_origins(words, Options, models=True).config
+    read = check(config, layout.grid.world_size, planned=True)
+    assert (read.grid, read.split, read.schedule) == (layout.grid, layout.split, layout.schedule)
+    assert read.num_microbatches == layout.num_microbatches
+    assert config.memory == layout.config.memory
+    assert config.model == Config(PRESETS["llama3-70b"]).model
+
+
+class Tags(HTMLParser):
+    """The open tags of a page, and how often each was opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: Counter[str] = Counter()
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        self.seen[tag] += 1
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.mark.parametrize("command", [TIGHT, EXPERTS])
+def test_the_page_is_whole(command: str) -> None:
+    """Every part of time and memory has its own colour, the same on every page."""
+    found = result_of(command)
+    text = page(found, 15e12)
+    tags = Tags()
+    tags.feed(text)
+    assert not tags.open
+    assert "http" not in text
+    assert found.best.prediction is not None
+    for part in found.best.prediction.parts:
+        assert part.name in STEP
+    for rank in found.best.memory.ranks:
+        assert f"rank {rank.pp_rank}</span>" in text
+        for name, size in rank.parts.items():
+            assert f'background:{MEMORY[name]}" title="{name}: {human_bytes(size)}"' in text
+
+
+def test_no_two_parts_share_a_colour() -> None:
+    for colours in (MEMORY, STEP):
+        assert len(set(colours.values())) == len(colours)
+
+
+def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *shlex.split(SMALL), "--json", "--train-tokens", "1T"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["layouts"][0]
+    assert best["fits"] and best["interval_80"][0] < best["step_seconds"] < best["interval_80"][1]
+    assert told["run"]["gpu_hours"] > 0
+    assert sum(best["parts"].values()) == pytest.approx(best["step_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("nothing-such --gpus 8", "unknown model"),
+        (f"{SMALL} --gpus 0", "--gpus must be at least 1"),
+        (f"{SMALL} --cluster H1000", "did you mean 'H100'"),
+        (f"{SMALL} --train-tokens many", "--train-tokens must be a number"),
+        (f"{SMALL} --json --emit megatron", "both say what to print"),
+        (f"{SMALL} --html nowhere/at/all.html", "no folder"),
+        (f"{SMALL} --why colour=red", "is no layout setting"),
+    ],
+)
+def test_bad_input_is_said_before_anything_is_searched(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *shlex.split(line)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_summaries_name_what_is_not_one() -> None:
+    layout = result_of(TIGHT).best.layout
+    text = summary(layout)
+    grid = layout.grid
+    for axis, size in (("tp", grid.tp), ("pp", grid.pp), ("cp", grid.cp)):
+        assert (f"{axis} {size}" in text) == (size > 1)
