@@ -8,33 +8,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fivefold.config.model import ModelConfig
+from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router, SharedOut
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
     CoreAttention,
-    Dispatch,
-    ExpertsIn,
-    ExpertsOut,
     LatentDown,
     LatentUp,
     Norm,
     Operation,
-    Prediction,
+    PredictionInput,
     Residual,
-    Router,
     RowLinear,
-    SharedOut,
     Weight,
 )
 
 O = TypeVar("O", bound=Operation)  # noqa: E741
 
 
-@dataclass(frozen=True, order=True)
-class LayerKind:
+class LayerKind(NamedTuple):
     """What tells layers of one model apart; layers of one kind have equal descriptions.
 
     Attributes:
@@ -299,7 +294,7 @@ def _mlp_residual(model: ModelConfig) -> Residual:
     return Residual("mlp_residual", features=model.hidden_size, dropout=dropout, mask="mlp_dropout")
 
 
-def _prediction(model: ModelConfig) -> Prediction:
+def _prediction(model: ModelConfig) -> PredictionInput:
     """As in DeepSeek-V3: the hidden state and the next token's embedding are normalised and
     projected together to one hidden state; a layer and a norm follow."""
     h = model.hidden_size
@@ -309,7 +304,7 @@ def _prediction(model: ModelConfig) -> Prediction:
         *_column("eh_proj", 2 * h, h, False),
         *_norm("norm", model),
     )
-    return Prediction("prediction", weights, features=h)
+    return PredictionInput("prediction", weights, features=h)
 
 
 def _gates(model: ModelConfig) -> int:

@@ -24,7 +24,7 @@ from fivefold.model.description import (
     head_weights,
     layer_kind,
 )
-from fivefold.model.operations import CoreAttention, Prediction, Weight
+from fivefold.model.operations import CoreAttention, PredictionInput, Weight
 
 Shapes = Mapping[str, tuple[int, ...]]
 Weights = Mapping[str, Weight]
@@ -100,7 +100,7 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
         found |= {f"layers.{layer}.{name}": weight for name, weight in in_layer.items()}
     for depth in range(parts.mtp):
         in_layer = layer_weights(model, model.num_layers)
-        around = describe(model, layer_kind(model, model.num_layers)).one(Prediction)
+        around = describe(model, layer_kind(model, model.num_layers)).one(PredictionInput)
         found |= {f"mtp.{depth}.{weight.name}": weight for weight in around.weights}
         found |= {f"mtp.{depth}.layer.{name}": weight for name, weight in in_layer.items()}
     if parts.head:

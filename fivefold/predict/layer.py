@@ -11,19 +11,16 @@ from functools import cached_property
 from fivefold.layout import Layout
 from fivefold.model.activations import saved_activations, total
 from fivefold.model.description import LayerKind, describe, layer_kinds
+from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
     CoreAttention,
-    Dispatch,
-    ExpertsIn,
-    ExpertsOut,
     LatentDown,
     LatentUp,
     Norm,
     Operation,
     Residual,
-    Router,
     RowLinear,
 )
 from fivefold.model.running import Running
