@@ -78,12 +78,22 @@ def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def clip_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+def clip_(
+    grads: Sequence[Tensor], norm: Tensor, max_norm: float, found_inf: Tensor | None = None
+) -> None:
     """Scale gradients in place by min(1, max_norm / (norm + 1e-6)), as Megatron-LM does.
 
-    Nothing waits for the device. A norm that is not finite is the caller's to handle before.
+    Nothing waits for the device.
+
+    Args:
+        grads: plain or DTensor.
+        norm: of all of them.
+        max_norm: above which they are scaled.
+        found_inf: where it is 1, gradients stay as they are; None: it is 0.
     """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if found_inf is not None:
+        scale = scale.masked_fill(found_inf > 0, 1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in map(local_tensor, grads):
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)

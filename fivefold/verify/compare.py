@@ -52,7 +52,8 @@ def compare(
     found: list[Difference] = []
     findings: list[str] = []
     for step, reference in enumerate(trace):
-        result = engine.gradients(_own_part(engine, step))
+        sums = engine.gradients(_own_part(engine, step))
+        result = sums.read()
         of_step = list(_gradient_differences(engine, step, result, reference))
         found += of_step
         every = _gather(engine, of_step)
@@ -60,7 +61,7 @@ def compare(
         if all_reduce(torch.tensor(float(wrong), device=device), engine.groups.world):
             findings = diagnose(engine, step, result, reference)
             break
-        engine.apply(result)
+        engine.apply(sums)
         found += _weight_differences(engine, step, reference)
         if step == 0:  # between two steps, so that one sees what it leaves behind
             evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION)])
