@@ -140,20 +140,29 @@ def local_shape(
 ) -> tuple[int, ...]:
     """What one rank holds of a parameter, before data-parallel sharding.
 
+    Experts are split over `ep`, and each of them over `etp`; all else over `tp`, see `split_dim`.
+    """
+    expert, dim, sizes = is_expert(name), split_dim(model, name, tp=tp), list(shape)
+    if expert:
+        sizes[0] //= ep
+    if dim is not None:
+        sizes[dim] //= etp if expert else tp
+    return tuple(sizes)
+
+
+def split_dim(model: ModelConfig, name: str, *, tp: int) -> int | None:
+    """The dim that tensor-parallel ranks (`etp` of them, if it is an expert's) split.
+
     Projections into heads, inner features or vocabulary are split by rows, as are the sinks of
-    heads; projections out of them by columns (their bias is whole), all else is whole: norms, the
-    router, projections into latents, and keys and values whose heads are fewer than the ranks.
-    Experts are split over `ep`, and each of them over `etp`.
+    heads; projections out of them by columns (their bias is whole). All else is whole, which is
+    None: norms, the router, projections into latents, and keys and values whose heads are fewer
+    than the ranks.
     """
     *_, module, kind = name.split(".")
-    first, ranks = ((shape[0] // ep,), etp) if is_expert(name) else ((), tp)
-    rest = shape[len(first) :]
-    by_rows = module in _BY_ROWS and not (module in _KEY_VALUE and model.num_kv_heads % tp)
-    if by_rows:
-        return (*first, rest[0] // ranks, *rest[1:])
-    if module in _BY_COLUMNS and kind == "weight":
-        return (*first, rest[0], rest[1] // ranks)
-    return (*first, *rest)
+    rows = 1 if is_expert(name) else 0
+    if module in _BY_ROWS and not (module in _KEY_VALUE and model.num_kv_heads % tp):
+        return rows
+    return rows + 1 if module in _BY_COLUMNS and kind == "weight" else None
 
 
 _KEY_VALUE = ("k_proj", "v_proj")

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
+
 
 class AdamW:
     """`torch.optim.AdamW`, fused, on this rank's shards.
@@ -41,9 +43,7 @@ class AdamW:
         for leaf in self._leaves.values():
             self._optimizer.state[leaf] = {
                 "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
-                "exp_avg": torch.zeros_like(leaf),
-                "exp_avg_sq": torch.zeros_like(leaf),
-            }
+            } | {moment: torch.zeros_like(leaf) for moment in MOMENTS}
 
     @property
     def steps(self) -> int:
@@ -93,7 +93,7 @@ class AdamW:
                 self._optimizer.state[self._leaves[name]][moment]
             )
             for name, parameter in self._parameters.items()
-            for moment in ("exp_avg", "exp_avg_sq")
+            for moment in MOMENTS
         }
 
     def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

@@ -1,6 +1,6 @@
 """One training step on this rank, and one evaluation: everything but data, files and talk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -15,10 +15,11 @@ from fivefold.mesh.groups import Groups, build_groups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
-from fivefold.optim.adamw import AdamW
-from fivefold.optim.grad_norm import clip_, global_grad_norm, owns, zero_if_finite
+from fivefold.optim.adamw import MOMENTS, AdamW
+from fivefold.optim.grad_norm import clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.schedule import learning_rate
-from fivefold.parallelize import ParallelModel, parallelize, tied_ranks
+from fivefold.parallelize import ParallelModel, parallelize
+from fivefold.parameters import ParameterRecord, tied_ranks
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
 
@@ -190,31 +191,29 @@ class Engine:
 
     def stored_tensors(self) -> dict[str, object]:
         """Weights and optimizer state by the names of the whole model, for a checkpoint."""
-        stored: dict[str, object] = dict(self.model.stored())
-        here = set(self.parameters)
-        for name, piece in self.optimizer.state_tensors().items():
-            _, moment, parameter = name.split(".", 2)
-            original = self.model.stored_name(parameter)
-            if parameter == original or original not in here:
-                stored[f"optim.{moment}.{original}"] = piece
-        return stored
+        return self._by_stored_name(record for record in self._records if record.loaded)
 
     def written_tensors(self) -> dict[str, object]:
         """`stored_tensors` without second copies, which another rank writes."""
-        copies = {n for n in self.parameters if self.model.is_copy(n)}
-        others = {self.model.stored_name(n) for n in copies} - set(self.parameters)
-        others |= self.model.mirrored
-        return {n: t for n, t in self.stored_tensors().items() if _parameter(n) not in others}
+        return self._by_stored_name(record for record in self._records if record.written)
+
+    def _by_stored_name(self, records: Iterable[ParameterRecord]) -> dict[str, object]:
+        names = {record.stored: record.name for record in records}
+        moments = self.optimizer.state_tensors()
+        return {stored: self.parameters[name] for stored, name in names.items()} | {
+            f"optim.{moment}.{stored}": moments[f"optim.{moment}.{name}"]
+            for stored, name in names.items()
+            for moment in MOMENTS
+        }
 
     def after_load(self, steps: int) -> None:
         """Finish loading into `stored_tensors`: step count, and copies of tied weights."""
         state = {n: piece.local for n, piece in self.optimizer.state_tensors().items()}
-        for name, parameter in self.parameters.items():
-            original = self.model.stored_name(name)
-            if name != original and original in self.parameters:
-                local_tensor(parameter).copy_(local_tensor(self.parameters[original]))
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state[f"optim.{moment}.{name}"].copy_(state[f"optim.{moment}.{original}"])
+        state |= {n: local_tensor(p) for n, p in self.parameters.items()}
+        for record in self._records:
+            if not record.loaded:
+                for kind in ("", *(f"optim.{moment}." for moment in MOMENTS)):
+                    state[kind + record.name].copy_(state[kind + record.stored])
         self.optimizer.steps = steps
 
     def _program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
@@ -255,22 +254,19 @@ class Engine:
         sums = all_reduce(torch.stack([loss, torch.full_like(loss, vote)]), self.groups.world)
         return sums[0], sums[1]
 
+    @property
+    def _records(self) -> Iterable[ParameterRecord]:
+        return self.model.records.values()
+
     def _weights(self) -> list[Tensor]:
         """What lies here of every parameter."""
         return [local_tensor(parameter) for parameter in self.parameters.values()]
 
     def _counted_grads(self) -> list[tuple[Tensor, bool]]:
-        at = self.groups.at
-        # FSDP2's parameters know their replicas, plain and tp-only ones do not.
-        replicas = (
-            () if self.model.policy.needs_fsdp else (at["dp_replicate"], at["dp_shard"], at["cp"])
-        )
         counted = []
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None, f"{name} got no gradient"
-            is_copy = self.model.is_copy(name) or name in self.model.mirrored
-            counts = owns(parameter, replicas) and not is_copy
-            counted.append((local_tensor(parameter.grad), counts))
+            counted.append((local_tensor(parameter.grad), self.model.records[name].counted))
         return counted
 
 
@@ -286,8 +282,3 @@ def as_batch(microbatch: Microbatch, step: int) -> Batch:
         loss_weights=None if weights is None else torch.from_numpy(weights),
         step=step,
     )
-
-
-def _parameter(stored: str) -> str:
-    """The parameter that a stored tensor is of: 'optim.exp_avg.norm.weight' -> 'norm.weight'."""
-    return stored.split(".", 2)[2] if stored.startswith("optim.") else stored

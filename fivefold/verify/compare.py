@@ -105,7 +105,7 @@ def _gradient_differences(
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
     for name, parameter in engine.parameters.items():
         assert parameter.grad is not None, f"{name} got no gradient"
-        stored = engine.model.stored_name(name)
+        stored = engine.model.records[name].stored
         piece = piece_of(parameter.grad)
         yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)
 
@@ -116,7 +116,7 @@ def _weight_differences(
     """Every weight after the update, with the digest that replicas must share."""
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     for name, parameter in engine.parameters.items():
-        stored = engine.model.stored_name(name)
+        stored = engine.model.records[name].stored
         piece, whole = piece_of(parameter), reference.after[stored]
         yield _tensor("param", step, rank, stored, piece, whole, floor=floor, digests=True)
 
