@@ -18,8 +18,8 @@ from fivefold.context.balance import split
 from fivefold.layout import Layout
 from fivefold.model.blocks import Sight, num_tokens
 from fivefold.model.description import Layer, describe, layer_kind
-from fivefold.model.operations import CoreAttention, Weight
-from fivefold.model.shape import StageParts, stage_weights
+from fivefold.model.operations import CoreAttention
+from fivefold.parameters import parameter_records, tied_ranks
 from fivefold.pipeline.ir import Kind
 from fivefold.state import held, num_expert_shards, num_shards
 
@@ -198,6 +198,7 @@ class _Volumes:
         self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
         self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
         self.stages = layout.stages_of(self.at["pp"])
+        self.records = parameter_records(layout, rank)
 
     def data_parallel(self) -> Iterator[Flow]:
         """Gathers of parameters and reductions of gradients, with the padding of uneven shards.
@@ -210,14 +211,11 @@ class _Volumes:
         shards, replicas = self.shards, self.data // self.shards
         often = self._gathers()
         padded = gathers = 0
-        for stage, spec in self.stages.items():
-            size = sum(
-                -(-shape[0] // shards) * prod(shape[1:])
-                for weight, shape in self._held_weights(spec)
-                if not weight.of_experts
-            )
-            padded += size
-            gathers += often[stage] * size
+        for record in self.records:
+            if "data" in record.sums:
+                size = -(-record.shape[0] // shards) * prod(record.shape[1:])
+                padded += size
+                gathers += often[record.stage] * size
         reductions = sharding.reductions(self.microbatches * self.slices)
         axis = "data" if replicas == 1 else "dp_shard_cp"
         gathered = wire_bytes("all_gather", shards * gathers * self.element, shards)
@@ -254,7 +252,6 @@ class _Volumes:
         unit = self.tokens * self.model.hidden_size * self.element * (self.tp - 1) / self.tp
         numbers = 3 if self.layout.config.training.label_smoothing else 2
         loss = self.tp * numbers * self.tokens * self.master
-        partial = 0
         for spec in self.stages.values():
             layers = sum(sum(self._units(layer)) for layer in spec.layers) * unit
             yield Flow("tp", "activations of layers", self.microbatches * layers)
@@ -267,10 +264,7 @@ class _Volumes:
                 yield Flow("tp", "output layer", self.microbatches * head)
                 whole = wire_bytes("all_gather", loss, self.tp)
                 yield Flow("tp", "cross entropy", self.microbatches * whole)
-            for weight, shape in self._held_weights(spec):
-                if weight.is_partial(self.tp, sequence_parallel=sequence):
-                    partial += self._held(shape)
-        size = wire_bytes("all_reduce", partial * self.master, self.tp)
+        size = wire_bytes("all_reduce", self._held("tp") * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
 
     def _repeated(self, layers: Sequence[int]) -> int:
@@ -361,12 +355,7 @@ class _Volumes:
         rows = rows_sent(dispatcher, model, grid.ep)
         yield Flow("ep", "tokens to experts and back", rows * row)
         yield Flow("etp", "rows of a split expert", (grid.etp - 1) * model.moe_router_topk * row)
-        owned = sum(
-            prod(shape)
-            for spec in self.stages.values()
-            for weight, shape in self._held_weights(spec)
-            if weight.of_experts
-        )
+        owned = sum(prod(record.shape) for record in self.records if "edp" in record.sums)
         yield from self._expert_data(owned)
 
     def _expert_data(self, owned: int) -> Iterator[Flow]:
@@ -390,33 +379,19 @@ class _Volumes:
         parts = self.tp if self.parallel.sequence_parallel else 1
         size = self.tokens // self.slices // parts * self.model.hidden_size * self.element
         yield Flow("pp", "hidden states and gradients", len(messages) * size)
-        ends = self.layout.split.placement[0], self.layout.split.placement[-1]
         # The pair of ranks is all of the pipeline where that has two.
-        pair = "pp" if self.layout.grid.pp == 2 else "mirror"
-        if self.layout.num_copies > 1:
-            shapes = [s for spec in self.stages.values() for _, s in self._held_weights(spec)]
-            size = sum(map(self._held, shapes)) * self.master
-            copies = wire_bytes("all_reduce", size, 2)
-            yield Flow(pair, "gradients of both copies of the model", copies)
-            return
-        tied = not self.model.untie_embeddings_and_output_weights
-        if tied and ends[0] != ends[1] and self.at["pp"] in ends:
-            shape = self.model.padded_vocab_size // self.tp, self.model.hidden_size
-            size = self._held(shape) * self.master
-            axis = "pp" if self.layout.grid.pp == 2 else "tied"
-            yield Flow(axis, "gradient of the tied embedding", wire_bytes("all_reduce", size, 2))
+        two = self.layout.grid.pp == 2
+        copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
+        yield Flow("pp" if two else "mirror", "gradients of both copies of the model", copies)
+        if self.at["pp"] in (tied_ranks(self.layout) or ()):
+            tied = wire_bytes("all_reduce", self._held("tied") * self.master, 2)
+            yield Flow("pp" if two else "tied", "gradient of the tied embedding", tied)
 
     def scalars(self) -> Iterator[Flow]:
         """The valid tokens before the step; loss, votes to stop and squared norm after it."""
         yield Flow("data", "token count", wire_bytes("all_reduce", SCALAR_BYTES, self.data))
         one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
         yield Flow("world", "loss, votes and gradient norm", 3 * one)
-
-    def _held_weights(self, spec: StageParts) -> Iterator[tuple[Weight, tuple[int, ...]]]:
-        """The parameters of a stage, and their shapes on a tensor-parallel rank."""
-        grid = self.layout.grid
-        for weight in stage_weights(self.model, spec).values():
-            yield weight, weight.local(grid.tp, grid.ep, grid.etp)
 
     def _layer(self, layer: int) -> Layer:
         return describe(self.model, layer_kind(self.model, layer))
@@ -429,6 +404,7 @@ class _Volumes:
         units = [op.tensor_units(sequence_parallel=sequence) for op in operations]
         return sum(forward for forward, _ in units), sum(backward for _, backward in units)
 
-    def _held(self, shape: tuple[int, ...]) -> int:
-        """Elements of a parameter in this rank's shard."""
-        return held(shape, self.shards, self.shard)
+    def _held(self, group: str) -> int:
+        """Elements in this rank's shard of the parameters whose gradients a group sums."""
+        summed = (record.shape for record in self.records if group in record.sums)
+        return sum(held(shape, self.shards, self.shard) for shape in summed)

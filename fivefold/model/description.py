@@ -356,7 +356,7 @@ def _of_experts(weight: Weight, experts: int) -> Weight:
     return Weight(
         weight.name,
         (experts, *weight.shape),
-        weight.split,
+        None if weight.split is None else weight.split + 1,
         of_experts=True,
         multiplies=weight.multiplies,
     )

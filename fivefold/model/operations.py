@@ -24,8 +24,7 @@ class Weight:
     Attributes:
         name: name in the layer, or in the model.
         shape: global shape; of experts [experts, out, in].
-        split: dimension that tensor-parallel ranks divide, an expert's without that of the
-            experts; None: each rank holds it whole.
+        split: dimension that tensor-parallel ranks divide; None: each rank holds it whole.
         heads: heads in that dimension, none of which is divided: where the ranks do not divide
             their number, each rank holds all; 0: no heads.
         of_experts: whether the first dimension is divided over expert-parallel ranks, and the
@@ -49,7 +48,7 @@ class Weight:
         return prod(self.shape)
 
     def placed(self, tp: int) -> int | None:
-        """The dimension that `tp` ranks divide, counted without that of experts."""
+        """The dimension that `tp` ranks divide."""
         return None if self.heads % tp else self.split
 
     def local(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, ...]:
@@ -57,9 +56,9 @@ class Weight:
         shape, ranks = list(self.shape), etp if self.of_experts else tp
         if self.of_experts:
             shape[0] //= ep
-        split = self.split if self.of_experts else self.placed(tp)
+        split = self.placed(tp)
         if split is not None:
-            shape[split + self.of_experts] //= ranks
+            shape[split] //= ranks
         return tuple(shape)
 
     def is_partial(self, tp: int, *, sequence_parallel: bool) -> bool:
