@@ -47,7 +47,7 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
     stages = layout.stages_of(grid.coordinates(rank)["pp"])
     weights = {stage: stage_weights(model, spec) for stage, spec in stages.items()}
     here = {name for named in weights.values() for name in named}
-    places = {kind: _Place.of(layout, rank, expert=kind) for kind in (False, True)}
+    places = {kind: _MeshPlace.of(layout, rank, expert=kind) for kind in (False, True)}
     records = []
     for stage, named in weights.items():
         for name, weight in named.items():
@@ -80,7 +80,7 @@ def tied_ranks(layout: Layout) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _MeshPlace:
     """Where a rank is among those that hold parameters of one kind.
 
     Attributes:
@@ -94,7 +94,7 @@ class _Place:
     tp: int
 
     @classmethod
-    def of(cls, layout: Layout, rank: int, *, expert: bool) -> "_Place":
+    def of(cls, layout: Layout, rank: int, *, expert: bool) -> "_MeshPlace":
         """Of the experts, or of everything else."""
         grid = layout.grid
         if expert:
