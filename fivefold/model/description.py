@@ -42,8 +42,8 @@ class LayerKind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A word for people."""
-        return "prediction" if self.predicts else "experts" if self.experts else "dense"
+        """A word for people, by which costs of layers are stated."""
+        return "mtp" if self.predicts else "moe" if self.experts else "dense"
 
 
 @dataclass(frozen=True)
