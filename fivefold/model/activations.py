@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.description import describe, layer_kind
-from fivefold.model.operations import Kept
+from fivefold.model.operations import Kept, Norm
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 
@@ -130,11 +130,13 @@ def bookkeeping_bytes(
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
     # PyTorch's layer norm keeps mean and deviation, on a CPU in the compute type.
     norm = (2 * running.element_bytes if model.normalization == "LayerNorm" else wide) / tokens
-    size, layer = 0.0, 2 * norm
-    if model.qk_layernorm:
-        layer += wide * (model.num_attention_heads / tp + max(model.num_kv_heads / tp, 1))
-    groups = running.memory.recomputed_groups(len(parts.layers))
-    size += layer * sum(len(group) for group, again in groups if not again)
+    size = 0.0
+    for group, again in running.memory.recomputed_groups(len(parts.layers)):
+        for place in () if again else group:
+            for operation in describe(model, layer_kind(model, parts.layers[place])).operations:
+                if isinstance(operation, Norm):
+                    queries, keys = operation.heads or (0, 0)
+                    size += wide * (queries / tp + max(keys / tp, 1)) if queries else norm
     if model.position_embedding_type == "rope":
         size += running.element_bytes * 1.5 * model.head_dim  # cosines of all, sines of half
     if parts.embedding and tp > 1:
