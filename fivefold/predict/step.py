@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import islice
 from math import exp, log, prod, sqrt
 
+from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import StageParts, training_flops
@@ -171,7 +172,7 @@ class _Predictor:
         shard, replica, expert = self._data_groups()
         wire = self.software.gradient_bytes or (2 if self.parallel.grad_reduce_in_bf16 else 4)
         cluster = self.cluster
-        whole = self.parallel.data_parallel_sharding_strategy == "no_shard"
+        whole = not self.parallel.sharding.splits_optimizer
         gathered = reduced = 0.0
         for block in stage_blocks(self.layout, spec):
             for group, shapes in ((shard, block.dense), (expert, block.experts)):
@@ -192,21 +193,21 @@ class _Predictor:
         return gathered, reduced
 
     @property
-    def _strategy(self) -> str:
+    def _sharding(self) -> Sharding:
         """What is communicated when, which may be less often than what is sharded would ask for."""
-        strategy = self.parallel.data_parallel_sharding_strategy
-        once = self.software.reduces_once and self.grid.pp > 1 and strategy != "no_shard"
-        return "optim" if once else strategy
+        sharding = self.parallel.sharding
+        once = self.software.reduces_once and self.grid.pp > 1 and sharding.splits_optimizer
+        return SHARDING["optim"] if once else sharding
 
     def _sharded(self, times: Times, kind: "StageKind", spec: StageParts) -> Phases:
         """What gathering and reducing in every microbatch leave exposed (ZeRO-2 and ZeRO-3)."""
-        strategy = self._strategy
-        if strategy not in ("optim_grads", "optim_grads_params"):
+        sharding = self._sharding
+        if not sharding.splits_gradients:
             return Phases()
         gathered, reduced = self._moves(kind, spec)
         work = times.total
         gpu = self.cluster.gpu
-        if strategy == "optim_grads":
+        if not sharding.splits_parameters:
             return Phases(0.0, overlapped(gpu, work.dx + work.dw, reduced))
         alone = self.software.gather_rate is not None
         forward = gathered if alone else overlapped(gpu, work.forward, gathered)
@@ -245,14 +246,14 @@ class _Predictor:
 
     def _around(self) -> float:
         """What gathering and reducing once a step leave exposed (no sharding, ZeRO-1)."""
-        strategy = self._strategy
-        if strategy == "optim_grads_params":
+        sharding = self._sharding
+        if sharding.splits_parameters:
             return 0.0
         worst = 0.0
         for own in self._ranks:
             moves = [self._moves(self.kinds[s], self.layout.split.stages[s]) for s in own]
             gathered, reduced = (sum(column) for column in zip(*moves, strict=True))
-            if strategy == "optim_grads":
+            if sharding.splits_gradients:
                 reduced = 0.0
             total = sum((self.stages[s].total for s in own), Phases())
             layers = sum(len(self.layout.split.stages[s].layers) for s in own) or 1

@@ -54,8 +54,8 @@ def _extremes(layout: Layout) -> list[int]:
 def _policy_of(layout: Layout) -> StatePolicy | None:
     """What Megatron-LM keeps of weights, gradients and optimizer state; who shards weights, too,
     keeps what Fivefold does."""
-    strategy = layout.config.parallel.data_parallel_sharding_strategy
-    return None if strategy == "optim_grads_params" else megatron_policy(strategy != "no_shard")
+    sharding = layout.config.parallel.sharding
+    return None if sharding.splits_parameters else megatron_policy(sharding.splits_optimizer)
 
 
 def _loss_of(row: PublishedRow) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.errors import ConfigError, DataError, FivefoldError
 from fivefold.layout import Layout
 from fivefold.model.shape import training_flops
@@ -31,7 +32,7 @@ def software_of(row: PublishedRow) -> Software:
     note, framework = row.text("note"), framework_of(row.source)
     # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
     # forward to gather 10 GB inside a machine with NVLink (its issue 1174).
-    sharded = row.is_old_megatron and _strategy(row) == "optim_grads_params"
+    sharded = row.is_old_megatron and _strategy(row).splits_parameters
     made_with = ("deepspeed", "mt-nlg", "bloom", "neox")
     told = row.source.lower() + row.text("model")
     deepspeed = sharded or any(word in told for word in made_with)
@@ -191,9 +192,9 @@ def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
         "context_parallel_size": cp,
         "sequence_parallel": sequence,
         "tp_comm_overlap": tp > 1 and ("async" in note or framework.overlaps_tp),
-        "data_parallel_sharding_strategy": strategy,
+        "data_parallel_sharding_strategy": strategy.name,
         "overlap_grad_reduce": not row.is_old_megatron
-        and (framework.overlaps_shards or strategy != "optim"),
+        and (framework.overlaps_shards or strategy.zero_stage != 1),
         "overlap_param_gather": not row.is_old_megatron and framework.overlaps_gather,
     }
     if model.num_experts:
@@ -208,16 +209,16 @@ def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-def _strategy(row: PublishedRow) -> str:
+def _strategy(row: PublishedRow) -> Sharding:
     zero = row.text("zero")
-    names = ("no_shard", "optim", "optim_grads", "optim_grads_params")
     if zero in ("", "n/a"):
-        return "no_shard" if row.is_old_megatron else "optim"
-    if re.match("fsdp|hsdp", zero):
-        return names[3]
-    if zero not in ("0", "1", "2", "3"):
-        raise DataError(f"zero must be 0 to 3, FSDP or HSDP, not {zero!r}")
-    return names[int(zero)]
+        zero = "0" if row.is_old_megatron else "1"
+    elif re.match("fsdp|hsdp", zero):
+        zero = "3"
+    for sharding in SHARDING.values():
+        if zero == str(sharding.zero_stage):
+            return sharding
+    raise DataError(f"zero must be 0 to 3, FSDP or HSDP, not {zero!r}")
 
 
 def _precision(row: PublishedRow) -> dict[str, Any]:

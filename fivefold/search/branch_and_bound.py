@@ -22,7 +22,7 @@ from fivefold.search.bound_tables import Values
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.request import Request
-from fivefold.search.space import Space
+from fivefold.search.space import SHARDINGS, Space
 from fivefold.search.time_bound import TIMING, TimeBound, waits
 
 TOGETHER = 48  # programs' costs that are timed in one walk, at most
@@ -206,11 +206,12 @@ class Frontier:
     def _miss(self, row: int) -> None:
         """Close the rows that differ from one that does not fit in sharding less."""
         strategy, instances = self.space.columns["strategy"], self.space.columns["instances"]
-        if strategy[row] == 3:  # it gathers what others keep, which may be more
+        if SHARDINGS[strategy[row]].splits_parameters:  # it gathers what others keep: maybe more
             return
         rows = self._timing.members(row)
         less = (strategy[rows] <= strategy[row]) & (instances[rows] >= instances[row])
-        self.lower[rows[less | (strategy[rows] == 0)]] = np.inf
+        whole = ~self.space.sharded("splits_optimizer")[rows]
+        self.lower[rows[less | whole]] = np.inf
 
     @staticmethod
     def _program(layout: Layout) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from fivefold.predict.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices
 from fivefold.search.partitions import Way, ways
-from fivefold.search.space import FIELDS, STRATEGIES, Space
+from fivefold.search.space import FIELDS, SHARDINGS, Space
 
 SHARD = "data_parallel_shard_size"
 MAX_MICRO_BATCH = 16  # sequences that are tried
@@ -149,14 +149,15 @@ class _Axes:
     def strategies(self) -> list[int]:
         """Numbers of the sharding strategies that go with what was given."""
         parallel = self.config.parallel
-        numbers = list(range(len(STRATEGIES)))
+        found = list(SHARDINGS)
         if "data_parallel_sharding_strategy" in self.given:
-            numbers = [STRATEGIES.index(parallel.data_parallel_sharding_strategy)]
+            found = [parallel.sharding]
         if parallel.pipeline_max_unsharded_stages is not None:  # only parameters are gathered
-            numbers = [n for n in numbers if STRATEGIES[n] == "optim_grads_params"]
+            found = [sharding for sharding in found if sharding.splits_parameters]
         if parallel.grad_reduce_in_bf16 and self.config.training.precision == "bf16":
-            numbers = [n for n in numbers if n]  # an all-reduce would sum in bf16
-        return numbers
+            # An all-reduce would sum in bf16.
+            found = [sharding for sharding in found if sharding.splits_optimizer]
+        return [SHARDINGS.index(sharding) for sharding in found]
 
     @property
     def shard_size(self) -> int | None:
@@ -170,7 +171,12 @@ class _Axes:
             instances = [*instances[:1], *instances[1 :: -(-len(instances) // FEW)]]
         elif self.shard_size is not None and self.world % self.shard_size:
             instances = []
-        pairs = [(s, n) for s in self.strategies for n in instances if s or n == 1]
+        pairs = [
+            (s, n)
+            for s in self.strategies
+            for n in instances
+            if SHARDINGS[s].splits_optimizer or n == 1
+        ]
         return {"strategy": [s for s, _ in pairs], "instances": [n for _, n in pairs]}
 
     def sharding_holds(self, columns: Columns) -> NDArray[np.bool_]:
@@ -182,8 +188,9 @@ class _Axes:
             holds &= dp == self.shard_size * instances
         elif FIELDS["instances"] not in self.given:
             holds &= (instances == 1) | (ranks > instances)
-        if 0 in self.strategies:
-            holds &= (ranks > 1) | (columns["strategy"] == 0)
+        split = np.array([sharding.splits_optimizer for sharding in SHARDINGS])
+        if not all(split[self.strategies]):  # else a single rank has nothing to choose
+            holds &= (ranks > 1) | ~split[columns["strategy"]]
         return holds
 
     def micro_batches(self) -> list[int]:

@@ -29,7 +29,7 @@ from fivefold.search.bound_tables import (
     block_parameters,
     sample_layers,
 )
-from fivefold.search.space import STRATEGIES, Space
+from fivefold.search.space import SHARDINGS, Space
 from fivefold.state import engine_policy
 
 
@@ -89,14 +89,15 @@ class _State:
         for kind in (DENSE, EXPERTS):
             size = self.sizes.column(kind) + self.sizes.column(KINDS + kind)
             smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)
-        several = (ranks.thinnest[way, which] > 1) & (self.space.columns["strategy"] > 0)
+        several = (ranks.thinnest[way, which] > 1) & self.space.sharded("splits_optimizer")
         return np.where(several, smallest * reducing, 0.0)
 
     def _per_parameter(self, kind: str) -> Values:
         config, shards = self.space.config, self.shards[kind]
-        each = np.zeros(len(STRATEGIES)), np.zeros(len(STRATEGIES))
-        for number, strategy in enumerate(STRATEGIES):
-            policy = engine_policy(config.with_values(data_parallel_sharding_strategy=strategy))
+        each = np.zeros(len(SHARDINGS)), np.zeros(len(SHARDINGS))
+        for number, sharding in enumerate(SHARDINGS):
+            asked = config.with_values(data_parallel_sharding_strategy=sharding.name)
+            policy = engine_policy(asked)
             optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
             whole = 0.0 if policy.splits_copy else policy.copy
             split = optimizer if policy.splits_optimizer else 0.0

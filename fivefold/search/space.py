@@ -4,17 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fivefold.config.config import Config
-from fivefold.config.parallel import ShardingStrategy, TokenDispatcher
+from fivefold.config.parallel import TokenDispatcher
+from fivefold.config.sharding import SHARDING
 from fivefold.search.columns import Column, Columns, codes, join, where
 from fivefold.search.memory_choices import MemoryChoice
 from fivefold.search.partitions import Way
 
-STRATEGIES: tuple[str, ...] = get_args(ShardingStrategy)
+SHARDINGS = tuple(SHARDING.values())
 
 FIELDS: Mapping[str, str] = MappingProxyType(
     {
@@ -63,7 +65,12 @@ class Space:
         """Ranks over which dense state is split: 1 without sharding."""
         c = self.columns
         shards = c["dp"] // c["instances"] * c["cp"]
-        return np.where(c["strategy"] == 0, 1, shards)
+        return np.where(self.sharded("splits_optimizer"), shards, 1)
+
+    def sharded(self, what: str) -> NDArray[np.bool_]:
+        """Whether the sharding strategy of each candidate has an attribute of `Sharding`."""
+        found: NDArray[np.bool_] = np.array([getattr(each, what) for each in SHARDINGS])
+        return found[self.columns["strategy"]]
 
     def take(self, index: Column) -> "Space":
         """Some of the candidates, in that order."""
@@ -102,7 +109,7 @@ class Space:
         way, choice = self.ways[at["way"]], self.memory[at["memory"]]
         settings: dict[str, Any] = {field: at[name] for name, field in FIELDS.items()}
         settings["data_parallel_shard_size"] = at["dp"] // at["instances"]
-        settings["data_parallel_sharding_strategy"] = STRATEGIES[at["strategy"]]
+        settings["data_parallel_sharding_strategy"] = SHARDINGS[at["strategy"]].name
         settings["sequence_parallel"] = bool(at["sp"])
         if at["pairs"]:
             settings["overlap_moe_expert_parallel_comm"] = True

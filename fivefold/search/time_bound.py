@@ -197,7 +197,6 @@ def _exposed(
     """
     slowdown, parallel = cluster.gpu.overlap_slowdown, space.config.parallel
     (forward, backward), (gathered, reduced) = work, moves
-    strategy = space.columns["strategy"]
 
     def hidden(work: Values, moved: Values) -> Values:
         """As `compute.overlapped`, which is convex: less for a sum than for its parts."""
@@ -210,10 +209,12 @@ def _exposed(
         return alone + hidden(work, moved - alone) if overlaps else moved
 
     both = hidden(forward, gathered) + hidden(backward, gathered + reduced)
-    often = np.select([strategy == 2, strategy == 3], [hidden(backward, reduced), both], 0.0)
+    gradients, parameters = map(space.sharded, ("splits_gradients", "splits_parameters"))
+    each = np.where(parameters, both, hidden(backward, reduced))
+    often = np.where(gradients, each, 0.0)
     gathering = apart(forward, gathered, parallel.overlap_param_gather)
     reducing = apart(backward, reduced, parallel.overlap_grad_reduce)
-    once = np.select([strategy <= 1, strategy == 2], [gathering + reducing, gathering], 0.0)
+    once = np.where(parameters, 0.0, gathering + np.where(gradients, 0.0, reducing))
     return often, once
 
 
@@ -375,7 +376,7 @@ class _DataParallel:
             )
             return total
 
-        whole = self.space.columns["strategy"] == 0
+        whole = ~self.space.sharded("splits_optimizer")
         gathered = np.where(whole, 0.0, seconds("gather", self.copy))
         empty, slope = self.replica_reduce
         between = layers * empty + dense / self.shard * self.wire * slope

@@ -1,20 +1,9 @@
 """Layouts in a few words."""
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 from fivefold.layout import Layout
 from fivefold.search.memory_choices import describe
-
-ZERO: Mapping[str, str] = MappingProxyType(
-    {
-        "no_shard": "-",
-        "optim": "ZeRO-1",
-        "optim_grads": "ZeRO-2",
-        "optim_grads_params": "ZeRO-3",
-    }
-)
-"""What papers call the sharding strategies."""
 
 
 def degrees(layout: Layout) -> str:
@@ -36,7 +25,7 @@ def summary(layout: Layout) -> str:
         words.append(f"{layout.schedule}" + (f" x {virtual} stages" if virtual > 1 else ""))
     if layout.overlaps_pairs:
         words.append("experts' messages in pairs")
-    strategy = ZERO[parallel.data_parallel_sharding_strategy]
+    strategy = parallel.sharding.paper_name
     if strategy != "-":
         copies = parallel.num_distributed_optimizer_instances
         words.append(strategy + (f" in {copies} groups" if copies > 1 else ""))

@@ -21,7 +21,7 @@ from fivefold.predict.context import legal_ways
 from fivefold.search.candidate import Candidate, capacity
 from fivefold.search.request import Request
 from fivefold.search.search import SearchResult, smallest_layouts
-from fivefold.search.space import FIELDS, STRATEGIES
+from fivefold.search.space import FIELDS
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import shortfall
 from fivefold.units import human_bytes
@@ -115,7 +115,7 @@ def _completed(request: Request, degrees: Change) -> Config:
     if "sequence_parallel" not in given:
         changes["sequence_parallel"] = parallel.tensor_model_parallel_size > 1
     if "data_parallel_sharding_strategy" not in given:
-        plain = STRATEGIES[0 if parallel.num_distributed_optimizer_instances == 1 else 1]
+        plain = "no_shard" if parallel.num_distributed_optimizer_instances == 1 else "optim"
         shards = "optim_grads_params" if parallel.pipeline_max_unsharded_stages else plain
         changes["data_parallel_sharding_strategy"] = shards
     if "pipeline_schedule" not in given:

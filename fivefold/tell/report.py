@@ -11,7 +11,7 @@ from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.predict.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
-from fivefold.tell.describe import ZERO, context_words, memory_words, requirements, summary
+from fivefold.tell.describe import context_words, memory_words, requirements, summary
 from fivefold.tell.explain import (
     Rule,
     alternatives,
@@ -75,7 +75,7 @@ def ranked(result: SearchResult, most: int) -> list[str]:
         plain = grid.pp == 1 and not layout.runs_pairs
         schedule = "-" if plain else layout.schedule + f" x{virtual}" * (virtual > 1)
         copies = parallel.num_distributed_optimizer_instances
-        shards = ZERO[parallel.data_parallel_sharding_strategy] + (f" /{copies}" * (copies > 1))
+        shards = parallel.sharding.paper_name + (f" /{copies}" * (copies > 1))
         expert = f"{grid.ep}" + (f"x{grid.etp}" * (grid.etp > 1))
         rows.append(
             (

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from fivefold.config.sharding import SHARDING
 from fivefold.layout import Layout
 from fivefold.tell.export.settings import Export, Settings, described
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 
-_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
 
 
@@ -109,7 +109,7 @@ def _lost_of_the_rates(said: Settings) -> Iterator[str]:
 
 
 def _sharding(said: Settings) -> dict[str, Any]:
-    stage = _STAGES.index(said["data_parallel_sharding_strategy"])
+    stage = SHARDING[said["data_parallel_sharding_strategy"]].zero_stage
     zero: dict[str, Any] = {"stage": stage}
     if stage:
         zero |= {
@@ -151,7 +151,7 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
                 f"DeepSpeed's pipeline runs 1F1B, one stage a rank, not {layout.schedule}; "
                 f"{changes(layout, one_stage_a_rank(layout))}"
             )
-        if said["data_parallel_sharding_strategy"] in ("optim_grads", "optim_grads_params"):
+        if SHARDING[said["data_parallel_sharding_strategy"]].splits_gradients:
             yield "its pipeline takes ZeRO stage 0 or 1 only"
     if grid.cp > 1:
         ways = " ".join(said["cp_comm_type"])
@@ -181,21 +181,22 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
-    strategy, grid = said["data_parallel_sharding_strategy"], layout.grid
+    sharding, grid = SHARDING[said["data_parallel_sharding_strategy"]], layout.grid
     said.mention("data_parallel_shard_size")
-    if said["num_distributed_optimizer_instances"] > 1 and strategy != "no_shard":
+    if said["num_distributed_optimizer_instances"] > 1 and sharding.splits_optimizer:
         yield (
             f"it shards over all {grid.dp} data-parallel ranks: MiCS, for groups "
             f"(num_distributed_optimizer_instances = {grid.dp_replicate}), was removed"
         )
-    if strategy == "no_shard" and grid.dp > 1 and said["overlap_grad_reduce"]:
+    if not sharding.splits_optimizer and grid.dp > 1 and said["overlap_grad_reduce"]:
         yield "at ZeRO stage 0 gradients are reduced after the backward (overlap_grad_reduce)"
-    if strategy in ("optim", "optim_grads") and grid.dp > 1 and said["overlap_param_gather"]:
+    gathers_once = sharding.splits_optimizer and not sharding.splits_parameters
+    if gathers_once and grid.dp > 1 and said["overlap_param_gather"]:
         yield "below ZeRO stage 3 parameters are gathered after the step (overlap_param_gather)"
 
 
 def _lost_of_the_memory(said: Settings) -> Iterator[str]:
-    strategy = said["data_parallel_sharding_strategy"]
+    sharding = SHARDING[said["data_parallel_sharding_strategy"]]
     granularity = said["recompute_granularity"]
     if granularity:
         kind = f"recompute_granularity = {granularity}"
@@ -215,9 +216,9 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
         impl = said["cross_entropy_fusion_impl"]
         yield f"cross_entropy_loss_fusion is code there (cross_entropy_fusion_impl = {impl})"
     share = said["optimizer_offload_fraction"]
-    if said["optimizer_cpu_offload"] and strategy == "no_shard":
+    if said["optimizer_cpu_offload"] and not sharding.splits_optimizer:
         yield "an optimizer on the host (optimizer_cpu_offload) needs ZeRO stage 1 or more"
-    elif said["optimizer_cpu_offload"] and share < 1 and strategy != "optim_grads_params":
+    elif said["optimizer_cpu_offload"] and share < 1 and not sharding.splits_parameters:
         yield (
             "below ZeRO stage 3 all of the optimizer goes to the host, not a part "
             f"(optimizer_offload_fraction = {share})"

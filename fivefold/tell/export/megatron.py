@@ -102,10 +102,10 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield from set_flag("overlap_moe_expert_parallel_comm", hides)
         if parallel.moe_token_dispatcher_type == "flex":
             yield from flag("moe-flex-dispatcher-backend", "deepep")
-    strategy = said["data_parallel_sharding_strategy"]
-    if strategy == "optim":
+    strategy, sharding = said["data_parallel_sharding_strategy"], parallel.sharding
+    if sharding.zero_stage == 1:
         yield "--use-distributed-optimizer"
-    elif strategy != "no_shard":
+    elif sharding.zero_stage > 1:
         yield "--use-megatron-fsdp"
         yield from flag("data-parallel-sharding-strategy", strategy)
         yield from flag("ckpt-format", "fsdp_dtensor")
@@ -113,7 +113,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     if said["num_distributed_optimizer_instances"] > 1:
         yield from flags(said, "num_distributed_optimizer_instances")
     yield from flags(said, "overlap_grad_reduce")
-    gathers = said["overlap_param_gather"] and strategy != "no_shard"
+    gathers = said["overlap_param_gather"] and sharding.splits_optimizer
     yield from set_flag("overlap_param_gather", gathers and parallel.overlap_grad_reduce)
     yield from flags(said, "grad_reduce_in_bf16")
 
@@ -219,7 +219,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     )
     if parallel.overlap_moe_expert_parallel_comm and (why := _why_not_hidden(layout, runs)):
         yield f"overlap_moe_expert_parallel_comm was left out: {why}"
-    sharded = parallel.data_parallel_sharding_strategy != "no_shard"
+    sharded = parallel.sharding.splits_optimizer
     if sharded and parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield "overlap_param_gather was left out: it needs --overlap-grad-reduce"
     if training.precision != "bf16":
@@ -255,7 +255,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 def _connections(layout: Layout) -> Iterator[str]:
     """What it asserts of the environment."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if layout.config.parallel.data_parallel_sharding_strategy not in ("no_shard", "optim"):
+    if layout.config.parallel.sharding.splits_gradients:
         yield f"its FSDP needs {name} not to be 1"
     elif layout.grid.tp > 1 or layout.grid.cp > 1:
         yield f"before Blackwell, tensor and context parallelism need {name}=1 set"

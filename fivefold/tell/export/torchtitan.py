@@ -5,6 +5,7 @@ from math import ceil, inf
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.sharding import SHARDING
 from fivefold.layout import Layout
 from fivefold.tell.export.settings import (
     SPLITS,
@@ -103,8 +104,8 @@ def _training(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def _parallelism(said: Settings, layout: Layout) -> Iterator[str]:
-    grid, strategy = layout.grid, said["data_parallel_sharding_strategy"]
-    sharded = strategy != "no_shard"
+    grid, sharding = layout.grid, SHARDING[said["data_parallel_sharding_strategy"]]
+    sharded = sharding.splits_optimizer
 
     def degree(name: str, size: int) -> Iterator[str]:
         yield from flag(f"parallelism.{name}_degree", size)
@@ -112,7 +113,7 @@ def _parallelism(said: Settings, layout: Layout) -> Iterator[str]:
     said.mention("num_distributed_optimizer_instances", "data_parallel_shard_size")
     yield from degree("data_parallel_replicate", grid.dp_replicate if sharded else grid.dp)
     yield from degree("data_parallel_shard", grid.dp_shard if sharded else 1)
-    gathers = "always" if strategy == "optim_grads_params" else "never"
+    gathers = "always" if sharding.splits_parameters else "never"
     yield from flag("parallelism.fsdp_reshard_after_forward", gathers)
     yield from degree("tensor_parallel", said["tensor_model_parallel_size"])
     if grid.tp > 1:
@@ -231,7 +232,7 @@ def _lost_of_the_rate(said: Settings) -> Iterator[str]:
 
 def _lost_of_the_layout(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     parallel, grid = layout.config.parallel, layout.grid
-    if parallel.data_parallel_sharding_strategy in ("optim", "optim_grads"):
+    if parallel.sharding.splits_optimizer and not parallel.sharding.splits_parameters:
         yield (
             "torchtitan always shards parameters; fsdp_reshard_after_forward never keeps them "
             "gathered between forward and backward, which is nearest to ZeRO-2"
