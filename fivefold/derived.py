@@ -5,6 +5,7 @@ from itertools import accumulate
 
 from fivefold.config.model import ModelConfig
 from fivefold.layout import Layout
+from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import WholeModel, count_parameters, forward_flops, training_flops
 from fivefold.pipeline.ir import Kind
 from fivefold.state import model_state
@@ -109,13 +110,14 @@ def _parameters(layout: Layout) -> list[Row]:
 
 def _layers(model: ModelConfig) -> str:
     """'32 layers x 218 M', or those without and with experts apart."""
-    kinds: dict[bool, list[int]] = {}
+    kinds: dict[LayerKind, list[int]] = {}
     for layer in range(model.num_layers):
-        kinds.setdefault(model.is_moe(layer), []).append(layer)
+        kinds.setdefault(layer_kind(model, layer), []).append(layer)
     parts = []
-    for is_moe, layers in kinds.items():
+    for which, layers in kinds.items():
         size = count_parameters(model, WholeModel((layers[0],), embedding=False, head=False)).layers
-        kind = "layers with experts" if is_moe else "dense layers" if len(kinds) > 1 else "layers"
+        dense = "dense layers" if len(kinds) > 1 else "layers"
+        kind = "layers with experts" if which.experts else dense
         parts.append(f"{len(layers)} {kind} x {human_count(size)}")
     return " + ".join(parts)
 

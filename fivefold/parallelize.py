@@ -20,8 +20,8 @@ from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import piece_of
 from fivefold.model.compiled import compile_layers
 from fivefold.model.init import init_slice
-from fivefold.model.shape import canonical_name
 from fivefold.model.transformer import Stage
+from fivefold.parameters import ParameterRecord, parameter_records
 from fivefold.pipeline.executor import Executor
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral, install_tensor_parallel
@@ -35,66 +35,41 @@ class ParallelModel:
 
     Attributes:
         layout: the checked configuration.
-        policy: what data parallelism does.
         groups: of this rank.
         stages: this rank's stages by index.
         gradients: data parallelism of each stage.
-        partial_over_tp: names of replicated parameters whose gradients are summed over tp.
-        mirrored: names of the parameters that belong to a second copy of the model.
+        records: what is known of each parameter, by its name.
         executor: runs programs on the stages.
     """
 
     layout: Layout
-    policy: Policy
     groups: Groups
     stages: dict[int, Stage]
     gradients: dict[int, ShardedStage | ReplicatedStage]
-    partial_over_tp: set[str]
-    mirrored: frozenset[str]
+    records: dict[str, ParameterRecord]
     executor: Executor
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All of this rank's parameters by the name they have in the whole model."""
         return dict(self._named())
 
-    def stored(self) -> dict[str, nn.Parameter]:
-        """Parameters by the name under which they are stored, each name once on this rank.
-
-        A second copy of a tied embedding is stored under the original's name; where the original
-        is on this rank too, `share_tied` brings the copy up to date after a load.
-        """
-        parameters = self.parameters()
-        stored = {self.stored_name(name): p for name, p in parameters.items()}
-        return stored | {name: p for name, p in parameters.items() if not self.is_copy(name)}
-
-    def stored_name(self, name: str) -> str:
-        """The name under which a parameter is stored and initialised."""
-        return canonical_name(self.layout.config.model, name)
-
-    def is_copy(self, name: str) -> bool:
-        """Whether a parameter is the second copy of a tied one."""
-        return self.stored_name(name) != name
-
     def finish_gradients(self) -> None:
-        """Complete every sum: over data, over tp for replicated parameters, over the copies of the
-        model, and over tied copies."""
+        """Complete every sum that a parameter's record names: over data first."""
         for stage in self.gradients.values():
             stage.finish()
-        parameters = self.parameters()
-        partial = [local_grad(parameters[name]) for name in sorted(self.partial_over_tp)]
-        sum_in_buckets(partial, self.groups.tp)
-        if self.groups.mirror is not None:  # by name: the pair holds its stages in other orders
-            every = [local_grad(parameter) for _, parameter in sorted(parameters.items())]
-            sum_in_buckets(every, self.groups.mirror)
-        if not self.layout.config.model.untie_embeddings_and_output_weights:
-            self._sum_tied([local_grad(p) for n, p in parameters.items() if n in TIED_NAMES])
+        # By name: the two copies of the model hold their stages in other orders.
+        named = sorted(self.parameters().items())
 
-    def _sum_tied(self, grads: list[torch.Tensor]) -> None:
-        """Give both copies of a tied embedding the sum of their gradients."""
-        if len(grads) == 2:
-            grads[0].add_(grads[1])
-            grads[1].copy_(grads[0])
-        sum_in_buckets(grads, self.groups.tied)
+        def summed_over(group: str) -> list[torch.Tensor]:
+            return [local_grad(p) for name, p in named if group in self.records[name].sums]
+
+        sum_in_buckets(summed_over("tp"), self.groups.tp)
+        sum_in_buckets(summed_over("mirror"), self.groups.mirror)
+        tied = summed_over("tied")
+        if len(tied) == 2:  # both copies of the embedding are on this rank
+            tied[0].add_(tied[1])
+            tied[1].copy_(tied[0])
+        sum_in_buckets(tied, self.groups.tied)
 
     def reshard(self) -> None:
         """Free gathered parameters."""
@@ -127,18 +102,6 @@ class ParallelModel:
             yield from stage.named_parameters()
 
 
-TIED_NAMES = ("embed_tokens.weight", "lm_head.weight")
-
-
-def tied_ranks(layout: Layout) -> tuple[int, int] | None:
-    """The pipeline ranks of the two ends if they share a tied embedding and differ."""
-    placement = layout.split.placement
-    untied = layout.config.model.untie_embeddings_and_output_weights
-    if untied or placement[0] == placement[-1] or layout.num_copies > 1:
-        return None  # with two copies of the model, both ends are on the first and the last rank
-    return placement[0], placement[-1]
-
-
 def parallelize(layout: Layout, groups: Groups, device: torch.device) -> ParallelModel:
     """Build this rank's stages and install every technique around them.
 
@@ -159,7 +122,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
             ).to(policy.master_dtype)
             for index, parts in layout.stages_of(pp_rank).items()
         }
-    partial = _install_tensor(layout, groups, stages, deferred)
+    records = {record.name: record for record in parameter_records(layout, groups.rank)}
+    _install_tensor(layout, groups, stages, deferred, records)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
     _install_memory(layout, groups, stages, device)
@@ -180,30 +144,27 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         policy.compute_dtype,
         device,
     )
-    mirrored = frozenset(
-        name
-        for index, stage in stages.items()
-        if index >= len(layout.split.stages)
-        for name, _ in stage.named_parameters()
-    )
-    return ParallelModel(layout, policy, groups, stages, gradients, partial, mirrored, executor)
+    return ParallelModel(layout, groups, stages, gradients, records, executor)
 
 
 def _install_tensor(
-    layout: Layout, groups: Groups, stages: dict[int, Stage], deferred: DeferredWeights
-) -> set[str]:
+    layout: Layout,
+    groups: Groups,
+    stages: dict[int, Stage],
+    deferred: DeferredWeights,
+    records: dict[str, ParameterRecord],
+) -> None:
     sequence = layout.config.parallel.sequence_parallel
-    partial: set[str] = set()
+    dims = {name: record.tp_dim for name, record in records.items()}
     for stage in stages.values():
         if groups.tp is not None:
-            partial |= install_tensor_parallel(stage, groups, sequence, deferred)
+            install_tensor_parallel(stage, groups, sequence, deferred, dims)
         elif layout.defers_weights:
             install_deferral(stage, deferred)
     if groups.tp is not None:
         log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")
     if layout.defers_weights:
         log.info("pipeline: dX is sent before dW is computed")
-    return partial
 
 
 def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -> None:

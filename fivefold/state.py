@@ -13,14 +13,8 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.layout import Layout
-from fivefold.model.shape import (
-    StageParts,
-    WholeModel,
-    is_expert,
-    layer_shapes,
-    local_shape,
-    parameter_shapes,
-)
+from fivefold.model.description import layer_kind
+from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_weights
 
 
 @dataclass(frozen=True)
@@ -179,8 +173,8 @@ def stage_blocks(layout: Layout, stage: StageParts) -> list[GatheredBlock]:
     model, grid = layout.config.model, layout.grid
     degrees = (grid.tp, grid.ep, grid.etp)
     ends = _block(model, degrees, WholeModel((), stage.embedding, stage.head, stage.mtp))
-    kinds = Counter(map(model.is_moe, stage.layers))
-    first = {model.is_moe(layer): layer for layer in reversed(stage.layers)}
+    kinds = Counter(layer_kind(model, layer) for layer in stage.layers)
+    first = {layer_kind(model, layer): layer for layer in reversed(stage.layers)}
     layers = [
         replace(_block(model, degrees, WholeModel((first[kind],), False, False)), count=count)
         for kind, count in kinds.items()
@@ -193,9 +187,9 @@ def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel)
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
-    for name, shape in parameter_shapes(model, parts).items():
-        place = experts if is_expert(name) else dense
-        place.append(local_shape(model, name, shape, tp=tp, ep=ep, etp=etp))
+    for weight in stage_weights(model, parts).values():
+        place = experts if weight.of_experts else dense
+        place.append(weight.local(tp, ep, etp))
     return GatheredBlock(tuple(dense), tuple(experts))
 
 
@@ -269,9 +263,9 @@ def _distinct_weights(layout: Layout, pp_rank: int) -> int:
     model, grid = layout.config.model, layout.grid
     layers = [i for s in stages_held(layout, pp_rank) for i in layout.split.stages[s].layers]
     found: dict[tuple[str, tuple[int, ...]], int] = {}
-    for layer in {model.is_moe(i): i for i in layers}.values():
-        for name, shape in layer_shapes(model, layer).items():
-            local = local_shape(model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp)
+    for layer in {layer_kind(model, i): i for i in layers}.values():
+        for name, weight in layer_weights(model, layer).items():
+            local = weight.local(grid.tp, grid.ep, grid.etp)
             if len(local) > 1:
                 found[name, local[-2:]] = prod(local[-2:])
     return sum(found.values())

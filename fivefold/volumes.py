@@ -17,7 +17,9 @@ from fivefold.config.training import ELEMENT_BYTES
 from fivefold.context.balance import split
 from fivefold.layout import Layout
 from fivefold.model.blocks import Sight, num_tokens
-from fivefold.model.shape import StageParts, is_expert, local_shape, parameter_shapes
+from fivefold.model.description import Layer, describe, layer_kind
+from fivefold.model.operations import CoreAttention
+from fivefold.parameters import parameter_records, tied_ranks
 from fivefold.pipeline.ir import Kind
 from fivefold.state import held, num_expert_shards, num_shards
 
@@ -196,6 +198,7 @@ class _Volumes:
         self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
         self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
         self.stages = layout.stages_of(self.at["pp"])
+        self.records = parameter_records(layout, rank)
 
     def data_parallel(self) -> Iterator[Flow]:
         """Gathers of parameters and reductions of gradients, with the padding of uneven shards.
@@ -208,14 +211,11 @@ class _Volumes:
         shards, replicas = self.shards, self.data // self.shards
         often = self._gathers()
         padded = gathers = 0
-        for stage, spec in self.stages.items():
-            size = sum(
-                -(-shape[0] // shards) * prod(shape[1:])
-                for name, shape in self._shapes(spec).items()
-                if not is_expert(name)
-            )
-            padded += size
-            gathers += often[stage] * size
+        for record in self.records:
+            if "data" in record.sums:
+                size = -(-record.shape[0] // shards) * prod(record.shape[1:])
+                padded += size
+                gathers += often[record.stage] * size
         reductions = sharding.reductions(self.microbatches * self.slices)
         axis = "data" if replicas == 1 else "dp_shard_cp"
         gathered = wire_bytes("all_gather", shards * gathers * self.element, shards)
@@ -252,10 +252,8 @@ class _Volumes:
         unit = self.tokens * self.model.hidden_size * self.element * (self.tp - 1) / self.tp
         numbers = 3 if self.layout.config.training.label_smoothing else 2
         loss = self.tp * numbers * self.tokens * self.master
-        partial = 0
         for spec in self.stages.values():
-            blocks = sum(map(self._split_blocks, spec.layers))
-            layers = (5 if sequence else 4) * blocks * unit
+            layers = sum(sum(self._units(layer)) for layer in spec.layers) * unit
             yield Flow("tp", "activations of layers", self.microbatches * layers)
             again = self._repeated(spec.layers) * unit
             yield Flow("tp", "activations made again", self.microbatches * again)
@@ -266,9 +264,7 @@ class _Volumes:
                 yield Flow("tp", "output layer", self.microbatches * head)
                 whole = wire_bytes("all_gather", loss, self.tp)
                 yield Flow("tp", "cross entropy", self.microbatches * whole)
-            for name, shape in self._shapes(spec).items():
-                partial += self._held(shape) if self._is_partial(name) else 0
-        size = wire_bytes("all_reduce", partial * self.master, self.tp)
+        size = wire_bytes("all_reduce", self._held("tp") * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
 
     def _repeated(self, layers: Sequence[int]) -> int:
@@ -277,16 +273,16 @@ class _Volumes:
         A forward's two of every block; but a repetition ends with the last tensor that it saves,
         before the sum that ends an MLP (unless the mask of a dropout comes after).
         """
-        memory, model = self.layout.config.memory, self.model
-        last = 1 if self.parallel.sequence_parallel else 2
+        memory, sequence = self.layout.config.memory, self.parallel.sequence_parallel
+        last = 1 if sequence else 2
         if memory.recompute_granularity == "selective" and "mlp" in memory.recompute_modules:
-            return (2 - last) * sum(not model.is_moe(layer) for layer in layers)
+            linears = (self._layer(layer).mlp_input for layer in layers)
+            return sum(linear.tensor_units(sequence_parallel=sequence)[0] for linear in linears)
         units = 0
         for group, again in memory.recomputed_groups(len(layers)):
             if again:
-                ends_with_sum = not (model.is_moe(layers[group[-1]]) or model.hidden_dropout)
-                units += 2 * sum(self._split_blocks(layers[index]) for index in group)
-                units -= last * ends_with_sum
+                units += sum(self._units(layers[index])[0] for index in group)
+                units -= last * self._layer(layers[group[-1]]).ends_with_sum
         return units
 
     def context_parallel(self) -> Iterator[Flow]:
@@ -296,8 +292,6 @@ class _Volumes:
             return
         sizes = self.parallel.hierarchical_context_parallel_sizes
         heads = max(model.num_kv_heads // self.tp, 1)
-        latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
-        keys = heads * (model.query_dim + model.value_dim)
         for spec in self.stages.values():
             whole, kernels = self._remade_attention(spec.layers)
             for layer in spec.layers:
@@ -307,7 +301,8 @@ class _Volumes:
                     context_volumes,
                     kind,
                     grid.cp,
-                    key_value=self.tokens * (latent if model.multi_latent_attention else keys),
+                    key_value=self.tokens
+                    * self._layer(layer).one(CoreAttention).key_value_features(self.tp),
                     element=self.element,
                     grad_element=self.element if kind == "all_gather" else self.master,
                     key_value_heads=heads,
@@ -350,7 +345,8 @@ class _Volumes:
         expert's tensor group gather each other's rows and reduce their results.
         """
         grid, model = self.layout.grid, self.model
-        layers = sum(model.is_moe(i) for spec in self.stages.values() for i in spec.layers)
+        kinds = [layer_kind(model, i) for spec in self.stages.values() for i in spec.layers]
+        layers = sum(kind.experts for kind in kinds)
         if not layers:
             return
         tokens = self.tokens / (self.tp if self.parallel.sequence_parallel else 1)
@@ -359,12 +355,7 @@ class _Volumes:
         rows = rows_sent(dispatcher, model, grid.ep)
         yield Flow("ep", "tokens to experts and back", rows * row)
         yield Flow("etp", "rows of a split expert", (grid.etp - 1) * model.moe_router_topk * row)
-        owned = sum(
-            prod(shape)
-            for spec in self.stages.values()
-            for name, shape in self._shapes(spec).items()
-            if is_expert(name)
-        )
+        owned = sum(prod(record.shape) for record in self.records if "edp" in record.sums)
         yield from self._expert_data(owned)
 
     def _expert_data(self, owned: int) -> Iterator[Flow]:
@@ -388,21 +379,13 @@ class _Volumes:
         parts = self.tp if self.parallel.sequence_parallel else 1
         size = self.tokens // self.slices // parts * self.model.hidden_size * self.element
         yield Flow("pp", "hidden states and gradients", len(messages) * size)
-        ends = self.layout.split.placement[0], self.layout.split.placement[-1]
         # The pair of ranks is all of the pipeline where that has two.
-        pair = "pp" if self.layout.grid.pp == 2 else "mirror"
-        if self.layout.num_copies > 1:
-            shapes = [s for spec in self.stages.values() for s in self._shapes(spec).values()]
-            size = sum(map(self._held, shapes)) * self.master
-            copies = wire_bytes("all_reduce", size, 2)
-            yield Flow(pair, "gradients of both copies of the model", copies)
-            return
-        tied = not self.model.untie_embeddings_and_output_weights
-        if tied and ends[0] != ends[1] and self.at["pp"] in ends:
-            shape = self.model.padded_vocab_size // self.tp, self.model.hidden_size
-            size = self._held(shape) * self.master
-            axis = "pp" if self.layout.grid.pp == 2 else "tied"
-            yield Flow(axis, "gradient of the tied embedding", wire_bytes("all_reduce", size, 2))
+        two = self.layout.grid.pp == 2
+        copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
+        yield Flow("pp" if two else "mirror", "gradients of both copies of the model", copies)
+        if self.at["pp"] in (tied_ranks(self.layout) or ()):
+            tied = wire_bytes("all_reduce", self._held("tied") * self.master, 2)
+            yield Flow("pp" if two else "tied", "gradient of the tied embedding", tied)
 
     def scalars(self) -> Iterator[Flow]:
         """The valid tokens before the step; loss, votes to stop and squared norm after it."""
@@ -410,38 +393,18 @@ class _Volumes:
         one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
         yield Flow("world", "loss, votes and gradient norm", 3 * one)
 
-    def _shapes(self, spec: StageParts) -> dict[str, tuple[int, ...]]:
-        """Name -> shape on a tensor-parallel rank, for the parameters of a stage."""
-        shapes = parameter_shapes(self.model, spec)
-        grid = self.layout.grid
-        return {
-            name: local_shape(self.model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp)
-            for name, shape in shapes.items()
-        }
+    def _layer(self, layer: int) -> Layer:
+        return describe(self.model, layer_kind(self.model, layer))
 
-    def _split_blocks(self, layer: int) -> int:
-        """Blocks of a layer that tensor-parallel ranks compute together."""
-        whole_mlp = not self.model.is_moe(layer) or self.model.shared_ffn_size > 0
-        return 1 + whole_mlp
+    def _units(self, layer: int) -> tuple[int, int]:
+        """What tensor-parallel ranks send in the forward and the backward of a layer, in units of
+        `tensor_parallel`."""
+        sequence = self.parallel.sequence_parallel
+        operations = self._layer(layer).operations
+        units = [op.tensor_units(sequence_parallel=sequence) for op in operations]
+        return sum(forward for forward, _ in units), sum(backward for _, backward in units)
 
-    def _held(self, shape: tuple[int, ...]) -> int:
-        """Elements of a parameter in this rank's shard."""
-        return held(shape, self.shards, self.shard)
-
-    def _is_partial(self, name: str) -> bool:
-        """Whether tensor-parallel ranks each compute a part of a replicated one's gradient."""
-        module, _, kind = name.rpartition(".")
-        module = module.rpartition(".")[2]
-        if module in ("q_norm", "k_norm") or (module in _KEY_VALUE and self._replicates_kv):
-            return True
-        by_token = module in _TOKEN_WISE or (module in _BY_COLUMNS and kind == "bias")
-        return by_token and self.parallel.sequence_parallel
-
-    @property
-    def _replicates_kv(self) -> bool:
-        return self.model.num_kv_heads % self.tp != 0
-
-
-_KEY_VALUE = ("k_proj", "v_proj")
-_BY_COLUMNS = ("o_proj", "down_proj")
-_TOKEN_WISE = ("input_layernorm", "post_attention_layernorm", "norm", "embed_positions")
+    def _held(self, group: str) -> int:
+        """Elements in this rank's shard of the parameters whose gradients a group sums."""
+        summed = (record.shape for record in self.records if group in record.sums)
+        return sum(held(shape, self.shards, self.shard) for shape in summed)

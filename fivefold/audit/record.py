@@ -13,7 +13,6 @@ from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
 from fivefold.model.activations import (
-    Running,
     Saved,
     bookkeeping_bytes,
     embedding_bytes,
@@ -21,7 +20,8 @@ from fivefold.model.activations import (
     saved_activations,
     total,
 )
-from fivefold.model.shape import is_expert, layer_shapes, local_shape
+from fivefold.model.running import Running
+from fivefold.model.shape import layer_weights
 from fivefold.state import model_state, num_shards, stages_held
 from fivefold.volumes import by_axis, step_volumes
 
@@ -197,14 +197,13 @@ def _linear_weights(layout: Layout, layer: int) -> dict[str, int]:
     """
     model, grid = layout.config.model, layout.grid
     sizes = {}
-    for name, shape in layer_shapes(model, layer).items():
-        *_, module, kind = name.split(".")
-        if kind != "weight" or len(shape) < 2:
+    for name, weight in layer_weights(model, layer).items():
+        if not weight.multiplies:
             continue
-        size = prod(local_shape(model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp))
-        if module in ("k_proj", "v_proj") and model.num_kv_heads % grid.tp:
-            size //= model.num_kv_heads
-        if is_expert(name):
+        size = prod(weight.local(grid.tp, grid.ep, grid.etp))
+        if weight.heads % grid.tp:
+            size //= weight.heads
+        if weight.of_experts:
             size = size * model.moe_router_topk // (model.num_experts or 1)
         sizes[name] = size
     return sizes

@@ -176,8 +176,9 @@ class Flex:
         mask, lengths = None, (q.shape[2], k.shape[2])
         if block.kind != Visibility.FULL:
             window = block.window if block.kind == Visibility.BAND else lengths[1]
-            # Numbers of a block in tensors: a new value is nothing to compile for.
-            shift, reach = (torch.tensor(x, device=q.device) for x in (block.shift, window))
+            # Numbers of a block in tensors: a new value is nothing to compile for. Filled on the
+            # device, as a copy from the host would wait for it.
+            shift, reach = (torch.full((), x, device=q.device) for x in (block.shift, window))
 
             def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
                 return (j <= i + shift) & (i + shift - j <= reach)

@@ -1,6 +1,7 @@
 """AdamW over the local shards of parameters, with a state that any layout can load."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +9,11 @@ from torch import Tensor, nn
 from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
+
 
 class AdamW:
-    """`torch.optim.AdamW`, fused where it can be, on this rank's shards.
+    """`torch.optim.AdamW`, fused, on this rank's shards.
 
     Every parameter that requires a gradient is stepped in every step: a missing gradient counts
     as zero, so that what is stepped does not depend on the layout (an expert without a token).
@@ -29,20 +32,18 @@ class AdamW:
         ]
         for name, parameter, leaf in self._shards():
             groups[0 if decays(name, parameter) else 1]["params"].append(leaf)
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer: Any = torch.optim.AdamW(
             groups,
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
-            fused=_can_fuse(self._leaves.values()),
+            fused=True,
         )
         self._steps = 0
         for leaf in self._leaves.values():
             self._optimizer.state[leaf] = {
                 "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
-                "exp_avg": torch.zeros_like(leaf),
-                "exp_avg_sq": torch.zeros_like(leaf),
-            }
+            } | {moment: torch.zeros_like(leaf) for moment in MOMENTS}
 
     @property
     def steps(self) -> int:
@@ -56,8 +57,14 @@ class AdamW:
             self._optimizer.state[leaf]["step"].fill_(steps)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Apply the parameters' gradients (plain or DTensor) with learning rate `lr`."""
+    def step(self, lr: float, found_inf: Tensor | None = None) -> None:
+        """Apply the parameters' gradients (plain or DTensor). Nothing waits for the device.
+
+        Args:
+            lr: learning rate.
+            found_inf: fp32 scalar of the device; where it is 1, weights and moments stay bitwise
+                as they are, and the caller who learns of it takes the step off `steps`. None: 0.
+        """
         for _, parameter, leaf in self._shards():
             # `Module.to` or an assigning load may have given the parameter another storage.
             leaf.data = local_tensor(parameter)
@@ -65,6 +72,7 @@ class AdamW:
             leaf.grad = torch.zeros_like(leaf) if grad is None else local_tensor(grad)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        self._optimizer.found_inf = found_inf  # as torch's GradScaler hands it to fused kernels
         self._optimizer.step()
         self._steps += 1
         self._optimizer.zero_grad(set_to_none=True)
@@ -85,7 +93,7 @@ class AdamW:
                 self._optimizer.state[self._leaves[name]][moment]
             )
             for name, parameter in self._parameters.items()
-            for moment in ("exp_avg", "exp_avg_sq")
+            for moment in MOMENTS
         }
 
     def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -101,11 +109,3 @@ def decays(name: str, parameter: Tensor) -> bool:
     The dims are those of the global tensor, which sharding does not change.
     """
     return parameter.ndim > 1 and not name.endswith(".bias")
-
-
-def _can_fuse(leaves: Iterable[Tensor]) -> bool:
-    """Whether torch has a fused kernel: on CUDA, and on the CPU unless the type is a half."""
-    return all(
-        leaf.is_cuda or (leaf.is_cpu and leaf.dtype in (torch.float32, torch.float64))
-        for leaf in leaves
-    )

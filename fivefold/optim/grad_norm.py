@@ -5,29 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fivefold.mesh.slices import local_tensor
-
-
-def owns(tensor: Tensor, replica_coordinates: Sequence[int] = ()) -> bool:
-    """Whether this rank counts the tensor among the ranks that hold the same elements.
-
-    The owner has coordinate 0 on every axis of the tensor's mesh that replicates it and on the
-    axes that its mesh does not know.
-
-    Args:
-        tensor: parameter or gradient, plain or DTensor.
-        replica_coordinates: this rank's coordinates on further axes over which the tensor is
-            replicated: all axes but `pp` for a plain parameter, the data-parallel ones for a
-            DTensor on the tp mesh alone.
-    """
-    coordinates = list(replica_coordinates)
-    if isinstance(tensor, DTensor):
-        here = tensor.device_mesh.get_coordinate() or ()
-        pairs = zip(here, tensor.placements, strict=True)
-        coordinates += [index for index, placement in pairs if placement.is_replicate()]
-    return not any(coordinates)
 
 
 @torch.no_grad()
@@ -44,7 +23,7 @@ def global_grad_norm(
     the norm does not depend on how they are cut.
 
     Args:
-        grads: pairs of a local (reduced) gradient and whether this rank counts it, see `owns`.
+        grads: pairs of a local (reduced) gradient and whether this rank counts it.
         group: the ranks that hold the gradient between them, every rank once; None: this rank
             alone holds it.
         device: where the scalar is reduced (default: that of the first gradient).
@@ -78,12 +57,22 @@ def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def clip_(grads: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+def clip_(
+    grads: Sequence[Tensor], norm: Tensor, max_norm: float, found_inf: Tensor | None = None
+) -> None:
     """Scale gradients in place by min(1, max_norm / (norm + 1e-6)), as Megatron-LM does.
 
-    Nothing waits for the device. A norm that is not finite is the caller's to handle before.
+    Nothing waits for the device.
+
+    Args:
+        grads: plain or DTensor.
+        norm: of all of them.
+        max_norm: above which they are scaled.
+        found_inf: where it is 1, gradients stay as they are; None: it is 0.
     """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if found_inf is not None:
+        scale = scale.masked_fill(found_inf > 0, 1.0)
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in map(local_tensor, grads):
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)

@@ -7,6 +7,7 @@ from typing import Any
 
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
+from fivefold.model.description import layer_kind
 from fivefold.pipeline.balance import Balance, Room, balance, schedule_clock, weigh
 from fivefold.pipeline.layout import layout_string, split_layers, stage_table
 from fivefold.pipeline.parts import ModelPart, Parts, modelled_parts, parts_of_kinds, stated_parts
@@ -75,7 +76,7 @@ def cut_model(
         ConfigError: a layout that is not the model's, or no cut that fits.
     """
     parts = _timed(modelled_parts(model, seq_length), study)
-    kinds = ["moe" if model.is_moe(layer) else "dense" for layer in range(model.num_layers)]
+    kinds = [layer_kind(model, layer).name for layer in range(model.num_layers)]
     if measured is not None:
         parts = _with_times(parts, parts_of_kinds(kinds, model.mtp_num_layers, measured))
     elif costs is not None:

@@ -87,7 +87,7 @@ class Executor:
         """Which of a program's ranks this is."""
         return 0 if self.group is None else self.group.rank()
 
-    def run(self, program: Program, batches: Sequence[Batch], scale: float) -> Tensor:
+    def run(self, program: Program, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Run one step's forwards and backwards.
 
         Args:
@@ -95,7 +95,7 @@ class Executor:
             batches: the microbatches, the same on every pipeline rank; of each, one after the
                 other, as many slices as the program has.
             scale: by which each microbatch's summed loss is multiplied: one over the number of
-                valid tokens of the global batch.
+                valid tokens of the global batch; a scalar of the device.
 
         Returns:
             This rank's part of the loss: a scalar in at least fp32, 0 without the head. Gradients
@@ -108,10 +108,11 @@ class _Step:
     """The state of one run of a program."""
 
     def __init__(
-        self, executor: Executor, program: Program, batches: Sequence[Batch], scale: float
+        self, executor: Executor, program: Program, batches: Sequence[Batch], scale: Tensor
     ) -> None:
         self._on = executor
-        self._program, self._batches, self._scale = program, batches, scale
+        self._program, self._batches = program, batches
+        self._scale = scale.to(torch.promote_types(executor.dtype, torch.float32))
         self._acts = program.ranks[executor.pp_rank]
         self._mail = Mail(executor.group, executor.hidden_shape, executor.dtype, executor.device)
         self._host = HostStore(set(_pieces(self._acts, Kind.OFFLOAD)), executor.device)
@@ -135,8 +136,7 @@ class _Step:
         self._mail.finish()
         if self._losses:
             return torch.stack(self._losses).sum()
-        wide = torch.promote_types(self._on.dtype, torch.float32)
-        return torch.zeros((), dtype=wide, device=self._on.device)
+        return torch.zeros_like(self._scale)
 
     def _manage(self, act: Act) -> None:
         """What only starts something; a STEP belongs to the training loop."""
@@ -277,6 +277,7 @@ class _Step:
 
     def _lasting(self, act: Act) -> Iterator[Tensor]:
         """Tensors that others use, too, and that therefore must stay where they are."""
+        yield self._scale
         yield from map(local_tensor, self._on.stages[act.stage].parameters())
         batch = self._batches[act.mb * self._program.num_slices + act.slice]
         values = (getattr(batch, entry.name) for entry in fields(batch))

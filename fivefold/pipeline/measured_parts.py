@@ -1,5 +1,6 @@
 """What the pieces of a model take, derived from the times of whole stages in a run."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
+from fivefold.model.description import layer_kind
 from fivefold.model.shape import count_parameters
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.layout import StageSpec
@@ -93,15 +95,9 @@ def check_same_pieces(ran: ModelConfig, model: ModelConfig) -> None:
 
 def _pieces(model: ModelConfig, stage: StageSpec) -> Mapping[str, int]:
     """How many of each kind a stage holds."""
-    experts = sum(model.is_moe(layer) for layer in stage.layers)
-    counts = {
-        "embedding": int(stage.embedding),
-        "dense": len(stage.layers) - experts,
-        "moe": experts,
-        "mtp": stage.mtp,
-        "head": int(stage.head),
-    }
-    return {kind: count for kind, count in counts.items() if count}
+    counts = Counter(layer_kind(model, layer).name for layer in stage.layers)
+    counts.update(embedding=int(stage.embedding), mtp=stage.mtp, head=int(stage.head))
+    return {kind: counts[kind] for kind in KINDS if counts[kind]}
 
 
 def _sizes(model: ModelConfig) -> dict[str, int]:

@@ -7,13 +7,14 @@ from functools import cached_property
 from fivefold.config.model import ModelConfig
 from fivefold.errors import Mistakes, did_you_mean
 from fivefold.model.activations import (
-    Running,
     Saved,
     embedding_bytes,
     loss_bytes,
     saved_activations,
     total,
 )
+from fivefold.model.description import layer_kind, layer_kinds
+from fivefold.model.running import Running
 from fivefold.model.shape import count_parameters, forward_flops
 from fivefold.pipeline.costs import times_problem
 from fivefold.pipeline.layout import StageSpec
@@ -129,12 +130,13 @@ def modelled_parts(model: ModelConfig, seq_length: int, *, parameter_bytes: floa
         )
 
     kinds = {
-        moe: part(StageSpec(False, (layer,), False), saved_activations(model, layer, running))
-        for moe, layer in {model.is_moe(layer): layer for layer in range(last)}.items()
+        kind: part(StageSpec(False, (layer,), False), saved_activations(model, layer, running))
+        for kind, layer in layer_kinds(model).items()
+        if not kind.predicts
     }
     return Parts(
         part(StageSpec(True, (), False), embedding_bytes(model, running)),
-        tuple(kinds[model.is_moe(layer)] for layer in range(last)),
+        tuple(kinds[layer_kind(model, layer)] for layer in range(last)),
         tuple(
             part(StageSpec(False, (), False, 1), saved_activations(model, last + i, running))
             for i in range(model.mtp_num_layers)

@@ -14,6 +14,8 @@ from fivefold.config.config import Config
 from fivefold.config.parallel import CpCommType
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import check_context, divisors
+from fivefold.model.description import describe, layer_kind
+from fivefold.model.operations import CoreAttention
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_to_all, gather, send, span
 from fivefold.predict.compute import Phases, attention, overlapped
@@ -178,13 +180,12 @@ def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVo
     tp = parallel.tensor_model_parallel_size
     tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
     heads = max(model.num_kv_heads // tp, 1)
-    latent = model.kv_lora_rank + model.qk_pos_emb_head_dim
-    keys = heads * (model.query_dim + model.value_dim)
+    core = describe(model, layer_kind(model, 0)).one(CoreAttention)
     return context_volumes(
         kind,
         ranks,
         query=tokens * (model.q_size + model.attention_size) / tp,
-        key_value=tokens * (latent if model.multi_latent_attention else keys),
+        key_value=tokens * core.key_value_features(tp),
         element=ELEMENT,
         grad_element=ELEMENT if kind == "all_gather" else SUMMED,
         key_value_heads=heads,

@@ -5,12 +5,25 @@ group that `mesh.grid` lays out. What a module costs is split into computation a
 of parallelism leaves exposed of its communication.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from fivefold.layout import Layout
-from fivefold.model.activations import Running, saved_activations, total
-from fivefold.model.shape import layer_shapes, local_shape
+from fivefold.model.activations import saved_activations, total
+from fivefold.model.description import LayerKind, describe, layer_kinds
+from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router
+from fivefold.model.operations import (
+    Activation,
+    ColumnLinear,
+    CoreAttention,
+    LatentDown,
+    LatentUp,
+    Norm,
+    Operation,
+    Residual,
+    RowLinear,
+)
+from fivefold.model.running import Running
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, all_to_all, gather, span, token_copies
 from fivefold.predict.compute import (
@@ -23,7 +36,6 @@ from fivefold.predict.compute import (
     score_matrices,
 )
 from fivefold.predict.context import configured_way
-from fivefold.predict.recomputation import rerun_modules
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times, repeated
 
@@ -68,7 +80,7 @@ class LayerTimes:
         self.tp = span(cluster, grid.tp, 1)
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
-        self._known: dict[tuple[bool, bool], Times] = {}
+        self._known: dict[tuple[LayerKind, bool], Times] = {}
         self._blocks = {} if known is None else known
 
     @cached_property
@@ -76,80 +88,98 @@ class LayerTimes:
         """Of the hidden state of all the microbatch's tokens on this rank's tensor group."""
         return self.tokens * self.model.hidden_size * ELEMENT
 
-    def layer(self, is_moe: bool, recomputed: bool) -> Times:
+    def layer(self, kind: LayerKind, recomputed: bool) -> Times:
         """One layer; `recomputed`: full recomputation runs its forward again."""
-        if (is_moe, recomputed) not in self._known:
-            names = None if recomputed else rerun_modules(self.memory)
-            key = ("layer", is_moe, names, *self._degrees(is_moe))
-            whole = self._once(key, lambda: {"layer": self._with_again(is_moe, names)})["layer"]
-            self._known[is_moe, recomputed] = self._copied(self._issued(whole, is_moe), is_moe)
-        return self._known[is_moe, recomputed]
+        if (kind, recomputed) not in self._known:
+            modules = None if recomputed else self._rerun
+            key = ("layer", kind.experts, modules, *self._degrees(kind))
+            whole = self._once(key, lambda: {"layer": self._with_again(kind, modules)})["layer"]
+            self._known[kind, recomputed] = self._copied(self._issued(whole, kind), kind)
+        return self._known[kind, recomputed]
 
-    def _with_again(self, is_moe: bool, names: tuple[str, ...] | None) -> Times:
+    @cached_property
+    def _rerun(self) -> tuple[str, ...]:
+        """Modules that selective recomputation runs again."""
+        selective = self.memory.recompute_granularity == "selective"
+        return tuple(self.memory.recompute_modules) if selective else ()
+
+    def _with_again(self, kind: LayerKind, modules: tuple[str, ...] | None) -> Times:
         """A layer, with these of its modules run again; None: all."""
-        modules, key = self._modules(is_moe), ("sum", is_moe, *self._degrees(is_moe))
-        plain = self._once(key, lambda: {"layer": sum(modules.values(), Times())})["layer"]
-        if names is None:
+        times, key = self._operations(kind), ("sum", kind.experts, *self._degrees(kind))
+        plain = self._once(key, lambda: {"layer": sum(times.values(), Times())})["layer"]
+        if modules is None:
             return plain + repeated(plain)
-        if names and self.software.keeps_every_second:
+        if modules and self.software.keeps_every_second:
             return plain + repeated(self._every_second())
-        return plain + repeated(sum((modules[n] for n in names if n in modules), Times()))
+        chosen, operations = set(modules), describe(self.model, kind).operations
+        again = [times[op.name] for op in operations if chosen & set(op.rerun_by)]
+        return plain + repeated(sum(again, Times()))
 
     def _every_second(self) -> Times:
         """Of q, k, v, o, gate, up and down the even ones, and what is no multiplication.
 
         With tensor parallelism not o, whose sum over the ranks is kept.
         """
-        attention, mlp = self._shapes(0), self._shapes(self._first(False))
-        again = (attention["self_attn.k_proj.weight"], mlp["mlp.up_proj.weight"])
+        layer = {weight.name: weight for weight in describe(self.model, LayerKind()).weights}
+        local = {name: weight.local(self.grid.tp) for name, weight in layer.items()}
+        up = local["mlp.up_proj.weight"]
+        again = (local["self_attn.k_proj.weight"], up)
         gathered = (self._column(self._linear(weight, self.tokens)) for weight in again)
         output = Times()
         if self.grid.tp == 1:
-            output = Times(self._linear(attention["self_attn.o_proj.weight"], self.tokens))
-        act = self._activation(self.tokens * mlp["mlp.up_proj.weight"][0])
+            output = Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))
+        act = self._activation(self.tokens * up[0])
         return sum(gathered, output + act + self._norm() * 2)
 
-    def host(self, is_moe: bool) -> float:
+    def host(self, kind: LayerKind) -> float:
         """Seconds in which the host issues a layer's forward; a backward takes twice that."""
         operations = 25 if self.software.fused else 45
-        if is_moe:
+        if kind.experts:
             narrow = self.precision in ("fp8", "fp4")
             local = (self.model.num_experts or 0) // self.grid.ep
             operations += 100 + local * (8 if narrow else 4)
         return operations * self.cluster.host_operation
 
-    def _issued(self, times: Times, is_moe: bool) -> Times:
+    def _issued(self, times: Times, kind: LayerKind) -> Times:
         """No phase is shorter than the host takes to issue its operations."""
-        host, total = self.host(is_moe), times.total
+        host, total = self.host(kind), times.total
         wait = Phases(
             max(0.0, host - total.forward),
             max(0.0, 2 * host - total.dx - total.dw),
         )
         return times + Times(compute=wait)
 
-    def _copied(self, times: Times, is_moe: bool) -> Times:
+    def _copied(self, times: Times, kind: LayerKind) -> Times:
         """What offloaded activations wait for the host's link, while a layer's own work lasts."""
         if not self.memory.fine_grained_activation_offloading:
             return times
-        saved = saved_activations(self.model, self._first(is_moe), Running.of(self.config))
+        layer = layer_kinds(self.model)[kind]
+        saved = saved_activations(self.model, layer, Running.of(self.config))
         seconds = self.tokens * total(saved).offloaded / self.cluster.host_bandwidth
         whole = times.total
         wait = Phases(max(0.0, seconds - whole.forward), max(0.0, seconds - whole.dx - whole.dw))
         return times + Times(offload=wait)
 
-    def _degrees(self, is_moe: bool) -> tuple[object, ...]:
-        """What the modules of a layer depend on, beside the model and the cluster."""
+    def _degrees(self, kind: LayerKind) -> tuple[object, ...]:
+        """What the operations of a layer depend on, beside the model and the cluster."""
         attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
-        if not is_moe:
+        if not kind.experts:
             return attention
         dispatcher = self.parallel.moe_token_dispatcher_type
         return (*attention, self.grid.ep, self.grid.etp, dispatcher)
 
-    def _modules(self, is_moe: bool) -> dict[str, Times]:
-        attention = self._once(("attention", *self._degrees(False)), self._attention_block)
-        if is_moe:
-            return attention | self._once(("experts", *self._degrees(True)), self._experts)
-        return attention | self._once(("dense", *self._degrees(False)), self._dense_mlp)
+    def _operations(self, kind: LayerKind) -> dict[str, Times]:
+        """The times of a layer's operations; attention is the same in every layer of a model."""
+        layer = describe(self.model, kind)
+
+        def timed(operations: Sequence[Operation]) -> dict[str, Times]:
+            return {operation.name: self._operation(operation) for operation in operations}
+
+        attention = ("attention", *self._degrees(LayerKind()))
+        mlp = ("mlp", kind.experts, *self._degrees(kind))
+        return self._once(attention, lambda: timed(layer.attention)) | self._once(
+            mlp, lambda: timed(layer.mlp)
+        )
 
     def _once(
         self, key: tuple[object, ...], block: Callable[[], dict[str, Times]]
@@ -158,62 +188,43 @@ class LayerTimes:
             self._blocks[key] = block()
         return self._blocks[key]
 
-    def _attention_block(self) -> dict[str, Times]:
-        model = self.model
-        shapes = self._shapes(0)  # attention is the same in every layer
-        modules = {"attn_norm": self._norm(), "attn_residual": self._residual()}
-        if model.multi_latent_attention:
-            down = [n for n in ("q_a_proj", "kv_a_proj") if f"self_attn.{n}.weight" in shapes]
-            up = [
-                n for n in ("q_proj", "q_b_proj", "kv_b_proj") if f"self_attn.{n}.weight" in shapes
-            ]
-            linears = [
-                self._linear(shapes[f"self_attn.{n}.weight"], self.tokens // self.parts)
-                for n in down
-            ]
-            modules["qkv"] = self._column(sum(linears, Phases()))
-            ups = [self._linear(shapes[f"self_attn.{n}.weight"], self.tokens) for n in up]
-            modules["mla_up"] = Times(sum(ups, Phases()))
-        else:
-            rows = [shapes[f"self_attn.{n}_proj.weight"][0] for n in "qkv"]
-            modules["qkv"] = self._column(self._joined(rows, self.tokens))
-        modules["core_attn"] = self._core_attention()
-        modules["attn_proj"] = self._row(
-            self._linear(shapes["self_attn.o_proj.weight"], self.tokens)
-        )
-        return modules
-
-    def _dense_mlp(self) -> dict[str, Times]:
-        shapes = self._shapes(self._first(False))
-        return {
-            "mlp_norm": self._norm(),
-            "mlp_residual": self._residual(),
-            **self._mlp("mlp", shapes, self.tokens, "fc1", "mlp_act", "fc2"),
-        }
-
-    def _mlp(
-        self, name: str, shapes: dict[str, tuple[int, ...]], tokens: int, *names: str
-    ) -> dict[str, Times]:
-        fc1, act, fc2 = names
-        inner = shapes[f"{name}.up_proj.weight"][0]
-        wide = [inner] * (2 if self.model.gated_linear_unit else 1)
-        hidden = self.model.hidden_size
-        return {
-            fc1: self._column(self._joined(wide, tokens)),
-            act: self._activation(tokens * inner),
-            fc2: self._row(self._linear((hidden, inner), tokens)),
-        }
-
-    def _first(self, is_moe: bool) -> int:
-        layers = range(self.model.num_layers)
-        return next(n for n in layers if self.model.is_moe(n) == is_moe)
-
-    def _shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
-        grid = self.grid
-        return {
-            name: local_shape(self.model, name, shape, tp=grid.tp, ep=grid.ep, etp=grid.etp)
-            for name, shape in layer_shapes(self.model, layer).items()
-        }
+    def _operation(self, op: Operation) -> Times:
+        """What one operation of a layer takes."""
+        weights = [weight.local(self.grid.tp) for weight in op.multiplied]
+        match op:
+            case Norm():  # those of heads are fused with the rotation
+                return self._norm() if op.heads is None else Times()
+            case Residual():
+                return self._residual()
+            case ColumnLinear():
+                return self._column(self._joined([rows for rows, _ in weights], self.tokens))
+            case LatentDown():
+                own = self.tokens // self.parts
+                linears = (self._linear(weight, own) for weight in weights)
+                return self._column(sum(linears, Phases()))
+            case LatentUp():
+                linears = (self._linear(weight, self.tokens) for weight in weights)
+                return Times(sum(linears, Phases()))
+            case CoreAttention():
+                return self._core_attention()
+            case RowLinear():
+                (weight,) = weights
+                return self._row(self._linear(weight, self.tokens))
+            case Activation():
+                if not op.copies:
+                    return self._activation(self.tokens * (op.features // self.grid.tp))
+                reached = self._rows(op.copies) * self.software.imbalance
+                return self._activation(reached * (op.features // self.grid.etp))
+            case Router():
+                moved = self._own * (op.experts * 12 + op.inputs * ELEMENT)
+                return self._elementwise(moved, moved)
+            case Dispatch():
+                return self._dispatched(op.copies)
+            case ExpertsIn():
+                return Times(self._grouped(op.outputs // self.grid.etp, op.inputs, op.copies))
+            case ExpertsOut():
+                return Times(self._grouped(op.outputs, op.inputs // self.grid.etp, op.copies))
+        return Times()
 
     def _linear(
         self,
@@ -324,35 +335,26 @@ class LayerTimes:
         way = configured_way(self.config, self.cluster)
         return rotary + Times(way.attention, cp=way.exposed)
 
-    def _experts(self) -> dict[str, Times]:
-        """Router, dispatch, the experts, combine, and the experts that see every token."""
-        model, grid = self.model, self.grid
-        assert model.num_experts is not None
-        shapes = self._shapes(self._first(True))
-        own = self.tokens // self.parts
-        rows = own * model.moe_router_topk * grid.etp
-        local = model.num_experts // grid.ep
-        each = max(1, round(rows * self.software.imbalance / local))
-        inner, hidden = shapes["mlp.experts.up_proj.weight"][1], model.hidden_size
-        wide = inner * (2 if model.gated_linear_unit else 1)
-        permute = self._elementwise(4 * rows * hidden * ELEMENT, 4 * rows * hidden * ELEMENT)
-        moved = self._dispatch(own)
-        modules = {
-            "mlp_norm": self._norm(),
-            "mlp_residual": self._residual(),
-            "router": self._elementwise(
-                own * (model.num_experts * 12 + hidden * ELEMENT),
-                own * (model.num_experts * 12 + hidden * ELEMENT),
-            ),
-            "dispatch": permute + Times(ep=Phases(2 * moved, 2 * moved)),
-            "expert_fc1": Times(self._linear((wide, hidden), each, local)),
-            "moe_act": self._activation(rows * self.software.imbalance * inner),
-            "expert_fc2": Times(self._linear((hidden, inner), each, local)),
-        }
-        if model.shared_ffn_size:
-            names = ("shared_fc1", "shared_act", "shared_fc2")
-            modules |= self._mlp("mlp.shared_experts", shapes, self.tokens, *names)
-        return modules
+    @cached_property
+    def _own(self) -> int:
+        """Tokens of this rank, where sequence parallelism splits them."""
+        return self.tokens // self.parts
+
+    def _rows(self, copies: int) -> int:
+        """Rows that reach the experts of a rank, if these are used evenly."""
+        return self._own * copies * self.grid.etp
+
+    def _grouped(self, outputs: int, inputs: int, copies: int) -> Phases:
+        """A linear layer [out, in] of each of a rank's experts, on the rows that reach it."""
+        local = (self.model.num_experts or 0) // self.grid.ep
+        each = max(1, round(self._rows(copies) * self.software.imbalance / local))
+        return self._linear((outputs, inputs), each, local)
+
+    def _dispatched(self, copies: int) -> Times:
+        """Rows are permuted, sent to their experts, and return."""
+        size = 4 * self._rows(copies) * self.model.hidden_size * ELEMENT
+        moved = 2 * self._dispatch(self._own)
+        return self._elementwise(size, size) + Times(ep=Phases(moved, moved))
 
     def _dispatch(self, own: int) -> float:
         """Seconds in which a rank's tokens reach their experts, or return from them."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fivefold.layout import Layout
 from fivefold.model.activations import Running
+from fivefold.model.description import layer_kind
 from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.liveness import Acts, Moments, moments
@@ -111,7 +112,8 @@ def peak_memory(
     kinds, known = [], {}
     for stage in layout.split.stages:
         ends = (stage.embedding, stage.head, stage.mtp)
-        kinds.append((*ends, *map(layout.config.model.is_moe, stage.layers)))
+        model = layout.config.model
+        kinds.append((*ends, *(layer_kind(model, layer) for layer in stage.layers)))
         if kinds[-1] not in known:
             known[kinds[-1]] = stage_bytes(layout, stage, running, policy)
     sizes = [known[kind] for kind in kinds]

@@ -7,17 +7,19 @@ All sizes are bytes on one device; what is kept between forward and backward is 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from fivefold.config.model import ModelConfig
 from fivefold.layout import Layout
 from fivefold.model.activations import (
-    Running,
     Saved,
     embedding_bytes,
     loss_bytes,
     saved_activations,
     total,
 )
+from fivefold.model.description import Layer, LayerKind, describe, layer_kind
+from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Kind
 from fivefold.state import StatePolicy, stage_blocks
@@ -85,7 +87,9 @@ def stage_bytes(
     ends: list[Saved] = list(embedding_bytes(model, running).values()) if stage.embedding else []
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
-    waiting = tokens * sum(waiting_bytes(model, running, model.is_moe(i)) for i in stage.layers)
+    waiting = tokens * sum(
+        waiting_bytes(model, running, layer_kind(model, layer)) for layer in stage.layers
+    )
     moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
     kept = tokens * (whole.kept + total(ends).kept)
     points = _backward_points(layout, stage, running, policy)
@@ -134,18 +138,18 @@ def _backward_points(
         )
     if stage.layers:
         last = stage.layers[-1]
-        is_moe = model.is_moe(last)
+        layer = describe(model, layer_kind(model, last))
         saved = saved_activations(model, last, running, position=len(stage.layers) - 1)
-        freed = sum(
-            item.kept + item.remade for name, item in saved.items() if name in _FREED_BEFORE_FC1
-        )
+        # What the backward is done with when it comes to the MLP's first weight.
+        done = {item.name for op in layer.after_mlp_input for item in op.kept(running)}
+        freed = sum(item.kept + item.remade for name, item in saved.items() if name in done)
         point = ActPoint(
             "the last layer",
             activations=-tokens * freed,
             loss=gone,
             remade=remade,
-            working=tokens * _backward_bytes(model, running, is_moe),
-            gradients=0.0 if policy.placeholder else _first_linear(layout, is_moe) * policy.fresh,
+            working=tokens * layer.mlp_input.working(running),
+            gradients=0.0 if policy.placeholder else _first_linear(layout, layer) * policy.fresh,
         )
         points.append(point)
         *_, block = stage_blocks(layout, stage)
@@ -163,21 +167,14 @@ def _backward_points(
     return points or [ActPoint("backward")]
 
 
-_FREED_BEFORE_FC1 = frozenset(
-    {"mlp_act", "fc2", "mlp_dropout", "moe_act", "expert_fc2", "combine", "shared_experts"}
-)
-"""What the backward of an MLP is done with when it comes to the gradient of its first weight."""
-
-
-def _first_linear(layout: Layout, is_moe: bool) -> float:
+def _first_linear(layout: Layout, layer: Layer) -> float:
     """Parameters of an MLP's projections into its inner features, on one rank."""
-    model, grid = layout.config.model, layout.grid
-    wide = model.hidden_size * (2 if model.gated_linear_unit else 1)
-    if not is_moe:
-        return wide * model.ffn_size / grid.tp
-    assert model.num_experts is not None
-    experts = wide * model.expert_ffn_size * model.num_experts / grid.ep / grid.etp
-    return max(experts, wide * model.shared_ffn_size / grid.tp)
+    grid = layout.grid
+    sizes = (
+        sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in linear.multiplied)
+        for linear in layer.mlp_inputs
+    )
+    return max(sizes)
 
 
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
@@ -185,10 +182,10 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
     model = layout.config.model
     numbers = [*stage.layers, *range(model.num_layers, model.num_layers + stage.mtp)]
     by_place = running.memory.recompute_granularity == "full"
-    known: dict[tuple[bool, bool, int], Saved] = {}
+    known: dict[tuple[LayerKind, int], Saved] = {}
     result = []
     for place, layer in enumerate(numbers):
-        kind = (model.is_moe(layer), layer >= model.num_layers, place if by_place else 0)
+        kind = layer_kind(model, layer), place if by_place else 0
         if kind not in known:
             known[kind] = total(saved_activations(model, layer, running, position=place))
         result.append(known[kind])
@@ -207,36 +204,9 @@ def _remade_at_once(layout: Layout, layers: list[Saved]) -> float:
     return max(sums, default=0.0)
 
 
-def waiting_bytes(model: ModelConfig, running: Running, is_moe: bool) -> float:
+def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> float:
     """Per token, what the weight gradients of a layer need: x and dY of each linear layer."""
-    narrow, element = running.input_bytes, running.element_bytes
-    h, tp, tokens = model.hidden_size, running.tensor_parallel, running.token_parts
-    heads = model.q_size + model.k_size + model.v_size
-    x = narrow * (h / tokens + model.attention_size / tp)
-    grad = element * (heads / tp + h)
-    gates = 2 if model.gated_linear_unit else 1
-    if not is_moe:
-        inner = model.ffn_size / tp
-        return x + narrow * (h / tokens + inner) + grad + element * (gates * inner + h)
-    rows = model.moe_router_topk * running.imbalance / tokens
-    inner = rows * model.expert_ffn_size + model.shared_ffn_size / tp
-    x += narrow * (h / tokens + rows * h * running.expert_tensor_parallel + inner)
-    return x + grad + element * (gates * inner + h * (1 + rows))
-
-
-def _backward_bytes(model: ModelConfig, running: Running, is_moe: bool) -> float:
-    """Per token, gradients that are there when an MLP computes that of its first weight.
-
-    dY of the residual stream, those of its inner features, dX, and the input if it is gathered.
-    """
-    element, h, tp = running.element_bytes, model.hidden_size, running.tensor_parallel
-    gates = 2 if model.gated_linear_unit else 1
-    around = h / running.token_parts + (2 * h if running.sequence_parallel else h)
-    if not is_moe:
-        return element * (around + gates * model.ffn_size / tp)
-    rows = model.moe_router_topk * running.imbalance / running.token_parts
-    inner = rows * (gates * model.expert_ffn_size / running.expert_tensor_parallel + h)
-    return element * (h / running.token_parts + inner)
+    return sum(operation.deferred(running) for operation in describe(model, kind).operations)
 
 
 def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
@@ -250,7 +220,7 @@ def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
         gathers = "all_gather" in layout.config.parallel.cp_comm_type
         # A ring holds the block that it works on and the one that arrives, and their gradients.
         size += keys * (2 * grid.cp if gathers else 4)
-    if grid.ep > 1 and any(map(model.is_moe, stage.layers)):
+    if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
         rows = model.moe_router_topk * running.imbalance / running.token_parts
         size += 2 * element * model.hidden_size * rows
     return size

@@ -11,6 +11,7 @@ from itertools import islice
 from math import exp, log, prod, sqrt
 
 from fivefold.layout import Layout
+from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
 from fivefold.predict.cluster import Cluster
@@ -131,20 +132,20 @@ class _Predictor:
         model = self.layout.config.model
         full = memory.recompute_granularity == "full"
         some = memory.recompute_num_layers if memory.recompute_method == "block" else 1 << 30
-        layers: dict[tuple[bool, bool], int] = {}
+        layers: dict[tuple[LayerKind, bool], int] = {}
         for place, layer in enumerate(spec.layers):
-            key = (model.is_moe(layer), full and place < some)
+            key = (layer_kind(model, layer), full and place < some)
             layers[key] = layers.get(key, 0) + 1
         return StageKind(spec.embedding, spec.head, spec.mtp, tuple(sorted(layers.items())))
 
     def _stage(self, kind: "StageKind", spec: StageParts) -> Times:
         model = self.layout.config.model
-        further = ((model.is_moe(model.num_layers), False), kind.mtp)
+        further = ((layer_kind(model, model.num_layers), False), kind.mtp)
         total, host = Times(), 0.0
-        for (is_moe, recomputed), count in (*kind.layers, further):
+        for (which, recomputed), count in (*kind.layers, further):
             if count:
-                total = total + self.times.layer(is_moe, recomputed) * count
-                host += self.times.host(is_moe) * count
+                total = total + self.times.layer(which, recomputed) * count
+                host += self.times.host(which) * count
         self._paired[kind] = Paired(total, host)
         if kind.embedding:
             total = total + self.times.embedding()
@@ -341,9 +342,9 @@ _TENSOR_OPERATIONS = 15  # of AdamW, the norm and the copies of one tensor
 
 @dataclass(frozen=True)
 class StageKind:
-    """What decides how long a stage takes: its ends, and its layers by (experts, recomputed)."""
+    """What decides how long a stage takes: its ends, and its layers by (kind, recomputed)."""
 
     embedding: bool
     head: bool
     mtp: int
-    layers: tuple[tuple[tuple[bool, bool], int], ...]
+    layers: tuple[tuple[tuple[LayerKind, bool], int], ...]

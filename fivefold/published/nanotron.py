@@ -11,7 +11,7 @@ from math import inf, prod
 
 from fivefold.config.config import Config
 from fivefold.layout import Layout
-from fivefold.model.shape import layer_shapes
+from fivefold.model.shape import layer_weights
 from fivefold.pipeline.layout import StageSpec, layout_string
 from fivefold.published.framework import Framework
 from fivefold.published.replay.step import Replay, weight_shapes
@@ -177,8 +177,7 @@ def by_weights(config: Config, stages: int) -> str:
     """Stages of equal shares of all weights but the embedding's; a layer belongs to the
     share in which it begins."""
     model = config.model
-    shapes = layer_shapes(model, 0).values()
-    layer = sum(prod(shape) for shape in shapes if len(shape) > 1)
+    layer = sum(weight.size for weight in layer_weights(model, 0).values() if weight.multiplies)
     whole = model.num_layers * layer + model.padded_vocab_size * model.hidden_size
     of = [number * layer * stages // whole for number in range(model.num_layers)]
     last = stages - 1

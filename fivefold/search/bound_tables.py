@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.model.shape import (
-    Shapes,
-    StageParts,
-    embedding_shapes,
-    head_shapes,
-    is_expert,
-    layer_shapes,
-    local_shape,
-    prediction_shapes,
+from fivefold.model.description import (
+    LayerKind,
+    describe,
+    embedding_weights,
+    head_weights,
+    layer_kind,
+    layer_kinds,
 )
+from fivefold.model.operations import Weight
+from fivefold.model.shape import StageParts
 from fivefold.search.columns import Column
 from fivefold.search.partitions import Way
 from fivefold.search.space import Space
@@ -45,20 +45,21 @@ def block_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]:
     counts = [0] * KINDS
     for stage in stages:
         for layer in stage.layers:
-            counts[EXPERTS if model.is_moe(layer) else DENSE] += 1
+            counts[_place(layer_kind(model, layer))] += 1
         counts[PREDICTION] += stage.mtp
         counts[EMBEDDING] += stage.embedding
         counts[HEAD] += stage.head
     return counts
 
 
+def _place(kind: LayerKind) -> int:
+    return PREDICTION if kind.predicts else EXPERTS if kind.experts else DENSE
+
+
 @lru_cache(maxsize=16)
-def sample_layers(model: ModelConfig) -> Mapping[int, int]:
-    """Kind -> the number of a layer of that kind."""
-    samples = {EXPERTS if model.is_moe(n) else DENSE: n for n in range(model.num_layers)}
-    if model.mtp_num_layers:
-        samples[PREDICTION] = model.num_layers
-    return MappingProxyType(samples)
+def sample_layers(model: ModelConfig) -> Mapping[int, LayerKind]:
+    """The kinds of layers that a model has, by the kinds of their blocks."""
+    return MappingProxyType({_place(kind): kind for kind in layer_kinds(model)})
 
 
 @dataclass(frozen=True)
@@ -239,24 +240,20 @@ SHARDING = ("way", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
 def block_parameters(config: Config) -> list[float]:
     """Parameters of a block of each kind on one rank, without experts; then those of experts."""
     model, parallel = config.model, config.parallel
-    shapes: dict[int, Shapes] = {
-        kind: prediction_shapes(model) if kind == PREDICTION else layer_shapes(model, layer)
-        for kind, layer in sample_layers(model).items()
+    weights: dict[int, Sequence[Weight]] = {
+        place: describe(model, kind).weights for place, kind in sample_layers(model).items()
     }
     # A tied output weight is the embedding itself where both are on one rank.
     untied = model.untie_embeddings_and_output_weights
-    head = {name: shape for name, shape in head_shapes(model).items() if untied or "norm" in name}
-    shapes |= {EMBEDDING: embedding_shapes(model), HEAD: head}
+    head = [weight for weight in head_weights(model) if untied or not weight.multiplies]
+    weights |= {EMBEDDING: embedding_weights(model), HEAD: head}
     sizes = [0.0] * (2 * KINDS)
-    for kind, named in shapes.items():
-        for name, shape in named.items():
-            local = local_shape(
-                model,
-                name,
-                shape,
-                tp=parallel.tensor_model_parallel_size,
-                ep=parallel.expert_model_parallel_size,
-                etp=parallel.expert_tensor_parallel_size,
+    for kind, found in weights.items():
+        for weight in found:
+            local = weight.local(
+                parallel.tensor_model_parallel_size,
+                parallel.expert_model_parallel_size,
+                parallel.expert_tensor_parallel_size,
             )
-            sizes[kind + KINDS * is_expert(name)] += prod(local)
+            sizes[kind + KINDS * weight.of_experts] += prod(local)
     return sizes

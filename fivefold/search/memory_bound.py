@@ -4,13 +4,14 @@ import numpy as np
 
 from fivefold.config.config import Config
 from fivefold.model.activations import (
-    Running,
     Saved,
     embedding_bytes,
     loss_bytes,
     saved_activations,
     total,
 )
+from fivefold.model.description import layer_kinds
+from fivefold.model.running import Running
 from fivefold.pipeline.schedules.registry import Shape
 from fivefold.predict.stage_memory import waiting_bytes
 from fivefold.search.bound_tables import (
@@ -170,8 +171,8 @@ def _saved(config: Config) -> list[float]:
     """Bytes per token that a block of each kind keeps, then those that wait for its dW."""
     model, running = config.model, Running.of(config)
     saved: dict[int, Saved] = {
-        kind: total(saved_activations(model, layer, running))
-        for kind, layer in sample_layers(model).items()
+        place: total(saved_activations(model, layer_kinds(model)[kind], running))
+        for place, kind in sample_layers(model).items()
     }
     saved |= {
         EMBEDDING: total(embedding_bytes(model, running)),
@@ -179,9 +180,9 @@ def _saved(config: Config) -> list[float]:
     }
     kept = [saved[kind].kept if kind in saved else 0.0 for kind in range(KINDS)]
     waiting = [0.0] * KINDS
-    for kind, layer in sample_layers(model).items():
-        if kind != PREDICTION:
-            waiting[kind] = waiting_bytes(model, running, model.is_moe(layer))
+    for place, kind in sample_layers(model).items():
+        if not kind.predicts:
+            waiting[place] = waiting_bytes(model, running, kind)
     return kept + waiting
 
 

@@ -78,11 +78,13 @@ def ways(config: Config, given: frozenset[str], sizes: Sequence[int]) -> list[Wa
 
 
 def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
-    seen = set()
+    seen, names = set(), _schedules(config, given, pp)
     for settings, split, in_a_v in _cuts(config, given, pp):
-        for schedule in _schedules(config, given, split):
+        for schedule in names:
             key = (split, schedule)
-            if key not in seen and in_a_v in (None, _turns(schedule)):
+            if key in seen or in_a_v not in (None, _turns(schedule)):
+                continue
+            if _fits(schedule, config, split, alone=len(names) == 1):
                 seen.add(key)
                 plain = pp == 1 and schedule == "1f1b"
                 chosen = {} if plain else {"pipeline_schedule": schedule}
@@ -91,7 +93,8 @@ def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
                     yield way
 
 
-def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[str]:
+def _schedules(config: Config, given: frozenset[str], pp: int) -> list[str]:
+    """The schedules to try, in all of which every setting that was given has an effect."""
     asked, slices = config.parallel.pipeline_schedule, config.parallel.num_sequence_slices
     if "pipeline_schedule" in given and asked != AUTO:
         names: tuple[str, ...] = (asked,)
@@ -99,28 +102,27 @@ def _schedules(config: Config, given: frozenset[str], split: Split) -> Iterator[
         names = (SYNTHESISED,)
     elif slices > 1:
         names = tuple(name for name, schedule in SCHEDULES.items() if schedule.slices)
-    elif split.num_ranks == 1:
+    elif pp == 1:
         names = ("1f1b", "combined_1f1b")
     else:
         names = TRIED
     may_pair = config.model.num_experts is not None
     if "overlap_moe_expert_parallel_comm" in given:
         may_pair = config.parallel.overlap_moe_expert_parallel_comm
-    for name in names:
-        if name == "combined_1f1b" and len(names) > 1 and not may_pair:
-            continue
-        grouped = known_of(name).groups
-        if grouped and len(names) > 1 and split.num_virtual == 1 < split.num_ranks:
-            continue
-        if not _goes_with_all_else(name, config):
-            continue
-        if name == SYNTHESISED:
-            fits = slices == 1 and _searchable(config, split)
-        else:
-            schedule = SCHEDULES[name]
-            fits = schedule.shape.fits(split.placement) and (slices == 1 or schedule.slices)
-        if fits:
-            yield name
+    if len(names) > 1 and not may_pair:
+        names = tuple(name for name in names if name != "combined_1f1b")
+    return [name for name in names if _goes_with_all_else(name, config)]
+
+
+def _fits(name: str, config: Config, split: Split, *, alone: bool) -> bool:
+    """Whether a schedule can run stages; one of many should also be made for so many a rank."""
+    slices = config.parallel.num_sequence_slices
+    if name == SYNTHESISED:
+        return slices == 1 and _searchable(config, split)
+    if known_of(name).groups and not alone and split.num_virtual == 1 < split.num_ranks:
+        return False
+    schedule = SCHEDULES[name]
+    return schedule.shape.fits(split.placement) and (slices == 1 or schedule.slices)
 
 
 def _goes_with_all_else(schedule: str, config: Config) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from fivefold.config.config import Config
 from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
+from fivefold.model.description import layer_kind
 from fivefold.pipeline.layout import Split, split_layers
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, gather, span
@@ -255,14 +256,16 @@ def _cells(space: Space, cluster: Cluster, software: Software, blocks: Blocks | 
     def times(config: Config) -> LayerTimes:
         return LayerTimes(_one_stage(config, split), cluster, software, known)
 
-    def layers(is_moe: bool) -> Callable[[Config], list[float]]:
-        kinds = [kind for kind, n in sample_layers(model).items() if model.is_moe(n) == is_moe]
+    def layers(experts: bool) -> Callable[[Config], list[float]]:
+        kinds = {n: kind for n, kind in sample_layers(model).items() if kind.experts == experts}
 
         def each(config: Config) -> list[float]:
             of, full = times(config), config.memory.recompute_granularity == "full"
-            host = of.host(is_moe)
-            found = {k: of.layer(is_moe, full and k != PREDICTION) for k in kinds}
-            return _in_order({k: _numbers(layer, host) for k, layer in found.items()}, 0.0)
+            found = {
+                n: _numbers(of.layer(kind, full and not kind.predicts), of.host(kind))
+                for n, kind in kinds.items()
+            }
+            return _in_order(found, 0.0)
 
         return each
 
@@ -327,7 +330,7 @@ class _DataParallel:
         wire = 2 if space.config.parallel.grad_reduce_in_bf16 else 4
         self.copy, self.wire = 2.0, float(wire)
         model = space.config.model
-        self.further_experts = bool(model.mtp_num_layers) and model.is_moe(model.num_layers)
+        self.further_experts = layer_kind(model, model.num_layers).experts
         self.dense_gather = self._affine(gather, self.shard, c["tp"])
         self.dense_reduce = self._affine(all_reduce, self.shard, c["tp"])
         self.replica_reduce = self._affine(

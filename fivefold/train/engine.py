@@ -1,9 +1,9 @@
 """One training step on this rank, and one evaluation: everything but data, files and talk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,10 +15,11 @@ from fivefold.mesh.groups import Groups, build_groups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.batch import Batch
 from fivefold.model.loss import IGNORED
-from fivefold.optim.adamw import AdamW
-from fivefold.optim.grad_norm import clip_, global_grad_norm, owns, zero_if_finite
+from fivefold.optim.adamw import MOMENTS, AdamW
+from fivefold.optim.grad_norm import clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.schedule import learning_rate
-from fivefold.parallelize import ParallelModel, parallelize, tied_ranks
+from fivefold.parallelize import ParallelModel, parallelize
+from fivefold.parameters import ParameterRecord, tied_ranks
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
 
@@ -45,7 +46,37 @@ class StepResult:
     @property
     def finite(self) -> bool:
         """Whether loss and gradient norm are numbers."""
-        return bool(np.isfinite(self.loss) and np.isfinite(self.grad_norm))
+        return isfinite(self.loss) and isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """A `StepResult` of which the device may still be working out every number.
+
+    Attributes:
+        loss: fp64 scalar.
+        grad_norm: fp64 scalar.
+        tokens: int64 scalar.
+        votes: fp64 scalar.
+        lr: learning rate of the step, which the host knows.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: Tensor
+    votes: Tensor
+    lr: float
+
+    @property
+    def found_inf(self) -> Tensor:
+        """1 if the loss or the gradient norm is no number, else 0; fp32 scalar."""
+        return 1.0 - (self.loss.isfinite() & self.grad_norm.isfinite()).float()
+
+    def read(self) -> StepResult:
+        """The numbers, once the device has them."""
+        scalars = torch.stack([self.loss, self.grad_norm, self.tokens.double(), self.votes])
+        loss, grad_norm, tokens, votes = scalars.tolist()
+        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes))
 
 
 class Engine:
@@ -85,24 +116,25 @@ class Engine:
     ) -> StepResult:
         """Forward, backward, reduce, and unless something is not finite clip and update.
 
+        Nothing waits for the device before its last kernel is launched.
+
         Args:
             microbatches: this data-parallel rank's part of the global batch.
             vote: whether this rank asks all to stop after this step; asked at its end.
         """
-        result = self.gradients(microbatches, vote=vote)
-        checks = self.layout.config.training.check_for_nan_in_loss_and_grad
-        if result.finite or not checks:
-            self.apply(result)
-        return result
+        return self.apply(self.gradients(microbatches, vote=vote))
 
     def gradients(
         self, microbatches: Sequence[Microbatch], *, vote: Callable[[], bool] = lambda: False
-    ) -> StepResult:
+    ) -> DeviceResult:
         """Leave the global batch's complete gradient on the parameters."""
         batches = self._batches(microbatches)
         tokens = self._count(batches)
-        program = self._program(len(microbatches))
-        local_loss = self.model.executor.run(program, batches, 1.0 / max(tokens, 1))
+        local_loss = self.model.executor.run(
+            self._program(len(microbatches)),
+            [batch.to(self.device) for batch in batches],
+            tokens.clamp_min(1).double().reciprocal(),
+        )
         self.model.finish_gradients()
         optimizer, training = self.layout.config.optimizer, self.layout.config.training
         norm = global_grad_norm(
@@ -113,30 +145,43 @@ class Engine:
         )
         lr = learning_rate(self.steps, optimizer, training.train_iters)
         loss, votes = self._sums(local_loss, vote())
-        return StepResult(loss, float(norm), lr, tokens, votes)
+        return DeviceResult(loss, norm, tokens, votes, lr)
 
-    def apply(self, result: StepResult) -> None:
-        """Clip the gradients by their norm and step the optimizer."""
-        limit = self.layout.config.optimizer.clip_grad
+    def apply(self, found: DeviceResult) -> StepResult:
+        """Clip the gradients by their norm and step the optimizer.
+
+        Where something is not finite, and that is checked, the device leaves weights, moments and
+        gradients as they are: the host learns of it only afterwards.
+        """
+        config = self.layout.config
+        checks, limit = config.training.check_for_nan_in_loss_and_grad, config.optimizer.clip_grad
+        found_inf = found.found_inf if checks else None
         if limit > 0:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-            clip_(grads, torch.tensor(result.grad_norm, dtype=torch.float64), limit)
-        self.optimizer.step(result.lr)
-        self.optimizer.zero_grad()
+            clip_(grads, found.grad_norm, limit, found_inf)
+        self.optimizer.step(found.lr, found_inf)
+        result = found.read()
+        if checks and not result.finite:
+            self.optimizer.steps -= 1
+        else:
+            self.optimizer.zero_grad()
+        return result
 
     def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of several global batches without dropout, and their
         number."""
         self.model.train(False)
-        total, tokens = 0.0, 0
+        one = torch.ones((), dtype=torch.float64, device=self.device)
+        total, tokens = torch.zeros_like(one), torch.zeros_like(one, dtype=torch.int64)
         for microbatches in batches:
-            moved = self._batches(microbatches)
+            here = self._batches(microbatches)
             program = self._program(len(microbatches), forward_only=True)
-            total += self._sums(self.model.executor.run(program, moved, 1.0))[0]
-            tokens += self._count(moved)
+            moved = [batch.to(self.device) for batch in here]
+            total += self._sums(self.model.executor.run(program, moved, one))[0]
+            tokens += self._count(here)
         self.model.train(True)
         self.model.reshard()
-        return total / max(tokens, 1), tokens
+        return float(total) / max(int(tokens), 1), int(tokens)
 
     def sound(self) -> bool:
         """Whether weights and moments are finite on every rank; collective."""
@@ -146,31 +191,29 @@ class Engine:
 
     def stored_tensors(self) -> dict[str, object]:
         """Weights and optimizer state by the names of the whole model, for a checkpoint."""
-        stored: dict[str, object] = dict(self.model.stored())
-        here = set(self.parameters)
-        for name, piece in self.optimizer.state_tensors().items():
-            _, moment, parameter = name.split(".", 2)
-            original = self.model.stored_name(parameter)
-            if parameter == original or original not in here:
-                stored[f"optim.{moment}.{original}"] = piece
-        return stored
+        return self._by_stored_name(record for record in self._records if record.loaded)
 
     def written_tensors(self) -> dict[str, object]:
         """`stored_tensors` without second copies, which another rank writes."""
-        copies = {n for n in self.parameters if self.model.is_copy(n)}
-        others = {self.model.stored_name(n) for n in copies} - set(self.parameters)
-        others |= self.model.mirrored
-        return {n: t for n, t in self.stored_tensors().items() if _parameter(n) not in others}
+        return self._by_stored_name(record for record in self._records if record.written)
+
+    def _by_stored_name(self, records: Iterable[ParameterRecord]) -> dict[str, object]:
+        names = {record.stored: record.name for record in records}
+        moments = self.optimizer.state_tensors()
+        return {stored: self.parameters[name] for stored, name in names.items()} | {
+            f"optim.{moment}.{stored}": moments[f"optim.{moment}.{name}"]
+            for stored, name in names.items()
+            for moment in MOMENTS
+        }
 
     def after_load(self, steps: int) -> None:
         """Finish loading into `stored_tensors`: step count, and copies of tied weights."""
         state = {n: piece.local for n, piece in self.optimizer.state_tensors().items()}
-        for name, parameter in self.parameters.items():
-            original = self.model.stored_name(name)
-            if name != original and original in self.parameters:
-                local_tensor(parameter).copy_(local_tensor(self.parameters[original]))
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    state[f"optim.{moment}.{name}"].copy_(state[f"optim.{moment}.{original}"])
+        state |= {n: local_tensor(p) for n, p in self.parameters.items()}
+        for record in self._records:
+            if not record.loaded:
+                for kind in ("", *(f"optim.{moment}." for moment in MOMENTS)):
+                    state[kind + record.name].copy_(state[kind + record.stored])
         self.optimizer.steps = steps
 
     def _program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
@@ -184,10 +227,10 @@ class Engine:
         return self._programs[key]
 
     def _batches(self, microbatches: Sequence[Microbatch]) -> list[Batch]:
-        """On the device, each cut into the slices that the program has."""
+        """Still on the host, each cut into the slices that the program has."""
         count = self.layout.config.parallel.num_sequence_slices
         return [
-            piece.to(self.device)
+            piece
             for microbatch in microbatches
             for piece in self._divided(as_batch(microbatch, self.steps)).cut(count)
         ]
@@ -198,33 +241,32 @@ class Engine:
             return batch
         return divide(batch, self.layout.config.model.window_size, self.groups.cp)
 
-    def _count(self, batches: Sequence[Batch]) -> int:
-        """Valid tokens over all ranks that see other tokens."""
-        counts = torch.stack([(batch.labels != IGNORED).sum() for batch in batches])
-        return int(all_reduce(counts.sum(), self.groups.data))
+    def _count(self, batches: Sequence[Batch]) -> Tensor:
+        """Valid tokens over all ranks that see other tokens, of batches that the host holds."""
+        own = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        # Filled, not copied from the host, which would wait for the device.
+        count = torch.full((), own, dtype=torch.int64, device=self.device)
+        return all_reduce(count, self.groups.data)
 
-    def _sums(self, local_loss: Tensor, vote: bool = False) -> tuple[float, int]:
+    def _sums(self, local_loss: Tensor, vote: bool = False) -> tuple[Tensor, Tensor]:
         """The whole loss, of which tensor-parallel ranks hold the same part, and all votes."""
         loss = local_loss.to(torch.float64) * (self.groups.at["tp"] == 0)
         sums = all_reduce(torch.stack([loss, torch.full_like(loss, vote)]), self.groups.world)
-        return float(sums[0]), int(sums[1])
+        return sums[0], sums[1]
+
+    @property
+    def _records(self) -> Iterable[ParameterRecord]:
+        return self.model.records.values()
 
     def _weights(self) -> list[Tensor]:
         """What lies here of every parameter."""
         return [local_tensor(parameter) for parameter in self.parameters.values()]
 
     def _counted_grads(self) -> list[tuple[Tensor, bool]]:
-        at = self.groups.at
-        # FSDP2's parameters know their replicas, plain and tp-only ones do not.
-        replicas = (
-            () if self.model.policy.needs_fsdp else (at["dp_replicate"], at["dp_shard"], at["cp"])
-        )
         counted = []
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None, f"{name} got no gradient"
-            is_copy = self.model.is_copy(name) or name in self.model.mirrored
-            counts = owns(parameter, replicas) and not is_copy
-            counted.append((local_tensor(parameter.grad), counts))
+            counted.append((local_tensor(parameter.grad), self.model.records[name].counted))
         return counted
 
 
@@ -240,8 +282,3 @@ def as_batch(microbatch: Microbatch, step: int) -> Batch:
         loss_weights=None if weights is None else torch.from_numpy(weights),
         step=step,
     )
-
-
-def _parameter(stored: str) -> str:
-    """The parameter that a stored tensor is of: 'optim.exp_avg.norm.weight' -> 'norm.weight'."""
-    return stored.split(".", 2)[2] if stored.startswith("optim.") else stored

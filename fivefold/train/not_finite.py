@@ -80,7 +80,7 @@ def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_S
     executor.observe = witness.observe
     try:
         with witness.watching(executor.stages), torch.compiler.set_stance("force_eager"):
-            result = engine.gradients(microbatches)
+            result = engine.gradients(microbatches).read()
     finally:
         executor.observe = observed
     return _gather(engine, witness.first), result.finite

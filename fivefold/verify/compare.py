@@ -52,7 +52,8 @@ def compare(
     found: list[Difference] = []
     findings: list[str] = []
     for step, reference in enumerate(trace):
-        result = engine.gradients(_own_part(engine, step))
+        sums = engine.gradients(_own_part(engine, step))
+        result = sums.read()
         of_step = list(_gradient_differences(engine, step, result, reference))
         found += of_step
         every = _gather(engine, of_step)
@@ -60,7 +61,7 @@ def compare(
         if all_reduce(torch.tensor(float(wrong), device=device), engine.groups.world):
             findings = diagnose(engine, step, result, reference)
             break
-        engine.apply(result)
+        engine.apply(sums)
         found += _weight_differences(engine, step, reference)
         if step == 0:  # between two steps, so that one sees what it leaves behind
             evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION)])
@@ -104,7 +105,7 @@ def _gradient_differences(
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
     for name, parameter in engine.parameters.items():
         assert parameter.grad is not None, f"{name} got no gradient"
-        stored = engine.model.stored_name(name)
+        stored = engine.model.records[name].stored
         piece = piece_of(parameter.grad)
         yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)
 
@@ -115,7 +116,7 @@ def _weight_differences(
     """Every weight after the update, with the digest that replicas must share."""
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     for name, parameter in engine.parameters.items():
-        stored = engine.model.stored_name(name)
+        stored = engine.model.records[name].stored
         piece, whole = piece_of(parameter), reference.after[stored]
         yield _tensor("param", step, rank, stored, piece, whole, floor=floor, digests=True)
 

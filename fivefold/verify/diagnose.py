@@ -15,7 +15,6 @@ from fivefold.config.config import Config
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
 from fivefold.model.transformer import Stage
-from fivefold.parallelize import TIED_NAMES
 from fivefold.state import num_shards
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
@@ -76,7 +75,7 @@ def _explanations(
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
     found: dict[str, set[str]] = {}
     for name, parameter in named:
-        stored, part = engine.model.stored_name(name), local_slices(parameter)
+        stored, part = engine.model.records[name].stored, local_slices(parameter)
         whole = reference.grads[stored]
         scale = max(float(whole.abs().max()), match * largest)
 
@@ -126,7 +125,8 @@ def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
     if groups.cp is not None and whole and engine.layout.grid.dp > 1 and groups.data is not None:
         yield _SUM_OVER.format("data and context parallelism"), summed(own, groups.data)
     if groups.tied is not None:
-        ends = {name: grad for name, grad in own.items() if name in TIED_NAMES}
+        records = engine.model.records
+        ends = {name: grad for name, grad in own.items() if "tied" in records[name].sums}
         yield _SUM_OVER.format("the two copies of the tied embedding"), summed(ends, groups.tied)
 
 

@@ -19,7 +19,7 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.model.attention import Attention
 from fivefold.model.layers import Linear, local
 from fivefold.model.transformer import MLP, Stage
-from fivefold.parallelize import tied_ranks
+from fivefold.parameters import tied_ranks
 from fivefold.train.engine import Engine
 from fivefold.verify import plant_context
 
@@ -42,7 +42,9 @@ class Plant:
 
 
 def _skip_tp_sum(engine: Engine) -> None:
-    engine.model.partial_over_tp = set()
+    records = engine.model.records
+    for name, record in records.items():
+        records[name] = replace(record, sums=tuple(g for g in record.sums if g != "tp"))
 
 
 def _skip_data_sum(engine: Engine) -> None:

@@ -10,12 +10,12 @@ from fivefold.config.memory import MemoryConfig, RecomputeModule
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.model.activations import (
-    Running,
     Saved,
     loss_bytes,
     saved_activations,
     total,
 )
+from fivefold.model.running import Running
 from fivefold.model.shape import WholeModel
 from fivefold.model.transformer import Stage, TransformerLayer
 from tests.model.models import FAMILIES, LLAMA, batch_of

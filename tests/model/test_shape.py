@@ -13,9 +13,9 @@ from fivefold.model.shape import (
     WholeModel,
     count_parameters,
     forward_flops,
-    layer_shapes,
-    local_shape,
+    layer_weights,
     parameter_shapes,
+    stage_weights,
     training_flops,
 )
 from fivefold.model.transformer import Stage
@@ -29,6 +29,10 @@ PARTS = {
     "ends": WholeModel(()),
 }
 MODELS = FAMILIES | {"tied": replace(LLAMA, untie_embeddings_and_output_weights=False)}
+
+
+def shapes_of(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    return {name: weight.shape for name, weight in layer_weights(model, layer).items()}
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
@@ -125,7 +129,7 @@ def test_shapes_of_latent_attention_and_experts() -> None:
         "self_attn.kv_b_proj.weight": (4 * (8 + 12), 16),
         "self_attn.o_proj.weight": (64, 4 * 12),
     }
-    dense, sparse = layer_shapes(SPARSE, 0), layer_shapes(SPARSE, 1)
+    dense, sparse = shapes_of(SPARSE, 0), shapes_of(SPARSE, 1)
     assert {n: s for n, s in dense.items() if "attn." in n} == attention
     assert {n: s for n, s in sparse.items() if "attn." in n} == attention
     assert dense["mlp.down_proj.weight"] == (64, 96)
@@ -138,7 +142,7 @@ def test_shapes_of_latent_attention_and_experts() -> None:
         "mlp.shared_experts.up_proj.weight": (48, 64),
         "mlp.shared_experts.down_proj.weight": (64, 48),
     }
-    uncompressed = layer_shapes(replace(SPARSE, q_lora_rank=None), 0)
+    uncompressed = shapes_of(replace(SPARSE, q_lora_rank=None), 0)
     assert uncompressed["self_attn.q_proj.weight"] == (4 * 12, 64)
 
 
@@ -196,16 +200,14 @@ def test_training_flops_of_deepseek_v3_are_six_times_its_active_weights() -> Non
     ],
 )
 def test_what_a_rank_holds(name: str, expected: tuple[int, ...]) -> None:
-    whole = parameter_shapes(SPARSE)[name]
-    assert local_shape(SPARSE, name, whole, tp=2, ep=4, etp=3) == expected
+    assert stage_weights(SPARSE)[name].local(tp=2, ep=4, etp=3) == expected
 
 
 def test_biases_of_experts_are_split_with_their_rows() -> None:
     biased = replace(SPARSE, add_bias_linear=True)
-    shapes = layer_shapes(biased, 1)
     split = {
-        name: local_shape(biased, f"layers.1.{name}", shape, tp=2, ep=4, etp=3)
-        for name, shape in shapes.items()
+        name: weight.local(tp=2, ep=4, etp=3)
+        for name, weight in layer_weights(biased, 1).items()
         if name.endswith("bias") and "mlp" in name
     }
     assert split == {

@@ -106,3 +106,24 @@ def test_decays() -> None:
     assert decays("embed_tokens.weight", matrix)
     assert not decays("experts.bias", matrix)
     assert not decays("norm.weight", vector)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_step_that_found_infinities_changes_no_bit(dtype: torch.dtype) -> None:
+    ours, theirs = parameters(dtype), parameters(dtype)
+    optimizer, reference = AdamW(ours, CONFIG), AdamW(theirs, CONFIG)
+    run(optimizer, ours, range(2))
+    run(reference, theirs, range(2))
+    for parameter in ours.values():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    optimizer.step(0.1, torch.ones(()))
+    optimizer.steps -= 1
+    optimizer.zero_grad()
+    for found_inf, held, stepped in ((torch.zeros(()), ours, optimizer), (None, theirs, reference)):
+        for name, grad in grads(2, held).items():
+            held[name].grad = grad
+        stepped.step(0.1, found_inf)
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, theirs[name])
+    for name, piece in optimizer.state_tensors().items():
+        assert torch.equal(piece.local, reference.state_tensors()[name].local)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fivefold.optim.grad_norm import clip_, global_grad_norm, owns
+from fivefold.optim.grad_norm import clip_, global_grad_norm
 
 
 def test_norm_of_one_rank_counts_only_what_it_owns() -> None:
@@ -50,7 +50,10 @@ def test_clipping_scales_down_only_and_mixes_types(max_norm: float) -> None:
         torch.testing.assert_close(clipped, grad * scale)
 
 
-def test_owner_is_at_coordinate_zero_of_the_further_axes() -> None:
-    plain = torch.zeros(2)
-    assert owns(plain) and owns(plain, (0, 0))
-    assert not owns(plain, (0, 1))
+def test_what_is_not_finite_is_not_clipped_if_it_was_found() -> None:
+    ours = [torch.tensor([1.0, float("inf"), -2.0]), torch.tensor([float("nan"), 4.0])]
+    before = [grad.clone() for grad in ours]
+    norm = global_grad_norm([(grad, True) for grad in ours])
+    clip_(ours, norm, 1.0, found_inf=torch.ones(()))
+    for grad, kept in zip(ours, before, strict=True):
+        torch.testing.assert_close(grad, kept, rtol=0, atol=0, equal_nan=True)

@@ -4,24 +4,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import local_slices, local_tensor
 from fivefold.optim.adamw import AdamW
-from fivefold.optim.grad_norm import clip_, global_grad_norm, owns
+from fivefold.optim.grad_norm import clip_, global_grad_norm
 from tests.mesh.layouts import LAYOUTS, content, parameters, world_size
 from tests.pool import run
 
 CONFIG = OptimizerConfig(lr=0.1)
 
 
+def _is_first(parameter: nn.Parameter) -> bool:
+    """Whether this rank is at coordinate 0 of every axis that replicates a parameter."""
+    if not isinstance(parameter, DTensor):
+        return True
+    here = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True)
+    return not any(index for index, placement in here if placement.is_replicate())
+
+
 def _norm_and_clip(rank: int, world: int, layout: str, expected: float) -> None:
     held = parameters(layout)
-    replica = (rank,) if layout == "ddp2" else ()
     grads = []
     for name, parameter in held.items():
         local = content(name, parameter.shape)[local_slices(parameter)].clone()
-        grads.append((local, owns(parameter, replica)))
+        grads.append((local, _is_first(parameter) and (rank == 0 or layout != "ddp2")))
     norm = global_grad_norm(grads, dist.group.WORLD)
     assert norm.item() == pytest.approx(expected, rel=1e-12)
     clip_([grad for grad, _ in grads], norm, 1.0)

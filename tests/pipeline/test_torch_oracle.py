@@ -72,7 +72,9 @@ def _ours(rank: int, name: str, placement: tuple[int, ...]) -> dict[str, Tensor]
         torch.float64,
         torch.device("cpu"),
     )
-    executor.run(with_sharding_actions(lower(program)), _batches(), SCALE)
+    executor.run(
+        with_sharding_actions(lower(program)), _batches(), torch.tensor(SCALE, dtype=torch.float64)
+    )
     return _gradients(stages)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fivefold.model.description import LayerKind
 from fivefold.predict.cluster import preset
 from fivefold.predict.compute import attention_share, matmul
 from fivefold.predict.layer import LayerTimes
@@ -14,7 +15,7 @@ H100 = preset("H100", 64)
 
 def recomputed(software, **settings):
     layout = planned("llama3-8b", 8, mbs=2, gbs=16, **settings)
-    return LayerTimes(layout, H100, software).layer(False, False).recompute.dx
+    return LayerTimes(layout, H100, software).layer(LayerKind(), False).recompute.dx
 
 
 def test_older_attention_is_slower_where_the_silicon_asks_for_more():

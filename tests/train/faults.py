@@ -208,11 +208,11 @@ def _not_a_number(case: Case) -> Iterator[None]:
             spoil(parameter_of(engine.model))
         return originals[Engine, "gradients"](engine, *args, **settings)
 
-    def step_optimizer(optimizer: AdamW, lr: float) -> None:
+    def step_optimizer(optimizer: AdamW, *args: Any) -> None:
         if case.deed in ("exp_avg", "exp_avg_sq") and due():
             name = next(n for n, p in optimizer._leaves.items() if p.numel())
             spoil(optimizer.state_tensors()[f"optim.{case.deed}.{name}"].local)
-        originals[AdamW, "step"](optimizer, lr)
+        originals[AdamW, "step"](optimizer, *args)
 
     faulty = (run_stage, finish_gradients, gradients, step_optimizer)
     with ExitStack() as stack:

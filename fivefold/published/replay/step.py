@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from fivefold.layout import Layout
-from fivefold.model.shape import layer_shapes, local_shape
+from fivefold.model.shape import layer_weights
 from fivefold.pipeline.ir import Kind
 from fivefold.published.replay.allocator import Allocator
 from fivefold.published.replay.tape import Op, Tape, saved_by
@@ -198,8 +198,5 @@ def _ends(stage: int, mb: int, place: int) -> dict[str, Hashable]:
 
 def weight_shapes(layout: Layout, layer: int) -> dict[str, tuple[int, ...]]:
     """The parameters of a layer that a rank holds, before data-parallel sharding."""
-    model, tp = layout.config.model, layout.grid.tp
-    return {
-        name: local_shape(model, name, shape, tp=tp)
-        for name, shape in layer_shapes(model, layer).items()
-    }
+    weights = layer_weights(layout.config.model, layer)
+    return {name: weight.local(layout.grid.tp) for name, weight in weights.items()}

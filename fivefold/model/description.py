@@ -1,0 +1,362 @@
+"""What a model is made of: the operations of each kind of layer, and the weights of its ends.
+
+The one place that knows which layers a model has. Names are those of the modules in
+`model.transformer`; from num_layers on, a layer's number means one of multi-token prediction.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router, SharedOut
+from fivefold.model.operations import (
+    Activation,
+    ColumnLinear,
+    CoreAttention,
+    LatentDown,
+    LatentUp,
+    Norm,
+    Operation,
+    PredictionInput,
+    Residual,
+    RowLinear,
+    Weight,
+)
+
+O = TypeVar("O", bound=Operation)  # noqa: E741
+
+
+class LayerKind(NamedTuple):
+    """What tells layers of one model apart; layers of one kind have equal descriptions.
+
+    Attributes:
+        experts: whether experts take the place of the MLP.
+        predicts: whether it predicts a further token, with a projection and norms around it.
+    """
+
+    experts: bool = False
+    predicts: bool = False
+
+    @property
+    def name(self) -> str:
+        """A word for people, by which costs of layers are stated."""
+        return "mtp" if self.predicts else "moe" if self.experts else "dense"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The description of one kind of layer.
+
+    Attributes:
+        kind: kind that is described.
+        operations: operations in the order in which they run.
+    """
+
+    kind: LayerKind
+    operations: tuple[Operation, ...]
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """All parameters, by their names in the layer."""
+        return tuple(weight for operation in self.operations for weight in operation.weights)
+
+    def one(self, kind: type[O]) -> O:
+        """The only operation of a kind."""
+        (found,) = (each for each in self.operations if isinstance(each, kind))
+        return found
+
+    @property
+    def mlp_input(self) -> ColumnLinear | ExpertsIn:
+        """The first projection into the inner features of the MLP, or of the experts."""
+        return self.mlp_inputs[0]
+
+    @property
+    def mlp_inputs(self) -> tuple[ColumnLinear | ExpertsIn, ...]:
+        """All projections into inner features, those of shared experts included."""
+        return tuple(op for op in self.mlp if isinstance(op, ColumnLinear | ExpertsIn))
+
+    @property
+    def after_mlp_input(self) -> tuple[Operation, ...]:
+        """What runs after the first projection into inner features."""
+        return self.operations[self.operations.index(self.mlp_input) + 1 :]
+
+    @property
+    def attention(self) -> tuple[Operation, ...]:
+        """What runs up to the sum of attention with the residual stream."""
+        return self.operations[: self._middle]
+
+    @property
+    def mlp(self) -> tuple[Operation, ...]:
+        """What runs after it."""
+        return self.operations[self._middle :]
+
+    @property
+    def _middle(self) -> int:
+        return next(n for n, op in enumerate(self.operations, 1) if isinstance(op, Residual))
+
+    @property
+    def ends_with_sum(self) -> bool:
+        """Whether the last result is a sum over tensor-parallel ranks that nothing keeps."""
+        *_, last, residual = self.operations
+        assert isinstance(residual, Residual)
+        return isinstance(last, RowLinear) and not self.kind.experts and not residual.dropout
+
+
+def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
+    """The kind of a layer."""
+    return LayerKind(model.is_moe(layer), layer >= model.num_layers)
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(model: ModelConfig) -> Mapping[LayerKind, int]:
+    """Each kind of layer that a model has, with the first layer of it."""
+    found: dict[LayerKind, int] = {}
+    for layer in range(model.num_layers + (model.mtp_num_layers > 0)):
+        found.setdefault(layer_kind(model, layer), layer)
+    return MappingProxyType(found)
+
+
+@lru_cache(maxsize=512)
+def describe(model: ModelConfig, kind: LayerKind) -> Layer:
+    """The operations of a kind of layer."""
+    mlp = _experts(model) if kind.experts else _dense(model)
+    around = (_prediction(model),) if kind.predicts else ()
+    return Layer(kind, (*around, *_attention(model), *mlp))
+
+
+def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """The parameters at the model's input."""
+    tokens = Weight("embed_tokens.weight", (model.padded_vocab_size, model.hidden_size), split=0)
+    if model.position_embedding_type != "learned_absolute":
+        return (tokens,)
+    table = model.max_position_embeddings, model.hidden_size
+    return tokens, Weight("embed_positions.weight", table)
+
+
+def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """The parameters at the model's output, a tied weight included."""
+    table = model.padded_vocab_size, model.hidden_size
+    output = Weight("lm_head.weight", table, split=0, multiplies=True)
+    return *_norm("norm", model), output
+
+
+def _attention(model: ModelConfig) -> tuple[Operation, ...]:
+    h, heads = model.hidden_size, model.num_attention_heads
+    latent = model.multi_latent_attention
+    sinks: tuple[Weight, ...] = ()
+    if model.softmax_type == "learnable":
+        sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
+    return (
+        Norm("attn_norm", _norm("input_layernorm", model), ("layernorm",), features=h),
+        *(_latent_projections(model) if latent else _projections(model)),
+        CoreAttention(
+            "core_attn",
+            sinks,
+            ("core_attn",),
+            model=model,
+            from_latents=latent,
+            sent_latent=model.kv_lora_rank + model.qk_pos_emb_head_dim if latent else 0,
+        ),
+        RowLinear(
+            "attn_proj",
+            _row("self_attn.o_proj", model.attention_size, h, model.add_bias_linear),
+            inputs=model.attention_size,
+            outputs=h,
+        ),
+        Residual(
+            "attn_residual", features=h, dropout=bool(model.hidden_dropout), mask="attn_dropout"
+        ),
+    )
+
+
+def _projections(model: ModelConfig) -> tuple[Operation, ...]:
+    h, bias = model.hidden_size, model.qkv_bias
+    queries, keys = model.num_attention_heads, model.num_kv_heads
+    weights = (
+        *_column("self_attn.q_proj", h, model.q_size, bias),
+        *_column("self_attn.k_proj", h, model.k_size, bias, keys),
+        *_column("self_attn.v_proj", h, model.v_size, bias, keys),
+    )
+    outputs = model.q_size + model.k_size + model.v_size
+    qkv = ColumnLinear("qkv", weights, inputs=h, outputs=outputs, remade_by=("layernorm",))
+    if not model.qk_layernorm:
+        return (qkv,)
+    scales = [
+        Weight(f"self_attn.{each}_norm.weight", (model.head_dim,), sees="heads") for each in "qk"
+    ]
+    size = model.q_size + model.k_size
+    return qkv, Norm("qk_norm", tuple(scales), features=size, heads=(queries, keys))
+
+
+def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
+    """DeepSeek-V2's MLA: latents are normalised; the rotary key is one for all heads."""
+    h, bias, rank = model.hidden_size, model.add_bias_linear, model.kv_lora_rank
+    down: tuple[Weight, ...] = ()
+    up = _column("self_attn.q_proj", h, model.q_size, bias)
+    if model.q_lora_rank is not None:
+        down = (
+            *_whole("self_attn.q_a_proj", h, model.q_lora_rank, bias),
+            *_norm("self_attn.q_a_layernorm", model, model.q_lora_rank),
+        )
+        up = _column("self_attn.q_b_proj", model.q_lora_rank, model.q_size, bias)
+    down += _whole("self_attn.kv_a_proj", h, rank + model.qk_pos_emb_head_dim, bias)
+    down += _norm("self_attn.kv_a_layernorm", model, rank)
+    unrotated = model.num_attention_heads * model.qk_head_dim
+    up += _column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
+    return (
+        LatentDown("qkv", down, inputs=h),
+        LatentUp(
+            "mla_up",
+            up,
+            ("mla_up_proj",),
+            latents=(model.q_lora_rank or 0) + rank,
+            outputs=model.q_size + model.k_size + model.v_size,
+        ),
+    )
+
+
+def _dense(model: ModelConfig) -> tuple[Operation, ...]:
+    h, inner = model.hidden_size, model.ffn_size
+    first, last = _mlp("mlp", model, inner)
+    return (
+        Norm("mlp_norm", _norm("post_attention_layernorm", model), ("layernorm",), features=h),
+        ColumnLinear(
+            "fc1",
+            first,
+            ("mlp",),
+            inputs=h,
+            outputs=inner * _gates(model),
+            remade_by=("layernorm",),
+        ),
+        Activation(
+            "mlp_act",
+            rerun_by=("mlp",),
+            item="mlp_act",
+            features=inner,
+            widths=_kept_widths(model),
+            remade_by=("mlp",),
+        ),
+        RowLinear("fc2", last, inputs=inner, outputs=h, remade_by=("mlp",)),
+        _mlp_residual(model),
+    )
+
+
+def _experts(model: ModelConfig) -> tuple[Operation, ...]:
+    assert model.num_experts is not None
+    h, experts, copies = model.hidden_size, model.num_experts, model.moe_router_topk
+    inner, widths = model.expert_ffn_size, _kept_widths(model)
+    each = _mlp("mlp.experts", model, inner)
+    first, last = (tuple(_of_experts(weight, experts) for weight in part) for part in each)
+    router = _whole("mlp.router", h, experts, model.add_bias_linear)
+    return (
+        Norm("mlp_norm", _norm("post_attention_layernorm", model), ("layernorm",), features=h),
+        Router("router", router, ("moe",), inputs=h, experts=experts),
+        Dispatch("dispatch", rerun_by=("moe",), copies=copies),
+        ExpertsIn(
+            "expert_fc1",
+            first,
+            ("moe", "routed_experts"),
+            inputs=h,
+            outputs=inner * _gates(model),
+            copies=copies,
+        ),
+        Activation(
+            "moe_act",
+            rerun_by=("moe", "moe_act", "routed_experts"),
+            item="moe_act",
+            features=inner,
+            widths=widths,
+            copies=copies,
+            remade_by=("moe", "routed_experts"),
+        ),
+        ExpertsOut("expert_fc2", last, ("moe",), inputs=inner, outputs=h, copies=copies),
+        *(_shared_experts(model) if model.shared_ffn_size else ()),
+        _mlp_residual(model),
+    )
+
+
+def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
+    h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
+    first, last = _mlp("mlp.shared_experts", model, inner)
+    outputs, widths = inner * _gates(model), _kept_widths(model)
+    return (
+        ColumnLinear("shared_fc1", first, again, inputs=h, outputs=outputs, shared_input=True),
+        Activation("shared_act", rerun_by=again, features=inner, widths=widths),
+        SharedOut("shared_fc2", last, inputs=inner, outputs=h, widths=widths, features=h),
+    )
+
+
+def _mlp_residual(model: ModelConfig) -> Residual:
+    dropout = bool(model.hidden_dropout)
+    return Residual("mlp_residual", features=model.hidden_size, dropout=dropout, mask="mlp_dropout")
+
+
+def _prediction(model: ModelConfig) -> PredictionInput:
+    """As in DeepSeek-V3: the hidden state and the next token's embedding are normalised and
+    projected together to one hidden state; a layer and a norm follow."""
+    h = model.hidden_size
+    weights = (
+        *_norm("hnorm", model),
+        *_norm("enorm", model),
+        *_column("eh_proj", 2 * h, h, False),
+        *_norm("norm", model),
+    )
+    return PredictionInput("prediction", weights, features=h)
+
+
+def _gates(model: ModelConfig) -> int:
+    """Projections into the inner features."""
+    return 2 if model.gated_linear_unit else 1
+
+
+def _kept_widths(model: ModelConfig) -> int:
+    """Tensors as wide as the MLP that its activation keeps, its output apart.
+
+    A fused SwiGLU keeps gate and up; any other gate also its activated form.
+    """
+    if not model.gated_linear_unit:
+        return 1
+    return 2 if model.activation_func == "silu" else 3
+
+
+def _norm(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:
+    kinds = ("weight", "bias") if model.normalization == "LayerNorm" else ("weight",)
+    return tuple(Weight(f"{name}.{kind}", (features or model.hidden_size,)) for kind in kinds)
+
+
+def _mlp(
+    name: str, model: ModelConfig, inner: int
+) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Weights into the inner features, and out of them."""
+    h, bias = model.hidden_size, model.add_bias_linear
+    names = ("gate_proj", "up_proj") if model.gated_linear_unit else ("up_proj",)
+    first = tuple(w for each in names for w in _column(f"{name}.{each}", h, inner, bias))
+    return first, _row(f"{name}.down_proj", inner, h, bias)
+
+
+def _column(name: str, inputs: int, outputs: int, bias: bool, heads: int = 0) -> tuple[Weight, ...]:
+    weight = Weight(f"{name}.weight", (outputs, inputs), 0, heads, multiplies=True)
+    return weight, *([Weight(f"{name}.bias", (outputs,), 0, heads)] if bias else [])
+
+
+def _row(name: str, inputs: int, outputs: int, bias: bool) -> tuple[Weight, ...]:
+    weight = Weight(f"{name}.weight", (outputs, inputs), 1, multiplies=True)
+    return weight, *([Weight(f"{name}.bias", (outputs,))] if bias else [])
+
+
+def _whole(name: str, inputs: int, outputs: int, bias: bool) -> tuple[Weight, ...]:
+    weight = Weight(f"{name}.weight", (outputs, inputs), multiplies=True)
+    return weight, *([Weight(f"{name}.bias", (outputs,))] if bias else [])
+
+
+def _of_experts(weight: Weight, experts: int) -> Weight:
+    return Weight(
+        weight.name,
+        (experts, *weight.shape),
+        None if weight.split is None else weight.split + 1,
+        of_experts=True,
+        multiplies=weight.multiplies,
+    )

@@ -1,0 +1,121 @@
+"""What is known of each parameter that a rank holds: one record, read by everybody; torch-free."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fivefold.layout import Layout
+from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.operations import Weight
+from fivefold.model.shape import canonical_name, stage_weights
+from fivefold.state import num_expert_shards, num_shards
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """One parameter on one rank.
+
+    Attributes:
+        name: of the parameter in the whole model.
+        stored: name under which it is initialised and stored; a tied copy has the original's.
+        stage: index in the program of the stage that holds it.
+        shape: of this rank's part before data parallelism shards it.
+        tp_dim: dim that the tensor-parallel ranks split; None: each of them holds all of it.
+        sums: groups over which its gradient is summed, one after the other: first the ranks that
+            see other tokens of it ("data", for experts "edp"), then those of "tp" that each compute
+            a part, the other copy of the model ("mirror"), and the other copy of a tied embedding
+            ("tied"), which may be on this rank.
+        loaded: whether a checkpoint is read into it, and not only into its original on this rank.
+        written: whether it is what a checkpoint has of `stored`, and no copy.
+        counted: whether its elements count here in the norm of the global gradient: every one does
+            on exactly one rank.
+    """
+
+    name: str
+    stored: str
+    stage: int
+    shape: tuple[int, ...]
+    tp_dim: int | None
+    sums: tuple[str, ...]
+    loaded: bool
+    written: bool
+    counted: bool
+
+
+def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
+    """The records of a rank, stage by stage."""
+    model, grid = layout.config.model, layout.grid
+    stages = layout.stages_of(grid.coordinates(rank)["pp"])
+    weights = {stage: stage_weights(model, spec) for stage, spec in stages.items()}
+    here = {name for named in weights.values() for name in named}
+    places = {kind: _MeshPlace.of(layout, rank, expert=kind) for kind in (False, True)}
+    records = []
+    for stage, named in weights.items():
+        for name, weight in named.items():
+            stored, place = canonical_name(model, name), places[weight.of_experts]
+            dim = weight.placed(grid.tp)
+            original = name == stored and stage < len(layout.split.stages)
+            records.append(
+                ParameterRecord(
+                    name=name,
+                    stored=stored,
+                    stage=stage,
+                    shape=weight.local(grid.tp, grid.ep, grid.etp),
+                    tp_dim=dim,
+                    sums=(place.data, *_further_sums(layout, name, weight)),
+                    loaded=name == stored or stored not in here,
+                    written=original,
+                    counted=original and place.first_replica and (dim is not None or place.tp == 0),
+                )
+            )
+    return tuple(records)
+
+
+def tied_ranks(layout: Layout) -> tuple[int, int] | None:
+    """The pipeline ranks of the two ends if they share a tied embedding and differ."""
+    placement = layout.split.placement
+    untied = layout.config.model.untie_embeddings_and_output_weights
+    if untied or placement[0] == placement[-1] or layout.num_copies > 1:
+        return None  # with two copies of the model, both ends are on the first and the last rank
+    return placement[0], placement[-1]
+
+
+@dataclass(frozen=True)
+class _MeshPlace:
+    """Where a rank is among those that hold parameters of one kind.
+
+    Attributes:
+        data: name of the group of ranks that see other tokens of them.
+        first_replica: whether it is among the ranks of that group that hold them first.
+        tp: index among the ranks that split them.
+    """
+
+    data: str
+    first_replica: bool
+    tp: int
+
+    @classmethod
+    def of(cls, layout: Layout, rank: int, *, expert: bool) -> "_MeshPlace":
+        """Of the experts, or of everything else."""
+        grid = layout.grid
+        if expert:
+            at = grid.coordinates(rank, EXPERT_AXES)
+            return cls("edp", at["edp"] < num_expert_shards(layout), at["etp"])
+        at = grid.coordinates(rank)
+        index = grid.dp_rank(rank) * grid.cp + at["cp"]
+        return cls("data", index < num_shards(layout), at["tp"])
+
+
+def _further_sums(layout: Layout, name: str, weight: Weight) -> Iterator[str]:
+    """What follows the sum over data."""
+    tp, sequence = layout.grid.tp, layout.config.parallel.sequence_parallel
+    if tp > 1 and weight.is_partial(tp, sequence_parallel=sequence):
+        yield "tp"
+    if layout.num_copies > 1:
+        yield "mirror"
+    tied = not layout.config.model.untie_embeddings_and_output_weights
+    one_stage = any(spec.embedding and spec.head for spec in layout.split.stages)
+    if tied and not one_stage and name in _ENDS:
+        yield "tied"
+
+
+_ENDS = ("embed_tokens.weight", "lm_head.weight")
