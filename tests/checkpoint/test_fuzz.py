@@ -27,6 +27,8 @@ from fivefold.train.saved_state import SavedState, read_state, same_model
 from tests.checkpoint.forge import forge, tensors
 from tests.checkpoint.mutations import mutated_bytes, mutated_json, mutated_pickle
 
+pytestmark = pytest.mark.slow
+
 STEP = 6
 MODEL = read_config("debug").model
 STATE = SavedState(
