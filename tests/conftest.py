@@ -1,3 +1,4 @@
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -5,6 +6,12 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.pool import Pool
+
+
+def pytest_sessionstart() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and programs inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -41,6 +41,7 @@ def _check(layout: Layout, documents: int, folder: Path) -> None:
         assert record.activations == expected.activations, describe(layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(FEW))
 def test_a_step_does_what_theory_says(number: int, tmp_path: Path) -> None:
     layout = next(islice(random_layouts(5), number, None))

@@ -1,4 +1,7 @@
-"""Bytes really sent, on every rank and axis, against the closed forms: equal, not close."""
+"""Bytes really sent, on every rank and axis, against the closed forms: equal, not close.
+
+The rows of tests/verify/test_matrix.py are measured too, where they are verified.
+"""
 
 from typing import Any
 
@@ -17,6 +20,7 @@ from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.volumes import by_axis, step_volumes
 from tests.pool import run
+from tests.verify.cases import chosen
 
 # Sizes that sharding over 2 or 4 ranks has to pad.
 MODEL: dict[str, Any] = {
@@ -227,7 +231,25 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    chosen(
+        CASES,
+        "no_shard, bf16 on the wire",
+        "optim in bf16, bf16 on the wire",
+        "optim_grads_params, nothing overlapped",
+        "one microbatch of optim_grads_params",
+        "stages kept gathered",
+        "two copies of a tied model, sharded",
+        "pp of 4, tied",
+        "cp in a ring",
+        "cp by Ulysses over more ranks than key/value heads",
+        "cp, a kind for each layer",
+        "cp with a window",
+        "cp by all-gather with a window",
+    ),
+)
 def test_a_step_sends_exactly_what_the_formulas_say(name: str) -> None:
     world, settings = CASES[name]
     layout = _layout(world, settings)

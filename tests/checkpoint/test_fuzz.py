@@ -1,4 +1,7 @@
-"""5,000 changes to each kind of file of a checkpoint: each is refused, or changes nothing."""
+"""Changes to each kind of file of a checkpoint: each is refused, or changes nothing.
+
+There are 1,000 of each, and 5,000 under `-m exhaustive`.
+"""
 
 import json
 import shutil
@@ -24,7 +27,8 @@ from fivefold.train.saved_state import SavedState, read_state, same_model
 from tests.checkpoint.forge import forge, tensors
 from tests.checkpoint.mutations import mutated_bytes, mutated_json, mutated_pickle
 
-COUNT = 5_000
+pytestmark = pytest.mark.slow
+
 STEP = 6
 MODEL = read_config("debug").model
 STATE = SavedState(
@@ -33,6 +37,12 @@ STATE = SavedState(
     model=asdict(MODEL),
     seq_length=32,
 )
+
+
+@pytest.fixture(params=[1_000, pytest.param(5_000, marks=pytest.mark.exhaustive)])
+def count(request: pytest.FixtureRequest) -> int:
+    """How many changes."""
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +80,12 @@ def resume(root: Path) -> SavedState:
     return state
 
 
-def test_an_index_of_a_matching_checksum(checkpoint: Path) -> None:
+def test_an_index_of_a_matching_checksum(checkpoint: Path, count: int) -> None:
     chance = Random(0)
     data, files = (checkpoint / INDEX).read_bytes(), read_manifest(checkpoint)
     true = read_index(checkpoint, files)
     refused = 0
-    for number in range(COUNT):
+    for number in range(count):
         change = mutated_pickle if number % 2 else mutated_bytes
         (checkpoint / INDEX).write_bytes(change(data, chance))
         try:
@@ -87,14 +97,14 @@ def test_an_index_of_a_matching_checksum(checkpoint: Path) -> None:
             with pytest.raises(CheckpointError):
                 forge(checkpoint, INDEX, (checkpoint / INDEX).read_bytes())
                 assert not loads_alike(checkpoint.parent)
-    assert refused > COUNT / 3
+    assert refused > count / 3
 
 
-def test_a_manifest(checkpoint: Path) -> None:
+def test_a_manifest(checkpoint: Path, count: int) -> None:
     chance = Random(1)
     data, true = (checkpoint / MANIFEST).read_bytes(), read_manifest(checkpoint)
     refused = 0
-    for number in range(COUNT):
+    for number in range(count):
         change = mutated_json if number % 2 else mutated_bytes
         (checkpoint / MANIFEST).write_bytes(change(data, chance))
         try:
@@ -103,14 +113,14 @@ def test_a_manifest(checkpoint: Path) -> None:
             assert loads_alike(checkpoint.parent)
         except CheckpointError:
             refused += 1
-    assert refused > COUNT / 2
+    assert refused > count / 2
 
 
-def test_a_state(root: Path, checkpoint: Path) -> None:
+def test_a_state(root: Path, checkpoint: Path, count: int) -> None:
     chance = Random(2)
     data = (checkpoint / META).read_bytes()
     refused = 0
-    for number in range(COUNT):
+    for number in range(count):
         change = mutated_json if number % 4 else mutated_bytes
         changed = change(data, chance)
         (checkpoint / META).write_bytes(changed)
@@ -125,12 +135,12 @@ def test_a_state(root: Path, checkpoint: Path) -> None:
             continue
         assert (state.step, state.seq_length) == (STEP, 32)
         assert 0 < state.loader["consumed_samples"] < 2**54
-    assert refused > COUNT / 2
+    assert refused > count / 2
 
 
-def test_the_pointer_to_the_latest(root: Path) -> None:
+def test_the_pointer_to_the_latest(root: Path, count: int) -> None:
     chance = Random(3)
-    for _ in range(COUNT):
+    for _ in range(count):
         text = mutated_bytes(chance.choice((b"6\n", b"3\n", b"", b"1000000\n")), chance)
         (root / "latest").write_bytes(text)
         try:
@@ -143,13 +153,13 @@ def test_the_pointer_to_the_latest(root: Path) -> None:
         assert step == (3 if int(number) == 3 else STEP)
 
 
-def test_data_of_a_matching_checksum(checkpoint: Path) -> None:
+def test_data_of_a_matching_checksum(checkpoint: Path, count: int) -> None:
     """Other numbers cannot be told from true ones; but nothing else comes of it than numbers."""
     chance = Random(4)
     (path,) = checkpoint.glob("*.distcp")
     data, index = path.read_bytes(), read_index(checkpoint, read_manifest(checkpoint))
     refused = 0
-    for _ in range(COUNT):
+    for _ in range(count):
         path.write_bytes(mutated_bytes(data, chance))
         held = tensors(-1.0)
         pieces = {name: piece_of(tensor) for name, tensor in held.items()}
@@ -161,14 +171,14 @@ def test_data_of_a_matching_checksum(checkpoint: Path) -> None:
         assert {n: (t.shape, t.dtype) for n, t in held.items()} == {
             n: (t.shape, torch.float32) for n, t in tensors().items()
         }
-    assert refused > COUNT / 4
+    assert refused > count / 4
 
 
-def test_data_that_its_checksum_gives_away(root: Path, checkpoint: Path) -> None:
+def test_data_that_its_checksum_gives_away(root: Path, checkpoint: Path, count: int) -> None:
     chance = Random(5)
     (path,) = checkpoint.glob("*.distcp")
     data = path.read_bytes()
-    for _ in range(COUNT // 20):
+    for _ in range(count // 20):
         changed = mutated_bytes(data, chance)
         path.write_bytes(changed)
         if changed != data:

@@ -1,4 +1,7 @@
-"""Saves that are killed, or met by an error of the disk, at every single disk operation."""
+"""Saves that are killed, or met by an error of the disk, at every single disk operation.
+
+At every fifth, that is, of each kind of save another; at all of them under `-m exhaustive`.
+"""
 
 import errno
 import io
@@ -20,6 +23,7 @@ from tests.pool import run
 KEEP = 2
 # Steps to save one after the other: new ones, the latest again, an older one again, and on.
 SAVES = (1, 2, 3, 3, 2, 4)
+every = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
 class Disk:
@@ -171,16 +175,20 @@ def operations(folder: Path, number: int) -> int:
 
 
 @pytest.mark.slow
+@every
 @pytest.mark.parametrize("async_save", [False, True])
-def test_killed_at_every_operation(before: list[Path], tmp_path: Path, async_save: bool) -> None:
+def test_killed_at_every_operation(
+    before: list[Path], tmp_path: Path, async_save: bool, every: int
+) -> None:
     """A copy of the folder ahead of each operation is what a kill at that moment leaves."""
     kills = 0
     for number, folder in enumerate(before):
         run_ = shutil.copytree(folder, tmp_path / "run")
         copies: list[Path] = []
 
-        def copy(at: int, run_: Path = run_, copies: list[Path] = copies) -> None:
-            copies.append(shutil.copytree(run_, tmp_path / str(at)))
+        def copy(at: int, number: int = number, run_: Path = run_, to: list = copies) -> None:
+            if (at - number) % every == 0:
+                to.append(shutil.copytree(run_, tmp_path / str(at)))
 
         with Disk(copy).watched():
             save(run_, number, async_save=async_save)
@@ -190,22 +198,23 @@ def test_killed_at_every_operation(before: list[Path], tmp_path: Path, async_sav
             shutil.rmtree(copied)
         kills += len(copies)
         shutil.rmtree(run_)
-    assert kills > 200
+    assert kills > 200 // every
 
 
 @pytest.mark.slow
+@every
 @pytest.mark.parametrize(
     ("code", "lasting", "async_save"),
     [(errno.EIO, False, False), (errno.ENOSPC, True, False), (errno.ENOSPC, False, True)],
 )
 def test_an_error_at_every_operation(
-    before: list[Path], tmp_path: Path, code: int, lasting: bool, async_save: bool
+    before: list[Path], tmp_path: Path, code: int, lasting: bool, async_save: bool, every: int
 ) -> None:
     failures = 0
     for number, folder in enumerate(before):
         count = operations(shutil.copytree(folder, tmp_path / "counted"), number)
         shutil.rmtree(tmp_path / "counted")
-        for first in range(1, count + 1):
+        for first in range(1 + number % every, count + 1, every):
             run_ = shutil.copytree(folder, tmp_path / "run")
 
             def fail(at: int, first: int = first) -> None:
@@ -222,7 +231,7 @@ def test_an_error_at_every_operation(
                     assert os.strerror(code) in str(error)
             check(run_, number, saved=saved)
             shutil.rmtree(run_)
-    assert failures > 150
+    assert failures > 150 // every
 
 
 def _fail_on_one_rank(rank: int, world: int, root: Path, victim: int) -> list[str]:

@@ -11,6 +11,8 @@ from fivefold.optim.adamw import AdamW
 from tests.mesh.layouts import LAYOUTS, content, parameters, world_size
 from tests.pool import run
 
+pytestmark = pytest.mark.slow
+
 WORLDS = sorted({world_size(layout) for layout in LAYOUTS})
 
 

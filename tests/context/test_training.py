@@ -15,6 +15,8 @@ from tests.pool import run
 from tests.verify.cases import MODELS, config, shared_groups
 from tests.verify.test_context import WHOLE, context
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 
 

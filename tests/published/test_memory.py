@@ -48,6 +48,7 @@ def test_what_nanotron_reserves_on_its_first_rank_is_met() -> None:
     assert sum(errors) / len(errors) < 0.05
 
 
+@pytest.mark.slow
 def test_runs_that_were_out_of_memory_are_predicted_to_be() -> None:
     failed = report(DATA / "out_of_memory.csv").failed
     assert len(failed) == 31

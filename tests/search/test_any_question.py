@@ -107,6 +107,7 @@ def told(line: str) -> ConfigError | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_every_question_is_answered_or_refused_without_a_traceback(part: int) -> None:
     answers = 0
@@ -146,6 +147,7 @@ def check_suggestions(line: str) -> int:
     return suggestions
 
 
+@pytest.mark.slow
 def test_what_a_no_suggests_works_when_typed() -> None:
     assert sum(check_suggestions(line_of(seed)) for seed in range(2_000, 2_030)) > 20
 
@@ -174,6 +176,7 @@ def mesh_of(world: int, rng: random.Random) -> dict[str, int]:
     return mesh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_what_is_legal_is_enumerated(part: int) -> None:
     """What `check` lets pass, asked for in full, has a row: the space leaves nothing out."""
@@ -199,6 +202,7 @@ def test_what_is_legal_is_enumerated(part: int) -> None:
     assert legal > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
     """`check` lets every row pass, with the degrees and the settings that the space says."""

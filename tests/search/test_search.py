@@ -52,6 +52,7 @@ TIGHT = "llama3-70b --cluster H100 --gpus 64 --gbs 128 --seq-length 4096"
 EXPERTS = "mixtral-8x7b --cluster H100 --gpus 32 --gbs 64 --seq-length 4096"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [SMALL, TIGHT, EXPERTS])
 def test_the_best_fits_and_is_the_best_of_what_was_seen(line: str) -> None:
     result = result_of(line)
@@ -92,6 +93,7 @@ def test_pareto_front_trades_time_for_memory() -> None:
         assert one.memory.max_allocated > other.memory.max_allocated
 
 
+@pytest.mark.slow
 def test_less_memory_costs_what_a_search_with_less_memory_finds() -> None:
     """On 10 GB less, whether told as a sensitivity or asked for by a smaller device."""
     result = result_of(TIGHT)

@@ -18,6 +18,8 @@ from fivefold.errors import ConfigError, FivefoldError
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv, read_rank_env
 
+pytestmark = pytest.mark.slow
+
 
 def place(rank: int) -> str:
     return f"PP({rank // 2}) TP({rank % 2})"

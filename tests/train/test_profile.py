@@ -16,6 +16,8 @@ from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import run
 from tests.verify.cases import shared_groups
 
+pytestmark = pytest.mark.slow
+
 TRIES = 5
 CLOSE = 0.1
 

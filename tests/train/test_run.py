@@ -22,6 +22,8 @@ from fivefold.train.lock import FILE, RunLock, claim
 from tests.checkpoint.forge import Call, forge
 from tests.cli.advice import read_message
 
+pytestmark = pytest.mark.slow
+
 FIVEFOLD = [sys.executable, "-m", "fivefold"]
 TINY = ["--train-iters", "6", "--save-interval", "3", "--precision", "fp64", "--seq-length", "32"]
 
@@ -190,7 +192,6 @@ def wait_for(file: Path, job: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 def test_a_folder_that_is_moved_under_several_ranks_ends_them(cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     job = started(cache, run, "--nproc", "2", "--tp", "2", "--save-interval", "2")
@@ -201,9 +202,8 @@ def test_a_folder_that_is_moved_under_several_ranks_ends_them(cache: Path, tmp_p
     assert "while the run went on" in errors or "saving step" in errors, errors
 
 
-@pytest.mark.slow
 def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
-    cache: Path, tmp_path: Path
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     words = command(cache, run, "--tp", "2", "--save-interval", "0", "--train-iters", "100000")[3:]
@@ -214,8 +214,8 @@ def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
     wait_for(run / "metrics.jsonl", first)
     owner = json.loads((run / FILE).read_text())["pid"]
     assert "-m\0torch.distributed.run" not in Path(f"/proc/{owner}/cmdline").read_text()
-    refused = train(cache, run, "--nproc", "2", "--tp", "2")
-    assert refused.returncode == 2 and f"in use by process {owner} on" in refused.stderr
+    assert main(command(cache, run, "--nproc", "2", "--tp", "2")[3:]) == 2
+    assert f"in use by process {owner} on" in capfd.readouterr().err
     again = subprocess.run(
         [*torchrun, "2", "-m", "fivefold", *words], capture_output=True, text=True, timeout=100
     )
@@ -226,7 +226,7 @@ def test_ranks_of_torchrun_have_one_owner_and_a_second_start_is_refused(
     assert not (run / FILE).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_lock.py has many claims at once
 def test_of_runs_that_start_at_once_in_one_folder_one_goes_on(cache: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     jobs = [

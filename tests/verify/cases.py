@@ -1,7 +1,8 @@
 """Ugly models in every layout that fits eight ranks, and how a test verifies one."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -10,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -152,6 +154,16 @@ def name(case: dict[str, Any]) -> str:
     return " ".join(words)
 
 
+def chosen(cases: Collection[str], *names: str) -> list[Any]:
+    """Parameters of a test: the named cases, which are no row of the matrix, and for
+    `-m exhaustive` the others."""
+    assert set(names) <= set(cases)
+    return [
+        case if case in names else pytest.param(case, marks=pytest.mark.exhaustive)
+        for case in cases
+    ]
+
+
 def verify_in_pool(
     world_size: int,
     settings: Config,
@@ -211,12 +223,20 @@ def shared_groups() -> Iterator[None]:
     """Let hundreds of layouts share the few groups that they are made of: sockets are scarce.
 
     torch names a group by its ranks and by how many groups the process has; groups that are made
-    once are named by their ranks alone. Afterwards every process has equally many again.
+    once are named by their ranks, and by how many of them a layout has already made of these.
+    Afterwards every process has equally many again.
     """
-    with (
-        patch.object(distributed_c10d, "_hash_ranks_to_str", lambda ranks: f"shared {ranks}"),
-        patch.object(dist, "new_group", _shared_group),
-    ):
+    made: Counter[tuple[int, ...]] = Counter()
+
+    def shared(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+        key = tuple(ranks), made[tuple(ranks)]
+        made[tuple(ranks)] += 1
+        if key not in _groups:
+            with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: f"shared {key}"):
+                _groups[key] = _new_group(ranks, **options)
+        return _groups[key]
+
+    with patch.object(dist, "new_group", shared):
         yield
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, len(distributed_c10d._world.pg_names))
@@ -225,10 +245,5 @@ def shared_groups() -> Iterator[None]:
 
 
 _new_group = dist.new_group
-_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}  # of this process, as long as it lives
-
-
-def _shared_group(ranks: list[int], **options: Any) -> dist.ProcessGroup:
-    if tuple(ranks) not in _groups:
-        _groups[tuple(ranks)] = _new_group(ranks, **options)
-    return _groups[tuple(ranks)]
+# Of this process, as long as it lives.
+_groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}

@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def verify(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

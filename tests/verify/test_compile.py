@@ -6,11 +6,10 @@ import pytest
 
 from fivefold.check import check
 from fivefold.errors import ConfigError
-from tests.verify.cases import MODELS, config, flags, verify_in_pool
+from tests.verify.cases import MODELS, chosen, config, flags, verify_in_pool
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 FULL = {"recompute_granularity": "full"}
-LONG = "tensor parallel, deferred weights, ZeRO-1"
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "nothing installed": (1, "llama", flags()),
     "dropout, ZeRO-3, recomputed": (2, "gpt", flags(strategy="optim_grads_params") | FULL),
@@ -20,7 +19,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         flags(tp=2, pp=2, stages="Ett|tttL", sequence=True)
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
     ),
-    LONG: (
+    "tensor parallel, deferred weights, ZeRO-1": (
         8,
         "llama tied",
         flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim")
@@ -29,9 +28,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.exhaustive] if c == LONG else []) for c in CASES],
+    chosen(CASES, "dropout, ZeRO-3, recomputed", "tensor parallel, deferred weights"),
 )
 def test_compiled_layers_are_exact(case: str) -> None:
     world, model, settings = CASES[case]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import STAGES, flags
+from tests.verify.cases import STAGES, chosen, flags
 from tests.verify.test_layouts import passes
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -108,25 +108,32 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    chosen(
+        CASES,
+        "p2p, packed, dropout",
+        "all_gather, dropout",
+        "a2a, more ranks than key/value heads",
+        "windows",
+        "windows in documents",
+        "one kind for each layer",
+        "heads that nothing divides",
+    ),
+)
 def test_layouts(case: str) -> None:
     passes(*CASES[case])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "all_gather",
-        "a2a+p2p",
-        pytest.param("p2p", marks=pytest.mark.exhaustive),
-        pytest.param("a2a", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
 def test_layouts_in_fp32(kind: str) -> None:
     passes(4, "llama tied", context(4, kind, precision="fp32"))
 
 
-@pytest.mark.parametrize("kind", ["p2p", pytest.param("a2a+p2p", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["p2p", "a2a+p2p"])
 def test_layouts_in_bf16_are_as_close_as_one_device(kind: str) -> None:
     passes(4, "gpt", context(4, kind, precision="bf16", **WHOLE))
 

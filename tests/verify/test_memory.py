@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import MODELS, STAGES, config, flags, verify_in_pool
+from tests.verify.cases import MODELS, STAGES, chosen, config, flags, verify_in_pool
 
 
 def _full(method: str = "uniform", layers: int = 1) -> dict[str, Any]:
@@ -113,7 +113,20 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    chosen(
+        CASES,
+        "key/value heads fewer than ranks",
+        "every module, deferred weights",
+        "moved and recomputed, tensor parallel, deferred weights",
+        "native loss, vocabulary part of padding only",
+        "linear loss, vocabulary part of padding only",
+        "linear loss, tied over the pipeline, deferred weights, ZeRO-2",
+        "pairs of layers, deferred weights, ZeRO-3",
+    ),
+)
 def test_memory_techniques_are_exact(case: str) -> None:
     world, model, settings = CASES[case]
     report = verify_in_pool(world, config(MODELS[model], **settings))
@@ -131,6 +144,7 @@ BF16_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", BF16_CASES)
 def test_memory_techniques_in_bf16_are_as_close_as_one_device(case: str) -> None:
     world, model, settings = BF16_CASES[case]

@@ -92,10 +92,20 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
 ]
 
 
+FIRST = {(case[0], case[4]): case for case in reversed(CASES)}  # of each error and diagnosis
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plant", "world", "model", "case", "named"),
-    CASES,
-    ids=[f"{c[0]} {c[2]} {c[1]}" for c in CASES],
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]} {case[2]} {case[1]}",
+            marks=[] if case in FIRST.values() else pytest.mark.exhaustive,
+        )
+        for case in CASES
+    ],
 )
 def test_planted_error_fails_and_is_named(
     plant: str, world: int, model: str, case: dict[str, Any], named: str

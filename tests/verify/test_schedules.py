@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import MODELS, STRATEGIES, config, flags, verify_in_pool
+from tests.verify.cases import MODELS, STRATEGIES, chosen, config, flags, verify_in_pool
 
 LINE, LOOP, V = "Ett|tttL", "Et|tt|t|tL", "Et|tt|t|tL"
 SCHEDULES = {
@@ -45,6 +45,7 @@ def _family(schedule: str, turn: int = 0) -> str:
     return FAMILIES[(list(SCHEDULES).index(schedule) + turn) % len(FAMILIES)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule(schedule: str) -> None:
     layout = flags(pp=2, stages=SCHEDULES[schedule])
@@ -117,7 +118,17 @@ WITH_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WITH_OTHERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    chosen(
+        WITH_OTHERS,
+        "two copies of a tied model on four ranks",
+        "one stage gathered at a time",
+        "slices, stages gathered once",
+        "searched under a limit",
+    ),
+)
 def test_schedules_with_other_techniques(name: str) -> None:
     passes(4, *WITH_OTHERS[name])
 

@@ -1,0 +1,246 @@
+"""Rows in which every two settings that can go together do, on as few ranks as were found.
+
+    python -m tests.verify.matrix
+
+finds them anew and writes matrix.csv.
+"""
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import reduce
+from heapq import nlargest
+from itertools import combinations, count
+from math import prod
+from operator import or_
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fivefold.check import check
+from fivefold.errors import ConfigError
+from tests.verify.cases import MODELS, config
+
+Row = dict[str, str]  # axis -> choice
+Facet = tuple[str, str]  # an axis and one of its kinds of choices
+
+FILE = Path(__file__).with_suffix(".csv")
+MAX_RANKS = 8
+DRAWS, STARTS = 4_000, 6  # rows by chance, and how many of the best are improved upon
+ROUNDS, LEFT_OUT = 250, 8  # of completing anew, and the rows then left out
+
+TP = "tensor_model_parallel_size"
+PP = "pipeline_model_parallel_size"
+CP = "context_parallel_size"
+SHARDS = "data_parallel_shard_size"
+REPLICAS = "num_distributed_optimizer_instances"
+STRATEGY = "data_parallel_sharding_strategy"
+DEGREES = (TP, PP, CP, SHARDS, REPLICAS)
+
+
+def _pipeline(schedule: str, stages: str, *, of: int = 2, **more: Any) -> dict[str, Any]:
+    split = {PP: of, "pipeline_model_parallel_layout": stages}
+    return split | {"pipeline_schedule": schedule} | more
+
+
+def _context(ranks: int, kind: str) -> dict[str, Any]:
+    sizes = {"hierarchical_context_parallel_sizes": (2, ranks // 2)} if kind == "a2a+p2p" else {}
+    return {CP: ranks, "cp_comm_type": (kind,)} | sizes
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def _moved(*modules: str) -> dict[str, Any]:
+    return {"fine_grained_activation_offloading": True, "offload_modules": modules}
+
+
+LINE, LOOP = "Ett|tttL", "Ett|t||ttL"
+# What stands before a colon is the kind of a choice: every two kinds come together in a row, and
+# every choice of a kind is in one.
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "family": {family: {} for family in MODELS},
+    "tp": {
+        "1": {},
+        "2": {TP: 2},
+        "2 split": {TP: 2, "sequence_parallel": True},
+        "4 split": {TP: 4, "sequence_parallel": True},  # more than a llama's key/value heads
+    },
+    "pipeline": {
+        "one": {},
+        "one: zb_h1": {"pipeline_schedule": "zb_h1"},
+        "line: gpipe": _pipeline("gpipe", LINE),
+        "line: 1f1b": _pipeline("1f1b", LINE),
+        "line: 1f1b of 4 ranks": _pipeline("1f1b", "Et|tt||ttL", of=4),
+        "line: eager_1f1b": _pipeline("eager_1f1b", LINE),
+        "line: zb_h1": _pipeline("zb_h1", LINE),
+        "line: zb_h2": _pipeline("zb_h2", "E|tttttL"),
+        "sliced": _pipeline("sliced_1f1b", LINE, num_sequence_slices=4),
+        "loop: looped_bfs": _pipeline("looped_bfs", LOOP),
+        "loop: interleaved_1f1b": _pipeline("interleaved_1f1b", LOOP),
+        "loop: combined_1f1b": _pipeline("combined_1f1b", LOOP),
+        "loop: interleaved_zb": _pipeline("interleaved_zb", LOOP),
+        "v: gpipe": _pipeline("gpipe", "v:" + LOOP),
+        "v: zb_v": _pipeline("zb_v", LOOP),
+        "v: v_half": _pipeline("v_half", LOOP),
+        "v: v_min": _pipeline("v_min", LOOP),
+        "v: dualpipe_v": _pipeline("dualpipe_v", LOOP),
+        "v: synthesised": _pipeline("synthesised", LOOP),
+        "copies": _pipeline("dualpipe", LINE),
+    },
+    "sharding": {s: {STRATEGY: s} for s in ("no_shard", "optim", "optim_grads")}
+    | {"optim_grads_params": {STRATEGY: "optim_grads_params"}},
+    "shards": {str(n): {SHARDS: n} for n in (1, 2)},
+    "replicas": {str(n): {REPLICAS: n} for n in (1, 2)},
+    "context": {
+        "whole": {},
+        "p2p": _context(2, "p2p"),
+        "all_gather": _context(2, "all_gather"),
+        "a2a": _context(2, "a2a"),
+        "a2a+p2p": _context(4, "a2a+p2p"),
+    },
+    "memory": {
+        "kept": {},
+        "layers: uniform": {"recompute_granularity": "full", "recompute_num_layers": 2},
+        "layers: block": {"recompute_granularity": "full", "recompute_method": "block"},
+        "modules: every": _selective("core_attn", "mlp", "layernorm"),
+        "modules: attention": _selective("core_attn"),
+        "moved: every": _moved("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+        "moved: recomputed": _moved("core_attn") | _selective("core_attn", "mlp"),
+    },
+    "loss": {
+        "plain": {},
+        "native": {"cross_entropy_loss_fusion": True},
+        "linear": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
+    },
+    "rows": {str(n): {"micro_batch_size": n} for n in (1, 2)},
+    "documents": {"packed": {}, "whole": {"reset_attention_mask": False}},
+    "window": {"none": {}, "3": {"window_size": 3}},
+    "dropout": {str(p): {"hidden_dropout": p, "attention_dropout": p} for p in (0.0, 0.1)},
+    "smoothing": {str(p): {"label_smoothing": p} for p in (0.0, 0.1)},
+    "overlap": {"on": {}, "off": {"overlap_grad_reduce": False}},
+    "precision": {p: {"precision": p} for p in ("fp64", "fp32", "bf16")},
+}
+DEFERRED = ("zb", "v_", "dualpipe", "synthesised")  # in schedules with weight gradients that wait
+
+
+def settings(row: Row) -> dict[str, Any]:
+    """What to configure."""
+    chosen = [AXES[axis][choice] for axis, choice in row.items()]
+    return {name: value for values in chosen for name, value in values.items()}
+
+
+def ranks(row: Row) -> int:
+    """How many the row takes."""
+    return prod(settings(row).get(degree, 1) for degree in DEGREES)
+
+
+def kind(choice: str) -> str:
+    """What stands before the colon."""
+    return choice.partition(":")[0]
+
+
+def facets(row: Row) -> set[Facet]:
+    """The kinds of a row's choices, and whether its weight gradients wait."""
+    schedule = settings(row).get("pipeline_schedule", "")
+    deferred = any(part in schedule for part in DEFERRED)
+    kinds = {(axis, kind(choice)) for axis, choice in row.items()}
+    return kinds | {("weights", "deferred" if deferred else "at once")}
+
+
+def covered(row: Row) -> set[Any]:
+    """What a row proves: every two of its facets, and each of its choices."""
+    return {frozenset(pair) for pair in combinations(facets(row), 2)} | set(row.items())
+
+
+def legal(row: Row) -> bool:
+    """Whether it fits the ranks, shards what it says, and passes the check."""
+    values = settings(row)
+    splits = values.get(CP, 1) * values[SHARDS] > 1
+    if ranks(row) > MAX_RANKS or splits < (row["sharding"] != "no_shard"):
+        return False
+    try:
+        check(config(MODELS[row["family"]], **values), ranks(row))
+    except ConfigError:
+        return False
+    return True
+
+
+def read() -> list[Row]:
+    """The rows that were found."""
+    with FILE.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def draw(random: Random, *fixed: Facet) -> Row:
+    """A row by chance, but for the kinds of some of its choices."""
+    row = {}
+    for axis, choices in AXES.items():
+        kinds = sorted(set(map(kind, choices)))
+        wanted = dict(fixed).get(axis) or random.choice(kinds)
+        row[axis] = random.choice([choice for choice in choices if kind(choice) == wanted])
+    return row
+
+
+def find(seed: int = 0) -> list[Row]:
+    """Rows that prove all that any does: completed greedily, and again where a few are left out."""
+    random = Random(seed)
+    rows = [row for row in (draw(random) for _ in range(DRAWS)) if legal(row)]
+    masks = [(row, _mask(row)) for row in rows]
+    found = _completed([], masks)
+    for _ in range(ROUNDS):
+        others = _completed(random.sample(found, len(found) - LEFT_OUT), masks)
+        found = min(others, found, key=lambda rows: sum(map(cost, rows)))
+    return found
+
+
+def cost(row: Row) -> int:
+    """Roughly of what it takes to run: starting a step, and what each rank does."""
+    return 4 + ranks(row)
+
+
+def _completed(found: list[Row], rows: list[tuple[Row, int]]) -> list[Row]:
+    """With always the best row that some of `rows`, and single changes of them, lead to."""
+    found = list(found)
+    missing = _union(mask for _, mask in rows) & ~_union(map(_mask, found))
+    while missing:
+
+        def worth(row: Row, mask: int, missing: int = missing) -> float:
+            return (mask & missing).bit_count() / cost(row)
+
+        starts = nlargest(STARTS, rows, key=lambda one: worth(*one))
+        best = max((_climbed(row, worth) for row, _ in starts), key=lambda r: worth(r, _mask(r)))
+        missing &= ~_mask(best)
+        found.append(best)
+    return found
+
+
+def _climbed(row: Row, worth: Callable[[Row, int], float]) -> Row:
+    changes = [(axis, choice) for axis, choices in AXES.items() for choice in choices]
+    reached = worth(row, _mask(row))
+    for axis, choice in changes:
+        other = row | {axis: choice}
+        if worth(other, _mask(other)) > reached and legal(other):
+            row, reached = other, worth(other, _mask(other))
+    return row
+
+
+def _mask(row: Row) -> int:
+    """What a row proves, a bit for each."""
+    return sum(1 << _BITS[proven] for proven in covered(row))
+
+
+_BITS: defaultdict[Any, int] = defaultdict(count().__next__)
+
+
+def _union(masks: Iterable[int]) -> int:
+    return reduce(or_, masks, 0)
+
+
+if __name__ == "__main__":
+    rows = find()
+    with FILE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, AXES, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

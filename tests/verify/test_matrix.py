@@ -1,0 +1,116 @@
+"""Every two settings that can go together, in rows of as many as can: each row computes what one
+device computes, and sends the bytes that the formulas say."""
+
+from dataclasses import replace
+from itertools import combinations, product
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from fivefold.audit.traffic import Traffic, axes_of
+from fivefold.check import Layout
+from fivefold.config.config import Config
+from fivefold.train.engine import Engine, StepResult
+from fivefold.verify.report import Report
+from fivefold.volumes import by_axis, step_volumes
+from tests.verify import matrix
+from tests.verify.cases import MODELS, STEPS, compare_on_rank, config, verify_in_pool
+from tests.verify.matrix import AXES, Facet, Row
+
+ROWS = matrix.read()
+# On at most eight ranks, with more than one shard wherever anything is sharded.
+IMPOSSIBLE: list[tuple[str, str, str, tuple[str, ...]]] = [
+    ("pipeline", "sliced", "context", ("p2p", "all_gather", "a2a", "a2a+p2p")),  # both cut rows
+    ("pipeline", "sliced", "memory", ("layers",)),  # later slices need keys and values
+    ("pipeline", "sliced", "weights", ("deferred",)),
+    ("pipeline", "copies", "weights", ("at once",)),
+    ("sharding", "no_shard", "replicas", ("2",)),
+    ("tp", "4 split", "replicas", ("2",)),  # sixteen ranks
+    ("tp", "4 split", "context", ("a2a", "a2a+p2p")),  # four heads
+]
+EXCUSED = {
+    frozenset({(axis, kind), (other, of_other)})
+    for axis, kind, other, kinds in IMPOSSIBLE
+    for of_other in kinds
+}
+
+
+def _facets() -> dict[str, list[Facet]]:
+    """All of each axis, `weights` too, which follows from the schedule."""
+    kinds = {axis: {matrix.kind(choice) for choice in choices} for axis, choices in AXES.items()}
+    kinds |= {"weights": {"at once", "deferred"}}
+    return {axis: [(axis, kind) for kind in sorted(of_axis)] for axis, of_axis in kinds.items()}
+
+
+def test_every_two_settings_that_can_be_together_are() -> None:
+    proven = set().union(*map(matrix.covered, ROWS))
+    pairs = {
+        frozenset(pair)
+        for one, other in combinations(_facets().values(), 2)
+        for pair in product(one, other)
+    }
+    assert pairs - proven == EXCUSED
+    assert {(axis, choice) for axis in AXES for choice in AXES[axis]} <= proven
+    assert all(map(matrix.legal, ROWS))
+
+
+@pytest.mark.parametrize("pair", EXCUSED, ids=lambda pair: " ".join(kind for _, kind in pair))
+def test_what_is_never_together_cannot_be(pair: frozenset[Facet]) -> None:
+    random = Random(0)
+    draws = [matrix.draw(random, *pair) for _ in range(40)]
+    assert not any(pair <= matrix.facets(row) and matrix.legal(row) for row in draws)
+
+
+def _name(row: Row) -> str:
+    others = [choice for axis, choice in row.items() if choice != next(iter(AXES[axis]))]
+    return f"{matrix.ranks(row)}: {', '.join(others)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=_name)
+def test_every_row_is_exact_and_sends_what_the_formulas_say(row: Row) -> None:
+    settings = config(MODELS[row["family"]], **matrix.settings(row))
+    report = verify_in_pool(matrix.ranks(row), settings, on_rank=_measured)
+    assert report.passed, report.text()
+    assert report.steps == STEPS and None not in report.max_rel_error.values()
+
+
+def _measured(rank: int, world_size: int, *arguments: Any) -> Report | None:
+    """Compare with one device, and at the end of each step what was sent in it with theory."""
+    gradients, apply = Engine.gradients, Engine.apply
+    steps: list[Traffic] = []
+
+    def watched_gradients(engine: Engine, *batches: Any) -> StepResult:
+        steps.append(Traffic(axes_of(engine.groups)))
+        with steps[-1]:
+            return gradients(engine, *batches)
+
+    def watched_apply(engine: Engine, result: StepResult) -> None:
+        with steps[-1]:
+            apply(engine, result)
+        sent, expected = steps[-1].by_axis, _expected(engine.layout, rank)
+        if "cp" in expected and not _sends_all(engine.layout.config):
+            assert sent.get("cp", 0.0) <= _expected(_without_window(engine.layout), rank)["cp"]
+            sent["cp"] = expected["cp"]
+        assert sent == expected, f"sent {sent}, expected {expected}"
+
+    with (
+        patch.object(Engine, "gradients", watched_gradients),
+        patch.object(Engine, "apply", watched_apply),
+    ):
+        return compare_on_rank(rank, world_size, *arguments)
+
+
+def _expected(layout: Layout, rank: int) -> dict[str, float]:
+    return by_axis(step_volumes(layout, rank))
+
+
+def _sends_all(settings: Config) -> bool:
+    """Whether keys and values go to all context-parallel ranks, seen by their documents or not."""
+    return settings.parallel.cp_comm_type == ("a2a",) or not settings.data.reset_attention_mask
+
+
+def _without_window(layout: Layout) -> Layout:
+    return replace(layout, config=layout.config.with_values(window_size=None))
