@@ -13,8 +13,8 @@ import subprocess
 import sys
 
 from fivefold.config.presets import PRESETS
+from fivefold.counts.messages import context_volumes
 from fivefold.units import human_bytes
-from fivefold.volumes import context_volumes
 
 STEP_TOKENS = 4 << 20
 LENGTHS = tuple(8192 << shift for shift in range(8))

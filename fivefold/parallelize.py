@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fivefold.context.install import install_context_parallel
+from fivefold.counts.parameters import ParameterRecord, parameter_records
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
@@ -21,7 +22,6 @@ from fivefold.mesh.slices import piece_of
 from fivefold.model.compiled import compile_layers
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
-from fivefold.parameters import ParameterRecord, parameter_records
 from fivefold.pipeline.executor import Executor
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral, install_tensor_parallel

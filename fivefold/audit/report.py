@@ -237,7 +237,7 @@ def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
             f"sent over {axis}",
             pairs,
             partial(_sent_over, axis),
-            note=told.get(axis, "a collective more or less than the formulas of volumes.py know"),
+            note=told.get(axis, "a collective more or less than the closed forms know"),
             judged=axis not in told,
         )
 

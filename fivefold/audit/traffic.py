@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.audit.watch import Watch
+from fivefold.counts.messages import wire_bytes
 from fivefold.errors import FivefoldError
 from fivefold.mesh.groups import PARAMETER_AXES, Groups
-from fivefold.volumes import wire_bytes
 
 # Op -> name, and where in its arguments the whole buffer and the group stand.
 _OPS: Mapping[str, tuple[str, int, int]] = {
@@ -32,8 +32,8 @@ class Traffic(Watch):
 
     A dispatch mode sees every c10d operation, FSDP2's and a backward's too: autograd runs its
     threads with the modes of the thread that called it. A collective counts what an algorithm of
-    optimal bandwidth sends (`volumes.wire_bytes`), whatever the back end does; a pairwise one is
-    counted send by send, which comes to the same.
+    optimal bandwidth sends (`counts.messages.wire_bytes`), whatever the back end does; a pairwise
+    one is counted send by send, which comes to the same.
 
     Args:
         axes: name of the mesh axis by group name.

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.counts.messages import wire_bytes
 from fivefold.mesh.collectives import all_gather, all_reduce, reduce_scatter
-from fivefold.volumes import wire_bytes
 
 SECONDS = 0.25  # spent on each figure, at least three calls
 SUSTAINED_SECONDS = 3.0  # of multiplying, until clocks have settled

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fivefold.cli.style import note
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
-from fivefold.derived import as_table
+from fivefold.counts.derived import as_table
 from fivefold.errors import DataError
 from fivefold.units import human_count
 

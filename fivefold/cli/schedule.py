@@ -17,7 +17,7 @@ from fivefold.config.parallel import option
 from fivefold.config.presets import resolve_model
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
-from fivefold.derived import as_table
+from fivefold.counts.derived import as_table
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.files import write_atomic
 from fivefold.mesh.degrees import DEGREES

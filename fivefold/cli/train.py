@@ -10,7 +10,7 @@ from fivefold.cli.style import note, paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load, to_toml
-from fivefold.derived import as_table, describe
+from fivefold.counts.derived import as_table, describe
 from fivefold.errors import ConfigError, Mistake
 from fivefold.layout import Layout
 from fivefold.pipeline.draw import draw

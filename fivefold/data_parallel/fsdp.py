@@ -100,12 +100,14 @@ class ShardedStage:
             for held in group.fsdp_params
         }
         awaited = Counter(group_of[p] for work in works for p in work.parameters)
+        for group in dict.fromkeys(group_of.values()):
+            if not awaited[group]:  # the backward left nothing of it, as a fused head and loss do
+                _complete(group)
         for parameter in run_works(works):
             group = group_of[parameter]
             awaited[group] -= 1
             if not awaited[group]:
                 _complete(group)
-                group.post_backward()
         self._end_of_backward()
 
     def reduce(self) -> None:
@@ -153,7 +155,7 @@ def _parameter_groups(unit: FSDPModule) -> list:
 
 
 def _complete(group: Any) -> None:
-    """Give every parameter of a group a gradient of the type in which FSDP2 sums them.
+    """Reduce a group, after every parameter of it has a gradient of the type in which FSDP2 sums.
 
     What a B computed itself (of norms) is widened by then, and is gone where several B's ran
     before the first of their W's took it along.
@@ -163,3 +165,4 @@ def _complete(group: Any) -> None:
             held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
         held.accumulate_unsharded_grad_if_needed()
         held.to_accumulated_grad_if_needed()
+    group.post_backward()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import log2
 
 from fivefold.config.model import ModelConfig
+from fivefold.counts.messages import rows_sent
 from fivefold.predict.cluster import Cluster
-from fivefold.volumes import rows_sent
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fivefold.config.config import Config
 from fivefold.config.parallel import CpCommType
+from fivefold.counts.messages import PassVolumes, context_volumes
 from fivefold.errors import Mistakes
 from fivefold.mesh.rules import check_context, divisors
 from fivefold.model.description import describe, layer_kind
@@ -19,7 +20,6 @@ from fivefold.model.operations import CoreAttention
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_to_all, gather, send, span
 from fivefold.predict.compute import Phases, attention, overlapped
-from fivefold.volumes import PassVolumes, context_volumes
 
 ELEMENT, SUMMED = 2, 4  # bytes of keys and values, and of gradients that a ring sums on their way
 

@@ -2,7 +2,7 @@
 
 A liveness sweep over the program: what is kept between forward and backward (counted in
 `model.activations`), what waits for a deferred weight gradient, and what exists only while one act
-runs, on top of the state that stays (`state.model_state`). All sizes are bytes on one device.
+runs, on top of the state that stays (`counts.state`). All sizes are bytes on one device.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from fivefold.counts.state import ModelState, StatePolicy, engine_policy, model_state, stages_held
 from fivefold.layout import Layout
 from fivefold.model.activations import Running
 from fivefold.model.description import layer_kind
@@ -19,7 +20,6 @@ from fivefold.pipeline.ir import Kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.liveness import Acts, Moments, moments
 from fivefold.predict.stage_memory import ActPoint, StageBytes, stage_bytes
-from fivefold.state import ModelState, StatePolicy, engine_policy, model_state, stages_held
 
 OPTIMIZER = "optimizer step"
 

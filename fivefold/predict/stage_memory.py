@@ -10,6 +10,7 @@ from functools import cached_property
 from math import prod
 
 from fivefold.config.model import ModelConfig
+from fivefold.counts.state import StatePolicy, stage_blocks
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
@@ -22,7 +23,6 @@ from fivefold.model.description import Layer, LayerKind, describe, layer_kind
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Kind
-from fivefold.state import StatePolicy, stage_blocks
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from itertools import islice
 from math import exp, log, prod, sqrt
 
 from fivefold.config.sharding import SHARDING, Sharding
+from fivefold.counts.state import engine_policy, stage_blocks, stages_held
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import StageParts, training_flops
@@ -32,7 +33,6 @@ from fivefold.predict.prediction import (
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 from fivefold.predict.update import offload_seconds, update_seconds
-from fivefold.state import engine_policy, stage_blocks, stages_held
 
 
 def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:

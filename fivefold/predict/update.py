@@ -6,9 +6,9 @@ of 614 GB/s of DDR5 in a DGX H100 a GPU has 77, an update keeps two thirds of th
 has 50.
 """
 
+from fivefold.counts.state import StatePolicy
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.compute import elementwise
-from fivefold.state import StatePolicy
 
 NORM = 4.0
 """Bytes a parameter that the norm of the gradients reads."""

@@ -8,12 +8,12 @@ their steps are replayed, of models without experts.
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fivefold.counts.state import StatePolicy, megatron_policy
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import peak_memory
 from fivefold.published.frameworks import framework_of
 from fivefold.published.row import PublishedRow
-from fivefold.state import StatePolicy, megatron_policy
 
 _COMMUNICATOR = 1e9  # of NCCL, on H100s: 0.7 to 3.3 GB in its issues 964 and 1685
 

@@ -10,12 +10,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 from math import inf, prod
 
+from fivefold.counts.state import held
 from fivefold.layout import Layout
 from fivefold.published.framework import Framework
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op, again, saved_by
 from fivefold.published.row import PublishedRow
-from fivefold.state import held
 
 _GATHER, _REDUCE = "all-gather", "reduce-scatter"
 _ROOT = -1  # in the place of a layer: embedding, final norm and output layer are one unit

@@ -3,6 +3,7 @@
 import numpy as np
 
 from fivefold.config.config import Config
+from fivefold.counts.state import engine_policy
 from fivefold.model.activations import (
     Saved,
     embedding_bytes,
@@ -30,7 +31,6 @@ from fivefold.search.bound_tables import (
     sample_layers,
 )
 from fivefold.search.space import SHARDINGS, Space
-from fivefold.state import engine_policy
 
 
 def memory_bound(space: Space, ranks: Ranks) -> Values:

@@ -8,6 +8,7 @@ from math import log, sqrt
 import numpy as np
 
 from fivefold.config.config import Config
+from fivefold.counts.state import engine_policy
 from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.model.description import layer_kind
@@ -37,7 +38,6 @@ from fivefold.search.bound_tables import (
 )
 from fivefold.search.columns import Column, codes
 from fivefold.search.space import Space
-from fivefold.state import engine_policy
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.context.install import divide
+from fivefold.counts.parameters import ParameterRecord, tied_ranks
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
@@ -19,7 +20,6 @@ from fivefold.optim.adamw import MOMENTS, AdamW
 from fivefold.optim.grad_norm import clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize
-from fivefold.parameters import ParameterRecord, tied_ranks
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
 

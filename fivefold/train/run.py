@@ -11,9 +11,9 @@ import torch.distributed as dist
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
+from fivefold.counts.derived import describe
 from fivefold.data.loader import Loader
 from fivefold.data.prepare import PreparedData
-from fivefold.derived import describe
 from fivefold.errors import DataError, FivefoldError
 from fivefold.layout import Layout
 from fivefold.train.console import Console

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.config.config import Config
+from fivefold.counts.state import num_shards
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
 from fivefold.model.transformer import Stage
-from fivefold.state import num_shards
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from fivefold.verify.diagnose_context import losses_by_mistake, of_rank

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from fivefold.counts.parameters import tied_ranks
 from fivefold.data_parallel.communication import ReduceScatter
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.attention import Attention
 from fivefold.model.layers import Linear, local
 from fivefold.model.transformer import MLP, Stage
-from fivefold.parameters import tied_ranks
 from fivefold.train.engine import Engine
 from fivefold.verify import plant_context
 

@@ -14,11 +14,11 @@ from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
 from fivefold.errors import FivefoldError
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
-from fivefold.volumes import by_axis, step_volumes
 from tests.pool import run
 from tests.verify.cases import chosen
 

@@ -22,7 +22,7 @@ from fivefold.config.dependence import DEPENDENTS, Dependents, orphans, without_
 from fivefold.config.flags import ALIASES
 from fivefold.config.settings import Setting, settings_of
 from fivefold.config.sources import config_settings, read_config, recipe_names, to_toml
-from fivefold.derived import describe
+from fivefold.counts.derived import describe
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.optim.schedule import learning_rate

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fivefold.audit.traffic import Traffic
 from fivefold.context.latent import latent_attention
+from fivefold.counts.messages import context_volumes
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import build_groups
 from fivefold.model.attention import Scope, plain_attention
 from fivefold.model.batch import taken
-from fivefold.volumes import context_volumes
 from tests.context.test_attention import Case, documents_of, part_of
 from tests.pool import run
 from tests.verify.cases import shared_groups

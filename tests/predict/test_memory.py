@@ -9,10 +9,10 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
+from fivefold.counts.state import StatePolicy, megatron_policy, model_state
 from fivefold.layout import Layout
 from fivefold.predict.cluster import preset
 from fivefold.predict.memory import MemoryPrediction, peak_memory
-from fivefold.state import StatePolicy, megatron_policy, model_state
 
 H100 = preset("H100", 64)
 SHORT_LLAMA = replace(PRESETS["llama3-70b"], num_layers=12)

@@ -9,10 +9,10 @@ import pytest
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.counts.state import held
 from fivefold.layout import Layout
 from fivefold.published.nanotron import Nanotron
 from fivefold.published.torchtitan import Torchtitan
-from fivefold.state import held
 
 MODEL = replace(PRESETS["llama3-8b"], num_layers=4)
 MIB = 2**20  # of a block, at most so much is spare

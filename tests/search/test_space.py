@@ -14,7 +14,7 @@ from fivefold.model.shape import WholeModel, forward_flops
 from fivefold.pipeline.layout import split_layers
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.partitions import balanced_layout
-from fivefold.search.space import STRATEGIES, Space
+from fivefold.search.space import SHARDINGS, Space
 
 WORLD = 16
 MODELS = ("llama3-8b", "debug-gpt", "mixtral-8x7b", "deepseek-v2-lite")
@@ -88,7 +88,7 @@ def test_what_is_given_stays() -> None:
     space = enumerate_space(config, WORLD, frozenset({*fixed, "recompute_granularity"}))
     assert len(space)
     assert set(space.columns["tp"].tolist()) == {2}
-    assert {STRATEGIES[s] for s in space.columns["strategy"].tolist()} == {"optim_grads"}
+    assert {SHARDINGS[s].name for s in space.columns["strategy"].tolist()} == {"optim_grads"}
     assert {way.schedule for way in space.ways} <= {"zb_h1", "1f1b"}
     row = len(space) - 1
     assert space.config_of(row).memory.recompute_granularity == "full"

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.audit.traffic import Traffic, axes_of
-from fivefold.check import Layout
+from fivefold.layout import Layout
 from fivefold.config.config import Config
+from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.train.engine import Engine, StepResult
-from fivefold.verify.report import Report
-from fivefold.volumes import by_axis, step_volumes
+from fivefold.verify.report import VerifyReport
 from tests.verify import matrix
 from tests.verify.cases import MODELS, STEPS, compare_on_rank, config, verify_in_pool
 from tests.verify.matrix import AXES, Facet, Row
@@ -77,7 +77,7 @@ def test_every_row_is_exact_and_sends_what_the_formulas_say(row: Row) -> None:
     assert report.steps == STEPS and None not in report.max_rel_error.values()
 
 
-def _measured(rank: int, world_size: int, *arguments: Any) -> Report | None:
+def _measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
     """Compare with one device, and at the end of each step what was sent in it with theory."""
     gradients, apply = Engine.gradients, Engine.apply
     steps: list[Traffic] = []

@@ -9,13 +9,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from fivefold.counts.state import num_shards
 from fivefold.layout import Layout
 from fivefold.model.shape import layer_weights
 from fivefold.pipeline.ir import Kind
 from fivefold.published.replay.allocator import Allocator
 from fivefold.published.replay.tape import Op, Tape, saved_by
 from fivefold.published.row import PublishedRow
-from fivefold.state import num_shards
 
 _STEPS = 2
 _SCALAR = 512.0

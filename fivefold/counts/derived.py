@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from fivefold.config.model import ModelConfig
+from fivefold.counts.state import model_state
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import WholeModel, count_parameters, forward_flops, training_flops
 from fivefold.pipeline.ir import Kind
-from fivefold.state import model_state
 from fivefold.units import human_bytes, human_count, human_flops
 
 Row = tuple[str, str, str]

@@ -8,8 +8,8 @@ import torch
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.counts.state import model_state
 from fivefold.mesh.slices import local_tensor
-from fivefold.state import model_state
 from fivefold.train.engine import Engine
 from tests.pool import Pool
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.derived import as_table, describe
+from fivefold.counts.derived import as_table, describe
 
 
 def config(model: str, **values: object) -> Config:

@@ -8,10 +8,10 @@ import pytest
 
 from fivefold.check import check
 from fivefold.config.sources import read_config
+from fivefold.counts.parameters import parameter_records
+from fivefold.counts.state import held, num_expert_shards, num_shards
 from fivefold.layout import Layout
 from fivefold.model.shape import canonical_name, parameter_shapes
-from fivefold.parameters import parameter_records
-from fivefold.state import held, num_expert_shards, num_shards
 from tests.audit.layouts import random_layouts
 from tests.verify.cases import MODELS, config, flags
 

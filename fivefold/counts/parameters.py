@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.operations import Weight
 from fivefold.model.shape import canonical_name, stage_weights
-from fivefold.state import num_expert_shards, num_shards
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import pytest
 from fivefold.check import check
 from fivefold.config.presets import PRESETS
 from fivefold.config.sources import read_config
-from fivefold.volumes import PassVolumes, context_volumes, rows_sent, step_volumes
+from fivefold.counts.messages import PassVolumes, context_volumes, rows_sent
+from fivefold.counts.volumes import step_volumes
 
 
 def _both(volumes: PassVolumes) -> float:
