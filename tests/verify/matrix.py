@@ -26,7 +26,7 @@ Facet = tuple[str, str]  # an axis and one of its kinds of choices
 
 FILE = Path(__file__).with_suffix(".csv")
 MAX_RANKS = 8
-DRAWS, STARTS = 4_000, 6  # rows by chance, and how many of the best are improved upon
+DRAWS, STARTS = 12_000, 6  # rows by chance, and how many of the best are improved upon
 ROUNDS, LEFT_OUT = 250, 8  # of completing anew, and the rows then left out
 
 TP = "tensor_model_parallel_size"
