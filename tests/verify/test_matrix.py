@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from fivefold.audit.traffic import Traffic, axes_of
-from fivefold.layout import Layout
 from fivefold.config.config import Config
 from fivefold.counts.volumes import by_axis, step_volumes
+from fivefold.layout import Layout
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.report import VerifyReport
 from tests.verify import matrix
