@@ -56,11 +56,11 @@ def test_every_two_settings_that_can_be_together_are() -> None:
     assert all(map(matrix.legal, ROWS))
 
 
-@pytest.mark.parametrize("pair", EXCUSED, ids=lambda pair: " ".join(kind for _, kind in pair))
-def test_what_is_never_together_cannot_be(pair: frozenset[Facet]) -> None:
+@pytest.mark.parametrize("pair", sorted(map(sorted, EXCUSED)), ids=str)
+def test_what_is_never_together_cannot_be(pair: list[Facet]) -> None:
     random = Random(0)
     draws = [matrix.draw(random, *pair) for _ in range(40)]
-    assert not any(pair <= matrix.facets(row) and matrix.legal(row) for row in draws)
+    assert not any(set(pair) <= matrix.facets(row) and matrix.legal(row) for row in draws)
 
 
 def _name(row: Row) -> str:
