@@ -1,8 +1,7 @@
-"""How long the parts of a model take on one rank, for one microbatch: by module and by cause.
+"""How long whole layers of a model take on one rank, for one microbatch, by cause.
 
-Every multiplication follows from the shapes that `model.shape` counts; every transfer from the
-group that `mesh.grid` lays out. What a module costs is split into computation and what each kind
-of parallelism leaves exposed of its communication.
+The sum of a layer's operations, with what recomputation runs again, what the host takes to issue
+them, and what offloaded activations wait for.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,52 +10,27 @@ from functools import cached_property
 from fivefold.layout import Layout
 from fivefold.model.activations import saved_activations, total
 from fivefold.model.description import LayerKind, describe, layer_kinds
-from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router
-from fivefold.model.operations import (
-    Activation,
-    ColumnLinear,
-    CoreAttention,
-    LatentDown,
-    LatentUp,
-    Norm,
-    Operation,
-    Residual,
-    RowLinear,
-)
+from fivefold.model.operations import Operation
 from fivefold.model.running import Running
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import all_reduce, all_to_all, gather, span, token_copies
-from fivefold.predict.compute import (
-    CAST,
-    RECIPE_RATE,
-    Phases,
-    elementwise,
-    matmul,
-    overlapped,
-    score_matrices,
-)
-from fivefold.predict.context import configured_way
+from fivefold.predict.compute import Phases
+from fivefold.predict.operation_times import OperationTimes
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times, repeated
 
-ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
-UNFUSED_TRAFFIC = 2.0  # times the bytes of a fused elementwise kernel
-TP_OVERLAP = 0.6
-"""Share of a collective that cutting it and its multiplication into pieces hides: the first piece
-has nothing beside it, and small pieces run slower."""
 Blocks = dict[tuple[object, ...], dict[str, Times]]
-"""Modules of blocks by what they depend on."""
+"""Times of operations by what they depend on."""
 
 
-class LayerTimes:
+class LayerTimes(OperationTimes):
     """The times of a layout's layers and ends on a cluster; each is computed once.
 
     Args:
-        layout: of which.
-        cluster: on what.
-        software: that runs it.
-        known: blocks' modules by the degrees that they depend on, to share among layouts of one
-            model on one cluster.
+        layout: layout of the run.
+        cluster: cluster that runs it.
+        software: framework and kernels.
+        known: times by the degrees that they depend on, to share among layouts of one model on one
+            cluster.
     """
 
     def __init__(
@@ -66,27 +40,9 @@ class LayerTimes:
         software: Software,
         known: Blocks | None = None,
     ) -> None:
-        config, grid = layout.config, layout.grid
-        self.config = config
-        self.cluster, self.software = software.on(cluster), software
-        self.gpu = self.cluster.gpu
-        self.model, self.parallel, self.grid = config.model, config.parallel, grid
-        self.memory, self.training = config.memory, config.training
-        training = config.training
-        self.tokens = training.micro_batch_size * training.seq_length // grid.cp
-        self.parts = grid.tp if self.parallel.sequence_parallel else 1
-        narrow = "fp4" if training.fp4_format else "fp8" if training.fp8_format else None
-        self.precision = narrow or training.precision
-        self.tp = span(cluster, grid.tp, 1)
-        self.ep = span(cluster, grid.ep, grid.etp)
-        self.etp = span(cluster, grid.etp, 1)
+        super().__init__(layout, cluster, software)
         self._known: dict[tuple[LayerKind, bool], Times] = {}
         self._blocks = {} if known is None else known
-
-    @cached_property
-    def hidden_bytes(self) -> float:
-        """Of the hidden state of all the microbatch's tokens on this rank's tensor group."""
-        return self.tokens * self.model.hidden_size * ELEMENT
 
     def layer(self, kind: LayerKind, recomputed: bool) -> Times:
         """One layer; `recomputed`: full recomputation runs its forward again."""
@@ -110,26 +66,10 @@ class LayerTimes:
         if modules is None:
             return plain + repeated(plain)
         if modules and self.software.keeps_every_second:
-            return plain + repeated(self._every_second())
+            return plain + repeated(self.every_second())
         chosen, operations = set(modules), describe(self.model, kind).operations
         again = [times[op.name] for op in operations if chosen & set(op.rerun_by)]
         return plain + repeated(sum(again, Times()))
-
-    def _every_second(self) -> Times:
-        """Of q, k, v, o, gate, up and down the even ones, and what is no multiplication.
-
-        With tensor parallelism not o, whose sum over the ranks is kept.
-        """
-        layer = {weight.name: weight for weight in describe(self.model, LayerKind()).weights}
-        local = {name: weight.local(self.grid.tp) for name, weight in layer.items()}
-        up = local["mlp.up_proj.weight"]
-        again = (local["self_attn.k_proj.weight"], up)
-        gathered = (self._column(self._linear(weight, self.tokens)) for weight in again)
-        output = Times()
-        if self.grid.tp == 1:
-            output = Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))
-        act = self._activation(self.tokens * up[0])
-        return sum(gathered, output + act + self._norm() * 2)
 
     def host(self, kind: LayerKind) -> float:
         """Seconds in which the host issues a layer's forward; a backward takes twice that."""
@@ -173,7 +113,7 @@ class LayerTimes:
         layer = describe(self.model, kind)
 
         def timed(operations: Sequence[Operation]) -> dict[str, Times]:
-            return {operation.name: self._operation(operation) for operation in operations}
+            return {operation.name: self.operation(operation) for operation in operations}
 
         attention = ("attention", *self._degrees(LayerKind()))
         mlp = ("mlp", kind.experts, *self._degrees(kind))
@@ -187,206 +127,3 @@ class LayerTimes:
         if key not in self._blocks:
             self._blocks[key] = block()
         return self._blocks[key]
-
-    def _operation(self, op: Operation) -> Times:
-        """What one operation of a layer takes."""
-        weights = [weight.local(self.grid.tp) for weight in op.multiplied]
-        match op:
-            case Norm():  # those of heads are fused with the rotation
-                return self._norm() if op.heads is None else Times()
-            case Residual():
-                return self._residual()
-            case ColumnLinear():
-                return self._column(self._joined([rows for rows, _ in weights], self.tokens))
-            case LatentDown():
-                own = self.tokens // self.parts
-                linears = (self._linear(weight, own) for weight in weights)
-                return self._column(sum(linears, Phases()))
-            case LatentUp():
-                linears = (self._linear(weight, self.tokens) for weight in weights)
-                return Times(sum(linears, Phases()))
-            case CoreAttention():
-                return self._core_attention()
-            case RowLinear():
-                (weight,) = weights
-                return self._row(self._linear(weight, self.tokens))
-            case Activation():
-                if not op.copies:
-                    return self._activation(self.tokens * (op.features // self.grid.tp))
-                reached = self._rows(op.copies) * self.software.imbalance
-                return self._activation(reached * (op.features // self.grid.etp))
-            case Router():
-                moved = self._own * (op.experts * 12 + op.inputs * ELEMENT)
-                return self._elementwise(moved, moved)
-            case Dispatch():
-                return self._dispatched(op.copies)
-            case ExpertsIn():
-                return Times(self._grouped(op.outputs // self.grid.etp, op.inputs, op.copies))
-            case ExpertsOut():
-                return Times(self._grouped(op.outputs, op.inputs // self.grid.etp, op.copies))
-        return Times()
-
-    def _linear(
-        self,
-        weight: tuple[int, ...],
-        tokens: int,
-        batch: int = 1,
-        precision: str | None = None,
-    ) -> Phases:
-        """A linear layer [out, in] on `tokens` rows (each of a batch of them has)."""
-        n, k = weight
-        gpu, kind = self.gpu, precision or self.precision
-        forward = matmul(gpu, tokens, n, k, kind, batch)
-        dx = matmul(gpu, tokens, k, n, kind, batch)
-        dw = matmul(gpu, n, k, tokens, kind, batch, 8.0)  # accumulates in fp32
-        if kind in ("fp8", "fp4"):
-            recipe = "nvfp4" if kind == "fp4" else self.training.fp8_recipe
-            share, cast = RECIPE_RATE[recipe], CAST[recipe]
-            forward, dx, dw = forward / share, dx / share, dw / share
-            forward += elementwise(gpu, cast * batch * tokens * k)
-            dx += elementwise(gpu, cast * batch * tokens * n)
-        return Phases(forward, dx, dw)
-
-    def _joined(self, rows: list[int], tokens: int) -> Phases:
-        """Linear layers of the hidden state with so many rows each, as one if they are joined."""
-        parts = [sum(rows)] if self.software.joins_linears else rows
-        hidden = self.model.hidden_size
-        return sum((self._linear((n, hidden), tokens) for n in parts), Phases())
-
-    def _column(self, linear: Phases) -> Times:
-        """A column-parallel linear layer: X is gathered before it, dX is reduced after."""
-        if self.grid.tp == 1:
-            return Times(linear)
-        whole = self.hidden_bytes
-        if self.parallel.sequence_parallel:
-            move = gather(self.cluster, self.tp, whole)
-            forward = self._beside(linear.forward, move)
-            if not self.software.overlaps_backward_tp:
-                return Times(linear, tp=Phases(forward, self._beside(linear.dx, move)))
-            again = overlapped(self.gpu, linear.dx, move)  # X, gathered again for dW
-            back = overlapped(self.gpu, linear.dw, move)
-            return Times(linear, tp=Phases(forward, again + back))
-        back = all_reduce(self.cluster, self.tp, whole)
-        if self.software.overlaps_backward_tp:
-            back = overlapped(self.gpu, linear.dw, back)
-        return Times(linear, tp=Phases(0.0, back))
-
-    def _row(self, linear: Phases) -> Times:
-        """A row-parallel linear layer: the result is reduced, dY is gathered for the backward."""
-        if self.grid.tp == 1:
-            return Times(linear)
-        whole = self.hidden_bytes
-        if self.parallel.sequence_parallel:
-            move = gather(self.cluster, self.tp, whole)
-            return Times(
-                linear,
-                tp=Phases(self._beside(linear.forward, move), self._beside(linear.dx, move)),
-            )
-        return Times(linear, tp=Phases(all_reduce(self.cluster, self.tp, whole)))
-
-    def _beside(self, work: float, move: float) -> float:
-        """What is exposed of a collective that the multiplication it serves may hide, in pieces."""
-        if not self.parallel.tp_comm_overlap:
-            return move
-        hidden = TP_OVERLAP * move
-        return move - hidden + overlapped(self.gpu, work, hidden)
-
-    def _elementwise(self, forward: float, backward: float) -> Times:
-        """Kernels that read and write so many bytes."""
-        times = 1.0 if self.software.fused else UNFUSED_TRAFFIC
-        kernels = 1 if self.software.fused else 4
-        gpu = self.gpu
-        return Times(
-            Phases(
-                elementwise(gpu, forward * times, kernels),
-                elementwise(gpu, backward * times, kernels),
-            )
-        )
-
-    def _norm(self) -> Times:
-        size = self.hidden_bytes / self.parts
-        return self._elementwise(2 * size, 3 * size)
-
-    def _residual(self) -> Times:
-        """The sum, a bias and dropout before it; their gradients."""
-        size = self.hidden_bytes / self.parts
-        mask = size / 2 if self.model.hidden_dropout else 0.0
-        return self._elementwise(3 * size + mask, (5 if mask else 3) * size + mask)
-
-    def _activation(self, elements: float) -> Times:
-        reads = 2 if self.model.gated_linear_unit else 1
-        size = elements * ELEMENT
-        return self._elementwise((reads + 1) * size, (2 * reads + 1) * size)
-
-    def _core_attention(self) -> Times:
-        model, tp = self.model, self.grid.tp
-        length = self.training.seq_length
-        heads = model.num_attention_heads // tp
-        mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
-        rotary = (
-            self._elementwise(2 * mixed, 2 * mixed)
-            if model.position_embedding_type == "rope"
-            else Times()
-        )
-        if model.attention_dropout and self.software.attention == "scores":
-            batch = self.tokens // length * heads
-            dims, precision = (model.query_dim, model.value_dim), self.training.precision
-            return rotary + Times(score_matrices(self.gpu, batch, length, dims, precision))
-        way = configured_way(self.config, self.cluster)
-        return rotary + Times(way.attention, cp=way.exposed)
-
-    @cached_property
-    def _own(self) -> int:
-        """Tokens of this rank, where sequence parallelism splits them."""
-        return self.tokens // self.parts
-
-    def _rows(self, copies: int) -> int:
-        """Rows that reach the experts of a rank, if these are used evenly."""
-        return self._own * copies * self.grid.etp
-
-    def _grouped(self, outputs: int, inputs: int, copies: int) -> Phases:
-        """A linear layer [out, in] of each of a rank's experts, on the rows that reach it."""
-        local = (self.model.num_experts or 0) // self.grid.ep
-        each = max(1, round(self._rows(copies) * self.software.imbalance / local))
-        return self._linear((outputs, inputs), each, local)
-
-    def _dispatched(self, copies: int) -> Times:
-        """Rows are permuted, sent to their experts, and return."""
-        size = 4 * self._rows(copies) * self.model.hidden_size * ELEMENT
-        moved = 2 * self._dispatch(self._own)
-        return self._elementwise(size, size) + Times(ep=Phases(moved, moved))
-
-    def _dispatch(self, own: int) -> float:
-        """Seconds in which a rank's tokens reach their experts, or return from them."""
-        model, grid = self.model, self.grid
-        row = model.hidden_size * ELEMENT
-        tensor = gather(self.cluster, self.etp, own * model.moe_router_topk * row * grid.etp)
-        if grid.ep == 1:
-            return tensor
-        copies, remote = token_copies(model, self.ep, self.parallel.moe_token_dispatcher_type)
-        sent = all_to_all(self.cluster, self.ep, own * copies * row, own * remote * row)
-        return sent * self.software.imbalance + tensor
-
-    def embedding(self) -> Times:
-        """The look-up, and its sum over the tensor-parallel ranks."""
-        size = self.hidden_bytes
-        moved = 0.0
-        if self.grid.tp > 1:
-            way = gather if self.parallel.sequence_parallel else all_reduce
-            moved = way(self.cluster, self.tp, size)
-        return self._elementwise(2 * size, 3 * size) + Times(tp=Phases(moved, 0.0))
-
-    def head(self) -> Times:
-        """Final norm, output layer and loss, for each token that is predicted."""
-        model, fusion = self.model, self.memory.cross_entropy_loss_fusion
-        entries = model.padded_vocab_size // self.grid.tp
-        logits = float(self.tokens) * entries
-        # 8-bit recipes leave the output layer alone.
-        linear = self._linear(
-            (entries, model.hidden_size), self.tokens, precision=self.training.precision
-        )
-        loss = self._elementwise((8 if fusion else 24) * logits, (6 if fusion else 10) * logits)
-        once = self._norm() + self._column(linear) + loss
-        if fusion and self.memory.cross_entropy_fusion_impl == "linear":
-            once = once + Times(recompute=Phases(0.0, linear.forward))
-        return once * (1 + model.mtp_num_layers)
