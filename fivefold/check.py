@@ -29,7 +29,7 @@ from fivefold.mesh.rules import (
     check_tensor_parallel,
 )
 from fivefold.pipeline.automatic_split import automatic_split
-from fivefold.pipeline.layout import Split, split_layers
+from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.rules import (
     AUTO,
     check_groups_used,
@@ -41,6 +41,7 @@ from fivefold.pipeline.schedules.registry import (
     SCHEDULES,
     Shape,
 )
+from fivefold.pipeline.stages import Split
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
 

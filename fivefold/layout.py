@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from fivefold.config.config import Config
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.ir import Kind, Program, stages_on
-from fivefold.pipeline.layout import Split, StageSpec
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import lower
 from fivefold.pipeline.modelled import modelled_problem
@@ -13,6 +12,7 @@ from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import Schedule, known_of, with_copies
 from fivefold.pipeline.sharding import with_sharding_actions
+from fivefold.pipeline.stages import Split, StageSpec
 
 
 @dataclass(frozen=True)

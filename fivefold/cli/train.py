@@ -14,7 +14,7 @@ from fivefold.counts.derived import as_table, describe
 from fivefold.errors import ConfigError, Mistake
 from fivefold.layout import Layout
 from fivefold.pipeline.draw import draw
-from fivefold.pipeline.layout import stage_table
+from fivefold.pipeline.stages import stage_table
 from fivefold.train.rank_env import read_rank_env
 
 PICTURE_WIDTH = 160  # characters: wider ones wrap and say nothing

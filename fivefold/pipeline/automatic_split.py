@@ -5,9 +5,9 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.balance import balance, schedule_clock
 from fivefold.pipeline.ir import loop_placement, v_placement
-from fivefold.pipeline.layout import Split
 from fivefold.pipeline.parts import modelled_parts
 from fivefold.pipeline.rules import resolved_schedule
+from fivefold.pipeline.stages import Split
 
 _OTHER_WAYS = (
     "num_layers_per_virtual_pipeline_stage",

@@ -17,10 +17,10 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.graph import dependency_graph
 from fivefold.pipeline.ir import Program
-from fivefold.pipeline.layout import Split, StageSpec
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.parts import ModelPart, Parts, joined
 from fivefold.pipeline.schedules.registry import SCHEDULES, build_program
+from fivefold.pipeline.stages import Split, StageSpec
 from fivefold.units import human_bytes
 
 _RESTARTS = 8

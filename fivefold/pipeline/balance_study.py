@@ -9,10 +9,11 @@ from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistake
 from fivefold.model.description import layer_kind
 from fivefold.pipeline.balance import Balance, Room, balance, schedule_clock, weigh
-from fivefold.pipeline.layout import layout_string, split_layers, stage_table
+from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.parts import ModelPart, Parts, modelled_parts, parts_of_kinds, stated_parts
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import peak_in_flight
+from fivefold.pipeline.stages import layout_string, stage_table
 from fivefold.pipeline.study import Study
 from fivefold.units import human_bytes
 

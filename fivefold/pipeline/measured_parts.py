@@ -11,8 +11,8 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.model.description import layer_kind
 from fivefold.model.shape import count_parameters
 from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.layout import StageSpec
 from fivefold.pipeline.parts import KINDS, ModelPart, joined
+from fivefold.pipeline.stages import StageSpec
 from fivefold.units import human_seconds
 
 _NOISE = 1e-9  # of the largest: singular values below it are rounding

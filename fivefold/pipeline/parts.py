@@ -17,7 +17,7 @@ from fivefold.model.description import layer_kind, layer_kinds
 from fivefold.model.running import Running
 from fivefold.model.shape import count_parameters, forward_flops
 from fivefold.pipeline.costs import times_problem
-from fivefold.pipeline.layout import StageSpec
+from fivefold.pipeline.stages import StageSpec
 
 # Names of the kinds of pieces that a cost can be stated of, and their cost unless it is.
 KINDS: Mapping[str, float] = {"embedding": 0.0, "dense": 1.0, "moe": 1.0, "mtp": 1.0, "head": 0.0}

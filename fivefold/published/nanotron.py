@@ -12,7 +12,7 @@ from math import inf, prod
 from fivefold.config.config import Config
 from fivefold.layout import Layout
 from fivefold.model.shape import layer_weights
-from fivefold.pipeline.layout import StageSpec, layout_string
+from fivefold.pipeline.stages import StageSpec, layout_string
 from fivefold.published.framework import Framework
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op

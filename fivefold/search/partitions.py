@@ -11,12 +11,13 @@ from fivefold.config.dependence import leaves_idle
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.pipeline.balance import even_stages
-from fivefold.pipeline.layout import Split, layout_string, split_layers
+from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.modelled import modelled_problem
 from fivefold.pipeline.parts import joined, modelled_parts
 from fivefold.pipeline.rules import AUTO, SYNTHESISED, check_order
 from fivefold.pipeline.schedules.limits import Place
 from fivefold.pipeline.schedules.registry import SCHEDULES, Schedule, Shape, known_of
+from fivefold.pipeline.stages import Split, layout_string
 
 PP = "pipeline_model_parallel_size"
 MAX_VIRTUAL = 16  # stages a rank that are tried; finer ones send more than they save

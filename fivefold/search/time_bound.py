@@ -12,7 +12,8 @@ from fivefold.counts.state import engine_policy
 from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.model.description import layer_kind
-from fivefold.pipeline.layout import Split, split_layers
+from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.stages import Split
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, gather, span
 from fivefold.predict.layer import Blocks, LayerTimes

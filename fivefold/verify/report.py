@@ -6,7 +6,7 @@ from math import isfinite, sqrt
 from typing import Any
 
 from fivefold.layout import Layout
-from fivefold.pipeline.layout import layout_string
+from fivefold.pipeline.stages import layout_string
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
 """Largest relative error that rounding explains. bf16 is judged against one device in bf16."""

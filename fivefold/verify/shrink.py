@@ -12,7 +12,7 @@ from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
 from fivefold.pipeline.ir import v_placement
-from fivefold.pipeline.layout import layout_string
+from fivefold.pipeline.stages import layout_string
 from fivefold.units import human_count
 
 LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds

@@ -17,11 +17,12 @@ from fivefold.pipeline.balance import (
     weigh,
 )
 from fivefold.pipeline.ir import loop_placement, v_placement
-from fivefold.pipeline.layout import Split, layout_string, split_layers
+from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.lowering import eager_dx
 from fivefold.pipeline.parts import ModelPart, Parts, modelled_parts, read_costs, stated_parts
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.simulate import simulate
+from fivefold.pipeline.stages import Split, layout_string
 from fivefold.pipeline.study import Study
 
 DEEPSEEK = stated_parts(

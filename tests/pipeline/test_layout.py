@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.layout import StageSpec, layout_string, split_layers, stage_table
+from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.layout_language import parse
+from fivefold.pipeline.stages import StageSpec, layout_string, stage_table
 
 
 def counts(split):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
 from fivefold.files import read_json
-from fivefold.pipeline.layout import layout_string, split_layers
+from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.layout_language import parse
+from fivefold.pipeline.stages import layout_string
 
 
 class Record(msgspec.Struct):

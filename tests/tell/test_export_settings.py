@@ -12,7 +12,8 @@ from benchmarks.export_cases import CHANGES, changed, layouts
 from fivefold.config.config import SECTIONS
 from fivefold.config.settings import settings_of
 from fivefold.optim.schedule import learning_rate
-from fivefold.pipeline.layout import layout_string, split_layers
+from fivefold.pipeline.layout import split_layers
+from fivefold.pipeline.stages import layout_string
 from fivefold.tell.export import settings as exporting
 from fivefold.tell.export.settings import OWN, SPLITS, Settings
 from fivefold.tell.export.targets import export

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fivefold.check import check
-from fivefold.pipeline.layout import layout_string
+from fivefold.pipeline.stages import layout_string
 from fivefold.verify.report import Difference, VerifyReport, describe, judge
 from tests.verify.cases import LLAMA, config, flags
 

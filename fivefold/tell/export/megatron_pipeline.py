@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fivefold.layout import Layout
-from fivefold.pipeline.layout import layout_string
+from fivefold.pipeline.stages import layout_string
 from fivefold.tell.export.settings import SPLITS, Settings, flag, flags
 from fivefold.tell.export.stand_in import changes, in_a_loop, interleaved, one_stage_a_rank
 

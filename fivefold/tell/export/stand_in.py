@@ -7,9 +7,9 @@ from math import lcm
 from fivefold.layout import Layout
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.ir import loop_placement, stages_on
-from fivefold.pipeline.layout import Split, StageSpec
 from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.pipeline.simulate import peak_in_flight, simulate
+from fivefold.pipeline.stages import Split, StageSpec
 
 _MOST_ACTS = 1 << 12  # that are simulated; more microbatches only add to both alike
 

@@ -1,0 +1,99 @@
+"""Which layers lie in which pipeline stage, and which stage lies on which rank."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from fivefold.pipeline.ir import stages_on
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A contiguous piece of the model; a piece may be empty.
+
+    Attributes:
+        embedding: holds the token (and position) embedding.
+        layers: global indices of its decoder layers, ascending.
+        head: holds the final norm, the output head and the loss.
+        mtp: how many multi-token-prediction layers it holds.
+    """
+
+    embedding: bool
+    layers: tuple[int, ...]
+    head: bool
+    mtp: int = 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """The model as stages, and the stages on ranks.
+
+    Attributes:
+        stages: in model order.
+        placement: stage -> pipeline rank.
+    """
+
+    stages: tuple[StageSpec, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """The pipeline-parallel size."""
+        return max(self.placement) + 1
+
+    @property
+    def num_virtual(self) -> int:
+        """Stages a rank."""
+        return len(self.stages) // self.num_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that lie on `rank`, in model order."""
+        return stages_on(self.placement, rank)
+
+
+def stage_table(split: Split) -> str:
+    """Ranks down, virtual stages across, the layers of each; then the sum that proves them."""
+    header = ["", *(f"virtual {v}" for v in range(split.num_virtual))]
+    rows = [
+        [f"rank {rank}", *(_contents(split.stages[stage]) for stage in split.stages_of(rank))]
+        for rank in range(split.num_ranks)
+    ]
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
+    counts = [len(stage.layers) for stage in split.stages]
+    lines.append(
+        f"{sum(counts)} layers in {len(counts)} stages: "
+        f"{'+'.join(str(count) for count in counts)} = {sum(counts)}"
+    )
+    return "\n".join(lines)
+
+
+def layout_string(stages: Iterable[StageSpec]) -> str:
+    """The stages in the layout language: 'Et*2|t*3|t*2L'."""
+    texts = [
+        "E" * stage.embedding
+        + _repeated("t", len(stage.layers))
+        + _repeated("m", stage.mtp)
+        + "L" * stage.head
+        for stage in stages
+    ]
+    runs = [(text, len(list(run))) for text, run in groupby(texts[:-1])]
+    body = [f"({text}|)*{count}" if count > 2 else f"{text}|" * count for text, count in runs]
+    return "".join(body) + texts[-1]
+
+
+def _contents(stage: StageSpec) -> str:
+    """What a stage holds, for the table: 'E 0-3', '4', 'L' or '-'."""
+    layers = ""
+    if stage.layers:
+        ends = sorted({stage.layers[0], stage.layers[-1]})
+        layers = "-".join(str(layer) for layer in ends)
+    parts = ["E" * stage.embedding, layers, _repeated("m", stage.mtp), "L" * stage.head]
+    return " ".join(part for part in parts if part) or "-"
+
+
+def _repeated(char: str, count: int) -> str:
+    return f"{char}*{count}" if count > 2 else char * count
