@@ -50,7 +50,7 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     """The layout of a configuration on `world_size` ranks.
 
     Args:
-        config: what is asked for.
+        config: configuration that is asked for.
         world_size: ranks.
         planned: only reckon with it: let pass what this version cannot run.
 

@@ -78,7 +78,7 @@ def disk_full(
 
     Args:
         what: "saving step 3 failed".
-        folder: that was to be written to, if that is known.
+        folder: folder that was to be written to, if that is known.
         why: lines that come first.
         needed: bytes at least, if that is known.
         goes_on: what the same command then does, such as ": it goes on from step 3".

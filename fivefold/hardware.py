@@ -43,7 +43,7 @@ class Gpu:
 
     Attributes:
         name: as the planner knows it.
-        memory_bytes: of device memory, as CUDA reports it: less than the label says.
+        memory_bytes: bytes of device memory, as CUDA reports it: less than the label says.
         memory_bandwidth: bytes/s of device memory, data sheet.
         peak: FLOP/s of dense multiplications, data sheet.
         matmul: FLOP/s that large multiplications reach.

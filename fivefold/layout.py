@@ -20,7 +20,7 @@ class Layout:
     """What a checked configuration means on so many ranks.
 
     Attributes:
-        config: with every inferred degree filled in.
+        config: configuration with every inferred degree filled in.
         grid: the ranks.
         split: the stages.
         schedule: name of the pipeline program.

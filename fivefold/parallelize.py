@@ -35,7 +35,7 @@ class ParallelModel:
 
     Attributes:
         layout: the checked configuration.
-        groups: of this rank.
+        groups: groups of this rank.
         stages: this rank's stages by index.
         gradients: data parallelism of each stage.
         records: what is known of each parameter, by its name.

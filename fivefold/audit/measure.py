@@ -34,9 +34,9 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     The block runs slower than other steps, and computes the same.
 
     Args:
-        engine: that takes the step.
+        engine: engine that takes the step.
         step: which one it is, counted from 1.
-        folder: for every rank's record.
+        folder: folder for every rank's record.
     """
     gradients = 0.0
 

@@ -23,17 +23,17 @@ class RankRecord:
     """One step of one rank. Sizes are bytes.
 
     Attributes:
-        rank: whose.
-        step: which, counted from 1.
-        sent: by mesh axis.
-        parameters: that the optimizer updates.
+        rank: rank that was measured.
+        step: step that was measured, counted from 1.
+        sent: bytes sent, by mesh axis.
+        parameters: parameters that the optimizer updates.
         gradients: when the optimizer takes them, all reductions done.
         optimizer: moments.
         activations: kept between forward and backward of one microbatch, by stage.
         multiplications: floating-point operations of matrix products, attention's apart.
         packed: whether rows of the microbatch that `activations` are of held several documents.
         any_packed: whether rows of any microbatch of the step did.
-        peak_allocated: of the device's memory in the step; None where nobody counts.
+        peak_allocated: peak of the device's memory in the step; None where nobody counts.
     """
 
     rank: Annotated[int, Meta(ge=0)]

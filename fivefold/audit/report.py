@@ -24,11 +24,11 @@ class Finding:
     """One quantity, on the rank where theory and measurement differ most.
 
     Attributes:
-        name: of the quantity.
-        predicted: by theory; None where something is missing for it.
+        name: name of the quantity.
+        predicted: value that theory predicts; None where something is missing for it.
         measured: None where nobody counts it.
         tolerance: largest relative difference that is allowed; None: it is told, not judged.
-        rank: of these numbers; None: they are of the whole run.
+        rank: rank of these numbers; None: they are of the whole run.
         wrong: ranks on which the difference is larger.
         shown: the formatter.
         note: what is to be said of it.
@@ -58,7 +58,7 @@ class AuditReport:
     Attributes:
         title: the run and its layout.
         ranks: how many were measured.
-        findings: in the order they are shown.
+        findings: findings in the order they are shown.
     """
 
     title: str
@@ -137,9 +137,9 @@ class Outlook:
     """What only a model of the cluster can predict.
 
     Attributes:
-        seconds: of a step.
-        interval: that 80 % of steps lie in.
-        peaks: of allocated device memory, by pipeline rank.
+        seconds: seconds of a step.
+        interval: interval that 80 % of steps lie in.
+        peaks: peaks of allocated device memory, by pipeline rank.
     """
 
     seconds: float
@@ -157,11 +157,11 @@ def audit(
     """Compare what every rank did with theory.
 
     Args:
-        title: of the report.
-        layout: of the run.
-        records: of all its ranks.
+        title: title of the report.
+        layout: layout of the run.
+        records: records of all its ranks.
         seconds: measured, of a usual step; None if there was none.
-        outlook: of the planner; None without a cluster.
+        outlook: outlook of the planner; None without a cluster.
     """
     pairs = [(expected_record(layout, record), record) for record in records]
     findings = [

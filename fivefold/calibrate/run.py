@@ -31,18 +31,18 @@ class Measured:
     Attributes:
         device: its name.
         precision: what models are trained in there, and attention was measured in.
-        memory_bytes: of a device; on CPU a rank's share of the machine's.
+        memory_bytes: bytes of a device; on CPU a rank's share of the machine's.
         matmuls: products by precision and shape.
         attention: forward and backward.
         traffic: reading and writing memory.
         launch: operations without work.
-        copy: to host memory.
+        copy: transfer to host memory.
         node: collectives inside a node; empty with one rank a node.
         network: collectives between nodes; empty with one node.
         sustained: share of the best rate that lasts.
         jitter: spread of a step's time.
-        ranks: in all.
-        ranks_per_node: on one machine.
+        ranks: ranks in all.
+        ranks_per_node: ranks on one machine.
     """
 
     device: str
@@ -65,7 +65,7 @@ def calibrate(path: Path, nproc: int | None) -> int:
     """Measure with the ranks that a launcher has started, or with `nproc` of this machine.
 
     Args:
-        path: of the TOML file to write.
+        path: path of the TOML file to write.
         nproc: ranks to start here; None: one.
 
     Returns:

@@ -58,7 +58,7 @@ class Checkpointer:
         process_group: ranks that save and load together, used by nothing else meanwhile; gloo.
             None: a new gloo group of all ranks, or this process alone if torch.distributed is
             not initialised.
-        step_flag: of the command that loads, to advise another step.
+        step_flag: step flag of the command that loads, to advise another step.
     """
 
     def __init__(

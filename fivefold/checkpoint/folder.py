@@ -23,7 +23,7 @@ class CheckpointFolder:
     Readers change nothing, and only the first rank of one run may write at a time.
 
     Args:
-        path: of the folder, which need not exist yet.
+        path: path of the folder, which need not exist yet.
         keep_latest: how many to keep, the most recently written; None: all.
     """
 

@@ -22,7 +22,7 @@ def fill(folder: Path, index: Mapping[str, SavedTensor], pieces: Mapping[str, Pi
     Args:
         folder: the checkpoint.
         index: its tensors, among them all that are asked for, of the same global shapes.
-        pieces: by name; filled in place.
+        pieces: pieces by name; filled in place.
 
     Raises:
         CheckpointError: bytes that are not the tensor which the index promises.

@@ -13,7 +13,7 @@ class Dependents:
     """Settings that have no effect unless another one says so.
 
     Attributes:
-        names: of the settings.
+        names: names of the settings.
         on: the setting that decides.
         alive: whether the settings have an effect.
         why: what they are for, to follow "it".
@@ -72,8 +72,8 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
     """Refuse settings that have no effect.
 
     Args:
-        config: with every degree filled in that can be inferred.
-        mistakes: what is wrong is added here.
+        config: configuration with every degree filled in that can be inferred.
+        mistakes: collection to which every mistake is added.
         planned: the layout is still to be chosen.
     """
     for orphan in orphans(config):
@@ -90,7 +90,7 @@ def leaves_idle(config: Config, decides: str, **settings: Any) -> bool:
     Args:
         config: what was given.
         decides: the setting; a key of `settings`.
-        settings: by field name.
+        settings: settings by field name.
     """
     found = orphans(config.with_values(**settings))
     return any(orphan.of.refused and orphan.of.on == decides for orphan in found)
@@ -102,7 +102,7 @@ def without_orphans(config: Config, by_flag: Collection[str]) -> tuple[Config, l
     Settings that a flag gives stay, as do those that the recipe itself left without effect.
 
     Args:
-        config: of a recipe and flags.
+        config: configuration of a recipe and flags.
         by_flag: names of the settings that flags gave.
 
     Returns:

@@ -53,7 +53,7 @@ class Given:
     """What a command line says.
 
     Attributes:
-        values: by setting name.
+        values: values by setting name.
         words: arguments given by place.
         switches: names of the Megatron-LM switches that were used.
     """

@@ -18,7 +18,7 @@ def expert_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
     Args:
         freq: a whole number N (layers 0, N, 2N, ... have experts), or a list expression of 0 and 1
             such as "[0]*3+[1]*58" or "([0]+[1]*3)*4", with one entry a layer.
-        num_layers: of the model.
+        num_layers: layers of the model.
 
     Raises:
         ConfigError: `freq` is neither, or has another number of entries.

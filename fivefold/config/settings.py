@@ -22,7 +22,7 @@ class Setting:
     """One field of a settings dataclass.
 
     Attributes:
-        name: of the field, which is the TOML key; the flag has dashes.
+        name: name of the field, which is the TOML key; the flag has dashes.
         kind: bool, int, float or str; of the items if `many`.
         choices: the only values allowed, if not empty.
         optional: None is allowed.

@@ -66,8 +66,8 @@ class Loaded(Generic[T]):
     """What a command line asks for, and where it says so.
 
     Attributes:
-        options: of the verb.
-        config: that it works on.
+        options: options of the verb.
+        config: configuration that it works on.
         by_flag: names of the settings that flags gave.
         by_recipe: names of those that the recipe gives and no flag does.
     """

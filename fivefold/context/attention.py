@@ -25,7 +25,7 @@ class Across:
     """Queries stay, keys and values travel.
 
     Attributes:
-        transport: how.
+        transport: transport that is used.
     """
 
     transport: Transport
@@ -97,7 +97,8 @@ class Heads:
     Attributes:
         group: consecutive ranks of context parallelism.
         inner: the kernel for all tokens of the group.
-        outer_rank: of the group among those that `inner` connects; None if it is the only one.
+        outer_rank: outer rank of the group among those that `inner` connects; None if it is the
+            only one.
     """
 
     group: dist.ProcessGroup

@@ -20,9 +20,9 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
     """Let every layer attend to the tokens of all ranks.
 
     Args:
-        stage: whose tokens are a part of each sequence.
-        kinds: of communication: one, or one per layer of the model.
-        groups: of this rank.
+        stage: stage whose tokens are a part of each sequence.
+        kinds: kinds of communication: one, or one per layer of the model.
+        groups: groups of this rank.
     """
     for module in stage.modules():
         if isinstance(module, Attention):
@@ -52,7 +52,7 @@ def divide(batch: Batch, window: int | None, group: dist.ProcessGroup) -> Batch:
     Args:
         batch: whole.
         window: tokens before itself that a token attends to; None: all.
-        group: of context parallelism.
+        group: group of context parallelism.
     """
     return batch.divided(MicrobatchShare(shards_of(batch, window, group.size()), group.rank()))
 

@@ -38,8 +38,8 @@ def latent_attention(
         latent_BSC: their compressed keys and values, rotary part included.
         up: makes keys and values of latents, token by token.
         parameters: all that `up` uses and that needs a gradient.
-        scope: with the part of the rows that is on this rank.
-        group: of context parallelism.
+        scope: scope with the part of the rows that is on this rank.
+        group: group of context parallelism.
 
     Returns:
         [B, S, N, Dv].

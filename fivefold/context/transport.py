@@ -88,7 +88,7 @@ class Ring:
     hop P times.
 
     Attributes:
-        group: of context parallelism.
+        group: group of context parallelism.
     """
 
     group: dist.ProcessGroup
@@ -143,7 +143,7 @@ class Halo:
     go home the same way, in at least fp32, and are summed there in the order of the ranks.
 
     Attributes:
-        group: of context parallelism.
+        group: group of context parallelism.
     """
 
     group: dist.ProcessGroup
@@ -197,7 +197,7 @@ class PeerToPeer:
     """The ring for whole rows; for documents and windows only what is seen, without detours.
 
     Attributes:
-        group: of context parallelism.
+        group: group of context parallelism.
     """
 
     group: dist.ProcessGroup
@@ -223,7 +223,7 @@ class Gather:
     rows (P-1) KV forward, 2 (P-1) KV backward; of documents and windows only what is seen.
 
     Attributes:
-        group: of context parallelism.
+        group: group of context parallelism.
         head_chunks: parts of the heads, at most.
     """
 

@@ -18,7 +18,7 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
     Args:
         op: all_gather, reduce_scatter, all_reduce, all_to_all or send.
         size: bytes of the whole buffer: the gathered one, the one to be reduced, the message.
-        ranks: of the group.
+        ranks: ranks of the group.
     """
     if op == "send":
         return size
@@ -58,13 +58,13 @@ def context_volumes(
     Where queries do not see all keys (sliding windows), p2p and all_gather send what is seen.
 
     Args:
-        kind: of communication.
+        kind: kind of communication.
         ranks: P.
         query: elements of this rank's queries and attention output together.
         key_value: elements of its keys and values together; of the latent where that is sent.
         element: bytes of them.
         grad_element: bytes of an element of dKV on the wire.
-        key_value_heads: on this rank's tensor-parallel part.
+        key_value_heads: key/value heads on this rank's tensor-parallel part.
         inner: ranks of the inner group of a2a+p2p.
         seen: how many times KV this rank sends and gets because it is seen, of a ring among `ranks`
             or among the groups; None: all, one less than these.
@@ -91,8 +91,8 @@ def rows_sent(dispatcher: TokenDispatcher, model: ModelConfig, ranks: int) -> fl
     (flex, which sends no token twice to a rank), or one to every rank (allgather).
 
     Args:
-        dispatcher: of tokens.
-        model: with experts.
+        dispatcher: dispatcher of tokens.
+        model: model with experts.
         ranks: over which they are spread evenly.
     """
     elsewhere = 1 - 1 / ranks

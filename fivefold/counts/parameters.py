@@ -15,10 +15,10 @@ class ParameterRecord:
     """One parameter on one rank.
 
     Attributes:
-        name: of the parameter in the whole model.
+        name: name of the parameter in the whole model.
         stored: name under which it is initialised and stored; a tied copy has the original's.
         stage: index in the program of the stage that holds it.
-        shape: of this rank's part before data parallelism shards it.
+        shape: shape of this rank's part before data parallelism shards it.
         tp_dim: dim that the tensor-parallel ranks split; None: each of them holds all of it.
         sums: groups over which its gradient is summed, one after the other: first the ranks that
             see other tokens of it ("data", for experts "edp"), then those of "tp" that each compute

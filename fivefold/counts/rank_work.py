@@ -20,7 +20,7 @@ def kept_activations(layout: Layout, stage: int, *, packed: bool, on_host: bool)
     """Bytes that one forward of a stage keeps on a rank.
 
     Args:
-        layout: of the run.
+        layout: layout of the run.
         stage: index of the stage in the split.
         packed: whether rows of the microbatch hold several documents.
         on_host: whether what is offloaded counts, too.

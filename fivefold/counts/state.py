@@ -22,20 +22,22 @@ class StatePolicy:
     """Bytes that a framework keeps per parameter, and which of them data-parallel ranks split.
 
     Attributes:
-        copy: of a weight in the compute type beside its master; 0 if the master computes.
-        gradient: of an accumulated gradient.
-        master: of the weight that the optimizer updates.
-        moments: of the optimizer's moments, all together.
+        copy: bytes of a weight's copy in the compute type beside its master; 0 if the master
+            computes.
+        gradient: bytes of an accumulated gradient.
+        master: bytes of the weight that the optimizer updates.
+        moments: bytes of the optimizer's moments, all together.
         splits_copy: copies exist only while their block computes (ZeRO-3).
         splits_gradient: gradients are reduced to their shard in every microbatch (ZeRO-2, 3).
         splits_optimizer: master and moments are sharded (ZeRO-1, 2, 3).
-        fresh: of a weight's gradient before it is added to the accumulated one; 0 if the
+        fresh: bytes of a weight's gradient before it is added to the accumulated one; 0 if the
             multiplication adds to that at once.
-        placeholder: of an empty gradient that is kept for each distinct weight of a layer.
-        reducing: of the gradients of a layer that are being reduced while the next one computes.
+        placeholder: bytes of an empty gradient that is kept for each distinct weight of a layer.
+        reducing: bytes of the gradients of a layer that are being reduced while the next one
+            computes.
         in_flight: layers whose copies are held at once where they are split: one that computes,
             and those that arrive. The ends of a stage are held as long as it runs.
-        compute: of a weight in the compute type.
+        compute: bytes of a weight in the compute type.
         offloaded: share of the parameters whose master and moments are in host memory, with room
             there for the gradient that updates them; the device keeps them in the compute type.
     """
@@ -120,13 +122,15 @@ class ModelState:
     unless it says otherwise.
 
     Attributes:
-        parameters: that the rank is responsible for, after tensor and pipeline parallelism.
+        parameters: parameters that the rank is responsible for, after tensor and pipeline
+            parallelism.
         masters: weights that the optimizer updates.
-        copies: of weights, in the compute type, that stay.
-        gradients: that are accumulated.
+        copies: copies of weights, in the compute type, that stay.
+        gradients: gradients that are accumulated.
         optimizer: the moments.
         gathered: copies of layers, and of a stage's ends, gathered to compute and freed after it.
-        host: in host memory: masters and moments that are offloaded, and room for their gradients.
+        host: bytes in host memory: masters and moments that are offloaded, and room for their
+            gradients.
     """
 
     parameters: int
@@ -225,10 +229,10 @@ def model_state(
     """What a rank keeps of weights, gradients and optimizer state.
 
     Args:
-        layout: of the run.
+        layout: layout of the run.
         pp_rank: of the rank.
         shard: its index among those that share the state; the first one holds the most.
-        policy: of the framework; None: of Fivefold.
+        policy: policy of the framework; None: of Fivefold.
     """
     policy = policy or engine_policy(layout.config)
     shards, expert_shards = num_shards(layout), num_expert_shards(layout)

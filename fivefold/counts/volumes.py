@@ -28,7 +28,7 @@ class Flow:
         axis: over which ranks: "tp", "pp", "cp" (its inner and outer groups as well), "ep", "etp",
             "edp", "data" (all that see other tokens), "dp_shard_cp" and "dp_replicate" (its two
             factors, where both are more than one), "tied", "mirror", "world".
-        purpose: what for, in words.
+        purpose: purpose in words.
         size: bytes.
     """
 

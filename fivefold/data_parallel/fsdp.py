@@ -19,8 +19,8 @@ class ShardedStage:
     """A stage whose parameters FSDP2 holds; each layer is a unit, the ends are one with the stage.
 
     Args:
-        stage: to be wrapped, tensor parallelism installed, still on the meta device.
-        groups: of this rank; parameters are laid out on `groups.mesh`.
+        stage: stage to be wrapped, tensor parallelism installed, still on the meta device.
+        groups: groups of this rank; parameters are laid out on `groups.mesh`.
         policy: the switches.
         reduces_in_hooks: whether the last backward, or the last deferred work, itself reduces
             gradients, block by block; otherwise `reduce` does.
@@ -81,7 +81,7 @@ class ShardedStage:
         Args:
             whole: whether it computes them all; otherwise those of deferred weights follow in
                 `run_weights`, and nothing is reduced before them.
-            last: of the step, on this stage.
+            last: whether it is the last of the step, on this stage.
         """
         reduces = whole and (self._every or (last and self._in_hooks))
         self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))

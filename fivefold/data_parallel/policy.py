@@ -28,9 +28,9 @@ class Policy:
         reshards: free gathered parameters after each forward and backward of a block (ZeRO-3,
             where no program says when).
         reduces_every_microbatch: keep no unsharded gradient (ZeRO-2 and ZeRO-3).
-        compute_dtype: of activations and gathered parameters.
-        master_dtype: of the parameters that the optimizer updates, and of reductions.
-        wire_dtype: of gradients on the wire.
+        compute_dtype: type of activations and gathered parameters.
+        master_dtype: type of the parameters that the optimizer updates, and of reductions.
+        wire_dtype: type of gradients on the wire.
         overlap_grad_reduce: reduce during the last backward rather than after it.
         overlap_param_gather: gather the next block's parameters early.
     """

@@ -54,7 +54,7 @@ class NativeCrossEntropy:
     """The `cross_entropy` seam whose backward has its gradient ready.
 
     Attributes:
-        group: of tensor parallelism, which splits the vocabulary; None for one rank.
+        group: group of tensor parallelism, which splits the vocabulary; None for one rank.
     """
 
     group: dist.ProcessGroup | None
@@ -115,7 +115,7 @@ class LinearCrossEntropy:
     is made of exist only then.
 
     Attributes:
-        group: of tensor parallelism, which splits the vocabulary; None for one rank.
+        group: group of tensor parallelism, which splits the vocabulary; None for one rank.
         sequence_parallel: whether the states arrive sharded along the tokens.
         forward_split: vocabulary entries of a slice in the forward.
         backward_split: the same in the backward.

@@ -24,7 +24,7 @@ class HostLink:
         """Start copying a tensor to the host.
 
         Args:
-            tensor: of the device.
+            tensor: tensor of the device.
             let_go: the caller drops it without waiting: its memory is then given away only once the
                 copy has ended.
         """

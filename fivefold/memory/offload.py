@@ -24,7 +24,7 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
     """Put offloading into the seams of a stage, around what is there.
 
     Args:
-        stage: whose other seams are filled.
+        stage: stage whose other seams are filled.
         memory: its `offload_modules`.
         host: the one of this rank.
     """
@@ -65,7 +65,7 @@ class Host:
 
     Attributes:
         link: copies to and from the host.
-        moved_bytes: to the host so far; memory that is saved twice moves once.
+        moved_bytes: bytes to the host so far; memory that is saved twice moves once.
     """
 
     def __init__(self, device: torch.device, min_bytes: int) -> None:

@@ -28,7 +28,7 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
     """Put recomputation into the seams of a stage.
 
     Args:
-        stage: whose other seams are filled.
+        stage: stage whose other seams are filled.
         memory: `recompute_granularity` is set, with modules that the model has.
     """
     if memory.recompute_granularity == "full":

@@ -49,7 +49,7 @@ def start_all_gather(
 
     Args:
         x: [n, ...], the same shape on every rank.
-        group: whose ranks contribute, in order.
+        group: group whose ranks contribute, in order.
         out: [P*n, ...], contiguous; allocated when None.
     """
     if group is None:
@@ -80,7 +80,7 @@ def start_reduce_scatter(
 
     Args:
         x: [P*n, ...].
-        group: whose ranks contribute; the sum runs in their order.
+        group: group whose ranks contribute; the sum runs in their order.
         out: [n, ...], contiguous; allocated when None.
         wire_dtype: narrower type to send, summed in `x`'s own type (all-to-all and a local sum).
     """
@@ -164,9 +164,9 @@ def start_messages(
     """Send tensors to ranks of a group and receive others; the empty ones do not travel.
 
     Args:
-        sends: by rank of the group.
+        sends: sends by rank of the group.
         receives: contiguous tensors to fill, by rank of the group.
-        group: that both count in.
+        group: group that both count in.
         tag: tells messages apart that the same two ranks have under way; on CUDA order does.
     """
     kept = {peer: tensor.contiguous() for peer, tensor in sends.items() if tensor.numel()}
@@ -188,7 +188,7 @@ def all_to_all(sends: list[Tensor], receives: list[Tensor], group: dist.ProcessG
     Args:
         sends: one per rank.
         receives: contiguous, one per rank; that of this rank is copied.
-        group: whose ranks take part.
+        group: group whose ranks take part.
     """
     rank = group.rank()
     if sends[rank].is_cuda:

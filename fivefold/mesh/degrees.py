@@ -27,10 +27,10 @@ def infer_degrees(
     """Fill in the degree that is -1, and see that the product is the world.
 
     Args:
-        config: what is asked for.
+        config: configuration that is asked for.
         world_size: ranks.
         passes: whether another configuration passes every check, to name those that do.
-        mistakes: what is wrong is added here.
+        mistakes: collection to which every mistake is added.
 
     Returns:
         The degrees; those that cannot be known are 1.

@@ -55,7 +55,7 @@ class Groups:
 
     Attributes:
         grid: sizes and arithmetic of the axes.
-        rank: of this process in the world.
+        rank: rank of this process in the world.
         world: every rank.
         pp: the ranks that hold the other stages of this replica.
         tp: the ranks that hold the other parts of this rank's matrices.
@@ -108,7 +108,7 @@ def build_groups(
 
     Args:
         grid: the world.
-        rank: of this process.
+        rank: rank of this process.
         device_type: "cpu" or "cuda".
         sharded: whether dp_shard x cp splits anything; if not, those ranks are replicas.
         cp_sizes: ranks of the inner and of the outer groups of context parallelism, if it has any.

@@ -47,9 +47,9 @@ def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mi
     """Heads, inner features, vocabulary and tokens divide over the tensor-parallel ranks.
 
     Args:
-        config: what is asked for.
+        config: configuration that is asked for.
         parallel: its degrees, with every inferred one filled in.
-        mistakes: what is wrong is added here.
+        mistakes: collection to which every mistake is added.
     """
     model, training, tp = config.model, config.training, parallel.tensor_model_parallel_size
     for name, size in _split_over_tp(model):
@@ -88,9 +88,9 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     """Experts divide over their mesh, and their mesh over the ranks of a pipeline stage.
 
     Args:
-        config: what is asked for.
+        config: configuration that is asked for.
         parallel: its degrees, with every inferred one filled in.
-        mistakes: what is wrong is added here.
+        mistakes: collection to which every mistake is added.
     """
     model = config.model
     if model.num_experts is None:
@@ -183,9 +183,9 @@ def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
     """Tokens and heads divide over the context-parallel ranks.
 
     Args:
-        config: what is asked for.
+        config: configuration that is asked for.
         parallel: its degrees, with every inferred one filled in.
-        mistakes: what is wrong is added here.
+        mistakes: collection to which every mistake is added.
     """
     model, cp = config.model, parallel.context_parallel_size
     kinds, sizes = parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes
@@ -244,11 +244,11 @@ def _check_heads(
     """Heads are exchanged for tokens: each rank must get whole ones; few keys are repeated.
 
     Args:
-        model: whose heads.
+        model: model whose heads are exchanged.
         parallel: tp splits them already.
-        ranks: that exchange them.
+        ranks: ranks that exchange them.
         typed: the flags for another number of these ranks.
-        mistakes: what is wrong is added here.
+        mistakes: collection to which every mistake is added.
         among: the numbers that there may be; None: any.
     """
     tp = parallel.tensor_model_parallel_size

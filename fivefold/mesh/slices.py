@@ -14,7 +14,7 @@ class Piece:
 
     Attributes:
         local: what the rank holds; `local.shape` is the extent of `slices`.
-        shape: of the global tensor.
+        shape: shape of the global tensor.
         slices: one per dim; an empty part has a slice of no length.
     """
 

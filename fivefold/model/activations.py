@@ -19,8 +19,8 @@ class Saved:
     """Bytes per token of one module.
 
     Attributes:
-        kept: on the device from the forward to the backward.
-        offloaded: in host memory in the meantime.
+        kept: bytes on the device from the forward to the backward.
+        offloaded: bytes in host memory in the meantime.
         remade: made again by the backward, and there only while it runs.
     """
 

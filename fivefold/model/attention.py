@@ -28,7 +28,7 @@ class Scope:
     """Which keys a query sees.
 
     Attributes:
-        documents: of the L keys; None if every row is one.
+        documents: documents of the L keys; None if every row is one.
         window: how many tokens before itself it sees; None: all.
         part: what this rank holds of rows that are divided over ranks; None if it has all of them.
         causal: it sees nothing after itself. False: all of its document, then without a window.

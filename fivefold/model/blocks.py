@@ -34,7 +34,7 @@ class Block:
         kind: FULL: all see all; CAUSAL: as many queries as keys, the i-th sees i + 1; BAND: query
             i sees key j if 0 <= i + shift - j <= window.
         shift: position of the first query minus that of the first key.
-        window: of a BAND.
+        window: window of a BAND.
     """
 
     q: Span

@@ -23,8 +23,8 @@ class Keys:
     Attributes:
         k: [B, L, G, D], perhaps of some heads only.
         v: the same.
-        blocks: whose `k` indexes these keys.
-        spans: of the row, where they stand.
+        blocks: blocks whose `k` indexes these keys.
+        spans: spans of the row, where they stand.
         heads: which of all key/value heads these are; None: all.
         ids: token ids [B, L], known if probabilities are dropped.
     """
@@ -48,7 +48,7 @@ class Queries:
         ids: token ids [B, S], known if probabilities are dropped.
         out: [B, S, N, Dv], over the keys met so far; over all keys before a backward.
         lse: log-sum-exp [B, N, S], likewise.
-        grad: of the output, in a backward.
+        grad: gradient of the output, in a backward.
         dq: gradient of the queries so far, in at least fp32.
     """
 

@@ -16,7 +16,7 @@ def compile_layers(stage: Stage, backend: str) -> None:
 
     Args:
         stage: its layers' forwards are replaced; hooks of data parallelism remain around them.
-        backend: of torch.compile.
+        backend: backend of torch.compile.
     """
     outside: Any = torch.compiler.disable
     for layer in stage.layers.values():

@@ -52,7 +52,7 @@ class Dropout:
     """The dropout of one microbatch.
 
     Attributes:
-        seed: of the run.
+        seed: seed of the run.
         step: optimizer step.
         rows_T: run-wide ids of the tokens of the residual stream on this rank.
         token_ids_BL: run-wide ids of the tokens that are attended to; the last ones attend.

@@ -34,8 +34,8 @@ def init_slice(
         global_shape: shape of the whole parameter.
         slices: one per dim, with a step of 1; they may be empty.
         model: gives the standard deviation.
-        seed: of the run.
-        dtype: of the result; values are made in fp32.
+        seed: seed of the run.
+        dtype: type of the result; values are made in fp32.
     """
     name = canonical_name(model, name)
     spans = [part.indices(size)[:2] for part, size in zip(slices, global_shape, strict=True)]

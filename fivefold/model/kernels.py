@@ -134,7 +134,7 @@ class Padded:
     """A kernel for heads of one size, given values of fewer features than queries and keys.
 
     Attributes:
-        kernel: that computes with values padded by zeros.
+        kernel: kernel that computes with values padded by zeros.
     """
 
     kernel: BlockKernel

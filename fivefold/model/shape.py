@@ -230,7 +230,7 @@ def _size(
 
     Args:
         model: the architecture.
-        kind: of the layer.
+        kind: kind of the layer.
         active: of the experts, count as many as a token is sent to.
         multiplied: count only what is multiplied with: no norms, no biases.
     """

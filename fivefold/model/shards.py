@@ -12,7 +12,7 @@ class Shards:
     """How the rows of a microbatch are divided; the same on every rank.
 
     Attributes:
-        rows: that are divided alike. Packed rows count as one, laid end to end.
+        rows: rows that are divided alike. Packed rows count as one, laid end to end.
         sight: what the queries of a row see.
         chunks: per rank, the spans of a row that it holds, ascending.
     """

@@ -19,7 +19,7 @@ class AdamW:
     as zero, so that what is stepped does not depend on the layout (an expert without a token).
 
     Args:
-        parameters: by global name, plain tensors or DTensors, already on their device.
+        parameters: parameters by global name, plain tensors or DTensors, already on their device.
         config: betas, epsilon and weight decay.
     """
 

@@ -66,7 +66,7 @@ def clip_(
 
     Args:
         grads: plain or DTensor.
-        norm: of all of them.
+        norm: norm of all of them.
         max_norm: above which they are scaled.
         found_inf: where it is 1, gradients stay as they are; None: it is 0.
     """

@@ -25,7 +25,7 @@ def automatic_split(
 
     Args:
         config: model and batch.
-        parallel: with every degree filled in.
+        parallel: parallel section with every degree filled in.
         num_virtual: stages a rank.
         in_a_v: lay the stages there and back again.
 

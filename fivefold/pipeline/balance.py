@@ -81,7 +81,7 @@ def balance(
     Args:
         parts: the model.
         placement: stage -> rank.
-        room: what a rank may hold; None: anything.
+        room: bytes that a rank may hold; None: no limit.
         clock: the time of a step by what each stage takes; None: the loads decide alone.
 
     Raises:
@@ -130,8 +130,8 @@ def schedule_clock(
     Args:
         schedule: a key of `SCHEDULES`; anything else has no order before its costs are known.
         placement: stage -> rank.
-        num_microbatches: of one step.
-        hop: from rank to rank.
+        num_microbatches: microbatches of one step.
+        hop: time from rank to rank.
     """
     if schedule not in SCHEDULES or SCHEDULES[schedule].num_copies > 1:
         return None

@@ -25,7 +25,7 @@ class Cut:
     Attributes:
         parts: the model's pieces, in the times of the study.
         balance: the stages.
-        room: what a rank may hold.
+        room: bytes that a rank may hold.
         layout: the stages in the layout language.
     """
 
@@ -67,8 +67,8 @@ def cut_model(
         study: ranks, stages a rank, and the times F, dX and dW: of a rank on average, or of a
             layer whose stated cost is 1.
         schedule: decides the placement, and what is in flight; None: 1f1b, or interleaved.
-        layout: to be weighed instead.
-        costs: by kind of piece (see `parts.KINDS`); None: in proportion to forward FLOPs.
+        layout: layout to be weighed instead.
+        costs: costs by kind of piece (see `parts.KINDS`); None: in proportion to forward FLOPs.
         measured: times of a piece of each kind, instead of the study's and of `costs`.
         seq_length: tokens of a microbatch.
         memory: bytes that a rank may hold.

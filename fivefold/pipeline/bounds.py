@@ -63,7 +63,7 @@ class Paths:
     Attributes:
         forward: when the input of each stage can be there.
         backward: when the dY of each stage can be there; the end of F on the last stage.
-        tail: from the end of each stage's last B to the end of the step.
+        tail: tail from the end of each stage's last B to the end of the step.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -34,11 +34,11 @@ class Chart:
     """A program against the clock, simulated or measured.
 
     Attributes:
-        title: what it is, in a line.
-        program: whose acts are shown.
+        title: description in a line.
+        program: program whose acts are shown.
         simulation: when they run.
         footprint: what a microbatch of each stage holds.
-        unit: of time: "s" where it was measured, else nothing.
+        unit: unit of time: "s" where it was measured, else nothing.
     """
 
     title: str

@@ -30,11 +30,11 @@ class Costs:
         f: forward of each stage; a recompute costs the same.
         b: dX of each stage.
         w: dW of each stage, all parts together; may be zero.
-        hop: from the end of a producer to the arrival of its message on the next rank.
+        hop: time from the end of a producer to the arrival of its message on the next rank.
         fb: an overlapped pair, by the stage of its forward and of its backward; None: a pair takes
             the sum of its halves.
         copy: moving one microbatch of each stage to host memory, or back; None: no time.
-        scale: of each microbatch, by which all its costs are multiplied; None: 1 each.
+        scale: scale of each microbatch, by which all its costs are multiplied; None: 1 each.
     """
 
     f: tuple[float, ...]
@@ -86,7 +86,7 @@ class Footprint:
     """What a microbatch holds for backward.
 
     Attributes:
-        activations: of each stage (bytes, say); 1 each when None.
+        activations: activations of each stage (bytes, say); 1 each when None.
         freed_by_b: the share that B frees; W frees the rest, in equal parts.
         checkpoint: the share that F keeps where R makes the rest anew.
         offloaded: the share of what F keeps that OFFLOAD moves away.

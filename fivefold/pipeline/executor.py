@@ -65,9 +65,9 @@ class Executor:
         gradients: data parallelism of each of them.
         deferred: where their linears leave weight gradients during a B.
         group: the pipeline group; None for one rank.
-        hidden_shape: of a hidden state between stages, [T or T/tp, H], of a slice where sequences
-            are cut.
-        dtype: of hidden states.
+        hidden_shape: shape of a hidden state between stages, [T or T/tp, H], of a slice where
+            sequences are cut.
+        dtype: type of hidden states.
         device: where stages live.
         observe: told of every compute act, of an FB's halves one by one; what measures a step sets
             it.
@@ -94,8 +94,8 @@ class Executor:
             program: lowered.
             batches: the microbatches, the same on every pipeline rank; of each, one after the
                 other, as many slices as the program has.
-            scale: by which each microbatch's summed loss is multiplied: one over the number of
-                valid tokens of the global batch; a scalar of the device.
+            scale: scale by which each microbatch's summed loss is multiplied: one over the number
+                of valid tokens of the global batch; a scalar of the device.
 
         Returns:
             This rank's part of the loss: a scalar in at least fp32, 0 without the head. Gradients

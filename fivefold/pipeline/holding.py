@@ -16,7 +16,7 @@ def with_recompute(program: Program, stages: Collection[int] | None = None) -> P
 
     Args:
         program: compute-only; lower it afterwards, so that R does not wait for messages.
-        stages: that keep a checkpoint only.
+        stages: stages that keep a checkpoint only.
     """
     wanted = range(program.num_stages) if stages is None else stages
 
@@ -41,7 +41,7 @@ def with_offload(program: Program, stages: Collection[int] | None = None) -> Pro
 
     Args:
         program: compute-only or lowered, after `with_recompute` where both are wanted.
-        stages: whose activations move.
+        stages: stages whose activations move.
     """
     wanted = range(program.num_stages) if stages is None else stages
     ranks = tuple(_with_copies(acts, wanted) for acts in program.ranks)

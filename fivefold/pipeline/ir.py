@@ -80,12 +80,12 @@ class Act:
 
     Attributes:
         kind: what to do.
-        stage: on which stage; for SEND the sender's, for RECV the receiver's, for STEP -1.
+        stage: stage that acts; for SEND the sender's, for RECV the receiver's, for STEP -1.
         mb: microbatch; 0 where it has no meaning (UNSHARD, RESHARD, REDUCE, STEP).
         slice: sequence slice of the microbatch.
         part: which part of a W that is cut up.
         kids: the forward and the backward act of an FB.
-        message: of a SEND or RECV.
+        message: message of a SEND or RECV.
     """
 
     kind: Kind
@@ -121,12 +121,12 @@ class Program:
     Attributes:
         placement: stage -> rank. A message passes where two consecutive stages lie on different
             ranks; on the same rank the tensor is handed over locally.
-        num_microbatches: of one step, on this pipeline.
+        num_microbatches: microbatches of one step, on this pipeline.
         ranks: the acts of each rank, in order.
         messages: empty in the stored, compute-only form; every message once lowered.
         forward_only: an evaluation: no act of the backward pass.
-        num_copies: of the model. With two (bidirectional schedules) the first half of the stages
-            is one copy, the second half the other, and each takes half of the microbatches.
+        num_copies: copies of the model. With two (bidirectional schedules) the first half of the
+            stages is one copy, the second half the other, and each takes half of the microbatches.
     """
 
     placement: tuple[int, ...]

@@ -27,7 +27,8 @@ class SchedulingPolicy:
         forward: rank of each stage's F of each microbatch: the smallest goes first.
         backward: the same for B.
         limit: microbatches in flight on each stage at most, at least 1.
-        patience: of each rank: a pending W is done in a gap of at least this share of its time.
+        patience: patience of each rank: a pending W is done in a gap of at least this share of its
+            time.
     """
 
     forward: Sequence[Sequence[float]]
@@ -42,10 +43,10 @@ class Problem:
 
     Attributes:
         placement: stage -> rank.
-        num_microbatches: of one step.
-        costs: of each stage.
-        cap: on what a rank holds for backward.
-        footprint: what a microbatch holds.
+        num_microbatches: microbatches of one step.
+        costs: costs of each stage.
+        cap: cap on what a rank holds for backward.
+        footprint: bytes that a microbatch holds.
     """
 
     placement: tuple[int, ...]
@@ -79,7 +80,7 @@ class Run:
 
     Attributes:
         makespan: the time of the step; infinite if it came to a dead end.
-        orders: of each rank, (kind index, stage) of each act; its microbatch is the count.
+        orders: orders of each rank, (kind index, stage) of each act; its microbatch is the count.
         times: when each of them starts.
         peaks: what each rank holds at most.
     """
@@ -122,7 +123,7 @@ class ReplayedRun(Run):
 
     Args:
         problem: what is scheduled; its cap does not count.
-        orders: of each rank, (kind index, stage) of all its acts.
+        orders: orders of each rank, (kind index, stage) of all its acts.
     """
 
     def __init__(self, problem: Problem, orders: Sequence[Sequence[tuple[int, int]]]) -> None:
@@ -184,8 +185,8 @@ class ListScheduler(Run):
     Args:
         problem: what to schedule.
         policy: what to prefer.
-        starts: of each rank, (kind index, stage) of its first acts; where they name a W, none is
-            done in the gaps between them. They may lead to a dead end.
+        starts: starts of each rank, (kind index, stage) of its first acts; where they name a W,
+            none is done in the gaps between them. They may lead to a dead end.
     """
 
     def __init__(

@@ -29,14 +29,14 @@ class MeasuredAct:
     """A compute act of a rank of the pipeline.
 
     Attributes:
-        rank: on the pipeline axis.
+        rank: rank on the pipeline axis.
         kind: name of its `Kind`: F, B, W, BW, R; the halves of an FB are written as they ran.
-        stage: of the program.
+        stage: stage of the program.
         mb: microbatch.
         start: seconds, on one clock for all ranks.
         end: seconds.
-        slice: of the sequence.
-        part: of a W that is cut up.
+        slice: slice of the sequence.
+        part: part of a W that is cut up.
     """
 
     rank: int

@@ -23,9 +23,9 @@ class MeasuredPieces:
     """What a run tells.
 
     Attributes:
-        kinds: of `parts.KINDS` those that the model has: seconds for a microbatch.
+        kinds: seconds for a microbatch, of those `parts.KINDS` that the model has.
         hop: seconds of a message between ranks.
-        unexplained: by how much a stage misses the sum of its pieces at most, over the longest.
+        unexplained: share by which a stage misses the sum of its pieces at most, of the longest.
     """
 
     kinds: Mapping[str, ModelPart]
@@ -58,7 +58,7 @@ def measured_pieces(
     Args:
         model: what ran.
         stages: what each stage of one copy of it held.
-        costs: of those stages.
+        costs: costs of those stages.
 
     Raises:
         ConfigError: the stages do not tell the kinds apart.

@@ -22,8 +22,8 @@ class Mail:
 
     Args:
         group: the pipeline group; None for one rank.
-        hidden_shape: of a hidden state between stages, [T, H].
-        dtype: of hidden states.
+        hidden_shape: shape of a hidden state between stages, [T, H].
+        dtype: type of hidden states.
         device: where stages live.
     """
 

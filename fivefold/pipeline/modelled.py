@@ -33,7 +33,7 @@ def modelled_problem(
         seq_length: tokens per sequence.
         stages: what each holds.
         placement: stage -> rank.
-        num_microbatches: of one step.
+        num_microbatches: microbatches of one step.
         limit: activations that a rank may hold, in microbatches' shares of 1/P of the layers;
             None: P, which is what 1F1B's first rank holds.
 

@@ -34,7 +34,7 @@ class HostStore:
     once; both as the simulator has it.
 
     Args:
-        pieces: that will be offloaded.
+        pieces: pieces that will be offloaded.
         device: where activations live.
     """
 
@@ -65,7 +65,7 @@ class HostStore:
         Args:
             piece: the one.
             also: the input of the stage, which is kept, too.
-            stay: whose storages belong to others: parameters, the batch, messages.
+            stay: tensors whose storages belong to others: parameters, the batch, messages.
         """
         kept = self._kept[piece]
         if also is not None:

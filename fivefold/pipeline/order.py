@@ -16,9 +16,9 @@ class Order:
     Attributes:
         schedule: a key of `SCHEDULES`, unless it is searched for.
         placement: stage -> rank.
-        num_microbatches: of a step.
+        num_microbatches: microbatches of a step.
         group_size: as `build_program` has it.
-        num_slices: of each sequence.
+        num_slices: slices of each sequence.
         problem: what the schedule is searched for; None: it is not.
     """
 

@@ -29,8 +29,8 @@ class ModelPart:
 
     Attributes:
         f: time of its forward for a microbatch, in any unit.
-        b: of its dX.
-        w: of its dW.
+        b: time of its dX.
+        w: time of its dW.
         state: memory it takes whatever runs.
         held: memory that each microbatch in flight takes.
     """
@@ -65,7 +65,7 @@ class Parts:
 
     Attributes:
         embedding: goes to the first stage.
-        layers: in order.
+        layers: layers in order.
         prediction: each layer of multi-token prediction; they stay together, after the layers.
         head: final norm, output layer and loss; goes to the last stage.
     """
@@ -156,7 +156,7 @@ def stated_parts(
     Args:
         kinds: "dense" or "moe", of each layer.
         num_predictions: layers of multi-token prediction.
-        costs: of `KINDS`, those that differ from one layer (nothing for embedding and head).
+        costs: costs of `KINDS`, those that differ from one layer (nothing for embedding and head).
         times: F, dX and dW of a piece whose cost is 1.
     """
 

@@ -23,7 +23,7 @@ class Recorder:
 
     Args:
         group: the pipeline group; None for one rank. Every rank of it must record.
-        device: of this rank.
+        device: device of this rank.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -53,9 +53,9 @@ def check_groups_used(parallel: ParallelConfig, num_virtual: int, mistakes: Mist
     """Groups of microbatches are for ranks that have a stage to go on to.
 
     Args:
-        parallel: what is asked for.
+        parallel: parallel section that is asked for.
         num_virtual: stages a rank.
-        mistakes: what is wrong is added here.
+        mistakes: collection to which every mistake is added.
     """
     name = "microbatch_group_size_per_virtual_pipeline_stage"
     size, schedule = getattr(parallel, name), resolved_schedule(parallel, num_virtual)
@@ -77,9 +77,9 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
     """What only some schedules have: slices, pairs, a limit to search under, stages kept gathered.
 
     Args:
-        config: what is asked for.
+        config: configuration that is asked for.
         parallel: its degrees, with every inferred one filled in.
-        mistakes: what is wrong is added here.
+        mistakes: collection to which every mistake is added.
     """
     slices = parallel.num_sequence_slices
     length, tp = config.training.seq_length, parallel.tensor_model_parallel_size
@@ -126,8 +126,8 @@ def check_order(parallel: ParallelConfig, mistakes: Mistakes) -> None:
     """What the order of the schedule that is asked for leaves without effect, or cannot do without.
 
     Args:
-        parallel: what is asked for.
-        mistakes: what is wrong is added here.
+        parallel: parallel section that is asked for.
+        mistakes: collection to which every mistake is added.
     """
     schedule = parallel.pipeline_schedule
     if parallel.num_sequence_slices == 1 and schedule == "sliced_1f1b":

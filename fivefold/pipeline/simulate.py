@@ -59,8 +59,8 @@ class Simulation:
 
     Attributes:
         timeline: the compute acts of each rank.
-        makespan: from the first start to the last end over all ranks: the time of a step that ends
-            with something global, such as a gradient norm ("flush").
+        makespan: makespan from the first start to the last end over all ranks: the time of a step
+            that ends with something global, such as a gradient norm ("flush").
         span: the longest time between the first start and the last end of one rank, the measure
             in which zero-bubble papers report; never more than the makespan.
         peaks: microbatches in flight on each rank at most, counted by stage (see
@@ -252,8 +252,8 @@ def memory_curve(
 
     Args:
         program: the one that was simulated.
-        simulation: of the program.
-        footprint: what a microbatch holds.
+        simulation: simulation of the program.
+        footprint: bytes that a microbatch holds.
 
     Returns:
         (time, held) of every change, in order of time.

@@ -29,7 +29,7 @@ class Split:
     """The model as stages, and the stages on ranks.
 
     Attributes:
-        stages: in model order.
+        stages: stages in model order.
         placement: stage -> pipeline rank.
     """
 

@@ -18,7 +18,7 @@ class SteadyState:
     """The regular middle of a program.
 
     Attributes:
-        microbatches: that a round has.
+        microbatches: microbatches that a round has.
         period: time of a round.
     """
 

@@ -28,13 +28,13 @@ class Study:
     """What to schedule.
 
     Attributes:
-        num_ranks: of the pipeline.
-        num_microbatches: of one step.
+        num_ranks: ranks of the pipeline.
+        num_microbatches: microbatches of one step.
         times: F, dX and dW of a rank for one microbatch, shared equally by its stages.
-        hop: from the end of an act to the arrival of what it made on the next rank.
+        hop: time from the end of an act to the arrival of what it made on the next rank.
         cap: microbatches that a rank may hold for backward; a stage of V counts 1/V.
         num_chunks: stages of a rank; None: what the schedule needs, or two.
-        num_slices: of a sequence.
+        num_slices: slices of a sequence.
         placement: stage -> rank, where a model is cut; else the schedule's.
         stages: what each of its stages takes; else equal shares of `times`.
     """
@@ -88,9 +88,9 @@ class StudyResult:
     """A schedule on a study.
 
     Attributes:
-        name: of the schedule.
+        name: name of the schedule.
         chart: its program against the clock.
-        costs: of each stage.
+        costs: costs of each stage.
         bound: no program on this placement is faster.
         dx_first: the makespan where each dX leaves before dW is computed; of a schedule whose
             backwards are in two halves already, its own.

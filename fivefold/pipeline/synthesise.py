@@ -76,7 +76,7 @@ class _Recipe:
         style: which F or B goes first.
         stretch: microbatches in flight on a stage, in those that its round trip takes.
         extra: and so many more, for each stage.
-        patience: of each rank.
+        patience: patience of each rank.
         seed: the fixed schedule that is kept at first, if any.
         left: but for so long before its end, in the time a rank needs for one microbatch.
         weights: whether its W's are kept, too.
@@ -101,7 +101,7 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
     Args:
         problem: placement, costs, microbatches and memory cap.
         effort: how many acts may be scheduled in search, at about 3 microseconds each.
-        seed: of the hill climbing.
+        seed: seed of the hill climbing.
 
     Raises:
         ConfigError: not even one microbatch fits.
@@ -267,7 +267,7 @@ class _RecipeSearch:
     Args:
         problem: what to schedule.
         effort: acts that may be scheduled.
-        random: of the climbing.
+        random: random of the climbing.
         seeds: fixed schedules that may be begun with: a few microbatches suit some that all of them
             do not.
     """

@@ -78,20 +78,20 @@ class Cluster:
     """Machines of one kind.
 
     Attributes:
-        name: for people.
-        gpu: of every kind the same.
-        num_gpus: in all.
-        gpus_per_node: that reach each other over `node_link` (the NVLink domain).
+        name: name for people.
+        gpu: GPU, all of one kind.
+        num_gpus: GPUs in all.
+        gpus_per_node: GPUs that reach each other over `node_link` (the NVLink domain).
         node_link: inside a node.
         network_link: between nodes, a GPU's share of its node's network.
         host_bandwidth: bytes/s between a GPU and its host's memory, each way.
-        reserved_bytes: of device memory that the driver, NCCL and fragmentation keep.
-        jitter: of a step, the standard deviation of one GPU's time; every step waits for the
+        reserved_bytes: bytes of device memory that the driver, NCCL and fragmentation keep.
+        jitter: jitter of a step, the standard deviation of one GPU's time; every step waits for the
             slowest of all GPUs, sqrt(2 ln n) of it later.
         host_operation: seconds in which the host issues one operation of the framework; where many
             small ones follow each other, as in layers with experts, the GPU waits for it.
         interruptions_per_gpu_day: unexpected ends of a job; None: not known.
-        price_per_gpu_hour: in any currency; None: not known.
+        price_per_gpu_hour: price in any currency; None: not known.
     """
 
     name: str

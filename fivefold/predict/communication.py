@@ -20,7 +20,7 @@ class GroupSpan:
 
     Attributes:
         size: ranks.
-        inner: of them in one node.
+        inner: ranks of the group in one node.
     """
 
     size: int
@@ -73,7 +73,7 @@ def all_to_all(cluster: Cluster, group: GroupSpan, inside: float, across: float)
     """Seconds in which every rank sends to all others; both kinds of link work at once.
 
     Args:
-        cluster: with the links.
+        cluster: cluster with the links.
         group: the ranks.
         inside: bytes that a rank sends to ranks of its node.
         across: bytes that it sends to other nodes.
@@ -97,7 +97,7 @@ def token_copies(model: ModelConfig, group: GroupSpan, dispatcher: str) -> tuple
     alltoall sends one to each expert; flex one to each rank, and one to each node.
 
     Args:
-        model: with the experts.
+        model: model with the experts.
         group: over which they are spread.
         dispatcher: a value of moe_token_dispatcher_type.
     """

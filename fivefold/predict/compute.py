@@ -65,12 +65,12 @@ def matmul(
     """Seconds of `batch` multiplications [m, k] x [k, n] that run as one kernel.
 
     Args:
-        gpu: on which.
+        gpu: GPU that computes.
         m: rows of the result.
         n: columns of the result.
         k: depth.
-        precision: of the operands: bf16, fp8, fp4, fp32, fp64.
-        batch: of equal multiplications (a grouped one, of experts).
+        precision: precision of the operands: bf16, fp8, fp4, fp32, fp64.
+        batch: batch of equal multiplications (a grouped one, of experts).
         result: bytes that an element of the result is read and written with.
     """
     if not min(m, n, k, batch):
@@ -109,7 +109,7 @@ def attention_share(length: int, head: float) -> float:
     (Shah et al., 2024).
 
     Args:
-        length: of the queries that a kernel sees, in tokens.
+        length: length of the queries that a kernel sees, in tokens.
         head: features of a head, the mean of queries' and values'.
     """
     multiplied = head / (head + _EXPONENTIAL) * (128 + _EXPONENTIAL) / 128
@@ -122,10 +122,11 @@ def attention(
     """Seconds of fused attention; its backward does 2.5 times the arithmetic.
 
     Args:
-        gpu: on which.
-        flops: of the forward, as done: causal attention counts half.
-        length: of the queries that a kernel sees, in tokens.
-        precision: of its operands, which 8- and 4-bit training leaves alone: bf16, fp32, fp64.
+        gpu: GPU that computes.
+        flops: FLOPs of the forward, as done: causal attention counts half.
+        length: length of the queries that a kernel sees, in tokens.
+        precision: precision of its operands, which 8- and 4-bit training leaves alone: bf16, fp32,
+            fp64.
         head: features of a head, the mean of queries' and values'.
     """
     peak = gpu.peak.of(precision) * attention_share(length, head)
@@ -140,11 +141,11 @@ def score_matrices(
     """Attention with its [S, S] scores in memory: products, masked softmax, dropout.
 
     Args:
-        gpu: on which.
-        batch: of matrices: sequences times heads.
-        length: of a sequence, in tokens.
+        gpu: GPU that computes.
+        batch: batch of matrices: sequences times heads.
+        length: length of a sequence, in tokens.
         dims: features of a head of queries, and of values.
-        precision: of the operands.
+        precision: precision of the operands.
     """
     query, value = dims
     scores = matmul(gpu, length, length, query, precision, batch)

@@ -29,12 +29,13 @@ class ContextWay:
     """One way on one layout, for a layer and microbatch.
 
     Attributes:
-        kind: of communication.
+        kind: kind of communication.
         sizes: ranks of the inner and outer group of a2a+p2p.
         sent: bytes that a rank sends.
         attention: seconds of attention itself.
         exposed: seconds of communication that nothing hides.
-        tokens: of a sequence that a rank must have for a ring to hide its forward hops; 0: no ring.
+        tokens: tokens of a sequence that a rank must have for a ring to hide its forward hops; 0:
+            no ring.
     """
 
     kind: CpCommType
@@ -92,7 +93,7 @@ def legal_ways(
     """Kinds of communication with sizes of their groups that the rules let pass.
 
     Args:
-        config: with the degrees.
+        config: configuration with the degrees.
         given: names of the settings that stay as they are.
     """
     parallel, cp = config.parallel, config.parallel.context_parallel_size
@@ -120,10 +121,10 @@ def context_way(
     """What a way of communication costs a layer of a layout.
 
     Args:
-        config: with the degrees.
-        cluster: on what.
-        kind: of communication.
-        sizes: of a2a+p2p.
+        config: configuration with the degrees.
+        cluster: cluster that runs it.
+        kind: kind of communication.
+        sizes: sizes of a2a+p2p.
     """
     cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
     inner = {"a2a": cp, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)

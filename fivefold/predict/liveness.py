@@ -61,7 +61,7 @@ def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
     """What each pipeline rank holds.
 
     Args:
-        layout: whose schedule runs.
+        layout: layout whose schedule runs.
         splits_backward: whether dX leaves before dW is computed.
     """
     order = layout.order(_enough(layout))

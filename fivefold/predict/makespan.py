@@ -52,9 +52,9 @@ class Timetable:
     """A program as levels of rows to be walked once, after two rows for `_START` and `_NOTHING`.
 
     Attributes:
-        program: of which.
+        program: program that is estimated.
         kinds: an act of every cost that occurs.
-        levels: in order.
+        levels: levels in order.
     """
 
     program: Program
@@ -195,9 +195,9 @@ class Clock:
     """Tells the times of a layout's program, of which no more than a few rounds are walked.
 
     Attributes:
-        schedule: of the program.
-        group: of microbatches, where the settings give one.
-        microbatches: of the program.
+        schedule: schedule of the program.
+        group: group of microbatches, where the settings give one.
+        microbatches: microbatches of the program.
         tables: shorter programs and how often each counts: the sum is what the program takes.
     """
 
@@ -215,7 +215,7 @@ class Clock:
         that was searched for repeats nothing: all of it is walked.
 
         Args:
-            layout: whose pairs overlap where experts' messages are to hide in them.
+            layout: layout whose pairs overlap where experts' messages are to hide in them.
             eager: whether a dX leaves before its dW is computed.
         """
         parallel, placement = layout.config.parallel, layout.split.placement

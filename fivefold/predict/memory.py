@@ -29,9 +29,9 @@ class RankMemory:
     """The peak of one pipeline rank.
 
     Attributes:
-        pp_rank: which one.
-        phase: of the step in which the peak falls.
-        act: that runs then, in words.
+        pp_rank: pipeline rank that is described.
+        phase: phase of the step in which the peak falls.
+        act: act that runs then, in words.
         parts: what the peak is made of; they add up to it.
         phases: peak of each phase of the step.
         host: bytes in host memory, at most: optimizer state and activations that are offloaded.
@@ -55,9 +55,9 @@ class MemoryPrediction:
     """The peaks of all pipeline ranks.
 
     Attributes:
-        ranks: in order.
-        reserved: of the device, by the driver, NCCL and fragmentation.
-        capacity: of the device.
+        ranks: ranks in order.
+        reserved: bytes of the device that the driver, NCCL and fragmentation keep.
+        capacity: bytes of the device.
     """
 
     ranks: tuple[RankMemory, ...]
@@ -100,9 +100,9 @@ def peak_memory(
     """The memory that each pipeline rank needs.
 
     Args:
-        layout: of the run.
-        cluster: whose devices hold it.
-        policy: of the framework that runs it; None: Fivefold, which also sends dX before it
+        layout: layout of the run.
+        cluster: cluster whose devices hold it.
+        policy: policy of the framework that runs it; None: Fivefold, which also sends dX before it
             computes dW where it can.
         imbalance: tokens of the fullest rank's experts, over their even share.
     """

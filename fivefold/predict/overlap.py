@@ -39,10 +39,10 @@ def pair_seconds(
     """Seconds of each stage's forward beside each stage's backward, as `Costs.fb` has them.
 
     Args:
-        gpu: on which.
-        costs: of each half alone.
-        kinds: of the stages; those of a kind take the same time.
-        layers: of each kind.
+        gpu: GPU that computes.
+        costs: costs of each half alone.
+        kinds: kinds of the stages; those of a kind take the same time.
+        layers: layers of each kind.
     """
     at = {kind: stage for stage, kind in enumerate(kinds)}
 
@@ -78,9 +78,9 @@ def cuts(forward: V, dx: V, dw: V, sent: V, returned: V) -> tuple[V, V, V, V]:
 
     Args:
         forward: seconds of its computation; one number each, or arrays of them.
-        dx: of the backward's computation.
-        dw: of that of the weights' gradients.
-        sent: of the forward's messages.
-        returned: of the backward's messages.
+        dx: time of the backward's computation.
+        dw: time of the weights' gradients.
+        sent: time of the forward's messages.
+        returned: time of the backward's messages.
     """
     return sent + returned, sent + forward + dw, dx + dw + returned, forward + dx + dw

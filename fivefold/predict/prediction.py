@@ -36,16 +36,16 @@ class Prediction:
     """What the planner expects of a layout.
 
     Attributes:
-        layout: of which.
-        cluster: on what.
-        software: run by what.
-        costs: of the pipeline program's acts, in seconds.
+        layout: layout that is estimated.
+        cluster: cluster that runs it.
+        software: software that runs it.
+        costs: costs of the pipeline program's acts, in seconds.
         step_time: seconds of a step.
         low: and `high`: the step takes between them with a probability of 80 %.
         parts: the waterfall: seconds that add up to step_time.
-        model_flops: of a step, forward and backward: causal attention counts half, nothing is
-            added for recomputation (`model.shape`).
-        notes: in what the layout lies outside of what the planner was fitted on.
+        model_flops: model FLOPs of a step, forward and backward: causal attention counts half,
+            nothing is added for recomputation (`model.shape`).
+        notes: ways in which the layout lies outside of what the planner was fitted on.
     """
 
     layout: Layout

@@ -31,7 +31,7 @@ class Goodput:
         checkpoint: seconds that writing a checkpoint stops training.
         restart: seconds from an interruption to training again.
         interval: seconds of training between two checkpoints.
-        share: of the wall-clock time that goes into training that counts, 0 to 1.
+        share: share of the wall-clock time that goes into training that counts, 0 to 1.
     """
 
     mtbf: float
@@ -61,7 +61,7 @@ def goodput(
     between interruptions, M e^(R/M) (e^((tau + delta)/M) - 1) seconds on average.
 
     Args:
-        devices: that must all work.
+        devices: devices that must all work.
         checkpoint: delta, the seconds that a checkpoint stops training.
         interval: tau, the seconds of training between checkpoints; None: the best.
         restart: R, the seconds from an interruption to training again.

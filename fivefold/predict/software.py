@@ -19,7 +19,7 @@ class Software:
             sums dX behind dW; otherwise X is kept whole, and the sum is exposed.
         eager_dx: the gradient of a stage's input leaves before that of its weights is computed;
             None: as the layout says (`Layout.defers_weights`).
-        gradient_bytes: of a gradient on the wire; None: as the settings say.
+        gradient_bytes: bytes of a gradient on the wire; None: as the settings say.
         reduces_once: with a pipeline, parameters are gathered and gradients reduced once a step,
             however they are sharded; Fivefold does so for each microbatch under ZeRO-2 and ZeRO-3.
         joins_linears: queries, keys and values are one multiplication, and a gated MLP's two

@@ -30,13 +30,13 @@ class ActPoint:
     """A point of time in an act, by what is there beyond, or no longer, at the act's start.
 
     Attributes:
-        where: in words.
-        activations: that are freed by then (negative), of those kept or made anew.
-        loss: that is freed by then (negative).
+        where: description in words.
+        activations: activations that are freed by then (negative), of those kept or made anew.
+        loss: loss that is freed by then (negative).
         remade: activations made anew.
         working: gradients of activations, and what the loss computes.
-        gradients: of weights, on their way to the accumulated ones.
-        waiting: for their weight gradients, where these are computed later.
+        gradients: gradients of weights, on their way to the accumulated ones.
+        waiting: bytes that wait for their weight gradients, where these are computed later.
     """
 
     where: str
@@ -63,9 +63,9 @@ class StageBytes:
         loss: the same, of logits and what else the loss keeps.
         remade: what R makes anew.
         waiting: between B and W.
-        buffers: of communication, while an act runs.
-        moved: to host memory, between forward and backward.
-        points: of each kind of act.
+        buffers: buffers of communication, while an act runs.
+        moved: bytes moved to host memory between forward and backward.
+        points: points of each kind of act.
     """
 
     kept: float

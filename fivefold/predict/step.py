@@ -40,8 +40,8 @@ def predict(layout: Layout, cluster: Cluster, software: Software | None = None) 
 
     Args:
         layout: checked, if only with `planned=True`.
-        cluster: with as many GPUs as the layout has ranks, or more.
-        software: that runs it; None: Fivefold.
+        cluster: cluster with as many GPUs as the layout has ranks, or more.
+        software: software that runs it; None: Fivefold.
     """
     (prediction,) = predict_all([layout], cluster, software)
     return prediction
@@ -57,8 +57,8 @@ def predict_all(
 
     Args:
         layouts: checked, if only with `planned=True`.
-        cluster: with as many GPUs as the layouts have ranks, or more.
-        software: that runs them; None: Fivefold.
+        cluster: cluster with as many GPUs as the layouts have ranks, or more.
+        software: software that runs them; None: Fivefold.
         blocks: as `LayerTimes` shares them.
     """
     predictors = [_Predictor(each, cluster, software or Software(), blocks) for each in layouts]

@@ -24,10 +24,10 @@ def update_seconds(
     """Seconds of a rank's update on its device.
 
     Args:
-        cluster: on what.
+        cluster: cluster that runs it.
         policy: what is kept of a parameter, and where.
-        parameters: whose state the rank keeps.
-        kernels: that are launched.
+        parameters: parameters whose state the rank keeps.
+        kernels: kernels that are launched.
     """
     kept = (1 - policy.offloaded) * TRAFFIC + policy.offloaded * NORM
     return elementwise(cluster.gpu, parameters * kept, kernels)

@@ -23,7 +23,7 @@ class Framework:
             the backward.
         overlaps_gather: whether parameters are gathered beside the next forward.
         fp8_recipe: where the row does not name one.
-        expert_settings: of models with experts.
+        expert_settings: settings of models with experts.
         microbatch_a_rank: whether, unless told, a step has a microbatch for each pipeline rank.
         divide: configuration and number of stages -> their layout; None: even ones where layers
             divide.

@@ -43,8 +43,8 @@ class Scored:
     """A row, and what the planner says of it.
 
     Attributes:
-        row: of the file.
-        prediction: of the fastest of its configurations that fit.
+        row: row of the file.
+        prediction: prediction of the fastest of its configurations that fit.
         measured: seconds of a step.
         complete: the row says micro-batch, stages and recomputation.
         memory: predicted and measured bytes of what was reported; None where that was nothing.
@@ -110,9 +110,9 @@ class Ranking:
     """How well a source's sweeps are put in order: runs of one model on one kind of GPU.
 
     Attributes:
-        source: of the sweeps.
-        sweeps: of at least three runs each.
-        pairs: of runs of the same sweep.
+        source: source of the sweeps.
+        sweeps: sweeps of at least three runs each.
+        pairs: pairs of runs of the same sweep.
         tau: Kendall's over these pairs, of predicted against measured tokens per second and GPU.
         regret: how much slower, at most, the run that the planner puts first is than the best one.
     """
@@ -129,7 +129,7 @@ class ScoreReport:
     """All of it.
 
     Attributes:
-        rows: that could be predicted.
+        rows: rows that could be predicted.
         skipped: those that could not, and why.
         failed: runs that were out of memory, and whether that was predicted.
     """
@@ -262,7 +262,7 @@ def report(path: Path, hardware: Hardware = cluster_of) -> ScoreReport:
     """The score on a file of published runs.
 
     Args:
-        path: of a CSV with the columns of `row.COLUMNS`.
+        path: path of a CSV with the columns of `row.COLUMNS`.
         hardware: the cluster of a row, where it is not the preset.
 
     Raises:

@@ -43,7 +43,7 @@ class Torchtitan(Replay):
         """As given.
 
         Args:
-            layout: of the run.
+            layout: layout of the run.
             pp_rank: of the rank.
             capacity: bytes of the device that are left to the allocator.
             compiled: whether layers are.

@@ -207,7 +207,7 @@ class Cells:
     Args:
         space: the candidates, of which there may be none.
         count: numbers of each part.
-        parts: whose numbers are added up.
+        parts: parts whose numbers are added up.
     """
 
     def __init__(self, space: Space, count: int, *parts: Summand) -> None:

@@ -41,7 +41,7 @@ class Ledger:
     Attributes:
         work: acts that may still be built, swept and walked.
         found: layouts that fit, with their times.
-        rejected: that do not fit, with the least that they would take.
+        rejected: layouts that do not fit, with the least that they would take.
         timed: programs' times that were computed.
         looks: layouts whose memory was swept.
         blocks: times of modules, for all layouts of the search.
@@ -77,9 +77,9 @@ class Frontier:
 
     Args:
         request: the question.
-        space: whose memory bounds allow them to fit.
-        bounds: of their times.
-        ledger: to which looks are added.
+        space: space whose memory bounds allow them to fit.
+        bounds: bounds of their times.
+        ledger: ledger to which looks are added.
     """
 
     def __init__(self, request: Request, space: Space, bounds: TimeBound, ledger: Ledger) -> None:
@@ -99,7 +99,7 @@ class Frontier:
         """Look until no bound is below the best, or the work is used up.
 
         Args:
-            rows: to look at; None: all.
+            rows: rows to look at; None: all.
         """
         here = np.arange(len(self.space)) if rows is None else rows
         while len(here) and not self.ledger.spent:
@@ -115,7 +115,7 @@ class Frontier:
         """Look for the fastest of some rows that allocates no more than so many bytes, for a while.
 
         Args:
-            rows: of the space.
+            rows: rows of the space.
             size: bytes of the fullest rank.
         """
         until = self.ledger.work - TO_TRADE
@@ -223,7 +223,7 @@ def layout_of(space: Space, row: int, *, sharded: bool = True) -> Layout:
 
     Args:
         space: the candidates.
-        row: of the space.
+        row: row of the space.
         sharded: False: without what sharding adds to every microbatch.
     """
     config = space.config_of(row)

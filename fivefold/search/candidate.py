@@ -18,7 +18,7 @@ class Candidate:
     """A layout that was looked at closely.
 
     Attributes:
-        layout: of which.
+        layout: layout that is estimated.
         memory: what each pipeline rank needs.
         prediction: its time; None: it does not fit, and was not timed.
         bound: seconds that it takes at least; for layouts that were not enumerated, its time.
@@ -70,7 +70,7 @@ def evaluate(
 
     Args:
         request: where it would run.
-        config: of the layout.
+        config: configuration of the layout.
         always: predict its time even if it does not fit.
         layout: what `config` means, if that is known.
         blocks: as `LayerTimes` shares them.

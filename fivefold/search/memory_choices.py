@@ -19,8 +19,8 @@ class MemoryChoice:
     """One set of memory techniques.
 
     Attributes:
-        name: for people.
-        settings: that ask for it.
+        name: name for people.
+        settings: settings that ask for it.
         is_full: whether it repeats whole layers.
         base: the number of the choice to which it only adds offloading, and so no time less.
     """

@@ -49,7 +49,7 @@ class Way:
         pp: pipeline ranks.
         schedule: a key of `SCHEDULES`.
         split: the stages.
-        settings: that ask for it.
+        settings: settings that ask for it.
     """
 
     pp: int

@@ -30,7 +30,7 @@ class Request:
     Attributes:
         config: the model and the batch; of the layout, what was given.
         given: names of layout settings that must stay as `config` has them.
-        cluster: on what.
+        cluster: cluster that runs it.
         assumes: names of settings that nobody gave, and that the cluster decides.
     """
 
@@ -111,8 +111,8 @@ def request(
     that is left to the search.
 
     Args:
-        config: with everything that was given.
-        cluster: on what to plan.
+        config: configuration with everything that was given.
+        cluster: cluster to plan for.
         by_flag: names of the settings that flags gave.
         by_recipe: names of those that a recipe gave.
 

@@ -52,13 +52,13 @@ class SearchResult:
         found: layouts that fit, the best first.
         rejected: promising ones that do not fit.
         legal: layouts that were enumerated.
-        bounded: of them, those near enough to the best for bounds on memory and time.
-        too_large: of these, those whose memory bound exceeds the device.
+        bounded: layouts near enough to the best for bounds on memory and time.
+        too_large: layouts whose memory bound exceeds the device.
         timed: pipeline programs that were timed, event by event.
         looked_at: layouts whose memory was swept.
         gap: share by which a layout that was not looked at could at most be faster than the best.
         smallest: bytes that the smallest of the legal layouts needs at least, if none fits.
-        seconds: that the search took.
+        seconds: seconds that the search took.
     """
 
     request: Request

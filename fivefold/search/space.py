@@ -39,12 +39,12 @@ class Space:
     Attributes:
         config: the model, the batch and every setting that is not searched.
         world: devices.
-        ways: that the column `way` counts.
+        ways: ways that the column `way` counts.
         memory: recompute and offload choices that the column `memory` counts.
         columns: tp, sp, cp, pp, dp, ep, etp, mbs, microbatches, strategy, instances, way, memory,
             and pairs: whether experts' messages hide behind the other half of a pair.
         context: (tp, cp, mbs) -> settings of the way in which context parallelism communicates.
-        dispatcher: of tokens, where experts are spread; None: as `config` has it.
+        dispatcher: dispatcher of tokens, where experts are spread; None: as `config` has it.
     """
 
     config: Config

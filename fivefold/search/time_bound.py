@@ -193,8 +193,8 @@ def _exposed(
         space: the candidates.
         work: seconds of a rank's forwards and backwards.
         moves: seconds to gather its parameters and to reduce its gradients.
-        layers: that it holds.
-        cluster: on what.
+        layers: layers that it holds.
+        cluster: cluster that runs it.
     """
     slowdown, parallel = cluster.gpu.overlap_slowdown, space.config.parallel
     (forward, backward), (gathered, reduced) = work, moves

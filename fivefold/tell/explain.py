@@ -103,8 +103,8 @@ class Sensitivity:
     """What another cluster would change.
 
     Attributes:
-        change: of the cluster, in words.
-        seconds: of a step of the best layout there.
+        change: change of the cluster, in words.
+        seconds: seconds of a step of the best layout there.
         candidate: that layout.
         moves: whether it is another layout than the best here.
         untrained: whether Fivefold's own trainer lacks what changes.

@@ -203,11 +203,11 @@ class Cost:
     """What a training run takes.
 
     Attributes:
-        tokens: that are trained on.
-        steps: of the global batch.
-        seconds: of computing, no interruption counted.
-        gpu_hours: of that time.
-        price: of the GPU hours, interruptions included; None: the cluster has no price.
+        tokens: tokens that are trained on.
+        steps: steps of the global batch.
+        seconds: seconds of computing, no interruption counted.
+        gpu_hours: GPU hours of that time.
+        price: price of the GPU hours, interruptions included; None: the cluster has no price.
         goodput: what interruptions leave; None: the cluster has no rate of them.
     """
 

@@ -20,8 +20,8 @@ class Work:
     """A dW computation that waits.
 
     Attributes:
-        parameters: to whose `grad` it adds. The objects that the forward used: FSDP2 puts others
-            in their place between forward and W.
+        parameters: parameters to whose `grad` it adds. The objects that the forward used: FSDP2
+            puts others in their place between forward and W.
         add: does it.
     """
 
@@ -73,8 +73,8 @@ def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> N
 
     Args:
         parameter: plain tensor or DTensor.
-        grad: in the shape of the parameter's local part, or of its `rows`.
-        rows: of the local part to which the gradient belongs; None: all.
+        grad: gradient in the shape of the parameter's local part, or of its `rows`.
+        rows: rows of the local part to which the gradient belongs; None: all.
     """
     held = parameter.grad
     if held is not None:

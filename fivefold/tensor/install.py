@@ -41,7 +41,7 @@ def install_tensor_parallel(
 
     Args:
         stage: plain.
-        groups: of this rank.
+        groups: groups of this rank.
         sequence_parallel: whether norms and residuals work on this rank's tokens only.
         deferred: where linears leave weight gradients.
         dims: which dim of each parameter the ranks split; None: each holds all of it.

@@ -39,7 +39,7 @@ class ColumnParallel:
     parallelism the input is saved as its shard and gathered again in the backward.
 
     Attributes:
-        group: of tensor parallelism; None for one rank.
+        group: group of tensor parallelism; None for one rank.
         sequence_parallel: whether the input arrives sharded along the tokens.
         deferred: where weight gradients go while a backward defers them.
         rows: per linear, the rows of its (replicated) weight that this rank uses, or None for all;

@@ -23,7 +23,7 @@ class VocabularyLookup:
     """The `lookup` seam: each rank looks up the tokens whose rows it holds, then all are summed.
 
     Attributes:
-        group: of tensor parallelism; None for one rank, which holds every row.
+        group: group of tensor parallelism; None for one rank, which holds every row.
         sequence_parallel: whether the result leaves sharded along the tokens.
         deferred: where the gradient of the rows goes while a backward defers it.
     """

@@ -49,12 +49,12 @@ class Console:
     """Prints a run for one person; a Sink for metrics.
 
     Args:
-        total_steps: that the run will have done at its end.
+        total_steps: steps that the run will have done at its end.
         device: what a rank is called in the column titles, "gpu" or "rank".
         peak_known: there is an MFU to show.
         log_interval: steps between lines.
         stream: where to; whether it is a terminal decides on colour and progress bar.
-        width: of the lines; the terminal's if None.
+        width: width of the lines; the terminal's if None.
     """
 
     def __init__(

@@ -30,9 +30,9 @@ class StepResult:
 
     Attributes:
         loss: mean over the global batch's valid tokens.
-        grad_norm: of the global gradient before clipping; NaN, too, if a parameter or a copy of a
-            gradient is not finite on any rank.
-        lr: that the step was taken with.
+        grad_norm: norm of the global gradient before clipping; NaN, too, if a parameter or a copy
+            of a gradient is not finite on any rank.
+        lr: learning rate that the step was taken with.
         tokens: valid tokens of the global batch.
         votes: how many ranks asked to stop after this step.
     """
@@ -84,7 +84,7 @@ class Engine:
 
     Args:
         layout: the checked configuration.
-        rank: of this process.
+        rank: rank of this process.
         device: where its model lives.
     """
 

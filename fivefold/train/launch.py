@@ -95,7 +95,8 @@ def launch_local(
         describe: rank -> its coordinates, such as "PP(1) DP(0) CP(0) TP(1)".
         errors_folder: where `rank-N.txt` with the full traceback of rank N is written. If None,
             the traceback of the first cause is printed.
-        threads: of each rank, unless OMP_NUM_THREADS says otherwise; None: its share of the cores.
+        threads: threads of each rank, unless OMP_NUM_THREADS says otherwise; None: its share of the
+            cores.
 
     Returns:
         0 if every rank returned 0 or None; 2 after a ConfigError; 128 + signal if killed; else 1

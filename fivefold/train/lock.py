@@ -51,7 +51,7 @@ class Owner:
     Attributes:
         host: name of the machine.
         machine: the same, but different for every boot of every machine.
-        pid: of the process that was started, the parent of the ranks or the first of them.
+        pid: pid of the process that was started, the parent of the ranks or the first of them.
         since: when, for people.
         begun: every check has passed, and the folder is being written.
     """
@@ -92,7 +92,7 @@ class RunLock:
     is then removed, and a dead owner's lock is put back as it was found.
 
     Attributes:
-        folder: that is owned.
+        folder: folder that is owned.
         made: folders that did not exist, outermost first.
     """
 
@@ -206,7 +206,7 @@ def claim(folder: Path, tell: Tell = print) -> RunLock:
     `WATCH_SECONDS` first.
 
     Args:
-        folder: of a run.
+        folder: folder of a run.
         tell: is told of a lock that is watched or taken over.
 
     Raises:

@@ -39,7 +39,7 @@ class Trainer:
         engine: steps and evaluates.
         loader: training batches of this data-parallel rank.
         validation: validation batches, None if never evaluated.
-        checkpointer: of the run's own folder.
+        checkpointer: checkpointer of the run's own folder.
         console: None on all ranks but the first, as are the sinks empty.
         sinks: where metrics go besides.
         audit: folder for what one step sends, holds and computes; None: it is not measured.

@@ -19,9 +19,9 @@ class StepMetrics:
     Attributes:
         loss: mean over the valid tokens of the global batch.
         grad_norm: global, before clipping.
-        tokens: of the global batch.
+        tokens: tokens of the global batch.
         tokens_total: consumed since the first step of the run.
-        seconds: of the step, all included.
+        seconds: seconds of the step, all included.
         flops: model FLOPs of the global batch, forward and backward, without recomputation.
         peak_flops: FLOP/s of one device at its best, None if unknown.
         memory_bytes: peak of this rank so far.

@@ -27,7 +27,7 @@ class _Sight:
 
     Attributes:
         order: sorts the sights of all ranks; the first is nearest to the cause.
-        what: in words.
+        what: description in words.
     """
 
     order: tuple[int, ...]
@@ -53,8 +53,8 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
     gradients are lost.
 
     Args:
-        engine: whose latest step was not finite and was not taken.
-        microbatches: of that step.
+        engine: engine whose latest step was not finite and was not taken.
+        microbatches: microbatches of that step.
     """
     if in_state := locate_in_state(engine):
         return in_state, False

@@ -16,7 +16,7 @@ class Origin:
 
     Attributes:
         checkpoints: folder of the checkpoint.
-        step: which one.
+        step: step that is described.
         weights_only: neither optimizer nor place in the data is taken, and steps count from 0.
     """
 

@@ -70,7 +70,7 @@ class RollCall:
     """Answers for this process while its block runs; does nothing for a process alone.
 
     Args:
-        env: of this rank; its store may come to life later.
+        env: environment of this rank; its store may come to life later.
     """
 
     def __init__(self, env: RankEnv) -> None:

@@ -39,12 +39,12 @@ class Job:
 
     Attributes:
         layout: the checked configuration.
-        name: of the recipe.
-        path: of the run folder.
+        name: name of the recipe.
+        path: path of the run folder.
         origin: the checkpoint that it begins with, if any.
-        lock: of the run folder; None on ranks that do not write there but for checkpoints.
+        lock: lock of the run folder; None on ranks that do not write there but for checkpoints.
         data: tokenised already, or None where each rank opens it itself.
-        threads: of each rank on the CPU.
+        threads: threads of each rank on the CPU.
     """
 
     layout: Layout
@@ -60,8 +60,8 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
     """Run a recipe and return the exit status.
 
     Args:
-        layout: for as many ranks as there will be.
-        name: of the recipe.
+        layout: layout for as many ranks as there will be.
+        name: name of the recipe.
         nproc: processes to start here; None if torchrun or srun has started them (or there is
             just this one).
     """

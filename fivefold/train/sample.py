@@ -53,11 +53,11 @@ def sample(
     Args:
         run: a run folder.
         prompt: text to continue; may be empty.
-        step: of the checkpoint; the latest when None.
-        max_tokens: to write at most; an end of document ends it sooner.
+        step: step of the checkpoint; the latest when None.
+        max_tokens: tokens to write at most; an end of document ends it sooner.
         temperature: 0 takes the likeliest token.
         top_k: draw among so many likeliest tokens; 0: among all.
-        seed: of the draw.
+        seed: seed of the draw.
     """
     if temperature < 0 or top_k < 0 or max_tokens < 1:
         raise ConfigError(

@@ -33,9 +33,9 @@ def choose_threads(
 
     Args:
         layout: what a rank computes.
-        ranks: on this machine.
+        ranks: ranks on this machine.
         device_type: "cpu", or "cuda", where threads only launch and load.
-        variables: of the environment.
+        variables: variables of the environment.
     """
     cores = torch.get_num_threads()
     for name in EXPLICIT:

@@ -28,7 +28,7 @@ class Vitals:
     """Looks at each step's result, which all ranks share, so that all come to the same conclusion.
 
     Args:
-        vocab_size: of the model, for the loss of a uniform guess.
+        vocab_size: vocabulary size of the model, for the loss of a uniform guess.
 
     Attributes:
         dead: steps in a row, up to the latest, that had no gradient.

@@ -36,8 +36,8 @@ def compare(
 
     Args:
         layout: prepared for verification, as the reference's configuration was.
-        rank: of this process.
-        device: of this rank.
+        rank: rank of this process.
+        device: device of this rank.
         trace: what one device found in fp64, for each step to run.
         baseline: what one device found in bf16, if that is the precision.
         plant: name of an error to plant, see `plant.PLANTS`.

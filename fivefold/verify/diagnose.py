@@ -42,10 +42,10 @@ def diagnose(engine: Engine, step: int, result: StepResult, reference: Reference
     """Sentences on what is probably wrong, most telling first; every rank calls this.
 
     Args:
-        engine: with the wrong gradients on its parameters.
-        step: from 0.
-        result: of the engine's step.
-        reference: of the same step.
+        engine: engine with the wrong gradients on its parameters.
+        step: step from 0.
+        result: result of the engine's step.
+        reference: reference of the same step.
 
     Returns:
         The sentences, on rank 0; an empty list on the others.
@@ -185,7 +185,7 @@ def _gradient_findings(
 
     Args:
         held: stored name -> the hypotheses that hold on every rank.
-        order: of the names in the model.
+        order: order of the names in the model.
         divided: sequences are, over context-parallel ranks.
     """
     wrong = [name for name in reversed(order) if RIGHT not in held[name]]

@@ -29,10 +29,10 @@ def losses_by_mistake(
     """A mistake in words, and the summed loss of the samples if one device makes it.
 
     Args:
-        config: of the run, with context parallelism.
+        config: configuration of the run, with context parallelism.
         model: plain, with the run's weights; it is left as it was.
         samples: microbatches.
-        step: from 0, which dropout depends on.
+        step: step from 0, which dropout depends on.
     """
     batches = [as_batch(sample, step) for sample in samples]
     yield (
@@ -100,7 +100,7 @@ class _LacksLastKeys:
     Attributes:
         shards: how the microbatch is divided.
         inner: ranks that are as one.
-        ids: of the tokens [B, S], which dropout depends on.
+        ids: ids of the tokens [B, S], which dropout depends on.
     """
 
     shards: Shards

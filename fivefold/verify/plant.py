@@ -30,7 +30,7 @@ class Plant:
 
     Attributes:
         help: what it is, in one line.
-        needs: in words, what a layout must have for the mistake to be one.
+        needs: needs in words, what a layout must have for the mistake to be one.
         fits: whether a layout has it.
         install: makes the mistake on one rank.
     """

@@ -28,10 +28,10 @@ class ReferenceStep:
 
     Attributes:
         loss: mean over the valid tokens.
-        norm: of the gradient, before clipping.
+        norm: norm of the gradient, before clipping.
         evaluation: loss of batch EVALUATION with the weights after the update, without dropout.
         losses: [microbatches] summed loss of each.
-        grads: by global name, before clipping.
+        grads: gradients by global name, before clipping.
         before: the weights that the gradients belong to.
         after: the weights after the update.
     """
@@ -58,9 +58,9 @@ def run_reference(
     """Train one plain model for some steps on `global_batch(config, 0 .. steps - 1)`.
 
     Args:
-        config: of which the parallel section is not read.
+        config: configuration of which the parallel section is not read.
         steps: optimizer steps.
-        dtype: of computation; master weights are fp32 if it is bf16.
+        dtype: type of computation; master weights are fp32 if it is bf16.
     """
     master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
     master = plain_model(config, master_dtype)

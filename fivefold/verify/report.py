@@ -23,10 +23,10 @@ class Difference:
 
     Attributes:
         what: "loss", "norm", "evaluation", "grad" or "param".
-        step: from 0.
-        name: of the parameter as stored, "" for a number.
+        step: step from 0.
+        name: name of the parameter as stored, "" for a number.
         part: which part of it: start and end along each dim.
-        rank: that holds the part.
+        rank: rank that holds the part.
         error: largest difference of an element.
         scale: largest element of the whole tensor; of small ones, what they are judged by.
         dot: inner product of the part and the reference's.
@@ -75,10 +75,10 @@ class VerifyReport:
     Attributes:
         passed: whether every error is within its limit and replicas are bitwise equal.
         dtype: precision of the layout's computation; the reference computes in fp64.
-        layout: in words.
-        steps: that were compared.
-        max_rel_error: of loss, grad, norm, param and evaluation; None for what was not reached,
-            since the comparison ends at the first wrong gradient.
+        layout: description in words.
+        steps: steps that were compared.
+        max_rel_error: largest relative error of loss, grad, norm, param and evaluation; None for
+            what was not reached, since the comparison ends at the first wrong gradient.
         limits: the largest errors that pass, by the same keys.
         worst: the difference that is furthest beyond (or nearest to) its limit.
         diagnosis: what is probably wrong, most telling first.
@@ -170,8 +170,8 @@ def judge(
     """The verdict on what all ranks found.
 
     Args:
-        layout: that was verified.
-        differences: of every rank.
+        layout: layout that was verified.
+        differences: differences of every rank.
         baseline: errors of one device in bf16, by `VerifyReport.max_rel_error`'s keys; None if the
             precision is not bf16.
         diagnosis: what `diagnose` said.

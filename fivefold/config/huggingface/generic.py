@@ -19,7 +19,7 @@ def read_stored_weights(reader: Reader, *, published: bool) -> None:
     """What a config.json says of the weights and of the code that lie beside it.
 
     Args:
-        reader: of the file.
+        reader: reader of the file.
         published: whether the family itself is published with them, so that its config.json means
             the architecture that is known by its name.
     """

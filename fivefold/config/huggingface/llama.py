@@ -34,7 +34,7 @@ class _Defaults:
         head_dim: None: hidden size / heads.
         rms_norm_eps: added to the mean square.
         rope_theta: base of RoPE.
-        sliding_window: in tokens, where a window is used.
+        sliding_window: sliding window in tokens, where a window is used.
     """
 
     num_key_value_heads: int | None = None

@@ -26,7 +26,7 @@ class Reader:
     to go on and find the others.
 
     Attributes:
-        fields: of the file, or of a table in it.
+        fields: fields of the file, or of a table in it.
         mistakes: what cannot be read.
         left_out: what is there and a ModelConfig cannot say; nobody may train without it.
     """

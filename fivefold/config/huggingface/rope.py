@@ -36,7 +36,7 @@ class Rope:
     Attributes:
         theta: their base.
         share: the part of a head's features that is turned.
-        kind: of scaling; "default" is none.
+        kind: kind of scaling; "default" is none.
         scaling: settings of a ModelConfig that say the scaling.
     """
 
@@ -73,7 +73,7 @@ def read_rope(
     stands beside them; transformers 4 reads them otherwise. So all that is given has to agree.
 
     Args:
-        reader: of the file.
+        reader: reader of the file.
         default: what the family has where the file says nothing.
         theta: the name of theta beside the tables.
         share: the name of the share beside the tables.

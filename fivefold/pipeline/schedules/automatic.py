@@ -37,10 +37,10 @@ class AutomaticZeroBubble:
     """One run of the heuristic.
 
     Args:
-        costs: of each rank's stage.
-        num_microbatches: of one step.
-        cap: on what a rank holds.
-        footprint: what a microbatch holds.
+        costs: costs of each rank's stage.
+        num_microbatches: microbatches of one step.
+        cap: cap on what a rank holds.
+        footprint: bytes that a microbatch holds.
         taste: what is open.
 
     Attributes:

@@ -87,10 +87,10 @@ class _DualRank:
     """The order of one rank, `rank` hops from the end where direction 0 enters.
 
     Args:
-        rank: of the half of the ranks that mirrors the other (all ranks in a V).
+        rank: rank of the half of the ranks that mirrors the other (all ranks in a V).
         ranks: how many such ranks there are.
-        stages: of direction 0 and 1.
-        microbatches: of direction 0 and 1.
+        stages: stages of direction 0 and 1.
+        microbatches: microbatches of direction 0 and 1.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class Task:
 
     Attributes:
         placement: stage -> rank; of both copies of the model where a schedule has two.
-        num_microbatches: of one step.
+        num_microbatches: microbatches of one step.
         group_size: consecutive microbatches that run through one chunk before the next chunk.
         num_slices: sequence slices a microbatch is cut into.
         forward_only: the caller keeps only the forward acts.

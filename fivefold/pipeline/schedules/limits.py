@@ -13,7 +13,7 @@ class Place:
     """A rank of a pipeline.
 
     Attributes:
-        ranks: of the pipeline.
+        ranks: ranks of the pipeline.
         virtual: stages a rank, of one copy of the model.
         rank: which of them.
     """
@@ -52,7 +52,7 @@ class Limits:
         deferred: dW of a rank's stages that are left when its last dX leaves, at most; inf: not
             known.
         alone: forwards of a rank that are in no pair, at least, where the schedule has pairs.
-        stages: of which stages the chunks are that it keeps when they are most.
+        stages: stages whose chunks a rank holds when it holds the most.
         drained: what a rank keeps in the end, when most dW wait; None: not known, or no more than
             at other times.
     """

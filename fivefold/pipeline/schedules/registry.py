@@ -59,9 +59,9 @@ class Schedule:
     Attributes:
         generate: makes the compute acts of every rank; raises ConfigError where the task lies
             outside what the schedule can do.
-        about: what it is, in a line.
-        shape: of the placements it takes.
-        num_copies: of the model that it keeps; the second lies on the ranks in reverse.
+        about: description in a line.
+        shape: shape of the placements it takes.
+        num_copies: copies of the model that it keeps; the second lies on the ranks in reverse.
         slices: whether it can cut sequences.
         pairs: whether it runs a forward and a backward beside each other.
         groups: whether a rank runs a group of microbatches on one stage before the next.
@@ -87,9 +87,9 @@ class Schedule:
         """Whether it can run so many microbatches; `generate` has the last word.
 
         Args:
-            ranks: of the pipeline.
-            microbatches: of a step.
-            group: of microbatches, where the schedule has groups; None: as many as ranks.
+            ranks: ranks of the pipeline.
+            microbatches: microbatches of a step.
+            group: group of microbatches, where the schedule has groups; None: as many as ranks.
         """
         if self.groups:
             return groups_fit(ranks, microbatches, group or ranks)
@@ -250,7 +250,7 @@ def build_program(
         name: a key of `SCHEDULES`.
         placement: stage -> rank; every rank from 0 to the highest holds a stage. A schedule with
             two copies of the model adds the second itself.
-        num_microbatches: of one step.
+        num_microbatches: microbatches of one step.
         group_size: consecutive microbatches a chunk runs before the next chunk does
             (interleaved schedules only); the number of ranks when None.
         num_slices: causal slices of each sequence (sliced_1f1b only).

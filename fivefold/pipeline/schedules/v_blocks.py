@@ -78,7 +78,8 @@ class _Pattern:
     """Slots of every act on every rank.
 
     Attributes:
-        slots: of each rank and type (F0, F1, B1, B0, W), of each act; W's in the order of the B's.
+        slots: slots of each rank and type (F0, F1, B1, B0, W), of each act; W's in the order of the
+            B's.
         peak: chunks held by a rank at most.
     """
 

@@ -26,13 +26,13 @@ class Sizes:
     """Bytes in bf16 that recur, of one microbatch on one rank.
 
     Attributes:
-        tokens: of a microbatch, before sequence parallelism splits them.
+        tokens: tokens of a microbatch, before sequence parallelism splits them.
         hidden: hidden states, as the residual stream holds them.
         gathered: the same of all tokens.
         query, key: of the rank's heads.
-        inner: of the MLP's features.
-        statistics: of attention's rows, fp32.
-        entries: of the rank's logits, in elements.
+        inner: inner features of the MLP.
+        statistics: statistics of attention's rows, fp32.
+        entries: entries of the rank's logits, in elements.
     """
 
     tokens: float

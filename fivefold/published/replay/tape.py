@@ -17,7 +17,8 @@ class Op:
         inputs: tensors that it reads and that get a gradient.
         saves: tensors that its backward reads.
         weight: bytes of the gradient of its weight.
-        buffer: of a collective that belongs to it, there for a moment in forward and backward.
+        buffer: buffer of a collective that belongs to it, there for a moment in forward and
+            backward.
         scratch: tensors made and freed inside the forward.
         backward_scratch: the same of the backward.
         outlives: tensors that some variable holds until this operation has run.
@@ -64,7 +65,7 @@ class Tape:
     names by which its neighbours know them.
 
     Attributes:
-        allocator: of the device.
+        allocator: allocator of the device.
         lead: collectives by which the host is ahead of the device at most. Their buffers are free
             when the device is done with them, which the host learns that much later.
     """
@@ -103,11 +104,11 @@ class Tape:
         """Runs the gradients of operations, after those that were not kept were run again.
 
         Args:
-            module: whose forward ran.
-            ops: of the forward.
+            module: module whose forward ran.
+            ops: ops of the forward.
             kept: what that kept.
             ends: names of the module's ends.
-            sizes: of tensors that no operation made.
+            sizes: sizes of tensors that no operation made.
 
         Returns:
             The gradients of weights, in the order in which they were made.

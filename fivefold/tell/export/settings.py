@@ -47,7 +47,7 @@ class Export:
     """Settings for a trainer.
 
     Attributes:
-        text: of the file, or the command line's flags.
+        text: text of the file, or the command line's flags.
         missing: what the layout asks for and these settings do not say, a sentence each.
     """
 

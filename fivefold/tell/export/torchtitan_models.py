@@ -23,7 +23,7 @@ class ItsModel:
     """A configuration function of torchtitan.
 
     Attributes:
-        module: in which it is.
+        module: module in which it is.
         model: what it trains.
         narrow: the 8-bit format and recipe of its multiplications.
     """
