@@ -52,7 +52,7 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     Args:
         config: configuration that is asked for.
         world_size: ranks.
-        planned: only reckon with it: let pass what this version cannot run.
+        planned: whether it is only planned, so that what this version cannot run passes.
 
     Raises:
         ConfigError: everything that is wrong, with the sums and the nearest valid choices.
@@ -193,7 +193,7 @@ def _grid(parallel: ParallelConfig) -> Grid:
 
 
 def _check_built(config: Config, mistakes: Mistakes) -> None:
-    """Settings that the planner reckons with and no room of the engine fills yet."""
+    """Settings that the planner knows and the trainer cannot run yet."""
     if config.model.unmodelled:
         mistakes.add(
             f"this description of the model leaves out {', '.join(config.model.unmodelled)}: "

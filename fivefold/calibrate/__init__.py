@@ -1,1 +1,1 @@
-"""Measures a machine, so that the planner reckons with it rather than with a data sheet."""
+"""Measures a machine, so that plans use its rates instead of those of a data sheet."""

@@ -28,8 +28,8 @@ SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 class Options:
     """Find the fastest layout of a model that fits on a cluster, and say why.
 
-    Of a recipe, the model and the batch count; its layout does not, since that is what is looked
-    for. A layout setting that is given as a flag stays as it is; all others are searched.
+    From a recipe, it takes the model and the batch, and ignores the layout, which it searches for.
+    A layout setting that is given as a flag stays as it is.
     """
 
     recipe: str | None = argument(

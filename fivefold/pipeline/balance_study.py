@@ -164,7 +164,7 @@ def _with_times(parts: Parts, others: Parts) -> Parts:
 
 
 def _order(schedule: str | None, chunks: int, study: Study) -> str:
-    """The fixed schedule whose order is reckoned with: the one asked for, or a usual one."""
+    """The fixed schedule whose order counts: the one asked for, or a usual one."""
     if schedule is not None and schedule in SCHEDULES:
         if SCHEDULES[schedule].num_copies > 1:
             what = f"--balance cuts one copy of a model, {schedule} has two"

@@ -138,10 +138,9 @@ def counts(result: SearchResult) -> str:
     """How much was searched, and what is left to be found."""
     left = f"more than {result.gap:.1%} faster" if result.gap >= 5e-4 else "faster"
     return (
-        f"{result.legal:,} legal layouts: {result.bounded:,} bounded closely, "
-        f"{result.too_large:,} of them too large by their bounds; {result.timed:,} timed act by "
-        f"act, the memory of {result.looked_at:,} swept; by their bounds none of the others can be "
-        f"{left} ({human_seconds(result.seconds)})"
+        f"{result.legal:,} legal layouts, {result.too_large:,} of which cannot fit; the memory of "
+        f"{result.looked_at:,} was computed in full and {result.timed:,} were simulated. Bounds "
+        f"prove that none of the others is {left} ({human_seconds(result.seconds)})"
     )
 
 

@@ -1,4 +1,4 @@
-"""One training step on this rank, and one evaluation: everything but data, files and talk."""
+"""Forward, backward, reduce and update on one rank, and evaluate: no input, output or logging."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
