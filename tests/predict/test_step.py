@@ -1,6 +1,7 @@
 """The time of a step: what must hold between layouts, and how fast it is told."""
 
 import time
+import timeit
 from dataclasses import replace
 
 import pytest
@@ -187,6 +188,7 @@ def test_gathering_each_tensor_by_itself_takes_longer():
 
 
 def test_two_hundred_large_layouts_take_less_than_four_seconds():
+    """On a processor that adds up half a million squares in 20 ms; on another one in proportion."""
     layout = planned(
         "llama3-405b",
         1024,
@@ -200,10 +202,13 @@ def test_two_hundred_large_layouts_take_less_than_four_seconds():
     )
     cluster = preset("H100", 1024)
     predict(layout, cluster)
-    start = time.process_time()
-    for _ in range(20):
-        predict(layout, cluster)
-    assert time.process_time() - start < 0.4
+
+    def fastest(work):
+        return min(timeit.repeat(work, timer=time.process_time, number=1, repeat=3))
+
+    squares = fastest(lambda: sum(n * n for n in range(500_000)))
+    twenty = fastest(lambda: [predict(layout, cluster) for _ in range(20)])
+    assert twenty < 20 * squares
 
 
 def test_copies_to_the_host_hide_behind_their_layer_or_are_waited_for():
