@@ -42,6 +42,8 @@ def run(argv: Sequence[str]) -> int:
     folder = Path(options.run)
     config = run_config(folder)
     records = read_records(folder / "audit")
+    if (folder / "audit" / "config.toml").is_file():  # the run may have gone on in another layout
+        config = run_config(folder / "audit")
     layout = check(config, len(records), planned=True)
     step = records[0].step
     report = audit(

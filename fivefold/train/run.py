@@ -250,10 +250,13 @@ def _begin(
     """Write what the run is into its folder; on the first rank."""
     device = trainer.engine.device
     lock.begin()
+    settings = to_toml(job.layout.config)
     folder.open(
-        to_toml(job.layout.config),
+        settings,
         [torch.cuda.get_device_name(device)] if device.type == "cuda" else [],
     )
+    if job.layout.config.logging.audit:
+        folder.expect_audit(settings)
     data.tokenizer.save(folder.path / TOKENIZER)
     trainer.check_folder = lock.check
     trainer.sinks = _open_sinks(job, folder, trainer.step, console)

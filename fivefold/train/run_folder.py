@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -106,6 +107,21 @@ class RunFolder:
             raise FivefoldError(f"cannot write the run folder {self.path}: {error}") from error
         with suppress(OSError):
             _point(self.path.absolute().parent / LATEST, self.path.absolute().name)
+
+    def expect_audit(self, config_toml: str) -> None:
+        """Make room for what ranks measure, with the settings of this start beside it.
+
+        Records of an earlier start go: it may have had other ranks, which would be taken for ours.
+
+        Raises:
+            FivefoldError: the folder cannot be written.
+        """
+        try:
+            shutil.rmtree(self.audit, ignore_errors=True)
+            self.audit.mkdir()
+            write_atomic(self.audit / self.config_file.name, config_toml)
+        except OSError as error:
+            raise FivefoldError(f"cannot write {self.audit}: {error}") from error
 
 
 def new_run_path(name: str, root: Path = Path("runs")) -> Path:

@@ -37,6 +37,14 @@ def test_a_run_as_predicted(run: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "name the machine: --cluster" in said
 
 
+def test_a_run_that_went_on_in_another_layout(run: Path) -> None:
+    """It is the start that was measured which is held to its theory."""
+    (run / "audit" / "config.toml").write_text((run / "config.toml").read_text())
+    other = check(read_config("debug", tensor_model_parallel_size=2), 4)
+    (run / "config.toml").write_text(to_toml(other.config))
+    assert main(["audit", str(run)]) == 0
+
+
 def test_a_run_that_kept_too_much(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "audit" / "rank-1.json"
     values = json.loads(path.read_text())

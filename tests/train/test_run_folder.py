@@ -40,6 +40,16 @@ def test_a_second_start_is_added_and_latest_moves(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "latest"]
 
 
+def test_an_audit_has_no_records_of_an_earlier_start(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.open("a = 1\n")
+    folder.expect_audit("a = 1\n")
+    (folder.audit / "rank-3.json").write_text("{}")
+    folder.expect_audit("a = 2\n")
+    assert [path.name for path in folder.audit.iterdir()] == ["config.toml"]
+    assert (folder.audit / "config.toml").read_text() == "a = 2\n"
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FivefoldError, match="cannot write the run folder"):
