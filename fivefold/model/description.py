@@ -26,7 +26,7 @@ from fivefold.model.operations import (
     Weight,
 )
 
-O = TypeVar("O", bound=Operation)  # noqa: E741
+OperationT = TypeVar("OperationT", bound=Operation)
 
 
 class LayerKind(NamedTuple):
@@ -63,7 +63,7 @@ class Layer:
         """All parameters, by their names in the layer."""
         return tuple(weight for operation in self.operations for weight in operation.weights)
 
-    def one(self, kind: type[O]) -> O:
+    def one(self, kind: type[OperationT]) -> OperationT:
         """The only operation of a kind."""
         (found,) = (each for each in self.operations if isinstance(each, kind))
         return found

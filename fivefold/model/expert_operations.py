@@ -8,7 +8,7 @@ from fivefold.model.running import Running
 ROUTING = 9  # bytes per token and expert: fp32 scores, fp32 probabilities, a bit map
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Router(Operation):
     """Scores of all experts for each token, and the choice among them.
 
@@ -17,8 +17,8 @@ class Router(Operation):
         experts: number of experts.
     """
 
-    inputs: int = 0
-    experts: int = 0
+    inputs: int
+    experts: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """The input, which shared experts use as well; scores, probabilities and the choice."""
@@ -34,7 +34,7 @@ class Router(Operation):
         return x + running.element_bytes * self.inputs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dispatch(Operation):
     """Rows on their way to experts, and results on their way back.
 
@@ -42,10 +42,10 @@ class Dispatch(Operation):
         copies: experts that each token is sent to.
     """
 
-    copies: int = 1
+    copies: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertsIn(Operation):
     """The first linear layers of experts, each on the rows that reach it.
 
@@ -55,9 +55,9 @@ class ExpertsIn(Operation):
         copies: experts that each token is sent to.
     """
 
-    inputs: int = 0
-    outputs: int = 0
-    copies: int = 1
+    inputs: int
+    outputs: int
+    copies: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """The rows that reach this rank's experts; each rank of an expert has all of them."""
@@ -77,7 +77,7 @@ class ExpertsIn(Operation):
         return running.element_bytes * (around + running.rows_of_one(self.copies) * each)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExpertsOut(Operation):
     """The last linear layers of experts, whose results return to their tokens.
 
@@ -87,9 +87,9 @@ class ExpertsOut(Operation):
         copies: experts that each token is sent to.
     """
 
-    inputs: int = 0
-    outputs: int = 0
-    copies: int = 1
+    inputs: int
+    outputs: int
+    copies: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Its input, and the results of a token's experts, which are weighted and added up."""
@@ -107,7 +107,7 @@ class ExpertsOut(Operation):
         return x + running.element_bytes * self.outputs * running.rows_of_one(self.copies)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedOut(RowLinear):
     """The last linear layer of the experts that see every token.
 
@@ -116,8 +116,8 @@ class SharedOut(RowLinear):
         features: features of a token.
     """
 
-    widths: int = 1
-    features: int = 0
+    widths: int
+    features: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """All that shared experts keep: a narrower copy of their input, and their activation."""

@@ -128,7 +128,7 @@ class Operation:
         return 0, 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Norm(Operation):
     """A normalisation of features.
 
@@ -137,7 +137,7 @@ class Norm(Operation):
         heads: (all query heads, all key heads), where each head is normalised by itself.
     """
 
-    features: int = 0
+    features: int
     heads: tuple[int, int] | None = None
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
@@ -151,7 +151,7 @@ class Norm(Operation):
         return (Kept(self.name, tensors),)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Residual(Operation):
     """The sum with the residual stream, after a bias and dropout.
 
@@ -161,9 +161,9 @@ class Residual(Operation):
         mask: item under which the mask of the dropout is kept.
     """
 
-    features: int = 0
-    dropout: bool = False
-    mask: str = ""
+    features: int
+    dropout: bool
+    mask: str
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """A byte a value that may be dropped."""
@@ -171,7 +171,7 @@ class Residual(Operation):
         return (Kept(self.mask, (size,)),)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ColumnLinear(Operation):
     """Linear layers of the residual stream whose outputs tensor-parallel ranks divide.
 
@@ -182,8 +182,8 @@ class ColumnLinear(Operation):
         remade_by: recomputed modules that make the input again.
     """
 
-    inputs: int = 0
-    outputs: int = 0
+    inputs: int
+    outputs: int
     shared_input: bool = False
     remade_by: tuple[str, ...] = ()
 
@@ -213,7 +213,7 @@ class ColumnLinear(Operation):
         return (1, 2) if sequence_parallel else (0, 2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowLinear(Operation):
     """A linear layer into the residual stream whose inputs tensor-parallel ranks divide.
 
@@ -223,8 +223,8 @@ class RowLinear(Operation):
         remade_by: recomputed modules that make the input again.
     """
 
-    inputs: int = 0
-    outputs: int = 0
+    inputs: int
+    outputs: int
     remade_by: tuple[str, ...] = ()
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
@@ -242,7 +242,7 @@ class RowLinear(Operation):
         return (1, 1) if sequence_parallel else (2, 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LatentDown(Operation):
     """Linear layers into the latents of queries, and of keys and values: whole on every rank.
 
@@ -250,7 +250,7 @@ class LatentDown(Operation):
         inputs: features of a token.
     """
 
-    inputs: int = 0
+    inputs: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Its input, as the multiplication reads it."""
@@ -266,7 +266,7 @@ class LatentDown(Operation):
         return (1, 2) if sequence_parallel else (0, 2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LatentUp(Operation):
     """Linear layers from latents to the heads of a rank.
 
@@ -275,8 +275,8 @@ class LatentUp(Operation):
         outputs: features of queries, keys and values together.
     """
 
-    latents: int = 0
-    outputs: int = 0
+    latents: int
+    outputs: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """The latents before and after their norms."""
@@ -289,7 +289,7 @@ class LatentUp(Operation):
         return running.element_bytes * self.outputs / running.tensor_parallel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CoreAttention(Operation):
     """Scores, softmax and the sum of values, of heads that tensor-parallel ranks divide.
 
@@ -300,29 +300,24 @@ class CoreAttention(Operation):
             values; 0: these.
     """
 
-    model: ModelConfig | None = field(default=None, repr=False)
-    from_latents: bool = False
-    sent_latent: int = 0
-
-    @property
-    def _model(self) -> ModelConfig:
-        assert self.model is not None
-        return self.model
+    model: ModelConfig = field(repr=False)
+    from_latents: bool
+    sent_latent: int
 
     @property
     def flops_per_key(self) -> int:
         """FLOPs of a token for each key that it attends to."""
-        return 2 * (self._model.q_size + self._model.attention_size)
+        return 2 * (self.model.q_size + self.model.attention_size)
 
     def key_value_features(self, tp: int) -> int:
         """Features of a token that context-parallel ranks send of keys and values."""
-        model = self._model
+        model = self.model
         heads = max(model.num_kv_heads // tp, 1)
         return self.sent_latent or heads * (model.query_dim + model.value_dim)
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Queries, keys and values; sums of exponentials, or scores and what dropout leaves."""
-        model = self._model
+        model = self.model
         attended = (
             running.by_heads(model.q_size),
             running.by_key_heads(model.k_size, model.num_kv_heads),
@@ -333,7 +328,7 @@ class CoreAttention(Operation):
         return Kept("core_attn", attended, remade), scores
 
     def _scores(self, running: Running) -> float:
-        model, element = self._model, running.element_bytes
+        model, element = self.model, running.element_bytes
         heads = model.num_attention_heads
         if running.fused_attention and not model.attention_dropout:
             narrower = running.input_bytes < element
@@ -343,7 +338,7 @@ class CoreAttention(Operation):
         return per_score * heads * running.seq_length / running.tensor_parallel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Activation(Operation):
     """The activation of an MLP's inner features, and its gate.
 
@@ -356,8 +351,8 @@ class Activation(Operation):
     """
 
     item: str = ""
-    features: int = 0
-    widths: int = 1
+    features: int
+    widths: int
     copies: int = 0
     remade_by: tuple[str, ...] = ()
 
@@ -373,7 +368,7 @@ class Activation(Operation):
         return (Kept(self.item, (size,), self.remade_by),)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PredictionInput(Operation):
     """What stands around a layer of multi-token prediction: three norms and a projection 2h -> h.
 
@@ -381,7 +376,7 @@ class PredictionInput(Operation):
         features: features of the hidden state.
     """
 
-    features: int = 0
+    features: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Inputs of the norms and of the projection."""

@@ -48,7 +48,7 @@ class LayerTimes(OperationTimes):
         """One layer; `recomputed`: full recomputation runs its forward again."""
         if (kind, recomputed) not in self._known:
             modules = None if recomputed else self._rerun
-            key = ("layer", kind.experts, modules, *self._degrees(kind))
+            key = ("layer", kind, modules, *self._degrees(kind))
             whole = self._once(key, lambda: {"layer": self._with_again(kind, modules)})["layer"]
             self._known[kind, recomputed] = self._copied(self._issued(whole, kind), kind)
         return self._known[kind, recomputed]
@@ -61,7 +61,7 @@ class LayerTimes(OperationTimes):
 
     def _with_again(self, kind: LayerKind, modules: tuple[str, ...] | None) -> Times:
         """A layer, with these of its modules run again; None: all."""
-        times, key = self._operations(kind), ("sum", kind.experts, *self._degrees(kind))
+        times, key = self._operations(kind), ("sum", kind, *self._degrees(kind))
         plain = self._once(key, lambda: {"layer": sum(times.values(), Times())})["layer"]
         if modules is None:
             return plain + repeated(plain)
@@ -116,7 +116,7 @@ class LayerTimes(OperationTimes):
             return {operation.name: self.operation(operation) for operation in operations}
 
         attention = ("attention", *self._degrees(LayerKind()))
-        mlp = ("mlp", kind.experts, *self._degrees(kind))
+        mlp = ("mlp", kind, *self._degrees(kind))
         return self._once(attention, lambda: timed(layer.attention)) | self._once(
             mlp, lambda: timed(layer.mlp)
         )
