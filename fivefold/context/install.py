@@ -9,7 +9,7 @@ from fivefold.context.attention import Across, Heads
 from fivefold.context.balance import split
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
-from fivefold.model.attention import Attention, Kernel
+from fivefold.model.attention import Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.blocks import Sight
 from fivefold.model.shards import MicrobatchShare, Shards
@@ -24,9 +24,9 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
         kinds: kinds of communication: one, or one per layer of the model.
         groups: groups of this rank.
     """
-    for module in stage.modules():
-        if isinstance(module, Attention):
-            module.kernel = make_kernel(kinds[module.layer % len(kinds)], groups)
+    for layer in stage.transformer_layers:
+        attention = layer.self_attn
+        attention.kernel = make_kernel(kinds[attention.layer % len(kinds)], groups)
 
 
 def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:

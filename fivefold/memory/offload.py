@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
-from fivefold.model.layers import local
-from fivefold.model.transformer import Norm, NormedBlock, Stage, TransformerLayer
+from fivefold.model.layers import LayerBlock, local
+from fivefold.model.transformer import Norm, NormedBlock, Stage
 
 
 def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
@@ -29,8 +29,7 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
         host: the one of this rank.
     """
     modules = memory.offload_modules
-    for layer in stage.layers.values():
-        assert isinstance(layer, TransformerLayer)
+    for layer in stage.transformer_layers:
         attention = layer.self_attn
         norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
         moved = {id(norm) for name, norm in norms.items() if name in modules}
@@ -50,7 +49,7 @@ class _MovingBlock:
     moved: set[int]
     host: "Host"
 
-    def __call__(self, norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
         norm = self.host.moving(norm) if id(norm) in self.moved else norm
         return self.block(norm, module, x_TH, *rest)

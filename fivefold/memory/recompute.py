@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.config.memory import MemoryConfig
 from fivefold.model.attention import Kernel
 from fivefold.model.context import Context
-from fivefold.model.transformer import MLP, Norm, Stage, TransformerLayer, plain_layers
+from fivefold.model.layers import LayerBlock
+from fivefold.model.transformer import Norm, Stage, plain_layers
 
 
 def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
@@ -35,9 +36,8 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
         stage.through = RecomputedLayers(memory)
         return
     modules = memory.recompute_modules
-    for layer in stage.layers.values():
-        assert isinstance(layer, TransformerLayer)
-        layer.block = RecomputedBlock(norms="layernorm" in modules, mlp="mlp" in modules)
+    for layer in stage.transformer_layers:
+        layer.block = RecomputedBlock(modules)
         if "core_attn" in modules:
             layer.self_attn.kernel = _recomputed_kernel(layer.self_attn.kernel)
 
@@ -62,17 +62,16 @@ class RecomputedBlock:
     """The `block` seam: a module on the output of a norm.
 
     Attributes:
-        norms: whether to discard the norm's output.
-        mlp: whether an MLP keeps its input only.
+        modules: recomputed modules: `layernorm` discards the norm's output, any other lets the
+            module that is recomputed as it keep its input only.
     """
 
-    norms: bool
-    mlp: bool
+    modules: tuple[str, ...]
 
-    def __call__(self, norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
-        run = _again if self.mlp and isinstance(module, MLP) else _once
-        if not (self.norms and torch.is_grad_enabled()):
+        run = _again if module.recomputed_as in self.modules else _once
+        if not ("layernorm" in self.modules and torch.is_grad_enabled()):
             return run(module, norm(x_TH), *rest)
         normed_TH = norm(x_TH)
         with _Discarded(normed_TH, lambda: norm(x_TH)).hooks():

@@ -12,14 +12,14 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Documents
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.layers import Column, Linear, RMSNorm, Row, plain_column, plain_row
+from fivefold.model.layers import LayerBlock, Linear, RMSNorm
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -140,19 +140,38 @@ def _per_query_head(x_BSGD: Tensor, num_query_heads: int) -> Tensor:
     return x_BGSD if repeats == 1 else x_BGSD.repeat_interleave(repeats, dim=1)
 
 
-class Attention(nn.Module):
-    """Projections, optional q/k norms, RoPE, the kernel, and the output projection.
+class AttentionBlock(LayerBlock):
+    """What every kind of attention has: heads, a kernel, and a place in the model.
 
     Attributes:
-        column: seam around the q, k and v projections.
-        row: seam around the output projection.
         kernel: seam around softmax(q k^T) v.
-        layer: its number in the model.
-        head_offset: which of all query heads is the first one here; keys dropout masks.
+        layer: number of its layer in the model.
+        head_offset: number of this rank's first query head among all; keys dropout masks.
     """
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.model, self.layer = model, layer
+        self.site = f"layers.{layer}.self_attn.probabilities"
+        self.kernel: Kernel = attention
+        self.head_offset = 0
+
+    def split(self, rank: int, ranks: int) -> None:
+        """Take this rank's query heads."""
+        self.head_offset = rank * self.model.num_attention_heads // ranks
+
+    def _drop(self, context: Context) -> HeadDropout | None:
+        p, all_heads = self.model.attention_dropout, self.model.num_attention_heads
+        if context.dropout is None or p == 0.0:
+            return None
+        return context.dropout.heads(p, self.site, self.head_offset, all_heads)
+
+
+class Attention(AttentionBlock):
+    """Projections, optional q/k norms, RoPE, the kernel, and the output projection."""
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__(model, layer)
         hidden, bias = model.hidden_size, model.qkv_bias
         self.q_proj = Linear(hidden, model.q_size, bias)
         self.k_proj = Linear(hidden, model.kv_size, bias)
@@ -160,13 +179,14 @@ class Attention(nn.Module):
         self.o_proj = Linear(model.q_size, hidden, model.add_bias_linear)
         self.q_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
         self.k_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
-        self.model = model
-        self.layer = layer
-        self.site = f"layers.{layer}.self_attn.probabilities"
-        self.column: Column = plain_column
-        self.row: Row = plain_row
-        self.kernel: Kernel = attention
-        self.head_offset = 0
+
+    def split(self, rank: int, ranks: int) -> None:
+        """Take this rank's query heads, and the key/value heads that they attend with."""
+        super().split(rank, ranks)
+        if self.model.num_kv_heads % ranks:
+            # Fewer key/value heads than ranks: all hold all of them and use the one they need.
+            head, D = rank * self.model.num_kv_heads // ranks, self.model.head_dim
+            self.k_proj.used = self.v_proj.used = slice(head * D, (head + 1) * D)
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows, and the documents, of `context`."""
@@ -182,9 +202,3 @@ class Attention(nn.Module):
         scope = Scope(context.packing, self.model.window_size, context.part)
         out_BSND = self.kernel(q, k, v, scope, self._drop(context))
         return self.row(out_BSND.reshape(projected[0].shape), self.o_proj)
-
-    def _drop(self, context: Context) -> HeadDropout | None:
-        p, all_heads = self.model.attention_dropout, self.model.num_attention_heads
-        if context.dropout is None or p == 0.0:
-            return None
-        return context.dropout.heads(p, self.site, self.head_offset, all_heads)

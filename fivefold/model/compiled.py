@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from fivefold.model.layers import plain_column, plain_row
-from fivefold.model.transformer import Stage, TransformerLayer
+from fivefold.model.transformer import Stage
 
 
 def compile_layers(stage: Stage, backend: str) -> None:
@@ -19,8 +19,7 @@ def compile_layers(stage: Stage, backend: str) -> None:
         backend: backend of torch.compile.
     """
     outside: Any = torch.compiler.disable
-    for layer in stage.layers.values():
-        assert isinstance(layer, TransformerLayer)
+    for layer in stage.transformer_layers:
         layer.self_attn.kernel = outside(layer.self_attn.kernel)
         for module in (layer.self_attn, layer.mlp):
             if module.column is not plain_column:

@@ -20,7 +20,11 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, with W [out, in]. Parameters are left uninitialised."""
+    """y = x W^T + b, with W [out, in]. Parameters are left uninitialised.
+
+    Attributes:
+        used: rows of the weight that this rank multiplies with; None: all that it holds.
+    """
 
     bias: nn.Parameter | None
 
@@ -28,6 +32,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.used: slice | None = None
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -55,6 +60,26 @@ def plain_row(x_TF: Tensor, linear: Linear) -> Tensor:
     """The linear itself: the seam of input-sharded (row) parallelism."""
     y_TH: Tensor = linear(x_TF)
     return y_TH
+
+
+class LayerBlock(nn.Module):
+    """A module behind a norm, whose result is added to the residual stream: [T, H] -> [T, H].
+
+    Attributes:
+        column: seam around the linears that read the hidden states.
+        row: seam around the linear that gives them.
+        recomputed_as: recomputed module (Megatron's name) that runs it again; empty: none.
+    """
+
+    recomputed_as = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.column: Column = plain_column
+        self.row: Row = plain_row
+
+    def split(self, rank: int, ranks: int) -> None:
+        """Take one rank's heads, where `ranks` split them; most blocks have none."""
 
 
 class Embedding(nn.Module):

@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.attention import Attention
+from fivefold.model.attention import Attention, AttentionBlock
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
+from fivefold.model.description import layer_kind
 from fivefold.model.dropout import Dropout
 from fivefold.model.layers import (
     Column,
     Embedding,
+    LayerBlock,
     LayerNorm,
     Linear,
     RMSNorm,
-    Row,
     plain_column,
-    plain_row,
     swiglu,
 )
 from fivefold.model.loss import cross_entropy
@@ -38,14 +38,10 @@ def make_norm(model: ModelConfig) -> LayerNorm | RMSNorm:
     return kind(model.hidden_size, model.norm_epsilon)
 
 
-class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+class MLP(LayerBlock):
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
-    Attributes:
-        column: seam around the gate and up projections.
-        row: seam around the down projection.
-    """
-
+    recomputed_as = "mlp"
     gate_proj: Linear | None
 
     def __init__(self, model: ModelConfig) -> None:
@@ -55,8 +51,6 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden, inner, bias)
         self.down_proj = Linear(inner, hidden, bias)
         self.activation = model.activation_func
-        self.column: Column = plain_column
-        self.row: Row = plain_row
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -80,14 +74,26 @@ Norm = Callable[[Tensor], Tensor]
 class NormedBlock(Protocol):
     """A module on the output of a norm, [T, H] -> [T, H]; `rest` are its further arguments."""
 
-    def __call__(self, norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
 
 
-def plain_block(norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
     """One after the other: the seam of what recomputation discards."""
     made_TH: Tensor = module(norm(x_TH), *rest)
     return made_TH
+
+
+def make_attention(model: ModelConfig, layer: int) -> AttentionBlock:
+    """The attention of a layer, by the model's description."""
+    return Attention(model, layer)
+
+
+def make_mlp(model: ModelConfig, layer: int) -> LayerBlock:
+    """What follows attention in a layer, by the layer's kind."""
+    kind = layer_kind(model, layer)
+    assert not kind.experts, "experts are planned only"
+    return MLP(model)
 
 
 class TransformerLayer(nn.Module):
@@ -100,9 +106,9 @@ class TransformerLayer(nn.Module):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = make_norm(model)
-        self.self_attn = Attention(model, layer)
+        self.self_attn = make_attention(model, layer)
         self.post_attention_layernorm = make_norm(model)
-        self.mlp = MLP(model)
+        self.mlp = make_mlp(model, layer)
         self.dropout = model.hidden_dropout
         self.site = f"layers.{layer}"
         self.block: NormedBlock = plain_block
@@ -178,6 +184,17 @@ class Stage(nn.Module):
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
 
+    @property
+    def transformer_layers(self) -> list[TransformerLayer]:
+        """All layers that it holds, in the order in which they run."""
+        layers: list[Any] = [*self.layers.values()]
+        return layers
+
+    @property
+    def blocks(self) -> list[LayerBlock]:
+        """All attentions and MLPs that it holds, shared experts included."""
+        return [module for module in self.modules() if isinstance(module, LayerBlock)]
+
     def forward(
         self, x_TH: Tensor | None, batch: Batch, sequence: SlicedSequence | None = None
     ) -> Tensor:
@@ -203,7 +220,7 @@ class Stage(nn.Module):
         if self.model.position_embedding_type == "rope":
             rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
         context = Context(len(batch.tokens), rotary, batch.packing, dropout, batch.part, sequence)
-        return self.through([*self.layers.values()], x_TH, context)
+        return self.through(self.transformer_layers, x_TH, context)
 
     def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
         """Logits [T, V] over the padded vocabulary, of the stage that holds the head."""

@@ -42,18 +42,15 @@ class ColumnParallel:
         group: group of tensor parallelism; None for one rank.
         sequence_parallel: whether the input arrives sharded along the tokens.
         deferred: where weight gradients go while a backward defers them.
-        rows: per linear, the rows of its (replicated) weight that this rank uses, or None for all;
-            empty if that is so for every linear.
     """
 
     group: dist.ProcessGroup | None
     sequence_parallel: bool
     deferred: DeferredWeights
-    rows: tuple[slice | None, ...] = ()
 
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """[T or t, H] -> a [T, F] per linear."""
-        rows = self.rows or (None,) * len(linears)
+        rows = tuple(linear.used for linear in linears)
         weights = [
             _part(local(linear.weight), part) for linear, part in zip(linears, rows, strict=True)
         ]
