@@ -12,6 +12,7 @@ from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
+from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
 from fivefold.config.memory import check_memory
 from fivefold.config.model import ModelConfig, check_model
@@ -100,6 +101,8 @@ def _check(
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
     check_data_parallel(parallel, config.training.precision, mistakes)
+    if config.model.num_experts is not None:
+        check_routing(config.experts, config.model, mistakes)
     _check_sequence(config, mistakes)
     check_schedule(config, parallel, mistakes)
     _check_profile(config, world_size, mistakes)
@@ -211,9 +214,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("expert_model_parallel_size", "expert parallelism", 1),
-    ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
-    ("num_experts", "mixtures of experts", None),
     ("multi_latent_attention", "latent attention", False),
     ("softmax_type", "learned attention sinks", "vanilla"),
     ("mtp_num_layers", "multi-token prediction", 0),
