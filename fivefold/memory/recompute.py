@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.config.memory import MemoryConfig
 from fivefold.model.attention import Kernel
 from fivefold.model.context import Context
+from fivefold.model.experts import Experts
 from fivefold.model.layers import LayerBlock
 from fivefold.model.transformer import Norm, Stage, plain_layers
 
@@ -40,6 +41,13 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
         layer.block = RecomputedBlock(modules)
         if "core_attn" in modules:
             layer.self_attn.kernel = _recomputed_kernel(layer.self_attn.kernel)
+    for mixture in stage.mixtures if "moe" not in modules else ():
+        if "moe_act" in modules:
+            mixture.experts.second = _second_again
+        if "routed_experts" in modules:
+            mixture.call_routed = _again
+        if "shared_experts" in modules:
+            mixture.call_shared = _again
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,17 @@ class _Discarded:
             return packed
         with torch.no_grad():
             return packed()
+
+
+def _second_again(
+    experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
+) -> Tensor:
+    """The `second` seam: the activation's output is discarded."""
+    made_RF = experts.activate(inner, weights_R)
+    if not torch.is_grad_enabled():
+        return experts.last(made_RF, weights_R, rows_E)
+    with _Discarded(made_RF, lambda: experts.activate(inner, weights_R)).hooks():
+        return experts.last(made_RF, weights_R, rows_E)
 
 
 def _recomputed_kernel(kernel: Kernel) -> Kernel:

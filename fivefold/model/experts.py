@@ -57,8 +57,13 @@ class Experts(nn.Module):
             weights_R: weights of their results.
             rows_E: int64, how many rows each expert has; some may have none.
         """
-        into = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        return self.second(self, [linear(x_RH, rows_E) for linear in into], weights_R, rows_E)
+        inner = [linear(x_RH, rows_E) for linear in self.into]
+        return self.second(self, inner, weights_R, rows_E)
+
+    @property
+    def into(self) -> tuple[GroupedLinear, ...]:
+        """The linear layers into the inner features."""
+        return (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
 
     def activate(self, inner: Sequence[Tensor], weights_R: Tensor) -> Tensor:
         """Weighted activation of [R, F] each: [R, F]."""
@@ -129,6 +134,7 @@ class MoE(LayerBlock):
     """
 
     recomputed_as = "moe"
+    compiles = False
 
     def __init__(
         self, model: ModelConfig, layer: int, settings: ExpertsConfig, global_batch_size: int
@@ -137,7 +143,7 @@ class MoE(LayerBlock):
         self.router = Router(model, layer, settings, global_batch_size)
         self.experts = Experts(model)
         shared = model.shared_ffn_size
-        self.shared_experts = MLP(model, shared, "shared_experts") if shared else None
+        self.shared_experts = MLP(model, shared) if shared else None
         gated = model.moe_shared_expert_gate
         self.shared_expert_gate = Linear(model.hidden_size, 1) if shared and gated else None
         self.dispatch: Dispatcher = plain_dispatch

@@ -69,9 +69,11 @@ class LayerBlock(nn.Module):
         column: seam around the linears that read the hidden states.
         row: seam around the linear that gives them.
         recomputed_as: recomputed module (Megatron's name) that runs it again; empty: none.
+        compiles: whether torch.compile can see it as a whole.
     """
 
     recomputed_as = ""
+    compiles = True
 
     def __init__(self) -> None:
         super().__init__()

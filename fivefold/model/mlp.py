@@ -11,15 +11,16 @@ from fivefold.model.layers import LayerBlock, Linear
 class MLP(LayerBlock):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
 
+    recomputed_as = "mlp"
     gate_proj: Linear | None
 
-    def __init__(self, model: ModelConfig, inner: int, recomputed_as: str = "mlp") -> None:
+    def __init__(self, model: ModelConfig, inner: int) -> None:
         super().__init__()
         hidden, bias = model.hidden_size, model.add_bias_linear
         self.gate_proj = Linear(hidden, inner, bias) if model.gated_linear_unit else None
         self.up_proj = Linear(hidden, inner, bias)
         self.down_proj = Linear(inner, hidden, bias)
-        self.model, self.recomputed_as = model, recomputed_as
+        self.model = model
 
     def forward(self, x_TH: Tensor, context: Context | None = None) -> Tensor:
         """[T, H] -> [T, H]; tokens have no effect on each other."""

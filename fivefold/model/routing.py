@@ -26,6 +26,9 @@ _TYPES: Mapping[str | None, torch.dtype] = MappingProxyType(
 )
 
 
+_SCORE_BITS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 12, torch.float64: 36})
+
+
 @dataclass(frozen=True)
 class Decision:
     """What a router decided for a microbatch.
@@ -87,6 +90,7 @@ class Router(nn.Module):
 
     Attributes:
         surroundings: seam of sums over ranks.
+        limit: seam of what is dropped for want of room.
         expert_bias: [E], added to scores for the choice only (Wang et al., Auxiliary-Loss-Free Load
             Balancing, 2024); None without such balancing.
         batch_counts: [E] tokens of each expert in the microbatches of the step so far, and their
@@ -109,6 +113,7 @@ class Router(nn.Module):
         self.model, self.layer, self.settings = model, layer, settings
         self.global_batch_size = global_batch_size
         self.surroundings = Surroundings()
+        self.limit: Limit = plain_limit
         self.batch_counts: tuple[int, Tensor | int, int] = (-1, 0, 0)
 
     def forward(self, x_TH: Tensor, context: Context) -> ExpertChoice:
@@ -158,7 +163,7 @@ class Router(nn.Module):
     def _decide(self, logits_TE: Tensor, context: Context) -> Decision:
         experts_TK = self._choose(logits_TE, context)
         counts_E = torch.bincount(experts_TK.flatten(), minlength=logits_TE.shape[1])
-        kept_TK = self._within_capacity(experts_TK, logits_TE)
+        kept_TK = self.limit(self, experts_TK, logits_TE)
         dropped = counts_E.new_zeros(()) if kept_TK is None else (~kept_TK).sum()
         sums = torch.cat([counts_E, dropped[None], torch.zeros_like(dropped)[None]])
         loads = tuple(self._loads(logits_TE, context)) if self.training else ()
@@ -192,7 +197,7 @@ class Router(nn.Module):
         kept_TG.scatter_(1, of_groups_TG.topk(chosen).indices, True)
         return scores_TGe.masked_fill(~kept_TG[:, :, None], float("-inf")).flatten(1)
 
-    def _within_capacity(self, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
+    def within_capacity(self, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
         """[T, K], whether an expert has room for the token among those of this rank."""
         capacity = self.capacity(len(experts_TK))
         if capacity is None:
@@ -201,7 +206,11 @@ class Router(nn.Module):
         if self.settings.moe_token_drop_policy == "position":
             place_TE = chosen_TE.cumsum(0) - 1
         else:
-            scores_TE = self._scores(logits_TE).masked_fill(~chosen_TE, float("-inf"))
+            # Equal tokens at the start of documents have equal scores but for rounding, which no
+            # layout shares: of such ties the first token wins.
+            digits = _SCORE_BITS[logits_TE.dtype]
+            scores_TE = (self._scores(logits_TE) * 2.0**digits).round()
+            scores_TE = scores_TE.masked_fill(~chosen_TE, float("-inf"))
             order_TE = scores_TE.argsort(dim=0, descending=True, stable=True)
             places_T1 = torch.arange(len(order_TE), device=order_TE.device)[:, None]
             place_TE = torch.empty_like(order_TE)
@@ -277,3 +286,12 @@ class Router(nn.Module):
         if not parts:
             return None
         return torch.stack(parts).sum() * (context.microbatch_rows / self.global_batch_size)
+
+
+Limit = Callable[[Router, Tensor, Tensor], Tensor | None]
+"""A router, [T, K] experts and [T, E] logits -> [T, K], whether there is room; None: always."""
+
+
+def plain_limit(router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
+    """All tokens here share the room: the seam of one device that stands for several."""
+    return router.within_capacity(experts_TK, logits_TE)

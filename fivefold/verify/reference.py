@@ -19,6 +19,7 @@ from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
+from fivefold.verify.standing_in import in_order, stand_in
 
 Tensors = dict[str, Tensor]
 
@@ -56,6 +57,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
         experts=config.experts,
         global_batch_size=training.global_batch_size,
     )
+    stand_in(model, config)
     return model.to(dtype)
 
 
@@ -65,7 +67,8 @@ def run_reference(
     """Train one plain model for some steps on `global_batch(config, 0 .. steps - 1)`.
 
     Args:
-        config: configuration of which the parallel section is not read.
+        config: configuration of which the parallel section is not read, unless a rule of experts
+            depends on it.
         steps: optimizer steps.
         dtype: type of computation; master weights are fp32 if it is bf16.
     """
@@ -130,9 +133,9 @@ def gradients(
         for name, p in model.named_parameters()
     }
     losses = []
-    for sample in samples:
+    for batch in in_order(model, [as_batch(sample, step) for sample in samples]):
         decisions: dict[int, Decision] = {}
-        loss = model(None, as_batch(sample, step), None, decisions)
+        loss = model(None, batch, None, decisions)
         if routing is not None:
             for layer, decision in decisions.items():
                 counts_E = decision.sums[: model.model.num_experts]

@@ -127,6 +127,91 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     ),
     (4, {}, {"ep": 1, "strategy": "optim_grads_params"}),
     (4, {"num_experts": 2, "moe_router_topk": 1}, {"ep": 1, "strategy": "optim_grads_params"}),
+    (4, {}, {"tp": 2, "cp": 2, "ep": 4, "dispatcher": "flex", "moe_expert_capacity_factor": 0.8}),
+    (
+        4,
+        {},
+        {
+            "tp": 2,
+            "ep": 2,
+            "moe_expert_capacity_factor": 0.7,
+            "moe_token_drop_policy": "position",
+            "recompute_granularity": "full",
+        },
+    ),
+    (
+        2,
+        {},
+        {
+            "ep": 2,
+            "dispatcher": "allgather",
+            "moe_expert_capacity_factor": 0.5,
+            "moe_router_pre_softmax": True,
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "cp": 2,
+            "moe_router_load_balancing_type": ("global_aux_loss",),
+            "moe_aux_loss_coeff": (0.3,),
+            "recompute_granularity": "full",
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 4,
+            "micro_batch_size": 1,
+            "moe_router_load_balancing_type": ("global_aux_loss", "aux_loss"),
+            "moe_aux_loss_coeff": (0.3, 0.1),
+        },
+    ),
+    (
+        2,
+        {},
+        {
+            "ep": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe_act", "shared_experts", "routed_experts", "layernorm"),
+            **BALANCED,
+        },
+    ),
+    (
+        2,
+        {"normalization": "LayerNorm", "gated_linear_unit": False, "add_bias_linear": True},
+        {
+            "etp": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe_act", "core_attn"),
+        },
+    ),
+    (
+        2,
+        {},
+        {
+            "ep": 2,
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("expert_fc1", "moe_act"),
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "pp": 2,
+            "pipeline_schedule": "zb_v",
+            "pipeline_model_parallel_layout": "Ett|t||ttL",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe_act",),
+            "compile": True,
+            "compile_backend": "aot_eager",
+        },
+    ),
 ]
 
 
