@@ -20,6 +20,7 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
 from fivefold.errors import ConfigError, Mistakes
+from fivefold.expert.rules import check_routers
 from fivefold.layout import Layout
 from fivefold.memory.rules import check_techniques
 from fivefold.mesh.degrees import DEGREES, infer_degrees
@@ -97,6 +98,7 @@ def _check(
     check_dependents(_resolved(config, parallel, world_size), mistakes)
     if not planned:
         _check_built(config, mistakes)
+        check_routers(config, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)

@@ -77,25 +77,18 @@ def check_routing(experts: ExpertsConfig, model: ModelConfig, mistakes: Mistakes
             "one for all is needed, or one for each",
             works=[f"--moe-aux-loss-coeff {factors[0]}"] if factors else [],
         )
-    for name in ("moe_z_loss_coeff", "moe_router_bias_update_rate"):
-        value = getattr(experts, name)
-        if value is not None and value < 0:
-            mistakes.add(f"{name} must not be negative, and is {value}")
     if any(factor < 0 for factor in factors):
         mistakes.add(f"moe_aux_loss_coeff must not be negative: {factors}")
-    jitter, capacity = experts.moe_input_jitter_eps, experts.moe_expert_capacity_factor
-    if jitter is not None and not 0 < jitter < 1:
-        mistakes.add(
-            f"moe_input_jitter_eps must be between 0 and 1, and is {jitter}",
-            works=["--moe-input-jitter-eps none"],
-        )
-    if capacity is not None and not capacity > 0:
-        mistakes.add(
-            f"moe_expert_capacity_factor must be positive, and is {capacity}",
-            works=["--moe-expert-capacity-factor 1.0"],
-        )
     if "sinkhorn" in kinds and (model.moe_router_num_groups or model.moe_router_enable_expert_bias):
         mistakes.add(
             "sinkhorn assigns tokens by itself: groups of experts and biases have no effect on it",
             works=["--moe-router-load-balancing-type aux_loss"],
+        )
+    if experts.moe_pad_expert_input_to_capacity and experts.moe_expert_capacity_factor is None:
+        mistakes.add(
+            "moe_pad_expert_input_to_capacity needs moe_expert_capacity_factor, which says how far",
+            works=[
+                "--moe-expert-capacity-factor 1.0",
+                "--no-moe-pad-expert-input-to-capacity",
+            ],
         )

@@ -67,7 +67,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     ),
     (
         4,
-        {"moe_router_topk": 1},
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True},
         {
             "ep": 2,
             "pp": 2,
@@ -126,7 +126,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (4, {}, {"ep": 1, "strategy": "optim_grads_params"}),
-    (4, {"num_experts": 2, "moe_router_topk": 1}, {"ep": 1, "strategy": "optim_grads_params"}),
+    (4, {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}, {"ep": 1, "strategy": "optim_grads_params"}),
     (4, {}, {"tp": 2, "cp": 2, "ep": 4, "dispatcher": "flex", "moe_expert_capacity_factor": 0.8}),
     (
         4,
