@@ -14,7 +14,8 @@ from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
 from fivefold.config.foreign import name_of
 from fivefold.config.memory import check_memory
-from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.model import ModelConfig
+from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
