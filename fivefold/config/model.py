@@ -32,6 +32,9 @@ class ModelConfig:
         "rope", "rotary positions, or a learned table of them"
     )
     rotary_base: float = option(10000.0, "base (theta) of RoPE")
+    rotary_percent: float = option(
+        1.0, "share of a head's features, the first ones, that RoPE turns"
+    )
     use_rope_scaling: bool = option(False, "stretch low RoPE frequencies as Llama 3.1 does")
     rope_scaling_factor: float = option(
         8.0, "how far RoPE scaling stretches the lowest frequencies"
@@ -44,6 +47,26 @@ class ModelConfig:
     )
     rope_original_max_position_embeddings: int = option(
         8192, "sequence length before RoPE scaling, in tokens"
+    )
+    rope_type: Literal["rope", "yarn"] = option(
+        "rope", "rotary positions as they are, or stretched to longer contexts as YaRN does"
+    )
+    rotary_scaling_factor: float = option(40.0, "how far YaRN stretches the lowest frequencies")
+    original_max_position_embeddings: int = option(
+        4096, "sequence length before YaRN stretches it, in tokens"
+    )
+    beta_fast: float = option(
+        32.0, "frequencies of more turns than this in the original length are left alone by YaRN"
+    )
+    beta_slow: float = option(
+        1.0, "frequencies of fewer turns than this in the original length are stretched fully"
+    )
+    mscale: float = option(1.0, "YaRN's factor of rotary features is 1 + 0.1 mscale ln(scaling)")
+    mscale_all_dim: float = option(
+        0.0, "the same of all features of MLA's scores, by which rotary ones are divided"
+    )
+    yarn_correction_range_round_to_int: bool = option(
+        True, "let YaRN's ramp between both begin and end with whole pairs of features"
     )
     activation_func: Literal["silu", "gelu", "gelu_tanh"] = option("silu", "activation of the MLP")
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
@@ -131,6 +154,13 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Features of a value head, and of a head's output."""
         return self.v_head_dim if self.multi_latent_attention else self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a query or key head that RoPE turns."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
+        return int(self.head_dim * self.rotary_percent)
 
     @property
     def q_size(self) -> int:

@@ -18,6 +18,11 @@ _POSITIVE = (
     "max_position_embeddings",
     "norm_epsilon",
     "rotary_base",
+    "rotary_percent",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
     "rope_scaling_factor",
     "rope_low_freq_factor",
     "rope_high_freq_factor",
@@ -79,6 +84,40 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         _check_heads(model, mistakes)
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)
+    _check_rope(model, mistakes)
+
+
+def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
+    rope, stretched = model.position_embedding_type == "rope", model.rope_type == "yarn"
+    if model.rotary_percent > 1.0:
+        mistakes.add(
+            f"rotary_percent {model.rotary_percent} is more than all of a head's features",
+            works=["--rotary-percent 1.0"],
+        )
+    if model.rotary_percent != 1.0 and model.multi_latent_attention:
+        mistakes.add(
+            f"rotary_percent {model.rotary_percent} has no effect on multi_latent_attention, whose "
+            f"heads have qk_pos_emb_head_dim {model.qk_pos_emb_head_dim} rotary features",
+            works=["--rotary-percent 1.0"],
+        )
+    if stretched and not rope:
+        mistakes.add("rope_type yarn needs position_embedding_type rope")
+    if stretched and model.use_rope_scaling:
+        mistakes.add(
+            "rope_type yarn and use_rope_scaling both stretch the frequencies of RoPE",
+            works=["--rope-type rope", "--no-use-rope-scaling"],
+        )
+    if stretched and model.beta_fast <= model.beta_slow:
+        mistakes.add(
+            "beta_fast must be larger than beta_slow", f"{model.beta_fast} <= {model.beta_slow}"
+        )
+    if model.mscale_all_dim and not model.multi_latent_attention:
+        mistakes.add(
+            f"mscale_all_dim = {model.mscale_all_dim} has an effect on multi_latent_attention only",
+            works=["--mscale-all-dim 0.0", "--multi-latent-attention"],
+        )
+    if min(model.mscale, model.mscale_all_dim) < 0.0:
+        mistakes.add("mscale and mscale_all_dim must not be negative")
     if model.use_rope_scaling and model.rope_high_freq_factor <= model.rope_low_freq_factor:
         mistakes.add(
             "rope_high_freq_factor must be larger than rope_low_freq_factor",
@@ -102,9 +141,12 @@ def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
             f"{heads} / {groups} = {heads / groups:.2f} (must be whole)",
             works=[f"--num-query-groups {n}" for n in _near_divisors(heads, groups)],
         )
-    turned = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.head_dim
-    if model.position_embedding_type == "rope" and turned % 2:
-        mistakes.add(f"RoPE turns pairs of features, and head size {turned} is odd")
+    if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or not model.rotary_dim):
+        size = f"{model.rotary_dim}"
+        if model.rotary_percent != 1.0:
+            size = f"{model.head_dim} x rotary_percent {model.rotary_percent} = {model.rotary_dim}"
+        what = "odd" if model.rotary_dim else "nothing"
+        mistakes.add(f"RoPE turns pairs of features, and head size {size} is {what}")
 
 
 def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
