@@ -15,7 +15,8 @@ from fivefold.config.dependence import check_dependents
 from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
 from fivefold.config.memory import check_memory
-from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.model import ModelConfig
+from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
@@ -216,7 +217,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("multi_latent_attention", "latent attention", False),
     ("softmax_type", "learned attention sinks", "vanilla"),
     ("mtp_num_layers", "multi-token prediction", 0),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),

@@ -306,7 +306,7 @@ DEPENDENTS = (
         ("--eval-interval 10",),
     ),
     Dependents(
-        ("rotary_base",),
+        ("rotary_base", "rotary_percent"),
         "position_embedding_type",
         lambda c: c.model.position_embedding_type == "rope",
         "is for rotary positions",
@@ -323,6 +323,21 @@ DEPENDENTS = (
         lambda c: c.model.use_rope_scaling,
         "is for scaled rotary positions",
         ("--use-rope-scaling",),
+    ),
+    Dependents(
+        (
+            "rotary_scaling_factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "yarn_correction_range_round_to_int",
+        ),
+        "rope_type",
+        lambda c: c.model.rope_type == "yarn",
+        "is for positions that YaRN stretches",
+        ("--rope-type yarn",),
     ),
     Dependents(
         ("tokenizer_vocab_size",),

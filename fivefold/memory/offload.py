@@ -37,7 +37,7 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
         if moved:
             layer.block = _MovingBlock(layer.block, moved, host)
         if "core_attn" in modules:
-            attention.kernel = host.moving(attention.kernel)
+            attention.wrap_kernel(host.moving)
         if "attn_proj" in modules:
             attention.row = host.moving(attention.row)
     for mixture in stage.mixtures:

@@ -213,12 +213,14 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
     unrotated = model.num_attention_heads * model.qk_head_dim
     up += _column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
     return (
-        LatentDown("qkv", down, inputs=h),
+        LatentDown("qkv", down, inputs=h, norms=1 if model.q_lora_rank is None else 2),
         LatentUp(
             "mla_up",
             up,
             ("mla_up_proj",),
             latents=(model.q_lora_rank or 0) + rank,
+            uncompressed=h if model.q_lora_rank is None else 0,
+            shared=model.qk_pos_emb_head_dim,
             outputs=model.q_size + model.k_size + model.v_size,
         ),
     )

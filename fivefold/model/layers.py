@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fivefold.config.model import ModelConfig
+
 
 def local(parameter: Tensor) -> Tensor:
     """What this rank computes with: a DTensor's local part, any other tensor itself."""
@@ -56,6 +58,15 @@ def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     return tuple(linear(x_TH) for linear in linears)
 
 
+Spread = Callable[[Tensor], Tensor]
+"""Features [T, F] that the heads of all ranks share, of all tokens of these ranks."""
+
+
+def plain_spread(x_TF: Tensor) -> Tensor:
+    """The features themselves: the seam of heads that ranks divide."""
+    return x_TF
+
+
 def plain_row(x_TF: Tensor, linear: Linear) -> Tensor:
     """The linear itself: the seam of input-sharded (row) parallelism."""
     y_TH: Tensor = linear(x_TF)
@@ -68,6 +79,8 @@ class LayerBlock(nn.Module):
     Attributes:
         column: seam around the linears that read the hidden states.
         row: seam around the linear that gives them.
+        whole: seam around linears of the hidden states that every rank holds whole.
+        spread: seam around what all heads share and no linear of a rank's heads reads.
         recomputed_as: recomputed module (Megatron's name) that runs it again; empty: none.
         compiles: whether torch.compile can see it as a whole.
     """
@@ -79,6 +92,8 @@ class LayerBlock(nn.Module):
         super().__init__()
         self.column: Column = plain_column
         self.row: Row = plain_row
+        self.whole: Column = plain_column
+        self.spread: Spread = plain_spread
 
     def split(self, rank: int, ranks: int) -> None:
         """Take one rank's heads, where `ranks` split them; most blocks have none."""
@@ -132,6 +147,12 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
         return y
+
+
+def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
+    """The model's kind of normalisation, by default of the residual stream."""
+    kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
+    return kind(features or model.hidden_size, model.norm_epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -32,12 +32,12 @@ class Rows:
 
     def spread(self, x: Tensor) -> Tensor:
         """[T, ...] -> [R, ...]: every row is its token."""
-        y: Tensor = _Spread.apply(x, self)
+        y: Tensor = _SpreadRows.apply(x, self)
         return y
 
     def collect(self, x: Tensor) -> Tensor:
         """[R, ...] -> [T, ...]: every token is the sum of its rows, in the order of its slots."""
-        y: Tensor = _Collect.apply(x, self)
+        y: Tensor = _CollectRows.apply(x, self)
         return y
 
     def take(self, values_TS: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def _collected(x: Tensor, rows: Rows) -> Tensor:
     return places.view(rows.tokens, rows.per_token, *x.shape[1:]).sum(1)
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
@@ -65,7 +65,7 @@ class _Spread(torch.autograd.Function):
         return _collected(grad, ctx.rows), None
 
 
-class _Collect(torch.autograd.Function):
+class _CollectRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows

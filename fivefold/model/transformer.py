@@ -17,6 +17,7 @@ from fivefold.model.context import Context
 from fivefold.model.description import layer_kind
 from fivefold.model.dropout import Dropout
 from fivefold.model.experts import MoE
+from fivefold.model.latent_attention import LatentAttention
 from fivefold.model.layers import (
     Column,
     Embedding,
@@ -24,6 +25,7 @@ from fivefold.model.layers import (
     LayerNorm,
     Linear,
     RMSNorm,
+    make_norm,
     plain_column,
 )
 from fivefold.model.loss import cross_entropy
@@ -32,13 +34,6 @@ from fivefold.model.rope import RotaryTables
 from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.shape import StageParts, whole_model
-
-
-def make_norm(model: ModelConfig) -> LayerNorm | RMSNorm:
-    """The normalisation of the residual stream."""
-    kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
-    return kind(model.hidden_size, model.norm_epsilon)
-
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -58,7 +53,7 @@ def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Ten
 
 def make_attention(model: ModelConfig, layer: int) -> AttentionBlock:
     """The attention of a layer, by the model's description."""
-    return Attention(model, layer)
+    return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 
 def make_mlp(

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
-from fivefold.tensor.linear import ColumnParallel, RowParallel
+from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
@@ -19,7 +19,7 @@ def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
     column, row = ColumnParallel(None, False, deferred), RowParallel(None, False, deferred)
     stage.column = column
     for block in stage.blocks:
-        block.column, block.row = column, row
+        block.column, block.row, block.whole = column, row, column
     for embedding in (stage.embed_tokens, stage.embed_positions):
         if embedding is not None:
             embedding.lookup = VocabularyLookup(None, False, deferred)
@@ -48,9 +48,12 @@ def install_tensor_parallel(
     assert group is not None, "one rank needs no tensor parallelism"
     column = ColumnParallel(group, sequence_parallel, deferred)
     row = RowParallel(group, sequence_parallel, deferred)
+    whole = ColumnParallel(None, False, deferred)
+    spread = SpreadTokens(group, sequence_parallel)
     rank, size = group.rank(), group.size()
     for block in stage.blocks:
         block.column, block.row = column, row
+        block.whole, block.spread = whole, spread
         block.split(rank, size)
     _install_vocabulary(stage, group, column)
     if sequence_parallel:

@@ -36,6 +36,23 @@ BALANCED = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
     "moe_aux_loss_coeff": (0.1, 0.2),
 }
+DEEPSEEK = {
+    "multi_latent_attention": True,
+    "num_query_groups": None,
+    "kv_channels": None,
+    "qk_layernorm": False,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_layer_freq": "[0]*2+[1]*3",
+}
 # Ranks, model, settings: each dispatcher with every degree, strategy and kind of balance somewhere.
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {}, {"moe_z_loss_coeff": 0.1}),
@@ -126,7 +143,11 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         },
     ),
     (4, {}, {"ep": 1, "strategy": "optim_grads_params"}),
-    (4, {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}, {"ep": 1, "strategy": "optim_grads_params"}),
+    (
+        4,
+        {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {"ep": 1, "strategy": "optim_grads_params"},
+    ),
     (4, {}, {"tp": 2, "cp": 2, "ep": 4, "dispatcher": "flex", "moe_expert_capacity_factor": 0.8}),
     (
         4,
@@ -210,6 +231,19 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             "recompute_modules": ("moe_act",),
             "compile": True,
             "compile_backend": "aot_eager",
+        },
+    ),
+    (4, DEEPSEEK, {"tp": 2, "ep": 4, "dispatcher": "flex", "strategy": "optim", **BALANCED}),
+    (
+        4,
+        DEEPSEEK,
+        {
+            "pp": 2,
+            "ep": 2,
+            "pipeline_schedule": "dualpipe_v",
+            "pipeline_model_parallel_layout": "Ett|t||ttL",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mla_up_proj", "moe_act"),
         },
     ),
 ]
