@@ -2,7 +2,6 @@
 
 from math import prod
 
-from fivefold.counts.state import stages_held
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
@@ -75,23 +74,27 @@ def multiplications(layout: Layout, pp_rank: int) -> float:
     """FLOPs of a rank's linear layers: forward, dX and dW, each 2 x weights x tokens.
 
     What the backward makes again counts once more: whole layers, or what an MLP's last linear
-    takes. PyTorch's checkpoint stops where nothing more is needed, which is before the last linear
-    of a region, unless that is one of ours, which knows its weight gradient or its collective, or
-    a dropout follows.
+    takes; and the stages of microbatches that are not kept. PyTorch's checkpoint stops where
+    nothing more is needed, which is before the last linear of a region, unless that is one of
+    ours, which knows its weight gradient or its collective, or a dropout follows.
     """
     config, grid = layout.config, layout.grid
     model, training, memory = config.model, config.training, config.memory
     tokens = training.micro_batch_size * training.seq_length / grid.cp
     stops = grid.tp == 1 and not layout.defers_weights and not model.hidden_dropout
     remakes_mlp = memory.recompute_granularity == "selective" and "mlp" in memory.recompute_modules
-    passes = 0.0  # weights x times that a product with them is computed
-    for stage in stages_held(layout, pp_rank):
-        parts = layout.split.stages[stage]
+    total = 0.0  # weights x times that a product with them is computed
+    recomputed = layout.recomputed()
+    count = layout.num_microbatches // layout.num_copies
+    for stage, parts in layout.stages_of(pp_rank).items():
+        passes = once = 0.0  # of a microbatch; of a forward alone
         if parts.head:
+            once += model.padded_vocab_size // grid.tp * model.hidden_size
             passes += 3 * model.padded_vocab_size // grid.tp * model.hidden_size
         for group, again in memory.recomputed_groups(len(parts.layers)):
             for place in group:
                 sizes = _linear_weights(layout, parts.layers[place])
+                once += sum(sizes.values())
                 passes += (3 + again) * sum(sizes.values())
                 last = place == group[-1]
                 if again and stops and last:
@@ -99,7 +102,8 @@ def multiplications(layout: Layout, pp_rank: int) -> float:
                 if remakes_mlp:
                     inner = ("gate", "up") if stops else ("gate", "up", "down")
                     passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
-    return 2 * passes * tokens * layout.num_microbatches / layout.num_copies
+        total += count * passes + recomputed[stage] * once
+    return 2 * total * tokens
 
 
 def _linear_weights(layout: Layout, layer: int) -> dict[str, int]:

@@ -18,6 +18,7 @@ from fivefold.check import check
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.predict.context import best_context
+from fivefold.predict.liveness import moments
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks, Values
@@ -26,7 +27,12 @@ from fivefold.search.candidate import Candidate, capacity, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
-from fivefold.search.memory_choices import MemoryChoice, further_choices, refinements
+from fivefold.search.memory_choices import (
+    MemoryChoice,
+    further_choices,
+    in_flight_limits,
+    refinements,
+)
 from fivefold.search.request import Request
 from fivefold.search.space import Space
 from fivefold.search.time_bound import TimeBound, quick_time_bound, time_bound
@@ -236,8 +242,16 @@ class _Search:
                     ledger.found.append(candidate)
 
     def _choices(self, base: Candidate) -> Iterator[MemoryChoice]:
-        layers = max(len(stage.layers) for stage in base.layout.split.stages)
-        yield from refinements(self.request.given, layers)
+        layout, given = base.layout, self.request.given
+        layers = max(len(stage.layers) for stage in layout.split.stages)
+        yield from refinements(given, layers)
+        if base.memory.fits or layout.config.memory.recompute_granularity == "full":
+            return
+        worst = base.memory.worst
+        held = moments(layout, splits_backward=layout.defers_weights)[worst.pp_rank].kept
+        in_flight = round(held.sum(axis=1).max())
+        each = (worst.parts.get("activations", 0.0) + worst.parts.get("loss", 0.0)) / in_flight
+        yield from in_flight_limits(given, in_flight, each, worst.peak - capacity(self.request))
 
     def _checked(self, found: Sequence[Candidate]) -> list[Candidate]:
         """In the order of preference, and only what `check` lets pass."""
