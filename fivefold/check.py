@@ -129,9 +129,10 @@ def _check(
 def _check_in_flight_limit(layout: Layout, mistakes: Mistakes) -> None:
     """Add a limit on what is held that no rank comes up to."""
     limit = layout.config.memory.recompute_in_flight_limit
-    if limit is None or layout.recomputed():
+    enough = layout.enough_microbatches
+    if limit is None or layout.recomputed(enough):
         return
-    program = layout.order().program()
+    program = layout.order(enough).program()
     most = round(max(peak_in_flight(program, Footprint(freed_by_b=1.0))))
     mistakes.add(
         f"recompute_in_flight_limit = {limit} has no effect: {layout.schedule} keeps "

@@ -66,6 +66,12 @@ class Layout:
         """Whether the halves of a pair run beside each other: experts' messages hide there."""
         return self.config.parallel.overlap_moe_expert_parallel_comm
 
+    @property
+    def enough_microbatches(self) -> int:
+        """Microbatches after which no rank holds anything new."""
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return self.known.enough(self.grid.pp, self.num_microbatches, group)
+
     def program(
         self, num_microbatches: int | None = None, *, forward_only: bool = False
     ) -> Program:
@@ -80,9 +86,11 @@ class Layout:
             lower(program), unshard=gathered is not None, max_unsharded=gathered
         )
 
-    def recomputed(self) -> Counter[int]:
+    def recomputed(self, num_microbatches: int | None = None) -> Counter[int]:
         """Microbatches of each stage whose forward runs twice in a step."""
-        acts = (act for row in self._computes().ranks for act in row)
+        if self.config.memory.recompute_in_flight_limit is None:
+            return Counter()
+        acts = (act for row in self._computes(num_microbatches).ranks for act in row)
         return Counter(act.stage for act in acts if act.kind is Kind.R and act.slice == 0)
 
     def _computes(

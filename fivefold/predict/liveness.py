@@ -64,18 +64,8 @@ def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
         layout: layout whose schedule runs.
         splits_backward: whether dX leaves before dW is computed.
     """
-    order = layout.order(_enough(layout))
+    order = layout.order(layout.enough_microbatches)
     return _moments(order, pairs=layout.overlaps_pairs, eager=splits_backward)
-
-
-def _enough(layout: Layout) -> int:
-    """Microbatches after which nothing new happens; all, where no steady state is reached."""
-    count = layout.num_microbatches
-    group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    round_of = group or layout.grid.pp
-    if not layout.known.steady or count % round_of:
-        return count
-    return min(count, 3 * max(layout.grid.pp, round_of))
 
 
 @lru_cache(maxsize=256)

@@ -248,7 +248,7 @@ class Clock:
             # Which microbatches run again repeats after another number of them on each rank, and
             # so on all ranks only late: over so many it is the same within a per cent.
             warm_up = a_round * rounds
-            a_round *= -(-8 * ranks // a_round)
+            a_round *= -(-4 * ranks // a_round)
             rounds = -(-warm_up // a_round)
         short = total % a_round + a_round * rounds
         if total <= short + a_round:

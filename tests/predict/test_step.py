@@ -107,10 +107,10 @@ def test_a_limit_on_what_is_held_is_paid_for_in_forwards(schedule, limit):
     table = timetable(layout.order(), pairs=False, eager=True)
     assert table.makespans([costs])[0] == pytest.approx(whole.makespan)
     assert Clock.of(layout, eager=True).makespans([costs])[0] == pytest.approx(
-        whole.makespan, rel=3e-3
+        whole.makespan, rel=0.012
     )
     again = sum(count * costs.f[stage] for stage, count in layout.recomputed().items()) / 8
-    assert part(prediction, "recompute") == pytest.approx(again, rel=0.02)
+    assert part(prediction, "recompute") == pytest.approx(again, rel=0.06)
     assert prediction.step_time >= predict(plain, CLUSTER).step_time  # in bubbles it is free
     assert sum(p.seconds for p in prediction.parts) == pytest.approx(prediction.step_time)
     assert min(p.seconds for p in prediction.parts) > -1e-9 * prediction.step_time
