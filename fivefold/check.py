@@ -32,6 +32,7 @@ from fivefold.mesh.rules import (
     check_tensor_parallel,
 )
 from fivefold.pipeline.automatic_split import automatic_split
+from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.rules import (
     AUTO,
@@ -44,6 +45,7 @@ from fivefold.pipeline.schedules.registry import (
     SCHEDULES,
     Shape,
 )
+from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.stages import Split
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
@@ -125,7 +127,27 @@ def _check(
         layout.order().program()
     except ConfigError as error:
         raise error.spelled(lambda choice: _as_flags(choice, layout, passes)) from error
+    _check_in_flight_limit(layout, mistakes)
+    mistakes.raise_if_any()
     return layout
+
+
+def _check_in_flight_limit(layout: Layout, mistakes: Mistakes) -> None:
+    """Add a limit on what is held that no rank comes up to."""
+    limit = layout.config.memory.recompute_in_flight_limit
+    enough = layout.enough_microbatches
+    if limit is None or layout.recomputed(enough):
+        return
+    program = layout.order(enough).program()
+    most = round(max(peak_in_flight(program, Footprint(freed_by_b=1.0))))
+    mistakes.add(
+        f"recompute_in_flight_limit = {limit} has no effect: {layout.schedule} keeps "
+        f"{most} {'microbatch' if most == 1 else 'microbatches'} in flight on a rank at most",
+        works=[
+            *([f"--recompute-in-flight-limit {most - 1}"] if most > 1 else []),
+            "--recompute-in-flight-limit none",
+        ],
+    )
 
 
 def _as_flags(choice: str, layout: Layout, passes: Callable[[Config], bool]) -> tuple[str, ...]:

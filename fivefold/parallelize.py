@@ -231,6 +231,9 @@ def _install_memory(
         log.info("recompute: every layer, %d at a time", memory.recompute_num_layers)
     elif memory.recompute_granularity == "full":
         log.info("recompute: the first %d layers of a stage", memory.recompute_num_layers)
+    if memory.recompute_in_flight_limit is not None:
+        count = memory.recompute_in_flight_limit
+        log.info("recompute: whole stages, of all but %d microbatches in flight", count)
     if memory.fine_grained_activation_offloading:
         log.info("to host memory: what %s save", ", ".join(memory.offload_modules))
 

@@ -177,6 +177,14 @@ DEPENDENTS = (
         searched=True,
     ),
     Dependents(
+        ("recompute_in_flight_limit",),
+        "pipeline_model_parallel_size",
+        _lays_stages,
+        "limits the microbatches that wait on pipeline ranks for their backward",
+        ("--pipeline-model-parallel-size 2",),
+        searched=True,
+    ),
+    Dependents(
         ("num_virtual_stages_per_pipeline_rank",),
         "pipeline_model_parallel_size",
         lambda c: _lays_stages(c) or c.parallel.num_virtual_stages_per_pipeline_rank == 1,

@@ -155,7 +155,7 @@ class _Copy:
 
     def __init__(self, host: Host, flat: Tensor) -> None:
         self._link, self._device = host.link, flat.device
-        self._kept, self._mark = host.link.out(flat, let_go=True)
+        self._kept, self._mark = host.link.out(flat)
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:

@@ -1,8 +1,8 @@
 """Runs a lowered program on one rank: the only training (and evaluation) step there is."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fivefold.mesh.slices import local_tensor
 from fivefold.model.batch import Batch
 from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Program
 from fivefold.pipeline.messages import Mail
-from fivefold.pipeline.offload import HostStore, Piece
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
+
+Piece = tuple[int, int, int]
+"""Stage, microbatch, slice."""
 
 Observer = Callable[[Act], AbstractContextManager[object]]
 """Entered once what a compute act needs is there, left when the act has ended."""
@@ -128,8 +129,7 @@ class _Step:
         self._scale = scale.to(torch.promote_types(executor.dtype, torch.float32))
         self._acts = program.ranks[executor.pp_rank]
         self._mail = Mail(executor.group, executor.hidden_shape, executor.dtype, executor.device)
-        self._host = HostStore(set(_pieces(self._acts, Kind.OFFLOAD)), executor.device)
-        self._recomputed = set(_pieces(self._acts, Kind.R))
+        self._recomputed = {_piece(act) for act in self._acts if act.kind is Kind.R}
         self._forwards: dict[Piece, _Forward] = {}
         self._weights: dict[Piece, list[Work]] = {}
         self._sequences: dict[tuple[int, int], SlicedSequence] = {}
@@ -158,10 +158,6 @@ class _Step:
             case Kind.SEND | Kind.RECV:
                 assert act.message is not None
                 (self._mail.send if act.kind is Kind.SEND else self._mail.receive)(act.message)
-            case Kind.OFFLOAD:
-                self._host.offload(_piece(act), self._forwards[_piece(act)].x, self._lasting(act))
-            case Kind.RELOAD:
-                self._host.reload(_piece(act))
             case Kind.UNSHARD:
                 self._on.gradients[act.stage].unshard()
             case Kind.RESHARD:
@@ -179,8 +175,6 @@ class _Step:
         for kid in act.elementary:
             with self._on.observe(kid):
                 self._run(kid)
-                if kid is act.elementary[-1]:
-                    self._host.settle()
 
     def _run(self, act: Act) -> None:
         match act.kind:
@@ -199,8 +193,6 @@ class _Step:
         parts = self._on.stages[act.stage].parts
         if act.kind is Kind.F and not parts.embedding:
             self._mail.wait((Direction.FORWARD, *_piece(act)))
-        if act.kind in (Kind.R, Kind.B, Kind.BW):
-            self._host.wait(_piece(act))
         if act.kind in (Kind.B, Kind.BW) and not parts.head:
             self._mail.wait((Direction.BACKWARD, *_piece(act)))
 
@@ -210,7 +202,7 @@ class _Step:
         if not module.parts.embedding:
             x = self._mail.take((Direction.FORWARD, *piece))
         keeps = not self._program.forward_only and piece not in self._recomputed
-        with torch.set_grad_enabled(keeps), self._host.noting(piece):
+        with torch.set_grad_enabled(keeps):
             out = self._run_stage(act, x)
         if module.parts.head:
             self._losses.append(out.detach())
@@ -295,21 +287,6 @@ class _Step:
         else:
             self._mail.post(address, tensor)
 
-    def _lasting(self, act: Act) -> Iterator[Tensor]:
-        """Tensors that others use, too, and that therefore must stay where they are."""
-        yield self._scale
-        yield from map(local_tensor, self._on.stages[act.stage].parameters())
-        batch = self._batches[act.mb * self._program.num_slices + act.slice]
-        values = (getattr(batch, entry.name) for entry in fields(batch))
-        yield from (value for value in values if isinstance(value, Tensor))
-        yield from self._mail.held()
-        for sequence in self._sequences.values():
-            yield from sequence.held()
-
 
 def _piece(act: Act) -> Piece:
     return act.stage, act.mb, act.slice
-
-
-def _pieces(acts: Sequence[Act], kind: Kind) -> Iterator[Piece]:
-    return (_piece(kid) for act in acts for kid in act.elementary if kid.kind is kind)
