@@ -23,7 +23,8 @@ from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
-from fivefold.train.routers import LayerRouting, Routers
+from fivefold.train.metrics import LayerRouting
+from fivefold.train.routers import Routers
 
 
 @dataclass(frozen=True)

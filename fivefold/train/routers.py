@@ -1,7 +1,6 @@
 """What the routers of a run decide in a step, put together for all ranks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -9,36 +8,6 @@ from torch import Tensor
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
 from fivefold.model.transformer import Stage
-
-
-@dataclass(frozen=True)
-class LayerRouting:
-    """What the router of one layer decided in a step.
-
-    Attributes:
-        layer: number of the layer.
-        counts: tokens that chose each expert, before any was dropped.
-        dropped: share of the choices for which an expert had no room.
-        aux_loss: sum of its auxiliary losses, their factors included.
-        biases: lowest and highest bias of an expert before the step; (0, 0) without biases.
-    """
-
-    layer: int
-    counts: tuple[float, ...]
-    dropped: float
-    aux_loss: float
-    biases: tuple[float, float]
-
-    @classmethod
-    def of(cls, layer: int, row: Sequence[float]) -> "LayerRouting":
-        """From a row of `Routers.sums`."""
-        *counts, dropped, aux_loss, lowest, highest = row
-        return cls(layer, tuple(counts), dropped / max(sum(counts), 1), aux_loss, (lowest, highest))
-
-    @property
-    def imbalance(self) -> float:
-        """Tokens of the busiest expert over the mean."""
-        return max(self.counts) * len(self.counts) / max(sum(self.counts), 1)
 
 
 class Routers:
