@@ -262,6 +262,7 @@ CHANGES: Mapping[str, Change] = {
     "expert_model_parallel_size": Change(4, _EP),
     "expert_tensor_parallel_size": Change(2, {**_EP, **_TP, "sequence_parallel": True}),
     "moe_token_dispatcher_type": Change("flex", _EP),
+    "moe_shared_expert_overlap": Change(True, {**_EP, "moe_shared_expert_intermediate_size": 1024}),
     "overlap_moe_expert_parallel_comm": Change(True, _EP),
     "tp_comm_overlap": Change(True, {**_TP, "sequence_parallel": True}),
     "data_parallel_shard_size": Change(2, {**_ZERO3, "num_distributed_optimizer_instances": 4}),

@@ -246,6 +246,47 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             "recompute_modules": ("mla_up_proj", "moe_act"),
         },
     ),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "etp": 2,
+            "moe_expert_capacity_factor": 0.8,
+            "moe_pad_expert_input_to_capacity": True,
+            "strategy": "optim",
+        },
+    ),
+    (
+        2,
+        {"add_bias_linear": True},
+        {
+            "ep": 2,
+            "dispatcher": "allgather",
+            "moe_expert_capacity_factor": 1.2,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+    ),
+    (1, {}, {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True}),
+    (
+        4,
+        {},
+        {"ep": 2, "tp": 2, "moe_shared_expert_overlap": True, "strategy": "optim_grads_params"},
+    ),
+    (
+        4,
+        {"moe_shared_expert_gate": True},
+        {
+            "ep": 2,
+            "pp": 2,
+            "dispatcher": "flex",
+            "moe_shared_expert_overlap": True,
+            "pipeline_schedule": "zb_h1",
+            "pipeline_model_parallel_layout": "Ett|tttL",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe",),
+        },
+    ),
 ]
 
 

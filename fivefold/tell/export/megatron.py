@@ -114,7 +114,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield from flags(said, "hierarchical_context_parallel_sizes")
     if layout.config.model.num_experts:
         yield from flags(said, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        yield from flags(said, "moe_token_dispatcher_type")
+        yield from flags(said, "moe_token_dispatcher_type", "moe_shared_expert_overlap")
         hides = said["overlap_moe_expert_parallel_comm"] and not _why_not_hidden(layout, runs)
         yield from set_flag("overlap_moe_expert_parallel_comm", hides)
         if parallel.moe_token_dispatcher_type == "flex":
