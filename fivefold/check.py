@@ -12,13 +12,16 @@ from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
+from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
 from fivefold.config.memory import check_memory
-from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.model import ModelConfig
+from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
 from fivefold.errors import ConfigError, Mistakes
+from fivefold.expert.rules import check_routers
 from fivefold.layout import Layout
 from fivefold.memory.rules import check_techniques
 from fivefold.mesh.degrees import DEGREES, infer_degrees
@@ -98,10 +101,13 @@ def _check(
     check_dependents(_resolved(config, parallel, world_size), mistakes)
     if not planned:
         _check_built(config, mistakes)
+        check_routers(config, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
     check_data_parallel(parallel, config.training.precision, mistakes)
+    if config.model.num_experts is not None:
+        check_routing(config.experts, config.model, mistakes)
     _check_sequence(config, mistakes)
     check_schedule(config, parallel, mistakes)
     _check_profile(config, world_size, mistakes)
@@ -233,10 +239,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("expert_model_parallel_size", "expert parallelism", 1),
-    ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
-    ("num_experts", "mixtures of experts", None),
-    ("multi_latent_attention", "latent attention", False),
     ("softmax_type", "learned attention sinks", "vanilla"),
     ("mtp_num_layers", "multi-token prediction", 0),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),

@@ -132,7 +132,7 @@ def _tokens(text: str | None) -> float | None:
 
 def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
     """The question, or everything that is wrong with it, before anything is searched."""
-    from fivefold.config.model import check_model
+    from fivefold.config.model_rules import check_model
     from fivefold.config.values import check_values
     from fivefold.search.request import request
 

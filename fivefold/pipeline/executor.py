@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fivefold.model.batch import Batch
+from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Program
@@ -88,7 +89,7 @@ class Executor:
         """Which of a program's ranks this is."""
         return 0 if self.group is None else self.group.rank()
 
-    def run(self, program: Program, batches: Sequence[Batch], scale: Tensor) -> Tensor:
+    def run(self, program: Program, batches: Sequence[Batch], scale: Tensor) -> "StepSums":
         """Run one step's forwards and backwards.
 
         Args:
@@ -99,10 +100,22 @@ class Executor:
                 of valid tokens of the global batch; a scalar of the device.
 
         Returns:
-            This rank's part of the loss: a scalar in at least fp32, 0 without the head. Gradients
-            are on the parameters, reductions started.
+            This rank's sums. Gradients are on the parameters, reductions started.
         """
         return _Step(self, program, batches, scale).run()
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the forwards of a step on one rank come to.
+
+    Attributes:
+        loss: this rank's part of the loss: a scalar in at least fp32, 0 without the head.
+        routing: sums of its routers' decisions that had a backward, by layer.
+    """
+
+    loss: Tensor
+    routing: Mapping[int, Tensor]
 
 
 class _Step:
@@ -121,12 +134,14 @@ class _Step:
         self._weights: dict[Piece, list[Work]] = {}
         self._sequences: dict[tuple[int, int], SlicedSequence] = {}
         self._losses: list[Tensor] = []
+        self._decisions: dict[Piece, dict[int, Decision]] = {}
+        self._routing: dict[int, Tensor] = {}
         weights = (
             kid for act in self._acts for kid in act.elementary if kid.kind in (Kind.W, Kind.BW)
         )
         self._last_weights = {kid.stage: kid for kid in weights}
 
-    def run(self) -> Tensor:
+    def run(self) -> StepSums:
         with torch.set_grad_enabled(not self._program.forward_only):
             for act in self._acts:
                 if act.kind in COMPUTE:
@@ -134,9 +149,8 @@ class _Step:
                 else:
                     self._manage(act)
         self._mail.finish()
-        if self._losses:
-            return torch.stack(self._losses).sum()
-        return torch.zeros_like(self._scale)
+        loss = torch.stack(self._losses).sum() if self._losses else torch.zeros_like(self._scale)
+        return StepSums(loss, self._routing)
 
     def _manage(self, act: Act) -> None:
         """What only starts something; a STEP belongs to the training loop."""
@@ -197,8 +211,10 @@ class _Step:
             self._give(act, Direction.FORWARD, act.stage + 1, out.detach())
         if not self._program.forward_only:
             self._forwards[piece] = _Forward(x, get_gradient_edge(out) if keeps else None)
-        elif act.slice == self._program.num_slices - 1:
-            self._sequences.pop((act.stage, act.mb), None)
+        else:
+            del self._decisions[piece]
+            if act.slice == self._program.num_slices - 1:
+                self._sequences.pop((act.stage, act.mb), None)
 
     def _recompute(self, act: Act) -> None:
         """Run a forward of which only the input was kept once more, with its graph."""
@@ -215,7 +231,8 @@ class _Step:
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
         batch = self._batches[act.mb * program.num_slices + act.slice]
-        out: Tensor = module(x, batch, sequence)
+        decisions = self._decisions.setdefault(_piece(act), {})
+        out: Tensor = module(x, batch, sequence, decisions)
         return out * self._scale if module.parts.head else out
 
     def _backward(self, act: Act) -> None:
@@ -244,6 +261,9 @@ class _Step:
                 edges.append(edge)
                 grads.append(grad)
         torch.autograd.backward(edges, grads)
+        for layer, decision in self._decisions.pop(piece).items():
+            before = self._routing.get(layer)
+            self._routing[layer] = decision.sums if before is None else before + decision.sums
         if forward.x is not None:
             assert forward.x.grad is not None
             self._give(act, Direction.BACKWARD, act.stage - 1, forward.x.grad)
