@@ -290,6 +290,7 @@ CHANGES: Mapping[str, Change] = {
     "recompute_method": Change("block", {"recompute_granularity": "full"}),
     "recompute_num_layers": Change(2, {"recompute_granularity": "full"}),
     "recompute_modules": Change(("mlp",), {"recompute_granularity": "selective"}),
+    "recompute_in_flight_limit": Change(1, _PP),
     "fine_grained_activation_offloading": Change(True, {}, {"offload_modules": ("core_attn",)}),
     "offload_modules": Change(("core_attn", "attn_proj"), _MOVED),
     "min_offloaded_tensor_size": Change(1 << 16, _MOVED),
