@@ -40,7 +40,10 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "swiglu": {"activation_func": "silu", "gated_linear_unit": True},
         "disable_bias_linear": {"add_bias_linear": False},
         "use_rotary_position_embeddings": {"position_embedding_type": "rope"},
-        "group_query_attention": {},  # num_query_groups says it; `sources` sees that it is there
+        # Another setting says it; `sources` sees that it is there.
+        "group_query_attention": {},
+        "moe_grouped_gemm": {},
+        "moe_permute_fusion": {},
     }
 )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from inspect import getdoc
 from textwrap import fill
+from types import MappingProxyType
 from typing import TextIO
 
 from fivefold.config.config import SECTIONS
@@ -44,7 +45,7 @@ def _help_lines(
             yield from _entry(setting, width)
     yield "\nMegatron-LM's switches"
     for name, implied in SWITCHES.items():
-        yield f"  --{_dashed(name):<36}{_implied(implied)}"
+        yield f"  --{_dashed(name):<36}{_implied(name, implied)}"
     yield f"\nrecipes: {', '.join(recipe_names())}"
 
 
@@ -121,7 +122,7 @@ def _page_lines() -> Iterator[str]:
     for alias, name in ALIASES.items():
         yield f"| `--{_dashed(alias)}` | `--{_dashed(name)}` |"
     for switch, implied in SWITCHES.items():
-        yield f"| `--{_dashed(switch)}` | {_implied(implied)} |"
+        yield f"| `--{_dashed(switch)}` | {_implied(switch, implied)} |"
 
 
 def _table(settings: Iterable[Setting]) -> Iterator[str]:
@@ -135,9 +136,18 @@ def _table(settings: Iterable[Setting]) -> Iterator[str]:
         yield f"| `{setting.name}` | {value} | {shown} | {text} |"
 
 
-def _implied(implied: Mapping[str, object]) -> str:
+_SAID_BY_OTHERS = MappingProxyType(
+    {
+        "group_query_attention": "needs --num-query-groups, which says it all",
+        "moe_grouped_gemm": "needs --num-experts: a layer's experts are always one parameter",
+        "moe_permute_fusion": "needs --num-experts: rows are always made without copies between",
+    }
+)
+
+
+def _implied(name: str, implied: Mapping[str, object]) -> str:
     if not implied:
-        return "needs --num-query-groups, which says it all"
+        return _SAID_BY_OTHERS[name]
     return ", ".join(f"{name} = {str(value).lower()}" for name, value in implied.items())
 
 

@@ -235,6 +235,9 @@ def _model(
     model = ModelConfig(**values)
     if "group_query_attention" in given.switches and model.num_query_groups is None:
         mistakes.add("--group-query-attention needs --num-query-groups, the key/value heads")
+    for switch in ("moe_grouped_gemm", "moe_permute_fusion"):
+        if switch in given.switches and model.num_experts is None:
+            mistakes.add(f"--{switch.replace('_', '-')} needs a model with --num-experts")
     return model
 
 
