@@ -137,6 +137,18 @@ def _lays_stages(config: Config) -> bool:
     return _pipelined(config) or config.parallel.pipeline_schedule != "auto"
 
 
+def _shares_stages(config: Config) -> bool:
+    """Whether several ranks hold the same pipeline stage."""
+    parallel = config.parallel
+    degrees = (
+        parallel.data_parallel_shard_size,
+        parallel.num_distributed_optimizer_instances,
+        parallel.context_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    return any(degree != 1 for degree in degrees)
+
+
 def _has_experts(config: Config) -> bool:
     return config.model.num_experts is not None
 
@@ -201,7 +213,14 @@ DEPENDENTS = (
         searched=True,
     ),
     Dependents(
-        ("overlap_moe_expert_parallel_comm",),
+        ("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        "data_parallel_shard_size",
+        _shares_stages,
+        "splits experts over ranks that share a pipeline stage",
+        refused=False,
+    ),
+    Dependents(
+        ("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
         "expert_model_parallel_size",
         lambda c: c.parallel.expert_model_parallel_size != 1,
         "hides messages between expert-parallel ranks",
@@ -225,7 +244,7 @@ DEPENDENTS = (
     Dependents(
         ("moe_aux_loss_coeff",),
         "moe_router_load_balancing_type",
-        lambda c: any("aux" in kind for kind in c.experts.moe_router_load_balancing_type),
+        lambda c: "aux" in str(c.experts.moe_router_load_balancing_type),
         "is the factor of a balancing loss",
         ("--moe-router-load-balancing-type aux_loss",),
     ),
