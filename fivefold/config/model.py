@@ -375,6 +375,12 @@ def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
             f"{chosen} x {experts} / {groups} = {held}",
             works=[f"--moe-router-topk {held}"],
         )
+    elif not 1 <= (model.moe_router_group_scores or 1) <= experts // groups:
+        mistakes.add(
+            f"moe_router_group_scores {model.moe_router_group_scores} exceeds the experts of a "
+            f"group, {experts} / {groups} = {experts // groups}",
+            works=[f"--moe-router-group-scores {experts // groups}"],
+        )
 
 
 def _check_unused(
