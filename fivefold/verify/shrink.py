@@ -92,9 +92,9 @@ def _shallower(layout: Layout, config: Config) -> Config:
     kept: list[StageSpec] = []
     taken: list[int] = []
     for stage, count in zip(stages, counts, strict=True):
-        few = _taken(model, stage.layers, least if count == fewest else least + 1)
-        kept.append(replace(stage, layers=tuple(range(len(taken), len(taken) + len(few)))))
-        taken += few
+        chosen = _taken(model, stage.layers, least if count == fewest else least + 1)
+        kept.append(replace(stage, layers=tuple(range(len(taken), len(taken) + len(chosen)))))
+        taken += chosen
     placement = layout.split.placement
     is_v = placement == v_placement(layout.grid.pp, len(counts)) and len(counts) > layout.grid.pp
     text = ("v:" if is_v else "") + layout_string(kept)

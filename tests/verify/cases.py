@@ -60,6 +60,14 @@ GPT = ModelConfig(
     attention_dropout=0.1,
     init_method_std=0.1,
 )
+MIXTURE = replace(
+    LLAMA,
+    num_experts=8,
+    moe_router_topk=3,
+    moe_ffn_hidden_size=12,
+    moe_shared_expert_intermediate_size=8,
+    moe_layer_freq="[0,1,1,0,1]",
+)
 MODELS = {
     "llama": LLAMA,
     "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
