@@ -40,6 +40,10 @@ class Options:
             "cp-lose-gradients",
             "cp-rank-order",
             "cp-local-positions",
+            "double-experts",
+            "skip-edp-sum",
+            "detach-router",
+            "double-expert-counts",
         ]
         | None
     ) = option(None, "make this mistake on purpose, to see how it is found and named")

@@ -5,16 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import LLAMA, config, verify_in_pool
-
-MIXTURE = replace(
-    LLAMA,
-    num_experts=8,
-    moe_router_topk=3,
-    moe_ffn_hidden_size=12,
-    moe_shared_expert_intermediate_size=8,
-    moe_layer_freq="[0,1,1,0,1]",
-)
+from tests.verify.cases import MIXTURE, config, verify_in_pool
 
 
 def _settings(**values: Any) -> dict[str, Any]:
