@@ -18,7 +18,7 @@ from fivefold.predict.operation_times import OperationTimes
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times, repeated
 
-Blocks = dict[tuple[object, ...], dict[str, Times]]
+TimesCache = dict[tuple[object, ...], dict[str, Times]]
 """Times of operations by what they depend on."""
 
 
@@ -38,11 +38,11 @@ class LayerTimes(OperationTimes):
         layout: Layout,
         cluster: Cluster,
         software: Software,
-        known: Blocks | None = None,
+        known: TimesCache | None = None,
     ) -> None:
         super().__init__(layout, cluster, software)
         self._known: dict[tuple[LayerKind, bool], Times] = {}
-        self._blocks = {} if known is None else known
+        self._times_cache = {} if known is None else known
 
     def layer(self, kind: LayerKind, recomputed: bool) -> Times:
         """One layer; `recomputed`: full recomputation runs its forward again."""
@@ -124,6 +124,6 @@ class LayerTimes(OperationTimes):
     def _once(
         self, key: tuple[object, ...], block: Callable[[], dict[str, Times]]
     ) -> dict[str, Times]:
-        if key not in self._blocks:
-            self._blocks[key] = block()
-        return self._blocks[key]
+        if key not in self._times_cache:
+            self._times_cache[key] = block()
+        return self._times_cache[key]

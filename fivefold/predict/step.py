@@ -19,7 +19,7 @@ from fivefold.pipeline.costs import Costs
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, gather, send, span
 from fivefold.predict.compute import Phases, overlapped
-from fivefold.predict.layer import Blocks, LayerTimes
+from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.makespan import Clock
 from fivefold.predict.overlap import Paired, pair_seconds
 from fivefold.predict.prediction import (
@@ -51,7 +51,7 @@ def predict_all(
     layouts: Sequence[Layout],
     cluster: Cluster,
     software: Software | None = None,
-    blocks: Blocks | None = None,
+    times_cache: TimesCache | None = None,
 ) -> list[Prediction]:
     """As `predict` of each; a program that several of them run is walked once.
 
@@ -59,19 +59,21 @@ def predict_all(
         layouts: checked, if only with `planned=True`.
         cluster: cluster with as many GPUs as the layouts have ranks, or more.
         software: software that runs them; None: Fivefold.
-        blocks: as `LayerTimes` shares them.
+        times_cache: times to share with other layouts, as `LayerTimes` takes them.
     """
-    predictors = [_Predictor(each, cluster, software or Software(), blocks) for each in layouts]
+    predictors = [
+        _Predictor(each, cluster, software or Software(), times_cache) for each in layouts
+    ]
     costs = [[each.costs, replace(each.costs, hop=0.0)] for each in predictors]
     walked = _walk([each.clock for each in predictors], costs)
     return [each.prediction(*times) for each, times in zip(predictors, walked, strict=True)]
 
 
 def program_times(
-    layouts: Sequence[Layout], cluster: Cluster, software: Software, blocks: Blocks
+    layouts: Sequence[Layout], cluster: Cluster, software: Software, times_cache: TimesCache
 ) -> list[float]:
     """Of the steps of `predict_all`, the pipeline's programs alone, in seconds."""
-    predictors = [_Predictor(each, cluster, software, blocks) for each in layouts]
+    predictors = [_Predictor(each, cluster, software, times_cache) for each in layouts]
     walked = _walk([each.clock for each in predictors], [[each.costs] for each in predictors])
     return [seconds for (seconds,) in walked]
 
@@ -101,11 +103,11 @@ class _Predictor:
     """The pieces of one prediction."""
 
     def __init__(
-        self, layout: Layout, cluster: Cluster, software: Software, blocks: Blocks | None
+        self, layout: Layout, cluster: Cluster, software: Software, times_cache: TimesCache | None
     ) -> None:
         self.layout, self.cluster, self.software = layout, cluster, software
         self.grid, self.parallel = layout.grid, layout.config.parallel
-        self.times = LayerTimes(layout, cluster, software, blocks)
+        self.times = LayerTimes(layout, cluster, software, times_cache)
         self.policy = engine_policy(layout.config)
         known: dict[StageKind, Times] = {}
         self._paired: dict[StageKind, Paired] = {}
