@@ -22,10 +22,14 @@ _ROOT = -1  # in the place of a layer: embedding, final norm and output layer ar
 
 
 class Torchtitan(Replay):
-    """Sharded fp32 state; units are gathered, and their gradients reduced, on streams of their own.
+    """A replay of the memory of one torchtitan step.
 
-    Under a pipeline they stay gathered, and gradients accumulate in fp32, until the last
+    The state is sharded in fp32. Units are gathered, and their gradients reduced, on separate
+    streams. Under a pipeline, units stay gathered and gradients accumulate in fp32 until the last
     microbatch. Layers may be compiled; the final norm and the loss are not.
+
+    One class because it is one sequence of allocations: every method extends the same tape in the
+    order of the framework's code.
     """
 
     communicators = 4  # data, tensor, pipeline, context
@@ -40,23 +44,26 @@ class Torchtitan(Replay):
         compiled: bool = True,
         selects: bool = False,
     ) -> None:
-        """As given.
+        """Prepare the replay of one pipeline rank.
 
         Args:
             layout: layout of the run.
-            pp_rank: of the rank.
-            capacity: bytes of the device that are left to the allocator.
-            compiled: whether layers are.
-            selects: recompute every second multiplication, and all that is not one or attention.
+            pp_rank: number of the pipeline rank.
+            capacity: bytes of the device that the allocator may use.
+            compiled: whether layers are compiled.
+            selects: whether every second multiplication is recomputed, and everything that is
+                neither a multiplication nor attention.
         """
         super().__init__(layout, pp_rank, capacity)
-        if self._pipelined:  # each microbatch has buffers of its own
+        if self._pipelined:  # each microbatch has separate buffers
             self.num_microbatches = layout.num_microbatches
         self.compiled = compiled
         self.selects = selects
         self._gathered: dict[tuple[int, int], list[Hashable]] = {}
-        self._arrived: list[Hashable] = []  # of the last all-gather, until the next has been copied
-        self._leaving: list[Hashable] = []  # of the last reduce-scatter, until the next starts
+        # Buffers of the last all-gather, kept until the next one has been copied.
+        self._arrived: list[Hashable] = []
+        # Buffers of the last reduce-scatter, kept until the next one starts.
+        self._leaving: list[Hashable] = []
         self._grown: dict[tuple[int, int], list[Hashable]] = {}
         self._reduced: dict[tuple[int, int], Hashable] = {}
         self._backwards: Counter[int] = Counter()
