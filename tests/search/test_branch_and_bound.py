@@ -17,7 +17,7 @@ from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
 from fivefold.predict.liveness import Moments, _moments
-from fivefold.predict.makespan import timetable
+from fivefold.predict.makespan import leveled_program
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
@@ -100,7 +100,7 @@ def test_many_costs_are_walked_as_each_alone(schedule: str) -> None:
         f, b, w = (tuple((1 + rng.random(8)).tolist()) for _ in range(3))
         costs.append(Costs(f, b, w, float(rng.random())))
     program = eager_dx(build_program(schedule, where, 16))
-    table = timetable(Order(schedule, where, 16), pairs=True, eager=True)
+    table = leveled_program(Order(schedule, where, 16), pairs=True, eager=True)
     alone = [simulate(program, each).makespan for each in costs]
     assert table.makespans(costs).tolist() == pytest.approx(alone)
 
