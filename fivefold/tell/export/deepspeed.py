@@ -13,7 +13,7 @@ _LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
 
 
 def deepspeed(layout: Layout) -> Export:
-    """The file, as far as a layout is not code there."""
+    """The settings file; what DeepSpeed takes only as code is listed as missing."""
     said, grid = Settings(layout.config), layout.grid
     bf16 = said["precision"] == "bf16"
     narrow = bf16 and said["grad_reduce_in_bf16"]

@@ -1,4 +1,4 @@
-"""Settings of another trainer, and what they leave unsaid."""
+"""Exported settings, and the list of what an export leaves out."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ class Export:
     """Settings for a trainer.
 
     Attributes:
-        text: text of the file, or the command line's flags.
-        missing: what the layout asks for and these settings do not say, a sentence each.
+        text: text of the settings file, or flags of the command line.
+        missing: sentences about settings of the layout that the text does not contain.
     """
 
     text: str
@@ -56,10 +56,10 @@ class Export:
 
 
 class Settings:
-    """The settings of a run, by name; those that an export never asked for are told apart.
+    """The settings of a run by name; records which of them an export has read.
 
-    To read `settings["lr"]` is to say that the export speaks of it, in its text or in a sentence.
-    So a setting that is new here, and that nobody has written an export for, is named as missing.
+    Reading `settings["lr"]` means that the export handles this setting, in its text or in a
+    sentence. A setting that no export handles yet is therefore reported as missing.
     """
 
     def __init__(self, config: Config) -> None:
@@ -100,12 +100,12 @@ def _settings(cls: type) -> tuple[Setting, ...]:
 
 
 def command_line(flags: Iterable[str]) -> str:
-    """Flags, one a line, that a shell reads as one command."""
+    """Flags as one shell command, with one flag per line."""
     return " \\\n".join(flags) + "\n"
 
 
 def flag(name: str, *values: object) -> Iterator[str]:
-    """`--name value ...`, each value quoted where a shell would take it apart."""
+    """The flag `--name value ...`, with values quoted for a shell if necessary."""
     yield " ".join([f"--{name}", *map(_quoted, values)])
 
 
@@ -117,7 +117,7 @@ def set_flag(name: str, value: Any) -> Iterator[str]:
 
 
 def flags(said: Settings, *names: str) -> Iterator[str]:
-    """The settings that a trainer has under our names, as such flags."""
+    """Flags for the settings that the trainer has under the same names."""
     for name in names:
         yield from set_flag(name, said[name])
 
