@@ -30,7 +30,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit status: 0, 1 for a failure, 2 for a mistake."""
+    """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with telling_full_disk(FivefoldError):

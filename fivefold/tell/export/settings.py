@@ -26,8 +26,7 @@ OWN = frozenset(
         "audit",
     }
 )
-"""Where a run of Fivefold lies and what it tells: without meaning for another trainer, whose run
-folders and logs are of another form."""
+"""Settings of the run folder and of logging, which have no meaning for another trainer."""
 
 
 SPLITS = (
@@ -39,7 +38,7 @@ SPLITS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""All that says which layers lie in which stage."""
+"""The settings that cut the model into stages."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,11 @@ class Settings:
         return next(getattr(part, name) for part in self._sections if hasattr(part, name))
 
     def mention(self, *names: str) -> None:
-        """Settings that the export speaks of in other words."""
+        """Mark settings as handled that the export expresses in another way."""
         self._read.update(names)
 
     def unread(self, where: str) -> Iterator[str]:
-        """A sentence with each that differs from its default and has not been read."""
+        """A sentence with all settings that are not defaults and have not been read."""
         changed = (pair for section in self._sections for pair in _changed(section))
         found = [f"{name} = {value}" for name, value in changed if name not in self._read | OWN]
         if found:
@@ -83,7 +82,7 @@ class Settings:
 
 
 def described(model: ModelConfig) -> str:
-    """All that makes a model other than the default one: 'num_layers = 32, hidden_size = ...'."""
+    """The model's settings that are not defaults: 'num_layers = 32, hidden_size = ...'."""
     return ", ".join(f"{name} = {value}" for name, value in _changed(model))
 
 
@@ -110,7 +109,7 @@ def flag(name: str, *values: object) -> Iterator[str]:
 
 
 def set_flag(name: str, value: Any) -> Iterator[str]:
-    """A flag of Megatron-LM's style: nothing for None and False."""
+    """A flag in Megatron-LM's style; none for None and False."""
     values = value if isinstance(value, tuple) else () if value is True else (value,)
     if value is True or (values and value is not None and value is not False):
         yield from flag(name.replace("_", "-"), *values)

@@ -11,7 +11,7 @@ from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.pipeline.simulate import peak_in_flight, simulate
 from fivefold.pipeline.stages import Split, StageSpec
 
-_MOST_ACTS = 1 << 12  # that are simulated; more microbatches only add to both alike
+_MOST_ACTS = 1 << 12  # most actions to simulate; further microbatches add the same to both
 
 
 def in_a_loop(split: Split) -> bool:
