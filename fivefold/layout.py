@@ -1,5 +1,6 @@
 """The layout of a checked configuration: its grid, its pipeline stages and its program."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from fivefold.config.config import Config
@@ -66,6 +67,12 @@ class Layout:
         """Whether the halves of a pair run at the same time, which hides experts' messages."""
         return self.config.parallel.overlap_moe_expert_parallel_comm
 
+    @property
+    def enough_microbatches(self) -> int:
+        """Microbatches after which no rank holds anything new."""
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return self.known.enough(self.grid.pp, self.num_microbatches, group)
+
     def program(
         self,
         num_microbatches: int | None = None,
@@ -91,14 +98,34 @@ class Layout:
         Raises:
             ConfigError: the schedule cannot take that many microbatches.
         """
-        program = self.order(num_microbatches).executed(
-            pairs=pairs,
-            eager=self.defers_weights if eager is None else eager,
-            forward_only=forward_only,
+        program = self._computes(
+            num_microbatches, forward_only=forward_only, pairs=pairs, eager=eager
         )
         gathered = self.config.parallel.pipeline_max_unsharded_stages
         return with_sharding_actions(
             lower(program, costs), unshard=gathered is not None, max_unsharded=gathered
+        )
+
+    def recomputed(self, num_microbatches: int | None = None) -> Counter[int]:
+        """Microbatches of each stage whose forward runs twice in a step."""
+        if self.config.memory.recompute_in_flight_limit is None:
+            return Counter()
+        acts = (act for row in self._computes(num_microbatches).ranks for act in row)
+        return Counter(act.stage for act in acts if act.kind is Kind.R and act.slice == 0)
+
+    def _computes(
+        self,
+        num_microbatches: int | None = None,
+        *,
+        forward_only: bool = False,
+        pairs: bool = False,
+        eager: bool | None = None,
+    ) -> Program:
+        """The compute actions of `program`, before messages are added."""
+        return self.order(num_microbatches).executed(
+            pairs=pairs,
+            eager=self.defers_weights if eager is None else eager,
+            forward_only=forward_only,
         )
 
     def order(self, num_microbatches: int | None = None) -> Order:
@@ -116,6 +143,7 @@ class Layout:
             parallel.microbatch_group_size_per_virtual_pipeline_stage,
             parallel.num_sequence_slices,
             self.scheduling_problem(num_microbatches) if searched else None,
+            self.config.memory.recompute_in_flight_limit,
         )
 
     def scheduling_problem(self, num_microbatches: int | None = None) -> Problem:

@@ -51,7 +51,7 @@ FLOORS = (
     "__main__",
 )
 # A name stands for a module, or for a room and all that is in it.
-WITH_TORCH = ("pipeline.executor", "pipeline.messages", "pipeline.offload", "pipeline.recorder")
+WITH_TORCH = ("pipeline.executor", "pipeline.messages", "pipeline.recorder")
 TORCH_FREE = (
     "errors",
     "units",
@@ -180,7 +180,9 @@ def test_planning_and_training_do_not_import_each_other() -> None:
 MAX_CLASS_LINES = 200
 REASON = "One class because"
 REASONS = {
+    "config.model.ModelConfig": "the settings of one section, most of it their help texts",
     "counts.volumes._Volumes": "a method for each formula; all share the sizes of one rank",
+    "model.routing.Router": "one layer: its weights, its choice of experts and its losses",
 }
 
 

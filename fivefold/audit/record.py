@@ -97,5 +97,5 @@ def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
             s: kept_activations(layout, s % count, packed=measured.packed, on_host=not on_gpu)
             for s in stages
         },
-        multiplications=multiplications(layout, at["pp"]),
+        multiplications=multiplications(layout, measured.rank),
     )

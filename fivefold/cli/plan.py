@@ -138,7 +138,7 @@ def _tokens(text: str | None) -> float | None:
 
 def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
     """The request of the command line; raises all mistakes at once, before the search."""
-    from fivefold.config.model import check_model
+    from fivefold.config.model_rules import check_model
     from fivefold.config.values import check_values
     from fivefold.search.request import request
 

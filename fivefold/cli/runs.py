@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from fivefold.config.config import Config
-from fivefold.config.model import check_model
+from fivefold.config.model_rules import check_model
 from fivefold.config.sources import read_config
 from fivefold.config.values import check_values
 from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean

@@ -101,6 +101,9 @@ class ParallelConfig:
     moe_token_dispatcher_type: TokenDispatcher = option(
         "alltoall", "how tokens reach their experts"
     )
+    moe_shared_expert_overlap: bool = option(
+        False, "compute shared experts while tokens travel to the routed ones and back"
+    )
     overlap_moe_expert_parallel_comm: bool = option(
         False,
         "hide the experts' all-to-alls behind another microbatch's computation, where the schedule "

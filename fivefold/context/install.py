@@ -7,9 +7,10 @@ import torch.distributed as dist
 from fivefold.config.parallel import CpCommType
 from fivefold.context.attention import Across, Heads
 from fivefold.context.balance import split
+from fivefold.context.latent import GatheredLatents
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
-from fivefold.model.attention import Attention, Kernel
+from fivefold.model.attention import Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.blocks import Sight
 from fivefold.model.shards import MicrobatchShare, Shards
@@ -24,9 +25,13 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
         kinds: kinds of communication: one, or one per layer of the model.
         groups: groups of this rank.
     """
-    for module in stage.modules():
-        if isinstance(module, Attention):
-            module.kernel = make_kernel(kinds[module.layer % len(kinds)], groups)
+    for layer in stage.transformer_layers:
+        attention = layer.self_attn
+        kind = kinds[attention.layer % len(kinds)]
+        attention.kernel = make_kernel(kind, groups)
+        if kind == "all_gather" and attention.has_latents:
+            assert groups.cp is not None, "one rank needs no context parallelism"
+            attention.latent_kernel = GatheredLatents(groups.cp)
 
 
 def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:

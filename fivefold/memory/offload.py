@@ -5,7 +5,7 @@ and starts what the module before it needs, so that copies run beside compute.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
-from fivefold.model.layers import local
-from fivefold.model.transformer import Norm, NormedBlock, Stage, TransformerLayer
+from fivefold.model.experts import Experts
+from fivefold.model.layers import LayerBlock, local
+from fivefold.model.transformer import Norm, NormedBlock, Stage
 
 
 def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
@@ -29,17 +30,23 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
         host: the one of this rank.
     """
     modules = memory.offload_modules
-    for layer in stage.layers.values():
-        assert isinstance(layer, TransformerLayer)
+    for layer in stage.transformer_layers:
         attention = layer.self_attn
         norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
         moved = {id(norm) for name, norm in norms.items() if name in modules}
         if moved:
             layer.block = _MovingBlock(layer.block, moved, host)
         if "core_attn" in modules:
-            attention.kernel = host.moving(attention.kernel)
+            attention.wrap_kernel(host.moving)
         if "attn_proj" in modules:
             attention.row = host.moving(attention.row)
+    for mixture in stage.mixtures:
+        experts = mixture.experts
+        if "expert_fc1" in modules:
+            for linear in experts.into:
+                linear.multiply = host.moving(linear.multiply)
+        if "moe_act" in modules:
+            experts.second = _MovingSecond(host)
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,24 @@ class _MovingBlock:
     moved: set[int]
     host: "Host"
 
-    def __call__(self, norm: Norm, module: nn.Module, x_TH: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
         norm = self.host.moving(norm) if id(norm) in self.moved else norm
         return self.block(norm, module, x_TH, *rest)
+
+
+@dataclass(frozen=True)
+class _MovingSecond:
+    """The `second` seam of experts: their activation leaves its inputs to the host."""
+
+    host: "Host"
+
+    def __call__(
+        self, experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
+    ) -> Tensor:
+        """[R, F] each -> [R, H]."""
+        made_RF = self.host.moving(experts.activate)(inner, weights_R)
+        return experts.last(made_RF, weights_R, rows_E)
 
 
 class Host:
@@ -134,7 +155,7 @@ class _Copy:
 
     def __init__(self, host: Host, flat: Tensor) -> None:
         self._link, self._device = host.link, flat.device
-        self._kept, self._mark = host.link.out(flat, let_go=True)
+        self._kept, self._mark = host.link.out(flat)
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:

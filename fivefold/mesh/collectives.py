@@ -183,7 +183,9 @@ def start_messages(
     return Messages(dist.batch_isend_irecv(ops) if ops else [], list(kept.values()))
 
 
-def all_to_all(sends: list[Tensor], receives: list[Tensor], group: dist.ProcessGroup) -> None:
+def start_all_to_all(
+    sends: list[Tensor], receives: list[Tensor], group: dist.ProcessGroup
+) -> Messages:
     """Send the i-th tensor to rank i and fill the i-th from it; sizes may differ.
 
     Args:
@@ -193,14 +195,20 @@ def all_to_all(sends: list[Tensor], receives: list[Tensor], group: dist.ProcessG
     """
     rank = group.rank()
     if sends[rank].is_cuda:
-        dist.all_to_all(receives, [tensor.contiguous() for tensor in sends], group=group)
-        return
+        kept = [tensor.contiguous() for tensor in sends]
+        work = dist.all_to_all(receives, kept, group=group, async_op=True)
+        return Messages([work] if work is not None else [], kept)
     others = [peer for peer in range(group.size()) if peer != rank]
     messages = start_messages(
         {peer: sends[peer] for peer in others}, {peer: receives[peer] for peer in others}, group
     )
     receives[rank].copy_(sends[rank])
-    messages.wait()
+    return messages
+
+
+def all_to_all(sends: list[Tensor], receives: list[Tensor], group: dist.ProcessGroup) -> None:
+    """`start_all_to_all`, waited for."""
+    start_all_to_all(sends, receives, group).wait()
 
 
 def sum_in_buckets(

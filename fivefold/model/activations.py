@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.description import describe, layer_kind
-from fivefold.model.operations import Kept, Norm
+from fivefold.model.operations import Kept, LatentDown, Norm
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 
@@ -65,11 +65,10 @@ def saved_activations(
         size = running.element_bytes * model.hidden_size / running.token_parts
         first = {"layer_input": Saved(kept=size)} if starts_group else {}
         return first | {item.name: Saved(remade=item.size) for item in whole}
-    again = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
     moved = memory.offload_modules if memory.fine_grained_activation_offloading else ()
     saved = {}
     for item in whole:
-        if set(again) & set(item.remade_by):
+        if set(running.remade) & set(item.remade_by):
             saved[item.name] = Saved(remade=item.size)
         else:
             away = _large_enough(item, running) if item.module in moved else 0.0
@@ -137,8 +136,10 @@ def bookkeeping_bytes(
                 if isinstance(operation, Norm):
                     queries, keys = operation.heads or (0, 0)
                     size += wide * (queries / tp + max(keys / tp, 1)) if queries else norm
+                if isinstance(operation, LatentDown):
+                    size += norm * operation.norms
     if model.position_embedding_type == "rope":
-        size += running.element_bytes * 1.5 * model.head_dim  # cosines of all, sines of half
+        size += running.element_bytes * 1.5 * model.rotary_dim  # cosines of all, sines of half
     if parts.embedding and tp > 1:
         size += 1.0
     if parts.head:

@@ -11,7 +11,13 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router, SharedOut
+from fivefold.model.expert_operations import (
+    Dispatch,
+    ExpertsIn,
+    ExpertsOut,
+    RouterLinear,
+    SharedOut,
+)
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
@@ -207,12 +213,14 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
     unrotated = model.num_attention_heads * model.qk_head_dim
     up += _column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
     return (
-        LatentDown("qkv", down, inputs=h),
+        LatentDown("qkv", down, inputs=h, norms=1 if model.q_lora_rank is None else 2),
         LatentUp(
             "mla_up",
             up,
             ("mla_up_proj",),
             latents=(model.q_lora_rank or 0) + rank,
+            uncompressed=h if model.q_lora_rank is None else 0,
+            shared=model.qk_pos_emb_head_dim,
             outputs=model.q_size + model.k_size + model.v_size,
         ),
     )
@@ -253,7 +261,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     router = _whole("mlp.router", h, experts, model.add_bias_linear)
     return (
         Norm("mlp_norm", _norm("post_attention_layernorm", model), ("layernorm",), features=h),
-        Router("router", router, ("moe",), inputs=h, experts=experts),
+        RouterLinear("router", router, ("moe",), inputs=h, experts=experts),
         Dispatch("dispatch", rerun_by=("moe",), copies=copies),
         ExpertsIn(
             "expert_fc1",
@@ -282,8 +290,11 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
     first, last = _mlp("mlp.shared_experts", model, inner)
     outputs, widths = inner * _gates(model), _kept_widths(model)
+    gate = _whole("mlp.shared_expert_gate", h, 1, False) if model.moe_shared_expert_gate else ()
     return (
-        ColumnLinear("shared_fc1", first, again, inputs=h, outputs=outputs, shared_input=True),
+        ColumnLinear(
+            "shared_fc1", (*first, *gate), again, inputs=h, outputs=outputs, shared_input=True
+        ),
         Activation("shared_act", rerun_by=again, features=inner, widths=widths),
         SharedOut("shared_fc2", last, inputs=inner, outputs=h, widths=widths, features=h),
     )

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fivefold.config.model import ModelConfig
+
 
 def local(parameter: Tensor) -> Tensor:
     """What this rank computes with: a DTensor's local part, any other tensor itself."""
@@ -20,7 +22,11 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, with W [out, in]. Parameters are left uninitialised."""
+    """y = x W^T + b, with W [out, in]. Parameters are left uninitialised.
+
+    Attributes:
+        used: rows of the weight that this rank multiplies with; None: all that it holds.
+    """
 
     bias: nn.Parameter | None
 
@@ -28,6 +34,7 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.used: slice | None = None
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -51,10 +58,45 @@ def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     return tuple(linear(x_TH) for linear in linears)
 
 
+Spread = Callable[[Tensor], Tensor]
+"""Features [T, F] that the heads of all ranks share, of all tokens of these ranks."""
+
+
+def plain_spread(x_TF: Tensor) -> Tensor:
+    """The features themselves: the seam of heads that ranks divide."""
+    return x_TF
+
+
 def plain_row(x_TF: Tensor, linear: Linear) -> Tensor:
     """The linear itself: the seam of input-sharded (row) parallelism."""
     y_TH: Tensor = linear(x_TF)
     return y_TH
+
+
+class LayerBlock(nn.Module):
+    """A module behind a norm, whose result is added to the residual stream: [T, H] -> [T, H].
+
+    Attributes:
+        column: seam around the linears that read the hidden states.
+        row: seam around the linear that gives them.
+        whole: seam around linears of the hidden states that every rank holds whole.
+        spread: seam around what all heads share and no linear of a rank's heads reads.
+        recomputed_as: recomputed module (Megatron's name) that runs it again; empty: none.
+        compiles: whether torch.compile can see it as a whole.
+    """
+
+    recomputed_as = ""
+    compiles = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.column: Column = plain_column
+        self.row: Row = plain_row
+        self.whole: Column = plain_column
+        self.spread: Spread = plain_spread
+
+    def split(self, rank: int, ranks: int) -> None:
+        """Take one rank's heads, where `ranks` split them; most blocks have none."""
 
 
 class Embedding(nn.Module):
@@ -107,6 +149,12 @@ class RMSNorm(nn.Module):
         return y
 
 
+def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
+    """The model's kind of normalisation, by default of the residual stream."""
+    kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
+    return kind(features or model.hidden_size, model.norm_epsilon)
+
+
 class _RMSNorm(torch.autograd.Function):
     """PyTorch fuses this on GPUs only; this one runs its backward on a CPU four times as fast."""
 
@@ -129,22 +177,3 @@ class _RMSNorm(torch.autograd.Function):
         mean = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
         grad_x = (grad * wide_weight).addcmul_(normed, mean, value=-1.0).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, which saves its two inputs only."""
-    y: Tensor = _SwiGLU.apply(gate, up)
-    return y
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)

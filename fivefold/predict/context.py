@@ -187,7 +187,7 @@ def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVo
         kind,
         ranks,
         query=tokens * (model.q_size + model.attention_size) / tp,
-        key_value=tokens * core.key_value_features(tp),
+        key_value=tokens * core.key_value_features(tp, gathered=kind == "all_gather"),
         element=ELEMENT,
         grad_element=ELEMENT if kind == "all_gather" else SUMMED,
         key_value_heads=heads,

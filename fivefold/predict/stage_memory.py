@@ -31,7 +31,7 @@ class ActPoint:
 
     Attributes:
         where: description of the point.
-        activations: kept or recomputed activations freed by then (negative).
+        activations: kept activations freed by then (negative).
         loss: memory of the loss freed by then (negative).
         remade: recomputed activations.
         working: gradients of activations, and intermediate results of the loss.
@@ -61,20 +61,22 @@ class StageBytes:
     Attributes:
         kept: activations kept between forward and backward, without those of the loss.
         loss: logits and other activations of the loss kept between forward and backward.
-        remade: activations that an R action recomputes.
+        entry: input of the stage alone.
         waiting: memory kept between B and W.
         buffers: communication buffers while an action runs.
         moved: activations offloaded to host memory between forward and backward.
         points: candidates for the point of highest memory, for each kind of action.
+        passing: the point of highest memory in a forward that keeps only its input.
     """
 
     kept: float
     loss: float
-    remade: float
+    entry: float
     waiting: float
     buffers: float
     moved: float
     points: Mapping[Kind, tuple[ActPoint, ...]]
+    passing: ActPoint
 
 
 def stage_bytes(
@@ -94,12 +96,14 @@ def stage_bytes(
     kept = tokens * (whole.kept + total(ends).kept)
     points = _backward_points(layout, stage, running, policy)
     forward = ActPoint("forward", working=tokens * loss.remade + moving)
+    hidden = running.element_bytes * model.hidden_size / running.token_parts
+    largest = max((layer.kept for layer in layers), default=0.0)
     fresh = max((point.gradients for point in points), default=0.0)
     end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting)
     return StageBytes(
         kept=kept,
         loss=tokens * loss.kept,
-        remade=tokens * whole.remade,
+        entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
         buffers=tokens * _buffer_bytes(layout, stage, running),
         moved=tokens * whole.offloaded,
@@ -110,6 +114,7 @@ def stage_bytes(
             Kind.B: (*(replace(p, working=p.working + moving, gradients=0.0) for p in points), end),
             Kind.W: (ActPoint("weight gradients", gradients=fresh),),
         },
+        passing=replace(forward, working=forward.working + tokens * (loss.kept + largest)),
     )
 
 

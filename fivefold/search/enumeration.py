@@ -16,6 +16,9 @@ from fivefold.config.dependence import leaves_idle
 from fivefold.config.parallel import TokenDispatcher
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.rules import check_experts, divisors
+from fivefold.pipeline.ir import Kind
+from fivefold.pipeline.order import Order
+from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.predict.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices
@@ -55,7 +58,7 @@ def enumerate_space(
         columns, {"partition": range(len(found)), "_pp": [partition.pp for partition in found]}
     )
     columns = where(columns, columns["pp"] == columns.pop("_pp"))
-    columns = _runnable(columns, config, found)
+    columns = _recomputing(_runnable(columns, config, found), config, found)
     columns = join(columns, axes.experts(set(columns["tp"].tolist())))
     if FIELDS["etp"] not in given:
         columns = where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
@@ -260,6 +263,34 @@ def _runnable(columns: Columns, config: Config, found: Sequence[Partition]) -> C
     for number in set(microbatches.tolist()):
         takes[:, number] = [w.known.takes(w.pp, number, group) for w in found]
     return where(columns, takes[partition, microbatches])
+
+
+def _recomputing(columns: Columns, config: Config, found: Sequence[Partition]) -> Columns:
+    """The rows with more microbatches in flight than the given recomputation limit allows."""
+    limit = config.memory.recompute_in_flight_limit
+    if limit is None:
+        return columns
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    slices = config.parallel.num_sequence_slices
+    known: dict[Order, bool] = {}
+
+    def exceeds(partition: Partition, count: int) -> bool:
+        if partition.schedule == SYNTHESISED:
+            return True  # it has a limit of its own; `check` has the last word
+        count = partition.known.enough(partition.pp, count, group)
+        order = Order(
+            partition.schedule, partition.split.placement, count, group, slices, None, limit
+        )
+        if order not in known:
+            program = order.executed(pairs=False, eager=True)
+            known[order] = any(act.kind is Kind.R for acts in program.ranks for act in acts)
+        return known[order]
+
+    pairs = list(zip(columns["partition"].tolist(), columns["microbatches"].tolist(), strict=True))
+    holds = {
+        (partition, count): exceeds(found[partition], count) for partition, count in set(pairs)
+    }
+    return where(columns, np.array([holds[pair] for pair in pairs], bool))
 
 
 def _paired(

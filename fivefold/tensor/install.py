@@ -1,7 +1,6 @@
 """Puts tensor and sequence parallelism into the seams of a plain stage."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,20 +8,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fivefold.mesh.groups import Groups
-from fivefold.model.attention import Attention
-from fivefold.model.transformer import MLP, Stage
+from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
-from fivefold.tensor.linear import ColumnParallel, RowParallel
+from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
 def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
     """Let linears and embeddings of a stage without tensor parallelism leave dW for later."""
     column, row = ColumnParallel(None, False, deferred), RowParallel(None, False, deferred)
-    for module in (stage, *_blocks(stage)):
-        module.column = column
-        if not isinstance(module, Stage):
-            module.row = row
+    stage.column = column
+    for block in stage.blocks:
+        block.column, block.row, block.whole = column, row, column
     for embedding in (stage.embed_tokens, stage.embed_positions):
         if embedding is not None:
             embedding.lookup = VocabularyLookup(None, False, deferred)
@@ -44,32 +41,24 @@ def install_tensor_parallel(
         groups: groups of this rank.
         sequence_parallel: whether norms and residuals work on this rank's tokens only.
         deferred: where linears leave weight gradients.
-        dims: which dim of each parameter the ranks split; None: each holds all of it.
+        dims: which dim of each parameter the ranks split; None: each holds all of it. Parameters
+            that are not named are left as they are.
     """
     group = groups.tp
     assert group is not None, "one rank needs no tensor parallelism"
     column = ColumnParallel(group, sequence_parallel, deferred)
     row = RowParallel(group, sequence_parallel, deferred)
+    whole = ColumnParallel(None, False, deferred)
+    spread = SpreadTokens(group, sequence_parallel)
     rank, size = group.rank(), group.size()
-    for module in _blocks(stage):
-        module.column, module.row = column, row
-        if isinstance(module, Attention):
-            _install_heads(module, column, rank, size)
+    for block in stage.blocks:
+        block.column, block.row = column, row
+        block.whole, block.spread = whole, spread
+        block.split(rank, size)
     _install_vocabulary(stage, group, column)
     if sequence_parallel:
         stage.shard_tokens = lambda values_T: values_T.chunk(size)[rank]
     _distribute(stage, groups, dims)
-
-
-def _install_heads(attention: Attention, column: ColumnParallel, rank: int, size: int) -> None:
-    """Give the rank its query heads and the key/value heads that they attend with."""
-    model = attention.model
-    attention.head_offset = rank * model.num_attention_heads // size
-    if model.num_kv_heads % size:
-        # Fewer key/value heads than ranks: all hold all of them and use the one they need.
-        head = rank * model.num_kv_heads // size
-        rows = slice(head * model.head_dim, (head + 1) * model.head_dim)
-        attention.column = replace(column, rows=(None, rows, rows))
 
 
 def _install_vocabulary(stage: Stage, group: dist.ProcessGroup, column: ColumnParallel) -> None:
@@ -83,12 +72,6 @@ def _install_vocabulary(stage: Stage, group: dist.ProcessGroup, column: ColumnPa
         stage.cross_entropy = VocabularyCrossEntropy(group)
 
 
-def _blocks(stage: Stage) -> Iterator[Attention | MLP]:
-    for module in stage.modules():
-        if isinstance(module, Attention | MLP):
-            yield module
-
-
 def _distribute(stage: Stage, groups: Groups, dims: Mapping[str, int | None]) -> None:
     """Replace every parameter by a DTensor of the same global shape; tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -97,6 +80,8 @@ def _distribute(stage: Stage, groups: Groups, dims: Mapping[str, int | None]) ->
     assert mesh is not None
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if names[parameter] not in dims:  # of experts, which have ranks of their own
+                continue
             if parameter not in made:
                 dim = dims[names[parameter]]
                 placement = Replicate() if dim is None else Shard(dim)

@@ -42,18 +42,15 @@ class ColumnParallel:
         group: group of tensor parallelism; None for one rank.
         sequence_parallel: whether the input arrives sharded along the tokens.
         deferred: where weight gradients go while a backward defers them.
-        rows: per linear, the rows of its (replicated) weight that this rank uses, or None for all;
-            empty if that is so for every linear.
     """
 
     group: dist.ProcessGroup | None
     sequence_parallel: bool
     deferred: DeferredWeights
-    rows: tuple[slice | None, ...] = ()
 
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """[T or t, H] -> a [T, F] per linear."""
-        rows = self.rows or (None,) * len(linears)
+        rows = tuple(linear.used for linear in linears)
         weights = [
             _part(local(linear.weight), part) for linear, part in zip(linears, rows, strict=True)
         ]
@@ -167,6 +164,39 @@ def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> 
         return x_TH
     y: Tensor = _SumTokens.apply(x_TH, group, scatter)
     return y
+
+
+@dataclass(frozen=True)
+class SpreadTokens:
+    """The `spread` seam: what the heads of all ranks share, of the tokens of all ranks.
+
+    f, or under sequence parallelism all-gather forward and reduce-scatter backward.
+
+    Attributes:
+        group: group of tensor parallelism.
+        sequence_parallel: whether the features arrive sharded along the tokens.
+    """
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    def __call__(self, x_TF: Tensor) -> Tensor:
+        """[T or t, F] -> [T, F]."""
+        y: Tensor = _Spread.apply(x_TF, self.group, self.sequence_parallel)
+        return y
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return all_gather(x, group) if gathers else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.gathers:
+            return reduce_scatter(grad, ctx.group), None, None
+        return all_reduce(grad.clone(), ctx.group), None, None
 
 
 class _SumTokens(torch.autograd.Function):

@@ -52,6 +52,7 @@ class Console:
         total_steps: number of steps at the end of the run.
         device: name of a rank in the column titles, "gpu" or "rank".
         peak_known: whether the device's peak is known, so that there is an MFU to show.
+        experts: whether the model has experts, whose load is shown.
         log_interval: steps between lines.
         stream: output stream; colour and progress bar are used only if it is a terminal.
         width: width of the lines in characters; None: that of the terminal.
@@ -63,6 +64,7 @@ class Console:
         *,
         device: str = "rank",
         peak_known: bool = False,
+        experts: bool = False,
         log_interval: int = 1,
         stream: TextIO | None = None,
         width: int | None = None,
@@ -76,7 +78,7 @@ class Console:
         self._total = total_steps
         self._interval = log_interval
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
-        self._columns = self._fitting(device, peak_known)
+        self._columns = self._fitting(device, peak_known, experts)
         self._lines = 0
         self._refreshed = 0.0
         self._repeat_header = terminal
@@ -160,7 +162,7 @@ class Console:
         """Seconds left, from the median step, which ignores slow steps that compiled or saved."""
         return statistics.median(self._recent) * (self._total - metrics.step)
 
-    def _fitting(self, device: str, peak_known: bool) -> list[StepColumn]:
+    def _fitting(self, device: str, peak_known: bool, experts: bool) -> list[StepColumn]:
         """The columns that fit into the line, chosen by importance."""
         digits = len(str(self._total))
         columns = [
@@ -182,6 +184,8 @@ class Console:
         ]
         if peak_known:
             columns.insert(7, StepColumn("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}"))
+        if experts:  # tokens of the busiest expert over the mean
+            columns.insert(3, StepColumn("busiest", 7, 2, lambda m: f"{m.imbalance:.2f} x"))
         room = self._console.width
         chosen = []
         for column in sorted(columns, key=lambda c: c.rank):

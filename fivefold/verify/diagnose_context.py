@@ -14,7 +14,7 @@ from torch import Tensor
 from fivefold.config.config import Config
 from fivefold.context.install import shards_of
 from fivefold.data.packing import IGNORED, Microbatch
-from fivefold.model.attention import Attention, Scope, attention
+from fivefold.model.attention import Scope, attention
 from fivefold.model.batch import Batch, taken
 from fivefold.model.blockwise import Keys, Queries
 from fivefold.model.dropout import HeadDropout
@@ -40,7 +40,7 @@ def losses_by_mistake(
         _loss(model, [_miscounted(config, batch) for batch in batches]),
     )
     kinds = config.parallel.cp_comm_type
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [layer.self_attn for layer in model.transformer_layers]
     for text, mistakes in _MISTAKES.items():
         wrong = [module for module in layers if kinds[module.layer % len(kinds)] in mistakes]
         if not wrong:

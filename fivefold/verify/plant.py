@@ -17,9 +17,8 @@ from fivefold.counts.parameters import tied_ranks
 from fivefold.data_parallel.communication import ReduceScatter
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
-from fivefold.model.attention import Attention
-from fivefold.model.layers import Linear, local
-from fivefold.model.transformer import MLP, Stage
+from fivefold.model.layers import LayerBlock, Linear, local
+from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine
 from fivefold.verify import plant_context
 
@@ -86,7 +85,7 @@ def _sum_dx_twice(engine: Engine) -> None:
     def twice(column: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, *linears: column(_SumAgain.apply(x, group), *linears)
 
-    for module in _with_seams(engine):
+    for module in _with_columns(engine):
         module.column = twice(module.column)
 
 
@@ -111,16 +110,15 @@ def _add_bias_on_each_rank(engine: Engine) -> None:
 
         return call
 
-    for module in _with_seams(engine):
-        if isinstance(module, Attention | MLP):
-            module.row = biased(module.row)
-
-
-def _with_seams(engine: Engine) -> Iterator[Stage | Attention | MLP]:
     for stage in engine.model.stages.values():
-        for module in stage.modules():
-            if isinstance(module, Stage | Attention | MLP):
-                yield module
+        for block in stage.blocks:
+            block.row = biased(block.row)
+
+
+def _with_columns(engine: Engine) -> Iterator[Stage | LayerBlock]:
+    for stage in engine.model.stages.values():
+        yield stage
+        yield from stage.blocks
 
 
 def _has_partial_gradients(layout: Layout) -> bool:

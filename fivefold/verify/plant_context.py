@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fivefold.context.attention import Across, Deal, Heads
 from fivefold.context.transport import Backward, Own, Transport
-from fivefold.model.attention import Attention, Kernel
+from fivefold.model.attention import Kernel
 from fivefold.model.batch import Batch
 from fivefold.model.blocks import common
 from fivefold.model.blockwise import Keys
@@ -49,9 +49,8 @@ def count_local_positions(engine: Engine) -> None:
 
 def _change_kernels(engine: Engine, change: Callable[[Kernel], Kernel]) -> None:
     for stage in engine.model.stages.values():
-        for module in stage.modules():
-            if isinstance(module, Attention):
-                module.kernel = change(module.kernel)
+        for layer in stage.transformer_layers:
+            layer.self_attn.kernel = change(layer.self_attn.kernel)
 
 
 def _change_transports(engine: Engine, wrap: Callable[[Transport], Transport]) -> None:

@@ -16,6 +16,16 @@ from fivefold.layout import Layout
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen": {"qk_layernorm": True, "add_qkv_bias": True},
+    "latent": {
+        "num_query_groups": None,
+        "kv_channels": None,
+        "multi_latent_attention": True,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_head_dim": 6,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 8,
+    },
     "gpt": {
         "normalization": "LayerNorm",
         "position_embedding_type": "learned_absolute",
@@ -38,6 +48,7 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {"recompute_granularity": "full"},
     {"recompute_granularity": "full", "recompute_method": "block"},
     {"recompute_granularity": "selective"},
+    {"recompute_in_flight_limit": 1},
     {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
     {"cross_entropy_loss_fusion": True},
     {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},

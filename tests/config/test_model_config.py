@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.config.layer_pattern import expert_layers, layer_frequency
-from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.model import ModelConfig
+from fivefold.config.model_rules import check_model
 from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.model.shape import count_parameters
