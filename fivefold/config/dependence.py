@@ -1,4 +1,4 @@
-"""Settings that mean something only where another one gives them something to act on."""
+"""Settings that have an effect only together with another setting."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from fivefold.errors import Mistakes
 
 @dataclass(frozen=True)
 class Dependents:
-    """Settings that have no effect unless another one says so.
+    """Settings that have an effect only with certain values of another setting.
 
     Attributes:
-        names: names of the settings.
-        on: the setting that decides.
-        alive: whether the settings have an effect.
-        why: what they are for, to follow "it".
-        add: flags that give them an effect.
-        searched: whether `fivefold plan` chooses `on` by itself.
-        refused: whether to refuse them here. Others are refused by rules of their rooms, or have
-            an effect all the same, and are left out only where a flag takes away what a recipe
-            chose them for.
+        names: names of the dependent settings.
+        on: name of the setting that they depend on.
+        alive: function that tells whether they have an effect.
+        why: their purpose, as the rest of a sentence that begins with "it".
+        add: flags with which they have an effect.
+        searched: whether `fivefold plan` searches values of `on`.
+        refused: whether they are refused here if they have no effect. Others are refused elsewhere,
+            or do no harm; they are only left out if a flag removes the setting that a recipe chose
+            them for.
     """
 
     names: tuple[str, ...]
@@ -43,22 +43,22 @@ class Orphan:
 
     @property
     def default(self) -> object:
-        """The value that it may have without a mistake."""
+        """The value at which the setting is no mistake."""
         return SETTINGS[self.name].default
 
     @property
     def off(self) -> str:
-        """The flag that takes it back."""
+        """The flag that resets the setting."""
         return SETTINGS[self.name].typed(self.default)
 
     @property
     def shown(self) -> str:
-        """Its name and value, for people."""
+        """The name and value of the setting, for messages."""
         return _shown(self.config, self.name)
 
     @property
     def why(self) -> str:
-        """What it is for, and what is missing."""
+        """The purpose of the setting, and what is missing for it."""
         return f"it {self.of.why}, and {_shown(self.config, self.of.on, ' is ')}"
 
 
@@ -72,9 +72,9 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
     """Refuse settings that have no effect.
 
     Args:
-        config: configuration with every degree filled in that can be inferred.
-        mistakes: collection to which every mistake is added.
-        planned: the layout is still to be chosen.
+        config: configuration with all inferable degrees filled in.
+        mistakes: collection to which mistakes are added.
+        planned: whether the layout is still to be chosen.
     """
     for orphan in orphans(config):
         if orphan.of.refused and not (planned and orphan.of.searched):
@@ -85,28 +85,28 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
 
 
 def leaves_idle(config: Config, decides: str, **settings: Any) -> bool:
-    """Whether values of a setting, and of others, leave some that depend on it without effect.
+    """Whether these values leave a given setting that depends on `decides` without effect.
 
     Args:
-        config: what was given.
-        decides: the setting; a key of `settings`.
-        settings: settings by field name.
+        config: configuration with the given settings.
+        decides: name of a setting in `settings`.
+        settings: values of settings, by field name.
     """
     found = orphans(config.with_values(**settings))
     return any(orphan.of.refused and orphan.of.on == decides for orphan in found)
 
 
 def without_orphans(config: Config, by_flag: Collection[str]) -> tuple[Config, list[Orphan]]:
-    """A recipe without those of its settings that a flag leaves without effect.
+    """Leave out the settings of a recipe that have no effect because of a flag.
 
-    Settings that a flag gives stay, as do those that the recipe itself left without effect.
+    Settings given by flags stay, and so do those that have no effect in the recipe itself.
 
     Args:
         config: configuration of a recipe and flags.
-        by_flag: names of the settings that flags gave.
+        by_flag: names of the settings that were given by flags.
 
     Returns:
-        The rest, and what is left out.
+        The remaining configuration, and the settings that are left out.
     """
     left_out = []
     for of in DEPENDENTS:  # one after the other, as some hang on settings that others leave out
@@ -133,7 +133,7 @@ def _pipelined(config: Config) -> bool:
 
 
 def _lays_stages(config: Config) -> bool:
-    """Whether several stages can be of use: a schedule that is asked for runs them on one rank."""
+    """Whether several stages on a rank can be useful, also with a schedule on a single rank."""
     return _pipelined(config) or config.parallel.pipeline_schedule != "auto"
 
 

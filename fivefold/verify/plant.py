@@ -20,7 +20,7 @@ from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.replicated import local_grad
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
-from fivefold.model.experts import Dispatcher, RunExperts
+from fivefold.model.experts import Beside, Dispatcher, RunExperts
 from fivefold.model.layers import LayerBlock, Linear, local
 from fivefold.model.routing import ExpertChoice
 from fivefold.model.transformer import Stage
@@ -161,9 +161,14 @@ def _keep_own_gradients(gradients: Any, parameters: Sequence[nn.Parameter]) -> N
 
 def _detach_router(engine: Engine) -> None:
     def detached(dispatch: Dispatcher) -> Dispatcher:
-        def call(x_TH: Tensor, choice: ExpertChoice, run: RunExperts) -> Tensor:
+        def call(
+            x_TH: Tensor,
+            choice: ExpertChoice,
+            run: RunExperts,
+            beside: tuple[Beside, Beside] | None = None,
+        ) -> Tensor:
             weights_TK = _NoGradient.apply(choice.weights_TK)
-            return dispatch(x_TH, replace(choice, weights_TK=weights_TK), run)
+            return dispatch(x_TH, replace(choice, weights_TK=weights_TK), run, beside)
 
         return call
 

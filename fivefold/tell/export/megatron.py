@@ -22,7 +22,7 @@ _ITS_ROPE_SCALING = {
 
 
 def megatron(layout: Layout) -> Export:
-    """The flags of a layout; Fivefold reads those that it has, too."""
+    """The flags of a layout; Fivefold can read those that it has in common."""
     said, runs = Settings(layout.config), its_pipeline(layout)
     lines = [
         *_model(said, layout),
@@ -97,7 +97,7 @@ def _routing(said: Settings) -> Iterator[str]:
 
 
 def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
-    """Its GELU is the one of tanh where it is fused with a bias, else the exact one."""
+    """Flags of the activation; Megatron-LM's GELU uses tanh if fused with a bias, else erf."""
     if said["gated_linear_unit"] and said["activation_func"] == "silu":
         yield "--swiglu"
     elif model.activation_func == "gelu" and model.add_bias_linear:
@@ -136,7 +136,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 
 
 def _why_not_hidden(layout: Layout, runs: Layout) -> str | None:
-    """Why experts' messages are not hidden there; None: they can be."""
+    """Why Megatron-LM cannot hide experts' messages in this layout; None if it can."""
     parallel = layout.config.parallel
     if layout.grid.pp > 1 and runs.split.num_virtual == 1:
         return "in a pipeline it needs several stages a rank"
@@ -277,7 +277,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 
 
 def _connections(layout: Layout) -> Iterator[str]:
-    """What it asserts of the environment."""
+    """Requirements on environment variables that Megatron-LM checks."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if layout.config.parallel.sharding.splits_gradients:
         yield f"its FSDP needs {name} not to be 1"
