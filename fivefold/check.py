@@ -215,7 +215,6 @@ NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("expert_model_parallel_size", "expert parallelism", 1),
     ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
     ("num_experts", "mixtures of experts", None),
-    ("softmax_type", "learned attention sinks", "vanilla"),
     ("mtp_num_layers", "multi-token prediction", 0),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),

@@ -175,22 +175,3 @@ class _RMSNorm(torch.autograd.Function):
         mean = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
         grad_x = (grad * wide_weight).addcmul_(normed, mean, value=-1.0).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, which saves its two inputs only."""
-    y: Tensor = _SwiGLU.apply(gate, up)
-    return y
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)

@@ -7,7 +7,6 @@ whole model (`layers.17.self_attn.q_proj.weight`) in whichever stage they are.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
@@ -16,6 +15,7 @@ from fivefold.model.batch import Batch
 from fivefold.model.context import Context
 from fivefold.model.description import layer_kind
 from fivefold.model.dropout import Dropout
+from fivefold.model.gates import activation_of, gate_of
 from fivefold.model.latent_attention import LatentAttention
 from fivefold.model.layers import (
     Column,
@@ -26,7 +26,6 @@ from fivefold.model.layers import (
     RMSNorm,
     make_norm,
     plain_column,
-    swiglu,
 )
 from fivefold.model.loss import cross_entropy
 from fivefold.model.rope import RotaryTables
@@ -46,22 +45,15 @@ class MLP(LayerBlock):
         self.gate_proj = Linear(hidden, inner, bias) if model.gated_linear_unit else None
         self.up_proj = Linear(hidden, inner, bias)
         self.down_proj = Linear(inner, hidden, bias)
-        self.activation = model.activation_func
+        self.gate, self.activation = gate_of(model), activation_of(model)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         if self.gate_proj is None:
             (up_TF,) = self.column(x_TH, self.up_proj)
-            return self.row(self._activate(up_TF), self.down_proj)
+            return self.row(self.activation(up_TF), self.down_proj)
         gate_TF, up_TF = self.column(x_TH, self.gate_proj, self.up_proj)
-        if self.activation == "silu":
-            return self.row(swiglu(gate_TF, up_TF), self.down_proj)
-        return self.row(self._activate(gate_TF) * up_TF, self.down_proj)
-
-    def _activate(self, x_TF: Tensor) -> Tensor:
-        if self.activation == "silu":
-            return F.silu(x_TF)
-        return F.gelu(x_TF, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.row(self.gate(gate_TF, up_TF), self.down_proj)
 
 
 Norm = Callable[[Tensor], Tensor]
@@ -106,15 +98,17 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = make_norm(model)
         self.mlp = make_mlp(model, layer)
         self.dropout = model.hidden_dropout
+        self.side_by_side = model.parallel_residual
         self.site = f"layers.{layer}"
         self.block: NormedBlock = plain_block
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        x_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
-        made_TH = self.block(self.post_attention_layernorm, self.mlp, x_TH)
-        return x_TH + self._drop(made_TH, context, f"{self.site}.mlp")
+        sum_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
+        read_TH = x_TH if self.side_by_side else sum_TH
+        made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH)
+        return sum_TH + self._drop(made_TH, context, f"{self.site}.mlp")
 
     def _drop(self, x_TH: Tensor, context: Context, site: str) -> Tensor:
         if context.dropout is None or self.dropout == 0.0:

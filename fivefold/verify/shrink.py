@@ -7,6 +7,7 @@ from typing import Any
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.dependence import without_orphans
+from fivefold.config.layer_pattern import window_frequency, window_layers
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
@@ -96,7 +97,12 @@ def _with_layers(config: Config, count: int) -> Config:
     kinds = tuple(dict.fromkeys(config.parallel.cp_comm_type))
     if len(kinds) > 1:
         kinds = tuple(kinds[layer % len(kinds)] for layer in range(count))
-    return config.with_values(num_layers=count, cp_comm_type=kinds)
+    freq = config.model.window_attn_skip_freq
+    if freq is not None:
+        limited = window_layers(freq, config.model.num_layers)
+        some = next(layer for layer in range(config.model.num_layers) if limited[layer])
+        freq = window_frequency((limited[some], *limited[some + 1 :])[:count])
+    return config.with_values(num_layers=count, cp_comm_type=kinds, window_attn_skip_freq=freq)
 
 
 def _narrower(config: Config) -> Config:
