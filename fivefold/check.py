@@ -12,6 +12,7 @@ from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
+from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
 from fivefold.config.memory import check_memory
 from fivefold.config.model import ModelConfig
@@ -20,6 +21,7 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
 from fivefold.errors import ConfigError, Mistakes
+from fivefold.expert.rules import check_routers
 from fivefold.layout import Layout
 from fivefold.memory.rules import check_techniques
 from fivefold.mesh.degrees import DEGREES, infer_degrees
@@ -30,6 +32,7 @@ from fivefold.mesh.rules import (
     check_tensor_parallel,
 )
 from fivefold.pipeline.automatic_split import automatic_split
+from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.rules import (
     AUTO,
@@ -42,6 +45,7 @@ from fivefold.pipeline.schedules.registry import (
     SCHEDULES,
     Shape,
 )
+from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.stages import Split
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
@@ -97,10 +101,13 @@ def _check(
     check_dependents(_resolved(config, parallel, world_size), mistakes)
     if not planned:
         _check_built(config, mistakes)
+        check_routers(config, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
     check_data_parallel(parallel, config.training.precision, mistakes)
+    if config.model.num_experts is not None:
+        check_routing(config.experts, config.model, mistakes)
     _check_sequence(config, mistakes)
     check_schedule(config, parallel, mistakes)
     _check_profile(config, world_size, mistakes)
@@ -120,7 +127,27 @@ def _check(
         layout.order().program()
     except ConfigError as error:
         raise error.spelled(lambda choice: _as_flags(choice, layout, passes)) from error
+    _check_in_flight_limit(layout, mistakes)
+    mistakes.raise_if_any()
     return layout
+
+
+def _check_in_flight_limit(layout: Layout, mistakes: Mistakes) -> None:
+    """Add a limit on what is held that no rank comes up to."""
+    limit = layout.config.memory.recompute_in_flight_limit
+    enough = layout.enough_microbatches
+    if limit is None or layout.recomputed(enough):
+        return
+    program = layout.order(enough).program()
+    most = round(max(peak_in_flight(program, Footprint(freed_by_b=1.0))))
+    mistakes.add(
+        f"recompute_in_flight_limit = {limit} has no effect: {layout.schedule} keeps "
+        f"{most} {'microbatch' if most == 1 else 'microbatches'} in flight on a rank at most",
+        works=[
+            *([f"--recompute-in-flight-limit {most - 1}"] if most > 1 else []),
+            "--recompute-in-flight-limit none",
+        ],
+    )
 
 
 def _as_flags(choice: str, layout: Layout, passes: Callable[[Config], bool]) -> tuple[str, ...]:
@@ -212,9 +239,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("expert_model_parallel_size", "expert parallelism", 1),
-    ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
-    ("num_experts", "mixtures of experts", None),
     ("mtp_num_layers", "multi-token prediction", 0),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),

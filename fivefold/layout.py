@@ -1,5 +1,6 @@
 """What a checked configuration means: its grid, its stages and the program of its pipeline."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from fivefold.config.config import Config
@@ -65,6 +66,12 @@ class Layout:
         """Whether the halves of a pair run beside each other: experts' messages hide there."""
         return self.config.parallel.overlap_moe_expert_parallel_comm
 
+    @property
+    def enough_microbatches(self) -> int:
+        """Microbatches after which no rank holds anything new."""
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return self.known.enough(self.grid.pp, self.num_microbatches, group)
+
     def program(
         self, num_microbatches: int | None = None, *, forward_only: bool = False
     ) -> Program:
@@ -73,13 +80,25 @@ class Layout:
         Raises:
             ConfigError: the schedule cannot take that many microbatches.
         """
-        # The executor runs the halves of a pair in turn: the second's messages may come later.
-        program = self.order(num_microbatches).executed(
-            pairs=False, eager=self.defers_weights, forward_only=forward_only
-        )
+        program = self._computes(num_microbatches, forward_only=forward_only)
         gathered = self.config.parallel.pipeline_max_unsharded_stages
         return with_sharding_actions(
             lower(program), unshard=gathered is not None, max_unsharded=gathered
+        )
+
+    def recomputed(self, num_microbatches: int | None = None) -> Counter[int]:
+        """Microbatches of each stage whose forward runs twice in a step."""
+        if self.config.memory.recompute_in_flight_limit is None:
+            return Counter()
+        acts = (act for row in self._computes(num_microbatches).ranks for act in row)
+        return Counter(act.stage for act in acts if act.kind is Kind.R and act.slice == 0)
+
+    def _computes(
+        self, num_microbatches: int | None = None, *, forward_only: bool = False
+    ) -> Program:
+        # The executor runs the halves of a pair in turn: the second's messages may come later.
+        return self.order(num_microbatches).executed(
+            pairs=False, eager=self.defers_weights, forward_only=forward_only
         )
 
     def order(self, num_microbatches: int | None = None) -> Order:
@@ -97,6 +116,7 @@ class Layout:
             parallel.microbatch_group_size_per_virtual_pipeline_stage,
             parallel.num_sequence_slices,
             self.scheduling_problem(num_microbatches) if searched else None,
+            self.config.memory.recompute_in_flight_limit,
         )
 
     def scheduling_problem(self, num_microbatches: int | None = None) -> Problem:

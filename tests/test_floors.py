@@ -51,7 +51,7 @@ FLOORS = (
     "__main__",
 )
 # A name stands for a module, or for a room and all that is in it.
-WITH_TORCH = ("pipeline.executor", "pipeline.messages", "pipeline.offload", "pipeline.recorder")
+WITH_TORCH = ("pipeline.executor", "pipeline.messages", "pipeline.recorder")
 TORCH_FREE = (
     "errors",
     "units",

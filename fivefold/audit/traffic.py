@@ -10,7 +10,7 @@ from torch import Tensor
 from fivefold.audit.watch import Watch
 from fivefold.counts.messages import wire_bytes
 from fivefold.errors import FivefoldError
-from fivefold.mesh.groups import PARAMETER_AXES, Groups
+from fivefold.mesh.groups import EXPERT_PARAMETER_AXES, PARAMETER_AXES, Groups
 
 # Op -> name, and where in its arguments the whole buffer and the group stand.
 _OPS: Mapping[str, tuple[str, int, int]] = {
@@ -88,6 +88,17 @@ def axes_of(groups: Groups) -> dict[str, str]:
         ("cp", groups.cp_inner),
         ("cp", groups.cp_outer),
     ]
+    if groups.experts is not None:
+        experts = groups.experts
+        named += [
+            ("ep", experts.ep),
+            ("etp", experts.etp),
+            ("ep x etp", experts.both),
+            ("edp", experts.edp),
+            ("router", experts.microbatch),
+            ("router", experts.stage),
+            *((axis, experts.mesh.get_group(axis)) for axis in EXPERT_PARAMETER_AXES),
+        ]
     axes: dict[str, str] = {}
     for axis, group in named:
         if group is not None:

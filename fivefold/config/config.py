@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.experts import ExpertsConfig
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
@@ -24,6 +25,7 @@ class Config:
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -62,6 +64,7 @@ class Config:
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
+    "experts": ExpertsConfig,
     "memory": MemoryConfig,
     "training": TrainingConfig,
     "data": DataConfig,

@@ -137,6 +137,10 @@ def _lays_stages(config: Config) -> bool:
     return _pipelined(config) or config.parallel.pipeline_schedule != "auto"
 
 
+def _has_experts(config: Config) -> bool:
+    return config.model.num_experts is not None
+
+
 DEPENDENTS = (
     Dependents(
         ("sequence_parallel", "tp_comm_overlap"),
@@ -173,6 +177,14 @@ DEPENDENTS = (
         searched=True,
     ),
     Dependents(
+        ("recompute_in_flight_limit",),
+        "pipeline_model_parallel_size",
+        _lays_stages,
+        "limits the microbatches that wait on pipeline ranks for their backward",
+        ("--pipeline-model-parallel-size 2",),
+        searched=True,
+    ),
+    Dependents(
         ("num_virtual_stages_per_pipeline_rank",),
         "pipeline_model_parallel_size",
         lambda c: _lays_stages(c) or c.parallel.num_virtual_stages_per_pipeline_rank == 1,
@@ -194,6 +206,42 @@ DEPENDENTS = (
         lambda c: c.parallel.expert_model_parallel_size != 1,
         "hides messages between expert-parallel ranks",
         refused=False,
+    ),
+    Dependents(
+        (
+            "moe_router_load_balancing_type",
+            "moe_z_loss_coeff",
+            "moe_router_dtype",
+            "moe_input_jitter_eps",
+            "moe_router_force_load_balancing",
+            "moe_expert_capacity_factor",
+            "moe_pad_expert_input_to_capacity",
+        ),
+        "num_experts",
+        _has_experts,
+        "is for routers of experts",
+        ("--num-experts 8",),
+    ),
+    Dependents(
+        ("moe_aux_loss_coeff",),
+        "moe_router_load_balancing_type",
+        lambda c: any("aux" in kind for kind in c.experts.moe_router_load_balancing_type),
+        "is the factor of a balancing loss",
+        ("--moe-router-load-balancing-type aux_loss",),
+    ),
+    Dependents(
+        ("moe_router_bias_update_rate",),
+        "moe_router_enable_expert_bias",
+        lambda c: c.model.moe_router_enable_expert_bias,
+        "moves biases of experts",
+        ("--moe-router-enable-expert-bias",),
+    ),
+    Dependents(
+        ("moe_token_drop_policy",),
+        "moe_expert_capacity_factor",
+        lambda c: c.experts.moe_expert_capacity_factor is not None,
+        "chooses rows to drop",
+        ("--moe-expert-capacity-factor 1.0",),
     ),
     Dependents(
         ("pipeline_max_unsharded_stages",),

@@ -119,6 +119,11 @@ FOREIGN = _table(
     ),
     ("--recompute-granularity selective", "recompute_activations", ""),
     ("--recompute-granularity", "activation_checkpoint_mode ac_mode recompute", ""),
+    (
+        "--recompute-in-flight-limit",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "the microbatch in its backward counts, too, and others repeat their stage as a whole",
+    ),
     ("--compile", "torch_compile use_compile", ""),
     ("--optimizer-cpu-offload", "cpu_offload offload_optimizer zero_offload", ""),
     # Model

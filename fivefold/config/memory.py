@@ -37,6 +37,11 @@ class MemoryConfig:
     recompute_modules: tuple[RecomputeModule, ...] = option(
         ("core_attn",), "what selective recomputation makes anew"
     )
+    recompute_in_flight_limit: int | None = option(
+        None,
+        "microbatches (of each of its stages) whose activations a pipeline rank holds at most; of "
+        "others it keeps the stage's input, and runs the stage again before their backward",
+    )
     fine_grained_activation_offloading: bool = option(
         False, "move the inputs of offload_modules to host memory until their backward"
     )
@@ -122,6 +127,19 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
                 mistakes.add(f"{name}: {module} needs moe_shared_expert_intermediate_size")
             if module == "mla_up_proj" and not model.multi_latent_attention:
                 mistakes.add(f"{name}: {module} needs a model with multi_latent_attention")
+    limit = memory.recompute_in_flight_limit
+    if limit is not None and limit < 1:
+        mistakes.add(
+            f"recompute_in_flight_limit must be at least 1, not {limit}: a backward needs the "
+            "activations of its microbatch",
+            works=["--recompute-in-flight-limit 1"],
+        )
+    if full and limit is not None:
+        mistakes.add(
+            f"recompute_in_flight_limit = {limit} runs whole stages again, and "
+            "recompute_granularity = full the layers of all microbatches: one of the two is enough",
+            works=["--recompute-in-flight-limit none", "--recompute-granularity none"],
+        )
     moved = named.get("offload_modules", ())
     if full and moved:
         mistakes.add(

@@ -113,11 +113,31 @@ class ModelConfig:
         None, "equal groups of experts, of which each token goes to a few; none: no groups"
     )
     moe_router_group_topk: int | None = option(None, "groups that each token goes to")
+    moe_router_group_scores: int | None = option(
+        None,
+        "best experts of a group whose scores add up to the group's (default: experts of a token / "
+        "groups of a token)",
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
+        "softmax", "what makes scores of the router's logits"
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "softmax over all experts, not over the chosen ones alone"
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "factor of the chosen experts' weights; none: 1"
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False, "balance experts by biases that only affect the choice, without a loss (DeepSeek-V3)"
+    )
     moe_ffn_hidden_size: int | None = option(
         None, "inner features of an expert (default: ffn_hidden_size)"
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None, "inner features of the experts that see every token, all together"
+    )
+    moe_shared_expert_gate: bool = option(
+        False, "weight what the shared experts add by a gate of their own, as Qwen2-MoE does"
     )
     moe_layer_freq: str = option(
         "1",

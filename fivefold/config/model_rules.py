@@ -40,8 +40,14 @@ _OF_EXPERTS = (
     "moe_router_topk",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "moe_router_group_scores",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
     "moe_layer_freq",
 )
 _OF_LATENTS = (
@@ -189,6 +195,16 @@ def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
             ],
         )
     _check_groups(model, model.num_experts, mistakes)
+    if model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid":
+        mistakes.add(
+            "moe_router_pre_softmax has no effect on sigmoid scores",
+            works=["--no-moe-router-pre-softmax", "--moe-router-score-function softmax"],
+        )
+    if model.moe_shared_expert_gate and not model.shared_ffn_size:
+        mistakes.add(
+            "moe_shared_expert_gate needs moe_shared_expert_intermediate_size",
+            works=["--no-moe-shared-expert-gate"],
+        )
     with mistakes.collecting():
         if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
             mistakes.add(
@@ -224,6 +240,11 @@ def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
 def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
     if groups is None and chosen is None:
+        if model.moe_router_group_scores is not None:
+            mistakes.add(
+                "moe_router_group_scores needs moe_router_num_groups",
+                works=["--moe-router-group-scores none"],
+            )
         return
     if groups is None or chosen is None:
         mistakes.add(
@@ -243,6 +264,12 @@ def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
             f"moe_router_topk {model.moe_router_topk} exceeds the experts of {chosen} groups",
             f"{chosen} x {experts} / {groups} = {held}",
             works=[f"--moe-router-topk {held}"],
+        )
+    elif (model.moe_router_group_scores or 1) > experts // groups:
+        mistakes.add(
+            f"moe_router_group_scores {model.moe_router_group_scores} exceeds a group's experts",
+            f"{experts} / {groups} = {experts // groups}",
+            works=[f"--moe-router-group-scores {experts // groups}"],
         )
 
 

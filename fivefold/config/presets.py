@@ -300,6 +300,7 @@ PRESETS: Mapping[str, ModelConfig] = {
     ),
     "gpt-oss-120b": _GPT_OSS_120B,
     "demo-llama": _DEMO_LLAMA,
+    "demo-moe": replace(_DEMO_LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256),
     "debug-llama": replace(
         _DEMO_LLAMA,
         num_layers=4,

@@ -52,7 +52,7 @@ class Setting:
         word = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
         one = f"one of {', '.join(self.choices)}" if self.choices else word[self.kind]
         if self.many:
-            several = {int: "whole numbers", str: "texts"}[self.kind]
+            several = {int: "whole numbers", float: "numbers", str: "texts"}[self.kind]
             one = f"{one} or a list of {'them' if self.choices else several}"
         return f"{one}, or {NONE}" if self.optional else one
 

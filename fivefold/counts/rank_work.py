@@ -3,7 +3,6 @@
 from math import prod
 
 from fivefold.counts.context import gathers_latents, seen_shares
-from fivefold.counts.state import stages_held
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
@@ -85,23 +84,27 @@ def multiplications(layout: Layout, rank: int) -> float:
     """FLOPs of a rank's linear layers: forward, dX and dW, each 2 x weights x tokens.
 
     What the backward makes again counts once more: whole layers, or what an MLP's last linear
-    takes. PyTorch's checkpoint stops where nothing more is needed, which is before the last linear
-    of a region, unless that is one of ours, which knows its weight gradient or its collective, or
-    a dropout follows.
+    takes; and the stages of microbatches that are not kept. PyTorch's checkpoint stops where
+    nothing more is needed, which is before the last linear of a region, unless that is one of
+    ours, which knows its weight gradient or its collective, or a dropout follows.
     """
     config, grid, at = layout.config, layout.grid, layout.grid.coordinates(rank)
     model, training, memory = config.model, config.training, config.memory
     tokens = training.micro_batch_size * training.seq_length / grid.cp
     stops = grid.tp == 1 and not layout.defers_weights and not model.hidden_dropout
     remade = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    passes = 0.0  # weights x times that a product with them is computed
-    for stage in stages_held(layout, at["pp"]):
-        parts = layout.split.stages[stage]
+    total = 0.0  # weights x times that a product with them is computed
+    recomputed = layout.recomputed()
+    count = layout.num_microbatches // layout.num_copies
+    for stage, parts in layout.stages_of(at["pp"]).items():
+        passes = once = 0.0  # of a microbatch; of a forward alone
         if parts.head:
+            once += model.padded_vocab_size // grid.tp * model.hidden_size
             passes += 3 * model.padded_vocab_size // grid.tp * model.hidden_size
         for group, again in memory.recomputed_groups(len(parts.layers)):
             for place in group:
                 sizes = _linear_weights(layout, parts.layers[place])
+                once += sum(sizes.values())
                 passes += (3 + again) * sum(sizes.values())
                 last = place == group[-1]
                 if again and stops and last:
@@ -111,12 +114,14 @@ def multiplications(layout: Layout, rank: int) -> float:
                     # Of all latents, in a forward; the backward projects them again for dX and dW.
                     times = (4 + again + ("core_attn" in remade)) * (1 + got) - (3 + again)
                     passes += times * sizes["self_attn.kv_b_proj.weight"]
+                    once += got * sizes["self_attn.kv_b_proj.weight"]
                 if "mla_up_proj" in remade:
                     passes += sum(sizes.get(f"self_attn.{up}_proj.weight", 0) for up in _UP)
                 if "mlp" in remade:
                     inner = ("gate", "up") if stops else ("gate", "up", "down")
                     passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
-    return 2 * passes * tokens * layout.num_microbatches / layout.num_copies
+        total += count * passes + recomputed[stage] * once
+    return 2 * total * tokens
 
 
 _UP = ("q", "q_b", "kv_b")  # projections of latent attention up to the heads

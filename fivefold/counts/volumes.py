@@ -76,6 +76,7 @@ class _Volumes:
         self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
         self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
         self.stages = layout.stages_of(self.at["pp"])
+        self.recomputed = layout.recomputed()
         self.records = parameter_records(layout, rank)
 
     def data_parallel(self) -> Iterator[Flow]:
@@ -112,8 +113,10 @@ class _Volumes:
     def _gathers(self) -> dict[int, int]:
         """How often each stage's parameters are gathered: as the program says, where it does."""
         if self.parallel.pipeline_max_unsharded_stages is None:
-            passes = self.microbatches * self.slices
-            return dict.fromkeys(self.stages, self.parallel.sharding.gathers(passes))
+            sharding = self.parallel.sharding
+            often = sharding.gathers(self.microbatches * self.slices)
+            again = self.slices if sharding.splits_parameters else 0
+            return {stage: often + again * self.recomputed[stage] for stage in self.stages}
         acts = self.layout.program().ranks[self.at["pp"]]
         return Counter(act.stage for act in acts if act.kind is Kind.UNSHARD)
 
@@ -131,18 +134,21 @@ class _Volumes:
         unit = self.model.hidden_size * feature
         numbers = 3 if self.layout.config.training.label_smoothing else 2
         loss = self.tp * numbers * self.tokens * self.master
-        for spec in self.stages.values():
+        for stage, spec in self.stages.items():
             layers = sum(sum(self._features(layer)) for layer in spec.layers) * feature
             yield Flow("tp", "activations of layers", self.microbatches * layers)
-            again = self._repeated(spec.layers) * feature
-            yield Flow("tp", "activations made again", self.microbatches * again)
+            again = self.microbatches * self._repeated(spec.layers)
+            twice = self.recomputed[stage]  # forwards of the whole stage
+            again += twice * sum(self._features(layer)[0] for layer in spec.layers)
+            yield Flow("tp", "activations made again", again * feature)
             if spec.embedding:
-                yield Flow("tp", "embedding", self.microbatches * 2 * unit)
+                embedding = 2 * self.microbatches + (1 if sequence else 2) * twice
+                yield Flow("tp", "embedding", embedding * unit)
             if spec.head:
-                head = (3 if sequence else 2) * unit
-                yield Flow("tp", "output layer", self.microbatches * head)
+                head = 3 * self.microbatches + twice if sequence else 2 * self.microbatches
+                yield Flow("tp", "output layer", head * unit)
                 whole = wire_bytes("all_gather", loss, self.tp)
-                yield Flow("tp", "cross entropy", self.microbatches * whole)
+                yield Flow("tp", "cross entropy", (self.microbatches + twice) * whole)
         size = wire_bytes("all_reduce", self._held("tp") * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
 
@@ -175,7 +181,7 @@ class _Volumes:
             return
         sizes = self.parallel.hierarchical_context_parallel_sizes
         heads = max(model.num_kv_heads // self.tp, 1)
-        for spec in self.stages.values():
+        for stage, spec in self.stages.items():
             whole, kernels = self._remade_attention(spec.layers)
             for layer in spec.layers:
                 kind = kinds[layer % len(kinds)]
@@ -203,7 +209,8 @@ class _Volumes:
                 again = volumes(query=queries if layer in kernels else both).forward
                 size = once.forward + once.backward
                 size += again if layer in whole | kernels else 0.0
-                yield Flow("cp", "keys, values and heads", self.microbatches * size)
+                sent = self.microbatches * size + self.recomputed[stage] * once.forward
+                yield Flow("cp", "keys, values and heads", sent)
 
     def _key_value_features(self, layer: int) -> int:
         kinds = self.parallel.cp_comm_type

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.model.context import Context
+from fivefold.model.experts import Experts
 from fivefold.model.latent_attention import Heads, LatentAttention
 from fivefold.model.layers import LayerBlock
 from fivefold.model.transformer import Norm, Stage, plain_layers
@@ -42,6 +43,13 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
             layer.self_attn.wrap_kernel(_recomputed_kernel)
         if "mla_up_proj" in modules and isinstance(layer.self_attn, LatentAttention):
             layer.self_attn.up = _discarded_up
+    for mixture in stage.mixtures if "moe" not in modules else ():
+        if "moe_act" in modules:
+            mixture.experts.second = _second_again
+        if "routed_experts" in modules:
+            mixture.call_routed = _again
+        if "shared_experts" in modules:
+            mixture.call_shared = _again
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,17 @@ class _Discarded:
             return packed
         with torch.no_grad():
             return packed()
+
+
+def _second_again(
+    experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
+) -> Tensor:
+    """The `second` seam: the activation's output is discarded."""
+    made_RF = experts.activate(inner, weights_R)
+    if not torch.is_grad_enabled():
+        return experts.last(made_RF, weights_R, rows_E)
+    with _Discarded([made_RF], lambda: [experts.activate(inner, weights_R)]).hooks():
+        return experts.last(made_RF, weights_R, rows_E)
 
 
 def _recomputed_kernel(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -3,13 +3,13 @@
 import os
 
 from fivefold.config.config import Config
-from fivefold.config.memory import MemoryConfig, vocab_split_sizes
+from fivefold.config.memory import vocab_split_sizes
 from fivefold.errors import Mistakes
 
 
 def check_techniques(config: Config, mistakes: Mistakes) -> None:
     """Add what the engine cannot recompute, move away or fuse, though it may be planned with."""
-    _check_modules(config.memory, mistakes)
+    _check_modules(config, mistakes)
     _check_recompute(config, mistakes)
     _check_latents(config, mistakes)
     _check_compile(config, mistakes)
@@ -18,18 +18,24 @@ def check_techniques(config: Config, mistakes: Mistakes) -> None:
             vocab_split_sizes(os.environ)
 
 
-def _check_modules(memory: MemoryConfig, mistakes: Mistakes) -> None:
+_RECOMPUTED = ("core_attn", "mlp", "layernorm", "mla_up_proj")
+_OF_EXPERTS = ("moe", "moe_act", "shared_experts", "routed_experts")
+_MOVED = ("attn_norm", "core_attn", "attn_proj", "mlp_norm")
+
+
+def _check_modules(config: Config, mistakes: Mistakes) -> None:
     """Modules of lists, of which some are not built yet."""
+    memory = config.memory
     for name, used, built in (
         (
             "recompute_modules",
             memory.recompute_granularity == "selective",
-            ("core_attn", "mlp", "layernorm", "mla_up_proj"),
+            (*_RECOMPUTED, *(_OF_EXPERTS if config.model.num_experts else ())),
         ),
         (
             "offload_modules",
             memory.fine_grained_activation_offloading,
-            ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+            (*_MOVED, *(("expert_fc1", "moe_act") if config.model.num_experts else ())),
         ),
     ):
         others = [module for module in getattr(memory, name) if module not in built]
@@ -91,7 +97,7 @@ def _check_compile(config: Config, mistakes: Mistakes) -> None:
     """Memory techniques whose hooks lie inside of what would be compiled."""
     memory, hooks, others = config.memory, set[str](), []
     if memory.recompute_granularity == "selective":
-        hooks |= {"mlp", "layernorm", "mla_up_proj"}.intersection(memory.recompute_modules)
+        hooks |= {"mlp", "moe", "layernorm", "mla_up_proj"}.intersection(memory.recompute_modules)
         others += ["--recompute-modules core_attn"] if hooks else []
     if memory.fine_grained_activation_offloading:
         norms = {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.mesh.grid import Grid
+from fivefold.mesh.grid import EXPERT_AXES, Grid
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard_cp", "tp")
+EXPERT_PARAMETER_AXES = ("edp_replicate", "edp_shard", "ep", "etp")
 
 _CONNECTION_LOST = (  # what gloo says in a plain RuntimeError when another rank is gone or silent
     "connection closed by peer",
@@ -68,6 +69,7 @@ class Groups:
             model, where there are two.
         mesh: [dp_replicate, dp_shard_cp, tp] of this pipeline rank, on which parameters are laid
             out; without sharding all of DP x CP counts as replicas.
+        experts: what experts add to it; None for a model without.
     """
 
     grid: Grid
@@ -82,6 +84,7 @@ class Groups:
     tied: dist.ProcessGroup | None
     mirror: dist.ProcessGroup | None
     mesh: DeviceMesh
+    experts: "ExpertGroups | None" = None
 
     @property
     def at(self) -> dict[str, int]:
@@ -94,12 +97,42 @@ class Groups:
         return self.mesh["tp"] if self.tp is not None else None
 
 
+@dataclass(frozen=True)
+class ExpertGroups:
+    """What one rank communicates over because of experts; a group of one rank is None.
+
+    Attributes:
+        ep: the ranks that hold the other experts.
+        etp: the ranks that hold the other parts of this rank's experts.
+        both: all of these.
+        edp: the ranks that hold the same experts, and get other tokens for them.
+        microbatch: the ranks that share the tokens of a microbatch (CP x TP).
+        stage: all ranks with other tokens of the same layers (DP x CP x TP).
+        mesh: [edp_replicate, edp_shard, ep, etp] of this pipeline rank, on which the parameters of
+            experts are laid out; without sharding all of EDP counts as replicas.
+    """
+
+    ep: dist.ProcessGroup | None
+    etp: dist.ProcessGroup | None
+    both: dist.ProcessGroup | None
+    edp: dist.ProcessGroup | None
+    microbatch: dist.ProcessGroup | None
+    stage: dist.ProcessGroup | None
+    mesh: DeviceMesh
+
+    @property
+    def split_mesh(self) -> DeviceMesh | None:
+        """The 2-D mesh over which experts are split, None if each rank holds them all whole."""
+        return self.mesh["ep", "etp"] if self.both is not None else None
+
+
 def build_groups(
     grid: Grid,
     rank: int,
     device_type: str,
     *,
     sharded: bool,
+    expert_shards: int | None = None,
     cp_sizes: tuple[int, ...] = (),
     tied_ranks: tuple[int, int] | None = None,
     mirrored: bool = False,
@@ -111,6 +144,7 @@ def build_groups(
         rank: rank of this process.
         device_type: "cpu" or "cuda".
         sharded: whether dp_shard x cp splits anything; if not, those ranks are replicas.
+        expert_shards: ranks that share the state of an expert's parameter; None without experts.
         cp_sizes: ranks of the inner and of the outer groups of context parallelism, if it has any.
         tied_ranks: pipeline ranks of the first and the last stage if they share a tied embedding
             and differ.
@@ -144,6 +178,40 @@ def build_groups(
         tied=tied,
         mirror=made.group(tuple(pair)) if mirrored else None,
         mesh=_parameter_mesh(grid, rank, device_type, sharded, made.group),
+        experts=None
+        if expert_shards is None
+        else _expert_groups(grid, rank, device_type, expert_shards, made),
+    )
+
+
+def _expert_groups(
+    grid: Grid, rank: int, device_type: str, shards: int, made: "_Made"
+) -> ExpertGroups:
+    def among(*axes: str) -> tuple[int, ...]:
+        return grid.group_of(rank, axes, EXPERT_AXES)
+
+    stage = grid.group_of(rank, ("dp_replicate", "dp_shard", "cp", "tp"))
+    ep, etp, both, edp = among("ep"), among("etp"), among("ep", "etp"), among("edp")
+    ep_group = _apart(ep)  # tokens must not wait for gradients' messages
+    etp_group = _apart(etp)
+    both_group = _apart(both) if len(ep) > 1 and len(etp) > 1 else ep_group or etp_group
+    block, place = divmod(edp.index(rank), shards)
+    parts = (edp[place::shards], edp[block * shards : (block + 1) * shards], ep, etp)
+    first = grid.coordinates(rank)["pp"] * grid.ranks_per_stage
+    ranks = torch.arange(first, first + grid.ranks_per_stage).view([len(part) for part in parts])
+    return ExpertGroups(
+        ep=ep_group,
+        etp=etp_group,
+        both=both_group,
+        edp=made.unless_alone(edp),
+        microbatch=_apart(grid.group_of(rank, ("cp", "tp"))),
+        stage=_apart(stage),
+        mesh=DeviceMesh.from_group(
+            [made.group(part) for part in parts],
+            device_type,
+            mesh=ranks,
+            mesh_dim_names=EXPERT_PARAMETER_AXES,
+        ),
     )
 
 

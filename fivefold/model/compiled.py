@@ -21,6 +21,8 @@ def compile_layers(stage: Stage, backend: str) -> None:
     outside: Any = torch.compiler.disable
     for layer in stage.transformer_layers:
         layer.self_attn.wrap_kernel(outside)
+        if not layer.mlp.compiles:
+            layer.mlp.forward = outside(layer.mlp.forward)
         for module in (layer.self_attn, layer.mlp):
             if module.column is not plain_column:
                 module.column = outside(module.column)

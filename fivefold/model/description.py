@@ -11,7 +11,13 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router, SharedOut
+from fivefold.model.expert_operations import (
+    Dispatch,
+    ExpertsIn,
+    ExpertsOut,
+    RouterLinear,
+    SharedOut,
+)
 from fivefold.model.latent_operations import LatentDown, LatentUp
 from fivefold.model.operations import (
     Activation,
@@ -262,7 +268,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     router = _whole("mlp.router", h, experts, model.add_bias_linear)
     return (
         _mlp_norm(model),
-        Router("router", router, ("moe",), inputs=h, experts=experts),
+        RouterLinear("router", router, ("moe",), inputs=h, experts=experts),
         Dispatch("dispatch", rerun_by=("moe",), copies=copies),
         ExpertsIn(
             "expert_fc1",
@@ -291,8 +297,11 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
     first, last = _mlp("mlp.shared_experts", model, inner)
     outputs, widths = inner * _gates(model), _kept_widths(model)
+    gate = _whole("mlp.shared_expert_gate", h, 1, False) if model.moe_shared_expert_gate else ()
     return (
-        ColumnLinear("shared_fc1", first, again, inputs=h, outputs=outputs, shared_input=True),
+        ColumnLinear(
+            "shared_fc1", (*first, *gate), again, inputs=h, outputs=outputs, shared_input=True
+        ),
         Activation("shared_act", rerun_by=again, features=inner, widths=widths),
         SharedOut("shared_fc2", last, inputs=inner, outputs=h, widths=widths, features=h),
     )

@@ -82,9 +82,11 @@ class LayerBlock(nn.Module):
         whole: seam around linears of the hidden states that every rank holds whole.
         spread: seam around what all heads share and no linear of a rank's heads reads.
         recomputed_as: recomputed module (Megatron's name) that runs it again; empty: none.
+        compiles: whether torch.compile can see it as a whole.
     """
 
     recomputed_as = ""
+    compiles = True
 
     def __init__(self) -> None:
         super().__init__()

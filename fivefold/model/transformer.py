@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.attention import Attention, AttentionBlock
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
 from fivefold.model.description import layer_kind
 from fivefold.model.dropout import Dropout
-from fivefold.model.gates import activation_of, gate_of
+from fivefold.model.experts import MoE
 from fivefold.model.latent_attention import LatentAttention
 from fivefold.model.layers import (
     Column,
@@ -28,33 +29,11 @@ from fivefold.model.layers import (
     plain_column,
 )
 from fivefold.model.loss import cross_entropy
+from fivefold.model.mlp import MLP
 from fivefold.model.rope import RotaryTables
+from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.shape import StageParts, whole_model
-
-
-class MLP(LayerBlock):
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
-
-    recomputed_as = "mlp"
-    gate_proj: Linear | None
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
-        self.gate_proj = Linear(hidden, inner, bias) if model.gated_linear_unit else None
-        self.up_proj = Linear(hidden, inner, bias)
-        self.down_proj = Linear(inner, hidden, bias)
-        self.gate, self.activation = gate_of(model), activation_of(model)
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
-        if self.gate_proj is None:
-            (up_TF,) = self.column(x_TH, self.up_proj)
-            return self.row(self.activation(up_TF), self.down_proj)
-        gate_TF, up_TF = self.column(x_TH, self.gate_proj, self.up_proj)
-        return self.row(self.gate(gate_TF, up_TF), self.down_proj)
-
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -77,11 +56,13 @@ def make_attention(model: ModelConfig, layer: int) -> AttentionBlock:
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 
-def make_mlp(model: ModelConfig, layer: int) -> LayerBlock:
+def make_mlp(
+    model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
+) -> LayerBlock:
     """What follows attention in a layer, by the layer's kind."""
-    kind = layer_kind(model, layer)
-    assert not kind.experts, "experts are planned only"
-    return MLP(model)
+    if layer_kind(model, layer).experts:
+        return MoE(model, layer, experts, global_batch_size)
+    return MLP(model, model.ffn_size)
 
 
 class TransformerLayer(nn.Module):
@@ -91,12 +72,14 @@ class TransformerLayer(nn.Module):
         block: seam around a norm and the module behind it.
     """
 
-    def __init__(self, model: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
+    ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(model)
         self.self_attn = make_attention(model, layer)
         self.post_attention_layernorm = make_norm(model)
-        self.mlp = make_mlp(model, layer)
+        self.mlp = make_mlp(model, layer, experts, global_batch_size)
         self.dropout = model.hidden_dropout
         self.side_by_side = model.parallel_residual
         self.site = f"layers.{layer}"
@@ -107,7 +90,7 @@ class TransformerLayer(nn.Module):
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
         sum_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
         read_TH = x_TH if self.side_by_side else sum_TH
-        made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH)
+        made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
         return sum_TH + self._drop(made_TH, context, f"{self.site}.mlp")
 
     def _drop(self, x_TH: Tensor, context: Context, site: str) -> Tensor:
@@ -153,6 +136,8 @@ class Stage(nn.Module):
         *,
         seed: int = 0,
         label_smoothing: float = 0.0,
+        experts: ExpertsConfig | None = None,
+        global_batch_size: int = 1,
     ) -> None:
         super().__init__()
         parts = parts or whole_model(model)
@@ -160,7 +145,10 @@ class Stage(nn.Module):
         learned = parts.embedding and model.position_embedding_type == "learned_absolute"
         self.embed_tokens = Embedding(vocab, hidden) if parts.embedding else None
         self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(model, i) for i in parts.layers})
+        rules = experts or ExpertsConfig(), global_batch_size
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerLayer(model, i, *rules) for i in parts.layers}
+        )
         self.norm = make_norm(model) if parts.head else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
         tied = not model.untie_embeddings_and_output_weights
@@ -168,6 +156,7 @@ class Stage(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.model, self.parts = model, parts
         self.seed, self.label_smoothing = seed, label_smoothing
+        self.jitters = rules[0].moe_input_jitter_eps is not None
         self.column: Column = plain_column
         self.through: Through = plain_layers
         self.head_loss: HeadLoss = plain_head_loss
@@ -181,12 +170,21 @@ class Stage(nn.Module):
         return layers
 
     @property
+    def mixtures(self) -> list[MoE]:
+        """All mixtures of experts that it holds."""
+        return [module for module in self.modules() if isinstance(module, MoE)]
+
+    @property
     def blocks(self) -> list[LayerBlock]:
         """All attentions and MLPs that it holds, shared experts included."""
         return [module for module in self.modules() if isinstance(module, LayerBlock)]
 
     def forward(
-        self, x_TH: Tensor | None, batch: Batch, sequence: SlicedSequence | None = None
+        self,
+        x_TH: Tensor | None,
+        batch: Batch,
+        sequence: SlicedSequence | None = None,
+        routing: dict[int, Decision] | None = None,
     ) -> Tensor:
         """The stage's hidden states [T, H], or the summed loss (a scalar) if it holds the head.
 
@@ -194,12 +192,17 @@ class Stage(nn.Module):
             x_TH: what the stage before gave; None for the one that holds the embedding.
             batch: the microbatch, or a slice of it.
             sequence: what the slices of the microbatch share in this stage.
+            routing: what its routers decide, by layer: found there when a forward is repeated.
         """
-        x_TH = self.hidden(x_TH, batch, sequence)
+        x_TH = self.hidden(x_TH, batch, sequence, routing)
         return self.loss(x_TH, batch) if self.parts.head else x_TH
 
     def hidden(
-        self, x_TH: Tensor | None, batch: Batch, sequence: SlicedSequence | None = None
+        self,
+        x_TH: Tensor | None,
+        batch: Batch,
+        sequence: SlicedSequence | None = None,
+        routing: dict[int, Decision] | None = None,
     ) -> Tensor:
         """Embedding (if here) and layers: [T, H], before the final norm."""
         dropout = self._dropout(batch)
@@ -209,7 +212,18 @@ class Stage(nn.Module):
         rotary = None
         if self.model.position_embedding_type == "rope":
             rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
-        context = Context(len(batch.tokens), rotary, batch.packing, dropout, batch.part, sequence)
+        context = Context(
+            len(batch.tokens),
+            rotary,
+            batch.packing,
+            dropout,
+            batch.part,
+            sequence,
+            {} if routing is None else routing,
+            self.shard_tokens(batch.own_token_ids.flatten()),
+            batch.token_ids[:, 0],
+            batch.step,
+        )
         return self.through(self.transformer_layers, x_TH, context)
 
     def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
@@ -242,7 +256,9 @@ class Stage(nn.Module):
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         model = self.model
-        if not self.training or not (model.hidden_dropout or model.attention_dropout):
+        if not self.training or not (
+            model.hidden_dropout or model.attention_dropout or self.jitters
+        ):
             return None
         rows_T = self.shard_tokens(batch.own_token_ids.flatten())
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids)

@@ -20,9 +20,9 @@ WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "stead
 
 _PHASES = (WARM_UP, FIRST_BACKWARD, STEADY)
 
-Acts = tuple[tuple[tuple[Kind, int], ...], bool]
-"""The elementary act that runs, or the two that overlap, as (kind, stage); and whether an R has
-made activations anew."""
+Acts = tuple[tuple[Kind, int, bool], ...]
+"""The elementary act that runs, or the two that overlap, as (kind, stage, whether it is a forward
+that keeps no more than its input)."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Moments:
         running: what runs, each kind of act once.
         which: [N] of these.
         backwards: [N] how many there have been, this one included, up to 2.
-        kept: [N, S] microbatches between their forward and the end of their B.
-        remade: [N, S] of these, those that an R act has made anew.
+        kept: [N, S] microbatches between their forward, or R, and the end of their B.
+        inputs: [N, S] microbatches between a forward that keeps only its input, and R.
         waiting: [N, S] microbatches between their B and the end of their W.
     """
 
@@ -42,7 +42,7 @@ class Moments:
     which: NDArray[np.intp]
     backwards: NDArray[np.intp]
     kept: NDArray[np.float64]
-    remade: NDArray[np.float64]
+    inputs: NDArray[np.float64]
     waiting: NDArray[np.float64]
 
     def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
@@ -64,18 +64,8 @@ def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
         layout: layout whose schedule runs.
         splits_backward: whether dX leaves before dW is computed.
     """
-    order = layout.order(_enough(layout))
+    order = layout.order(layout.enough_microbatches)
     return _moments(order, pairs=layout.overlaps_pairs, eager=splits_backward)
-
-
-def _enough(layout: Layout) -> int:
-    """Microbatches after which nothing new happens; all, where no steady state is reached."""
-    count = layout.num_microbatches
-    group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    round_of = group or layout.grid.pp
-    if not layout.known.steady or count % round_of:
-        return count
-    return min(count, 3 * max(layout.grid.pp, round_of))
 
 
 @lru_cache(maxsize=256)
@@ -89,8 +79,8 @@ def _swept(program: Program, rank: int) -> Moments:
     acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
     place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
     splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
-    made: set[tuple[int, int, int]] = set()
-    # Where (kept, remade or waiting; act; stage) a slice comes before an act, or comes and goes
+    again = {_piece(act) for act in acts if act.kind is Kind.R}
+    # Where (kept, inputs or waiting; act; stage) a slice comes before an act, or comes and goes
     # after it, and where a part of its dW goes.
     before: list[int] = []
     after: list[int] = []
@@ -101,30 +91,27 @@ def _swept(program: Program, rank: int) -> Moments:
     running: list[Acts] = []
     which, backwards, count = [], [], 0
     for number, act in enumerate(acts):
-        anew = bool(made)
+        light = False  # a forward that keeps no more than its input
         for kid in act.elementary:
-            cell = number * len(place) + place[kid.stage]
+            cell, piece = number * len(place) + place[kid.stage], _piece(kid)
             if kid.kind is Kind.F:
-                before.append(cell)
+                light = piece in again
+                before.append(size + cell if light else cell)
             elif kid.kind is Kind.W:
                 parts.append(2 * size + cell)
             elif kid.kind is Kind.R:
-                before.append(size + cell)
-                made.add(_piece(kid))
+                before.append(cell)
+                gone.append(size + cell)
             else:
                 count += 1
                 gone.append(cell)
-                piece = _piece(kid)
                 if piece in splits:
                     after.append(2 * size + cell)
-                if piece in made:
-                    gone.append(size + cell)
-                    made.remove(piece)
-        anew = anew or bool(made)
-        key = (act.kind, act.stage, act.kids and act.kids[1].stage, anew)
+        key = (act.kind, act.stage, act.kids and act.kids[1].stage, light)
         if key not in numbers:
             numbers[key] = len(numbers)
-            running.append((tuple((kid.kind, kid.stage) for kid in act.elementary), anew))
+            kids = act.elementary
+            running.append(tuple((k.kind, k.stage, light and k.kind is Kind.F) for k in kids))
         which.append(numbers[key])
         backwards.append(min(count, 2))
     share = 1 / program.num_slices
@@ -133,9 +120,9 @@ def _swept(program: Program, rank: int) -> Moments:
         for cells in (before, after, gone, parts)
     )
     come[:, 1:] += (later - left - done / program.num_weight_parts)[:, :-1]
-    kept, remade, waiting = np.cumsum(come, axis=1)
+    kept, inputs, waiting = np.cumsum(come, axis=1)
     index = np.array(which, np.intp), np.array(backwards, np.intp)
-    return Moments(tuple(running), *index, kept, remade, waiting)
+    return Moments(tuple(running), *index, kept, inputs, waiting)
 
 
 def _piece(act: Act) -> tuple[int, int, int]:

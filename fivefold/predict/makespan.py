@@ -124,11 +124,22 @@ class Timetable:
             for act, count in self._pairs
         )
 
+    def repeated(self, costs: Costs) -> float:
+        """Seconds of all ranks in forwards of whole stages that run again."""
+        slices = self.program.num_slices
+        again = (each for each in self._counts if each[0].kind is Kind.R)
+        return sum(count * costs.of(act, 1, slices) for act, count in again)
+
     @cached_property
     def _pairs(self) -> list[tuple[Act, int]]:
         """An example of each kind of pair, and how many there are."""
+        return [(act, count) for act, count in self._counts if act.kids]
+
+    @cached_property
+    def _counts(self) -> list[tuple[Act, int]]:
+        """An example of each kind of act, and how many there are."""
         counts = np.bincount(np.concatenate([level.kinds for level in self.levels])).tolist()
-        return [(act, n) for act, n in zip(self.kinds, counts, strict=True) if act.kids]
+        return list(zip(self.kinds, counts, strict=True))
 
 
 def _waits(program: Program, acts: Sequence[Act]) -> list[Index]:
@@ -233,6 +244,12 @@ class Clock:
         # Where the halves of a pair take turns, what they wait for each other adds up only late.
         in_turn = layout.runs_pairs and not layout.overlaps_pairs
         rounds = 2 if in_groups else -(-(2 * ranks + 2) * (4 if in_turn else 1) // a_round)
+        if layout.config.memory.recompute_in_flight_limit is not None:
+            # Which microbatches run again repeats after another number of them on each rank, and
+            # so on all ranks only late: over so many it is the same within a per cent.
+            warm_up = a_round * rounds
+            a_round *= -(-4 * ranks // a_round)
+            rounds = -(-warm_up // a_round)
         short = total % a_round + a_round * rounds
         if total <= short + a_round:
             return cls(layout.schedule, group, total, ((table_of(total), 1.0),))
@@ -254,6 +271,10 @@ class Clock:
     def hidden(self, costs: Costs) -> float:
         """Seconds of all ranks by which pairs are shorter than their halves in turn."""
         return sum(share * table.hidden(costs) for table, share in self.tables)
+
+    def repeated(self, costs: Costs) -> float:
+        """Seconds of all ranks in forwards of whole stages that run again."""
+        return sum(share * table.repeated(costs) for table, share in self.tables)
 
 
 def _least(schedule: str, group: int | None, program: Program, total: int, costs: Costs) -> float:

@@ -6,7 +6,7 @@ runs, on top of the state that stays (`counts.state`). All sizes are bytes on on
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -142,7 +142,7 @@ def _rank_peak(
     }
     start = sum(always.values())
     points = [_worst_points(running, sizes) for running in found.running]
-    buffers = [sum(sizes[s % len(sizes)].buffers for _, s in acts) for acts, _ in found.running]
+    buffers = [sum(sizes[s % len(sizes)].buffers for _, s, _ in acts) for acts in found.running]
     worst = [
         buffer + sum(point.size for point in each)
         for buffer, each in zip(buffers, points, strict=True)
@@ -172,23 +172,21 @@ def _rank_peak(
 
 def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
     """Of each act that runs the point that needs most, a second copy of the model included."""
-    acts, remade = running
-    found = [
-        max(sizes[stage % len(sizes)].points[kind], key=lambda point: point.size)
-        for kind, stage in acts
-    ]
-    if remade:  # an R has made it anew already
-        return [replace(point, remade=0.0) for point in found]
+    found = []
+    for kind, stage, light in running:
+        size = sizes[stage % len(sizes)]
+        points = (size.passing,) if light else size.points[kind]
+        found.append(max(points, key=lambda point: point.size))
     return found
 
 
 def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
     """What was there before the act that runs, of every moment."""
-    kept, remade, loss, waiting = np.array(
-        [(size.kept, size.remade, size.loss, size.waiting) for size in own]
+    kept, entry, loss, waiting = np.array(
+        [(size.kept, size.entry, size.loss, size.waiting) for size in own]
     ).T
     return {
-        "activations": found.kept @ kept + found.remade @ remade,
+        "activations": found.kept @ kept + found.inputs @ entry,
         "loss": found.kept @ loss,
         "deferred weight gradients": found.waiting @ waiting,
     }
@@ -196,7 +194,7 @@ def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64
 
 def _in_words(running: Acts, points: list[ActPoint]) -> str:
     words = []
-    for (kind, stage), point in zip(running[0], points, strict=True):
+    for (kind, stage, _), point in zip(running, points, strict=True):
         backward = kind in (Kind.B, Kind.BW)
         what = f"backward at {point.where}" if backward else point.where
         words.append(f"{what} of stage {stage}")

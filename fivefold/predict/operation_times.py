@@ -8,7 +8,7 @@ from functools import cached_property
 
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, describe
-from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router
+from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.model.latent_operations import LatentDown, LatentUp
 from fivefold.model.operations import (
     Activation,
@@ -100,7 +100,7 @@ class OperationTimes:
                     return self._activation(self.tokens * (op.features // self.grid.tp))
                 reached = self._rows(op.copies) * self.software.imbalance
                 return self._activation(reached * (op.features // self.grid.etp))
-            case Router():
+            case RouterLinear():
                 moved = self._own * (op.experts * 12 + op.inputs * ELEMENT)
                 return self._elementwise(moved, moved)
             case Dispatch():

@@ -31,7 +31,7 @@ class ActPoint:
 
     Attributes:
         where: description in words.
-        activations: activations that are freed by then (negative), of those kept or made anew.
+        activations: activations that are freed by then (negative), of those kept.
         loss: loss that is freed by then (negative).
         remade: activations made anew.
         working: gradients of activations, and what the loss computes.
@@ -61,20 +61,22 @@ class StageBytes:
     Attributes:
         kept: between forward and backward, the loss apart.
         loss: the same, of logits and what else the loss keeps.
-        remade: what R makes anew.
+        entry: the stage's input alone.
         waiting: between B and W.
         buffers: buffers of communication, while an act runs.
         moved: bytes moved to host memory between forward and backward.
         points: points of each kind of act.
+        passing: the point of a forward that keeps no more than its input.
     """
 
     kept: float
     loss: float
-    remade: float
+    entry: float
     waiting: float
     buffers: float
     moved: float
     points: Mapping[Kind, tuple[ActPoint, ...]]
+    passing: ActPoint
 
 
 def stage_bytes(
@@ -94,12 +96,14 @@ def stage_bytes(
     kept = tokens * (whole.kept + total(ends).kept)
     points = _backward_points(layout, stage, running, policy)
     forward = ActPoint("forward", working=tokens * loss.remade + moving)
+    hidden = running.element_bytes * model.hidden_size / running.token_parts
+    largest = max((layer.kept for layer in layers), default=0.0)
     fresh = max((point.gradients for point in points), default=0.0)
     end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting)
     return StageBytes(
         kept=kept,
         loss=tokens * loss.kept,
-        remade=tokens * whole.remade,
+        entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
         buffers=tokens * _buffer_bytes(layout, stage, running),
         moved=tokens * whole.offloaded,
@@ -110,6 +114,7 @@ def stage_bytes(
             Kind.B: (*(replace(p, working=p.working + moving, gradients=0.0) for p in points), end),
             Kind.W: (ActPoint("weight gradients", gradients=fresh),),
         },
+        passing=replace(forward, working=forward.working + tokens * (loss.kept + largest)),
     )
 
 

@@ -300,7 +300,8 @@ class _Predictor:
         count = layout.num_microbatches
         each = sum(self.stages, Times()) * (count / grid.pp)
         paired = self.clock.hidden(self.costs) / grid.pp
-        busy = each.total.total - paired
+        repeated = self.clock.repeated(self.costs) / grid.pp
+        busy = each.total.total - paired + repeated
         flops = training_flops(layout.config.model, training.seq_length).total
         flops *= training.global_batch_size * training.seq_length
         peak = self.cluster.gpu.peak.of(precision_of(layout))
@@ -310,7 +311,7 @@ class _Predictor:
         parts = (
             TimePart("ideal", ideal),
             TimePart("kernel efficiency", each.compute.total - ideal),
-            TimePart("recompute", each.recompute.total),
+            TimePart("recompute", each.recompute.total + repeated),
             TimePart("offloading", each.offload.total),
             TimePart("bubble", still - busy),
             TimePart("TP communication", each.tp.total),

@@ -50,6 +50,7 @@ class Candidate:
             sum(size > 1 for size in (grid.tp, grid.cp, grid.pp, grid.etp)),
             not plain,
             memory.recompute_granularity is not None,
+            memory.recompute_in_flight_limit is not None,
             memory.fine_grained_activation_offloading,
             parallel.num_distributed_optimizer_instances > 1,
             parallel.pipeline_model_parallel_layout is not None,

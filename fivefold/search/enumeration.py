@@ -16,6 +16,9 @@ from fivefold.config.dependence import leaves_idle
 from fivefold.config.parallel import TokenDispatcher
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.rules import check_experts, divisors
+from fivefold.pipeline.ir import Kind
+from fivefold.pipeline.order import Order
+from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.predict.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices
@@ -53,7 +56,7 @@ def enumerate_space(
     columns = where(columns, axes.sharding_holds(columns))
     columns = join(columns, {"way": range(len(found)), "_pp": [way.pp for way in found]})
     columns = where(columns, columns["pp"] == columns.pop("_pp"))
-    columns = _runnable(columns, config, found)
+    columns = _recomputing(_runnable(columns, config, found), config, found)
     columns = join(columns, axes.experts(set(columns["tp"].tolist())))
     if FIELDS["etp"] not in given:
         columns = where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
@@ -258,6 +261,30 @@ def _runnable(columns: Columns, config: Config, found: Sequence[Way]) -> Columns
     for number in set(microbatches.tolist()):
         takes[:, number] = [w.known.takes(w.pp, number, group) for w in found]
     return where(columns, takes[way, microbatches])
+
+
+def _recomputing(columns: Columns, config: Config, found: Sequence[Way]) -> Columns:
+    """Where more microbatches are in flight than a limit that was given lets a rank hold."""
+    limit = config.memory.recompute_in_flight_limit
+    if limit is None:
+        return columns
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    slices = config.parallel.num_sequence_slices
+    known: dict[Order, bool] = {}
+
+    def exceeds(way: Way, count: int) -> bool:
+        if way.schedule == SYNTHESISED:
+            return True  # it has a limit of its own; `check` has the last word
+        count = way.known.enough(way.pp, count, group)
+        order = Order(way.schedule, way.split.placement, count, group, slices, None, limit)
+        if order not in known:
+            program = order.executed(pairs=False, eager=True)
+            known[order] = any(act.kind is Kind.R for acts in program.ranks for act in acts)
+        return known[order]
+
+    pairs = list(zip(columns["way"].tolist(), columns["microbatches"].tolist(), strict=True))
+    holds = {(way, count): exceeds(found[way], count) for way, count in set(pairs)}
+    return where(columns, np.array([holds[pair] for pair in pairs], bool))
 
 
 def _paired(

@@ -117,6 +117,7 @@ class _KeptBytes:
         self.space = space
         names = ("tp", "sp", "etp", "memory")
         self.per_token = Cells(space, 2 * KINDS, (names, _saved))
+        self._limited = space.config.memory.recompute_in_flight_limit is not None
         c = space.columns
         self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
 
@@ -144,6 +145,8 @@ class _KeptBytes:
         known = each.any(axis=1) & (~in_v | (count >= 2 * p))
         few = in_flight_in_v(self.space, ranks, which) * self._smallest(ranks, chunks)
         kept = np.where(known, (each * chunks).sum(axis=1), few)
+        if self._limited:  # any backward needs one of them
+            kept = self._smallest(ranks, chunks)
         # The first dW may come after some more backwards, and no forwards be left for these.
         late = np.where(count >= 2 * p, 0, _deferring(self.space, ranks, which))
         waits = np.where(np.isfinite(late), late, 0)
@@ -154,6 +157,8 @@ class _KeptBytes:
     def drained(self, ranks: Ranks, which: int) -> Values:
         """What is kept and what waits in the end, where most waits."""
         way, count = self.space.columns["way"], self.space.columns["microbatches"]
+        if self._limited:
+            return np.zeros(len(self.space))
         found: Values = sum(
             (ranks.drained[way, which, n] * self._chunks(ranks, which, start)).sum(axis=1)
             for n, start in enumerate((0, KINDS))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import ceil
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +11,10 @@ from fivefold.config.memory import MemoryConfig, check_memory
 from fivefold.config.model import ModelConfig
 from fivefold.errors import Mistakes
 
-RECOMPUTE = tuple(f.name for f in fields(MemoryConfig) if f.name.startswith("recompute_"))
+LIMIT = "recompute_in_flight_limit"
+RECOMPUTE = tuple(
+    f.name for f in fields(MemoryConfig) if f.name.startswith("recompute_") and f.name != LIMIT
+)
 OFFLOAD = ("fine_grained_activation_offloading", "offload_modules")
 
 
@@ -112,6 +116,26 @@ def refinements(given: frozenset[str], layers_per_stage: int) -> Iterator[Memory
                     recompute_num_layers=layers,
                 ),
             )
+
+
+def in_flight_limits(
+    given: frozenset[str], in_flight: int, each: float, excess: float
+) -> Iterator[MemoryChoice]:
+    """What makes a layout fit that is a little too large: fewer microbatches are held.
+
+    Args:
+        given: names of the settings that were given.
+        in_flight: microbatches that the fullest rank holds.
+        each: bytes of one of them.
+        excess: bytes by which the rank is too large.
+    """
+    if given & {LIMIT, *RECOMPUTE} or each <= 0:
+        return
+    fewer = in_flight - ceil(excess / each)
+    for limit in (fewer, fewer - 1):  # where the peak comes with another act, one more has to go
+        if limit >= 1:
+            settings = _settings(recompute_in_flight_limit=limit)
+            yield MemoryChoice(f"recompute beyond {limit} in flight", settings)
 
 
 def describe(memory: MemoryConfig) -> str:

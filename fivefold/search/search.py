@@ -15,9 +15,11 @@ from time import perf_counter
 import numpy as np
 
 from fivefold.check import check
+from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.predict.context import best_context
+from fivefold.predict.liveness import moments
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks, Values
@@ -26,7 +28,12 @@ from fivefold.search.candidate import Candidate, capacity, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
-from fivefold.search.memory_choices import MemoryChoice, further_choices, refinements
+from fivefold.search.memory_choices import (
+    MemoryChoice,
+    further_choices,
+    in_flight_limits,
+    refinements,
+)
 from fivefold.search.request import Request
 from fivefold.search.space import Space
 from fivefold.search.time_bound import TimeBound, quick_time_bound, time_bound
@@ -226,18 +233,41 @@ class _Search:
         ]
         for base in bases:
             for choice in self._choices(base):
-                with_choice = base.layout.config.with_values(**choice.settings)
-                try:
-                    candidate = evaluate(self.request, with_choice, blocks=ledger.blocks)
-                except ConfigError:
-                    continue
-                ledger.looks += 1
-                if candidate.prediction is not None:
-                    ledger.found.append(candidate)
+                self._try(base.layout.config.with_values(**choice.settings))
+        for base in bases:
+            for choice in self._limits(base):
+                config = base.layout.config.with_values(**choice.settings)
+                if self._try(config, replace(base.layout, config=config)):
+                    break
+
+    def _try(self, config: Config, layout: Layout | None = None) -> bool:
+        """Whether a layout is legal and fits; `layout` is what `config` means, if that is known."""
+        ledger = self.ledger
+        try:
+            candidate = evaluate(self.request, config, layout=layout, blocks=ledger.blocks)
+        except ConfigError:
+            return False
+        ledger.looks += 1
+        if candidate.prediction is None:
+            return False
+        ledger.found.append(candidate)
+        return True
 
     def _choices(self, base: Candidate) -> Iterator[MemoryChoice]:
         layers = max(len(stage.layers) for stage in base.layout.split.stages)
         yield from refinements(self.request.given, layers)
+
+    def _limits(self, base: Candidate) -> Iterator[MemoryChoice]:
+        """Of a layout that is too large, how many microbatches its ranks may hold to fit."""
+        layout = base.layout
+        if base.memory.fits or layout.config.memory.recompute_granularity == "full":
+            return
+        worst = base.memory.worst
+        held = moments(layout, splits_backward=layout.defers_weights)[worst.pp_rank].kept
+        in_flight = round(held.sum(axis=1).max())
+        each = (worst.parts.get("activations", 0.0) + worst.parts.get("loss", 0.0)) / in_flight
+        excess = worst.peak - capacity(self.request)
+        yield from in_flight_limits(self.request.given, in_flight, each, excess)
 
     def _checked(self, found: Sequence[Candidate]) -> list[Candidate]:
         """In the order of preference, and only what `check` lets pass."""

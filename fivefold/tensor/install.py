@@ -41,7 +41,8 @@ def install_tensor_parallel(
         groups: groups of this rank.
         sequence_parallel: whether norms and residuals work on this rank's tokens only.
         deferred: where linears leave weight gradients.
-        dims: which dim of each parameter the ranks split; None: each holds all of it.
+        dims: which dim of each parameter the ranks split; None: each holds all of it. Parameters
+            that are not named are left as they are.
     """
     group = groups.tp
     assert group is not None, "one rank needs no tensor parallelism"
@@ -79,6 +80,8 @@ def _distribute(stage: Stage, groups: Groups, dims: Mapping[str, int | None]) ->
     assert mesh is not None
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if names[parameter] not in dims:  # of experts, which have ranks of their own
+                continue
             if parameter not in made:
                 dim = dims[names[parameter]]
                 placement = Replicate() if dim is None else Shard(dim)

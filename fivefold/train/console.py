@@ -52,6 +52,7 @@ class Console:
         total_steps: steps that the run will have done at its end.
         device: what a rank is called in the column titles, "gpu" or "rank".
         peak_known: there is an MFU to show.
+        experts: there are experts, whose load to show.
         log_interval: steps between lines.
         stream: where to; whether it is a terminal decides on colour and progress bar.
         width: width of the lines; the terminal's if None.
@@ -63,6 +64,7 @@ class Console:
         *,
         device: str = "rank",
         peak_known: bool = False,
+        experts: bool = False,
         log_interval: int = 1,
         stream: TextIO | None = None,
         width: int | None = None,
@@ -76,7 +78,7 @@ class Console:
         self._total = total_steps
         self._interval = log_interval
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
-        self._columns = self._fitting(device, peak_known)
+        self._columns = self._fitting(device, peak_known, experts)
         self._lines = 0
         self._refreshed = 0.0
         self._repeat_header = terminal
@@ -160,7 +162,7 @@ class Console:
         """The median forgives steps that compiled, evaluated or saved."""
         return statistics.median(self._recent) * (self._total - metrics.step)
 
-    def _fitting(self, device: str, peak_known: bool) -> list[StepColumn]:
+    def _fitting(self, device: str, peak_known: bool, experts: bool) -> list[StepColumn]:
         """As many columns as the line has room for, the important ones first."""
         digits = len(str(self._total))
         columns = [
@@ -182,6 +184,8 @@ class Console:
         ]
         if peak_known:
             columns.insert(7, StepColumn("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}"))
+        if experts:  # tokens of the busiest expert over the mean
+            columns.insert(3, StepColumn("busiest", 7, 2, lambda m: f"{m.imbalance:.2f} x"))
         room = self._console.width
         chosen = []
         for column in sorted(columns, key=lambda c: c.rank):

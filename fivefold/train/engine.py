@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fivefold.context.install import divide
 from fivefold.counts.parameters import ParameterRecord, tied_ranks
+from fivefold.counts.state import num_expert_shards
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
@@ -22,6 +23,8 @@ from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
+from fivefold.train.metrics import LayerRouting
+from fivefold.train.routers import Routers
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class StepResult:
         lr: learning rate that the step was taken with.
         tokens: valid tokens of the global batch.
         votes: how many ranks asked to stop after this step.
+        routing: what routers decided, of each layer with experts.
     """
 
     loss: float
@@ -42,6 +46,7 @@ class StepResult:
     lr: float
     tokens: int
     votes: int = 0
+    routing: tuple[LayerRouting, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -59,6 +64,7 @@ class DeviceResult:
         tokens: int64 scalar.
         votes: fp64 scalar.
         lr: learning rate of the step, which the host knows.
+        routing: fp64, as `Routers.sums` has it.
     """
 
     loss: Tensor
@@ -66,17 +72,26 @@ class DeviceResult:
     tokens: Tensor
     votes: Tensor
     lr: float
+    routing: Tensor
 
     @property
     def found_inf(self) -> Tensor:
         """1 if the loss or the gradient norm is no number, else 0; fp32 scalar."""
         return 1.0 - (self.loss.isfinite() & self.grad_norm.isfinite()).float()
 
-    def read(self) -> StepResult:
-        """The numbers, once the device has them."""
+    def read(self, layers: Sequence[int] = ()) -> StepResult:
+        """The numbers, once the device has them.
+
+        Args:
+            layers: layers with experts, as many as `routing` has rows.
+        """
         scalars = torch.stack([self.loss, self.grad_norm, self.tokens.double(), self.votes])
-        loss, grad_norm, tokens, votes = scalars.tolist()
-        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes))
+        every = torch.cat([scalars, self.routing.flatten()]).tolist()
+        loss, grad_norm, tokens, votes = every[:4]
+        width = self.routing.shape[1]
+        rows = [every[4 + i * width : 4 + (i + 1) * width] for i in range(len(layers))]
+        routing = tuple(map(LayerRouting.of, layers, rows))
+        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes), routing)
 
 
 class Engine:
@@ -99,11 +114,13 @@ class Engine:
             cp_sizes=layout.config.parallel.hierarchical_context_parallel_sizes,
             tied_ranks=tied_ranks(layout),
             mirrored=layout.num_copies > 1,
+            expert_shards=num_expert_shards(layout) if layout.config.model.num_experts else None,
         )
         self.model: ParallelModel = parallelize(layout, self.groups, device)
         self.model.initialise()
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
         self.optimizer = AdamW(self.parameters, layout.config.optimizer)
+        self._routers = Routers(layout, self.model.stages)
         self._programs: dict[tuple[int, bool], Program] = {}
 
     @property
@@ -130,7 +147,7 @@ class Engine:
         """Leave the global batch's complete gradient on the parameters."""
         batches = self._batches(microbatches)
         tokens = self._count(batches)
-        local_loss = self.model.executor.run(
+        local = self.model.executor.run(
             self._program(len(microbatches)),
             [batch.to(self.device) for batch in batches],
             tokens.clamp_min(1).double().reciprocal(),
@@ -144,8 +161,11 @@ class Engine:
             vouches=self._weights() if training.check_for_nan_in_loss_and_grad else None,
         )
         lr = learning_rate(self.steps, optimizer, training.train_iters)
-        loss, votes = self._sums(local_loss, vote())
-        return DeviceResult(loss, norm, tokens, votes, lr)
+        loss, votes = self._sums(local.loss, vote())
+        routing = self._routers.sums(local.routing, self.device)
+        if len(routing):
+            routing = all_reduce(routing, self.groups.world)
+        return DeviceResult(loss, norm, tokens, votes, lr, routing)
 
     def apply(self, found: DeviceResult) -> StepResult:
         """Clip the gradients by their norm and step the optimizer.
@@ -160,10 +180,11 @@ class Engine:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
             clip_(grads, found.grad_norm, limit, found_inf)
         self.optimizer.step(found.lr, found_inf)
-        result = found.read()
+        result = found.read(self._routers.layers)
         if checks and not result.finite:
             self.optimizer.steps -= 1
         else:
+            self._routers.update(found.routing)
             self.optimizer.zero_grad()
         return result
 
@@ -177,7 +198,7 @@ class Engine:
             here = self._batches(microbatches)
             program = self._program(len(microbatches), forward_only=True)
             moved = [batch.to(self.device) for batch in here]
-            total += self._sums(self.model.executor.run(program, moved, one))[0]
+            total += self._sums(self.model.executor.run(program, moved, one).loss)[0]
             tokens += self._count(here)
         self.model.train(True)
         self.model.reshard()
@@ -191,11 +212,13 @@ class Engine:
 
     def stored_tensors(self) -> dict[str, object]:
         """Weights and optimizer state by the names of the whole model, for a checkpoint."""
-        return self._by_stored_name(record for record in self._records if record.loaded)
+        kept = self._by_stored_name(record for record in self._records if record.loaded)
+        return kept | self.model.buffers(copies=True)
 
     def written_tensors(self) -> dict[str, object]:
         """`stored_tensors` without second copies, which another rank writes."""
-        return self._by_stored_name(record for record in self._records if record.written)
+        kept = self._by_stored_name(record for record in self._records if record.written)
+        return kept | self.model.buffers(copies=False)
 
     def _by_stored_name(self, records: Iterable[ParameterRecord]) -> dict[str, object]:
         names = {record.stored: record.name for record in records}

@@ -3,13 +3,53 @@
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from fivefold.errors import ConfigError, Mistake
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    """What the router of one layer decided in a step.
+
+    Attributes:
+        layer: number of the layer.
+        counts: tokens that chose each expert, before any was dropped.
+        dropped: share of the choices for which an expert had no room.
+        aux_loss: sum of its auxiliary losses, their factors included.
+        biases: lowest and highest bias of an expert before the step; (0, 0) without biases.
+    """
+
+    layer: int
+    counts: tuple[float, ...]
+    dropped: float
+    aux_loss: float
+    biases: tuple[float, float]
+
+    @classmethod
+    def of(cls, layer: int, row: Sequence[float]) -> "LayerRouting":
+        """From a row of `Routers.sums`."""
+        *counts, dropped, aux_loss, lowest, highest = row
+        return cls(layer, tuple(counts), dropped / max(sum(counts), 1), aux_loss, (lowest, highest))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What `metrics.jsonl` has of the layer."""
+        return {
+            "tokens": [int(count) for count in self.counts],
+            "dropped": self.dropped,
+            "aux_loss": self.aux_loss,
+            "biases": list(self.biases),
+        }
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the busiest expert over the mean."""
+        return max(self.counts) * len(self.counts) / max(sum(self.counts), 1)
 
 
 @dataclass(frozen=True)
@@ -27,6 +67,7 @@ class StepMetrics:
         memory_bytes: peak of this rank so far.
         data_wait_seconds: the part of `seconds` in which the step waited for its batch.
         extra: further scalars, for the file and the trackers only.
+        routing: what the routers of layers with experts decided.
     """
 
     step: int
@@ -42,6 +83,12 @@ class StepMetrics:
     memory_bytes: int
     data_wait_seconds: float
     extra: Mapping[str, float] = field(default_factory=dict)
+    routing: tuple[LayerRouting, ...] = ()
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the busiest expert over the mean, in the layer where that is most."""
+        return max((layer.imbalance for layer in self.routing), default=1.0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,7 +128,24 @@ class StepMetrics:
         }
         if self.mfu is not None:
             values["mfu"] = self.mfu
+        if self.routing:
+            values |= self._of_experts()
         return values | dict(self.extra)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """`values`, and by layer what lists say of experts, as in `metrics.jsonl`."""
+        layers = {str(layer.layer): layer.values for layer in self.routing}
+        return {**self.values, "experts": layers} if layers else {**self.values}
+
+    def _of_experts(self) -> dict[str, float]:
+        return {
+            "moe_imbalance": self.imbalance,
+            "moe_drop_rate": sum(x.dropped for x in self.routing) / len(self.routing),
+            "moe_aux_loss": sum(x.aux_loss for x in self.routing),
+            "moe_bias_min": min(x.biases[0] for x in self.routing),
+            "moe_bias_max": max(x.biases[1] for x in self.routing),
+        }
 
 
 @dataclass(frozen=True)
@@ -97,6 +161,11 @@ class EvalMetrics:
     def perplexity(self) -> float:
         """exp(loss), infinite where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What `metrics.jsonl` has of it."""
+        return {**self.values}
 
     @property
     def values(self) -> dict[str, float]:

@@ -285,6 +285,7 @@ def _open_console(job: Job, device: torch.device) -> Console:
         config.training.train_iters,
         device="gpu" if device.type == "cuda" else "rank",
         peak_known=device_peak(device, config.training.precision) is not None,
+        experts=config.model.num_experts is not None,
         log_interval=config.logging.log_interval,
     )
     threads = ("threads a rank", f"{job.threads.count}", job.threads.why)

@@ -164,7 +164,8 @@ class MetricsFile:
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Append one line; values that are not finite become null, as JSON knows no others."""
         self._see_file()
-        values = {k: v if math.isfinite(v) else None for k, v in metrics.values.items()}
+        numbers = {k: v if math.isfinite(v) else None for k, v in metrics.values.items()}
+        values = metrics.record | numbers
         line = (json.dumps({"step": metrics.step, **values}) + "\n").encode()
         while line:
             line = line[self._file.write(line) :]

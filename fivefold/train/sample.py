@@ -32,6 +32,7 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
     same_model(state.model, config.model, checkpoints.folder)
     stage = Stage(config.model).eval()
     tensors = {name: p.detach() for name, p in stage.named_parameters()}
+    tensors |= dict(stage.named_buffers())
     checkpoints.load(state.step, tensors, skip=("optim.",))
     return config, stage, Tokenizer.load(run / TOKENIZER)
 

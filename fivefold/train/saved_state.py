@@ -1,7 +1,7 @@
 """What a checkpoint of a run says besides its tensors: step, place in the data, model."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,10 +68,12 @@ def same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
         CheckpointError: they are not; every field that differs is named.
     """
     now = json.loads(json.dumps(asdict(model)))  # as it was saved: tuples are lists
+    # A setting that came after the checkpoint had no other value then.
+    was = {field.name: field.default for field in fields(ModelConfig)} | saved
     changed = [
-        f"{name}: was {saved.get(name)}, is {now.get(name)}"
+        f"{name}: was {was.get(name)}, is {now.get(name)}"
         for name in {**saved, **now}
-        if saved.get(name) != now.get(name) and name not in _FREE_MODEL_FIELDS
+        if was.get(name) != now.get(name) and name not in _FREE_MODEL_FIELDS
     ]
     if changed:
         raise CheckpointError(str(Mistake(f"{folder} is of another model", tuple(changed))))

@@ -14,10 +14,12 @@ from fivefold.config.config import Config
 from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import IGNORED, Microbatch
 from fivefold.model.init import initialise
+from fivefold.model.routing import Decision
 from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
+from fivefold.verify.standing_in import in_order, stand_in
 
 Tensors = dict[str, Tensor]
 
@@ -48,7 +50,14 @@ class ReferenceStep:
 def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     """The whole model with nothing installed, its parameters of type `dtype`."""
     training = config.training
-    model = Stage(config.model, seed=training.seed, label_smoothing=training.label_smoothing)
+    model = Stage(
+        config.model,
+        seed=training.seed,
+        label_smoothing=training.label_smoothing,
+        experts=config.experts,
+        global_batch_size=training.global_batch_size,
+    )
+    stand_in(model, config)
     return model.to(dtype)
 
 
@@ -58,7 +67,8 @@ def run_reference(
     """Train one plain model for some steps on `global_batch(config, 0 .. steps - 1)`.
 
     Args:
-        config: configuration of which the parallel section is not read.
+        config: configuration of which the parallel section is not read, unless a rule of experts
+            depends on it.
         steps: optimizer steps.
         dtype: type of computation; master weights are fp32 if it is bf16.
     """
@@ -74,7 +84,8 @@ def run_reference(
         before = _copies(weights)
         batch = global_batch(config, step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
-        losses, grads = gradients(model, samples, step, valid_tokens(batch))
+        routing: dict[int, Tensor] = {}
+        losses, grads = gradients(model, samples, step, valid_tokens(batch), routing)
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         limit = config.optimizer.clip_grad
         factor = min(1.0, limit / (float(norm) + 1e-6)) if limit > 0 else 1.0
@@ -83,6 +94,8 @@ def run_reference(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
         optimizer.step()
+        for mixture in master.mixtures:
+            mixture.router.update_bias(routing[mixture.router.layer])
         model.load_state_dict(master.state_dict())
         found.append(
             ReferenceStep(
@@ -99,17 +112,34 @@ def run_reference(
 
 
 def gradients(
-    model: Stage, samples: Sequence[Microbatch], step: int, tokens: int
+    model: Stage,
+    samples: Sequence[Microbatch],
+    step: int,
+    tokens: int,
+    routing: dict[int, Tensor] | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Summed loss of each microbatch in fp64, and the gradient of their sum over `tokens`."""
+    """Summed loss of each microbatch in fp64, and the gradient of their sum over `tokens`.
+
+    Args:
+        model: plain.
+        samples: microbatches.
+        step: optimizer step.
+        tokens: valid tokens of them all.
+        routing: gets the tokens of each expert, by layer.
+    """
     model.zero_grad()
     total = {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in model.named_parameters()
     }
     losses = []
-    for sample in samples:
-        loss = model(None, as_batch(sample, step))
+    for batch in in_order(model, [as_batch(sample, step) for sample in samples]):
+        decisions: dict[int, Decision] = {}
+        loss = model(None, batch, None, decisions)
+        if routing is not None:
+            for layer, decision in decisions.items():
+                counts_E = decision.sums[: model.model.num_experts]
+                routing[layer] = routing.get(layer, torch.zeros_like(counts_E)) + counts_E
         (loss / tokens).backward()
         losses.append(loss.detach().double())
         for name, parameter in model.named_parameters():
@@ -148,7 +178,7 @@ def _evaluate(model: Stage, config: Config) -> float:
 
 def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     def group(decays: bool) -> Iterator[Tensor]:
-        return (w for w in weights.values() if (w.ndim > 1) == decays)
+        return (w for n, w in weights.items() if (w.ndim > 1 and not n.endswith(".bias")) == decays)
 
     return torch.optim.AdamW(
         [

@@ -63,6 +63,7 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {"recompute_granularity": "full"},
     {"recompute_granularity": "full", "recompute_method": "block"},
     {"recompute_granularity": "selective"},
+    {"recompute_in_flight_limit": 1},
     {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
     {"cross_entropy_loss_fusion": True},
     {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model.gates import swiglu
+from fivefold.model.activation import swiglu
 from fivefold.model.layers import RMSNorm
 
 

@@ -23,6 +23,7 @@ from fivefold.verify.compare import compare
 from fivefold.verify.reference import load_trace, run_reference, save_trace
 from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
+from fivefold.verify.standing_in import depends_on_layout
 from tests.pool import run
 
 STEPS = 2
@@ -224,8 +225,9 @@ def verify_in_pool(
     """
     layout, _ = prepare(check(settings, world_size))
     prepared = layout.config
-    bare = replace(prepared, parallel=Config(model=prepared.model).parallel)
-    bare = bare.with_values(precision="fp64")
+    bare = prepared.with_values(precision="fp64")
+    if not depends_on_layout(prepared):
+        bare = replace(bare, parallel=Config(model=prepared.model).parallel)
     baseline = None
     if prepared.training.precision == "bf16":
         baseline = _trace(bare, torch.bfloat16)

@@ -33,11 +33,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | context(2, "p2p")
         | selective("core_attn", "mlp"),
     ),
-    "sinks, moved, deferred weights": (
-        4,
-        "sinks",
-        flags(tp=2, pp=2, sequence=True) | MOVED | BUBBLES,
-    ),
+    "sinks, moved": (2, "sinks", flags(tp=2, sequence=True) | MOVED),
+    "sinks, deferred weights": (4, "sinks", flags(tp=2, pp=2, sequence=True) | BUBBLES),
     "neox, dropped": (1, "neox", flags()),
     "neox, tensor parallel": (2, "neox", flags(tp=2)),
     "neox, sequence parallel, recomputed": (

@@ -71,12 +71,29 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
         yield from flags(said, "moe_router_num_groups", "moe_router_group_topk")
         yield from flags(said, "moe_shared_expert_intermediate_size", "moe_layer_freq")
+        yield from _routing(said)
         yield "--moe-grouped-gemm"
     if said["multi_latent_attention"]:
         yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         yield from flag("rope-type", "rope")  # its default is another
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
+
+
+def _routing(said: Settings) -> Iterator[str]:
+    yield from flags(said, "moe_router_score_function", "moe_router_pre_softmax")
+    yield from flags(said, "moe_router_topk_scaling_factor", "moe_shared_expert_gate")
+    yield from flags(said, "moe_router_enable_expert_bias")
+    if said["moe_router_enable_expert_bias"]:
+        yield from flags(said, "moe_router_bias_update_rate")
+    yield from flags(said, "moe_router_load_balancing_type")
+    if said["moe_router_load_balancing_type"] != ("none",):
+        yield from flags(said, "moe_aux_loss_coeff")
+    yield from flags(said, "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_dtype")
+    yield from flags(said, "moe_router_force_load_balancing")
+    if said["moe_expert_capacity_factor"] is not None:
+        yield from flags(said, "moe_expert_capacity_factor", "moe_token_drop_policy")
+        yield from flags(said, "moe_pad_expert_input_to_capacity")
 
 
 def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
@@ -206,6 +223,13 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if model.num_experts and model.add_bias_linear and layout.grid.etp > 1:
         yield "it refuses experts with add_bias_linear where expert_tensor_parallel_size > 1"
+    if said["moe_router_group_scores"] is not None:
+        yield (
+            "it scores a group by its best experts, as many as go to each group on average, not by "
+            f"moe_router_group_scores = {model.moe_router_group_scores}"
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield "it refuses moe_router_enable_expert_bias without sigmoid scores"
     if said["unmodelled"]:
         left_out = ", ".join(model.unmodelled)
         yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"

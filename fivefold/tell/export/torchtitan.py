@@ -209,7 +209,9 @@ def _lost_of_the_model(said: Settings, layout: Layout, name: str | None) -> Iter
             "multiplications in 8 or 4 bits are converters of the model's configuration there: "
             f"{formats}, fp4_format = {training.fp4_format}"
         )
-    if model.num_experts and "balancing by a bias of the router" not in model.unmodelled:
+    balances = model.moe_router_enable_expert_bias
+    balances |= "balancing by a bias of the router" in model.unmodelled
+    if model.num_experts and not balances:
         yield "it balances experts by a bias of the router, which this model does not"
     std = model.init_method_std
     yield f"initial weights are drawn as its models say, not by init_method_std = {std}"
