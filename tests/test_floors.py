@@ -65,6 +65,7 @@ TORCH_FREE = (
     "model.activations",
     "model.description",
     "model.expert_operations",
+    "model.latent_operations",
     "model.operations",
     "model.running",
     "model.shape",

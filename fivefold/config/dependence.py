@@ -367,6 +367,13 @@ DEPENDENTS = (
         ("--rope-type yarn",),
     ),
     Dependents(
+        ("window_attn_skip_freq",),
+        "window_size",
+        lambda c: c.model.window_size is not None,
+        "chooses the layers that have a window",
+        ("--window-size 128",),
+    ),
+    Dependents(
         ("tokenizer_vocab_size",),
         "tokenizer_model",
         lambda c: c.data.tokenizer_model is None,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fivefold.config.layer_pattern import expert_layers
+from fivefold.config.layer_pattern import expert_layers, window_layers
 from fivefold.config.parallel import option
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension: products of two are exact in 64 bits
@@ -68,8 +68,16 @@ class ModelConfig:
     yarn_correction_range_round_to_int: bool = option(
         True, "let YaRN's ramp between both begin and end with whole pairs of features"
     )
-    activation_func: Literal["silu", "gelu", "gelu_tanh"] = option("silu", "activation of the MLP")
+    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = option(
+        "silu", "activation of the MLP; quick_gelu is x sigmoid(1.702 x)"
+    )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
+    glu_linear_offset: float = option(
+        0.0, "added to what the gate multiplies: activation(gate) x (up + this)"
+    )
+    activation_func_clamp_value: float | None = option(
+        None, "bound of the gate from above and of up on both sides, as gpt-oss has; none: none"
+    )
     add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
     add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
     qk_layernorm: bool = option(
@@ -86,6 +94,14 @@ class ModelConfig:
     )
     window_size: int | None = option(
         None, "tokens before itself that each token attends to (sliding window); none: all"
+    )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "which layers have the window: all but every Nth ('2': layers 0, 2, ...), or a list such "
+        "as '[1]*3+[0]*1'; none: all",
+    )
+    parallel_residual: bool = option(
+        False, "let attention and MLP of a layer read the same hidden state, as GPT-NeoX does"
     )
     init_method_std: float = option(0.02, "standard deviation of initial weights")
     make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this")
@@ -216,6 +232,19 @@ class ModelConfig:
     def shared_ffn_size(self) -> int:
         """Inner features of the experts that see every token, all together; 0 without them."""
         return self.moe_shared_expert_intermediate_size or 0
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens before itself that a token of a layer attends to; None: all. Layers of multi-token
+        prediction are like the last one."""
+        if self.window_size is None or self.window_attn_skip_freq is None:
+            return self.window_size
+        limited = window_layers(self.window_attn_skip_freq, self.num_layers)
+        return self.window_size if limited[min(layer, self.num_layers - 1)] else None
+
+    @property
+    def widest_window(self) -> int | None:
+        """The window of all layers; None if any layer sees everything."""
+        return None if self.window_attn_skip_freq is not None else self.window_size
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts; layers of multi-token prediction are like the last one."""

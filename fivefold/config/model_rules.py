@@ -3,7 +3,7 @@
 import math
 from typing import Literal, get_args, get_origin, get_type_hints
 
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers
+from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
 from fivefold.config.model import MAX_SIZE, ModelConfig
 from fivefold.errors import Mistakes, did_you_mean
 
@@ -91,6 +91,15 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)
     _check_rope(model, mistakes)
+    _check_gate(model, mistakes)
+    if model.window_attn_skip_freq is not None:
+        with mistakes.collecting():
+            if not any(window_layers(model.window_attn_skip_freq, model.num_layers)):
+                mistakes.add(
+                    f"window_attn_skip_freq {model.window_attn_skip_freq!r} gives none of the "
+                    "layers a window",
+                    works=("--window-attn-skip-freq none", "--window-size none"),
+                )
 
 
 def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
@@ -131,6 +140,24 @@ def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
         )
     if model.use_rope_scaling and model.position_embedding_type != "rope":
         mistakes.add("use_rope_scaling needs position_embedding_type rope")
+
+
+def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
+    """Numbers of a gate, which go with the activations that are computed together with it."""
+    fused = model.gated_linear_unit and model.activation_func in ("silu", "quick_gelu")
+    for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
+        value = getattr(model, name)
+        if value != default and not fused:
+            mistakes.add(
+                f"{name} = {value} is of gates with activation_func silu or quick_gelu",
+                works=(
+                    "--gated-linear-unit --activation-func silu",
+                    f"--{name.replace('_', '-')} {'none' if default is None else default}",
+                ),
+            )
+    clamp = model.activation_func_clamp_value
+    if clamp is not None and not clamp > 0.0:
+        mistakes.add(f"activation_func_clamp_value must be positive, not {clamp}")
 
 
 def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:

@@ -67,9 +67,10 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
     if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
         return 0.0
     if grid.cp == 1:
-        window = model.window_size
+        window = model.window_of(layer)
         whole = window is None or window + 1 >= layout.config.training.seq_length
-        joined = packed and whole and model.query_dim == model.value_dim
+        fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
+        joined = packed and whole and fused
         return output if joined else 0.0
     if kind not in ("a2a", "a2a+p2p"):
         return 0.0
@@ -109,7 +110,7 @@ def multiplications(layout: Layout, rank: int) -> float:
                 if again and stops and last:
                     passes -= sizes["mlp.down_proj.weight"]
                 if gathers_latents(config, parts.layers[place]):
-                    _, got = seen_shares(layout, at["cp"], model.window_size)
+                    _, got = seen_shares(layout, at["cp"], model.window_of(parts.layers[place]))
                     # Of all latents, in a forward; the backward projects them again for dX and dW.
                     times = (4 + again + ("core_attn" in remade)) * (1 + got) - (3 + again)
                     passes += times * sizes["self_attn.kv_b_proj.weight"]
@@ -126,17 +127,21 @@ def multiplications(layout: Layout, rank: int) -> float:
 _UP = ("q", "q_b", "kv_b")  # projections of latent attention up to the heads
 
 
-def _linear_weights(layout: Layout, layer: int) -> dict[str, int]:
+def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
     """Name -> elements that a rank multiplies with for one token, of a layer's linear layers.
 
-    Where key/value heads are fewer than ranks, a rank holds all of them and computes one.
+    Where key/value heads are fewer than ranks, a rank holds all of them and computes one. What is
+    whole on every rank multiplies this rank's tokens only, under sequence parallelism.
     """
     model, grid = layout.config.model, layout.grid
-    sizes = {}
+    parts = grid.tp if layout.config.parallel.sequence_parallel else 1
+    sizes: dict[str, float] = {}
     for name, weight in layer_weights(model, layer).items():
         if not weight.multiplies:
             continue
-        size = prod(weight.local(grid.tp, grid.ep, grid.etp))
+        size: float = prod(weight.local(grid.tp, grid.ep, grid.etp))
+        if weight.split is None:
+            size /= parts
         if weight.heads % grid.tp:
             size //= weight.heads
         if weight.of_experts:

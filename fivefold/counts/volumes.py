@@ -198,7 +198,7 @@ class _Volumes:
                     seen=seen_shares(
                         self.layout,
                         self.at["cp"],
-                        model.window_size,
+                        model.window_of(layer),
                         sizes[0] if kind == "a2a+p2p" else 1,
                     ),
                 )

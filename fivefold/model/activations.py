@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.description import describe, layer_kind
-from fivefold.model.operations import Kept, LatentDown, Norm
+from fivefold.model.latent_operations import LatentDown
+from fivefold.model.operations import Kept, Norm
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 

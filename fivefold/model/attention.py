@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Documents
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.layers import LayerBlock, Linear, RMSNorm
+from fivefold.model.layers import LayerBlock, Linear, RMSNorm, local
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -174,6 +174,14 @@ class LatentKernel(Protocol):
         """[B, S, N, Dv] from q, and latents of the same tokens; `up` uses `parameters`."""
 
 
+class Sinks(nn.Module):
+    """A learned score of each query head that takes part in its softmax and has no value."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+
 class AttentionBlock(LayerBlock):
     """What every kind of attention has: heads, a kernel, and a place in the model.
 
@@ -194,6 +202,8 @@ class AttentionBlock(LayerBlock):
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
         self.latent_kernel: LatentKernel | None = None
+        learned = model.softmax_type == "learnable"
+        self.sinks = Sinks(model.num_attention_heads) if learned else None
         self.head_offset = 0
 
     def wrap_kernel(self, wrap: Callable[[Any], Any]) -> None:
@@ -207,7 +217,10 @@ class AttentionBlock(LayerBlock):
         self.head_offset = rank * self.model.num_attention_heads // ranks
 
     def _scope(self, context: Context) -> Scope:
-        return Scope(context.packing, self.model.window_size, context.part)
+        window, part = self.model.window_of(self.layer), context.part
+        sinks = None if self.sinks is None else local(self.sinks.weight)
+        share = None if part is None else part.seeing(window)
+        return Scope(context.packing, window, share, sinks=sinks)
 
     def _drop(self, context: Context) -> HeadDropout | None:
         p, all_heads = self.model.attention_dropout, self.model.num_attention_heads

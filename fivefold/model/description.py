@@ -18,12 +18,11 @@ from fivefold.model.expert_operations import (
     RouterLinear,
     SharedOut,
 )
+from fivefold.model.latent_operations import LatentDown, LatentUp
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
     CoreAttention,
-    LatentDown,
-    LatentUp,
     Norm,
     Operation,
     PredictionInput,
@@ -226,11 +225,19 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
     )
 
 
+def _mlp_norm(model: ModelConfig) -> Norm:
+    """Its input is that of attention's where both read the same hidden state."""
+    weights = _norm("post_attention_layernorm", model)
+    read = model.parallel_residual
+    features = model.hidden_size
+    return Norm("mlp_norm", weights, ("layernorm",), features=features, shared_input=read)
+
+
 def _dense(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner = model.hidden_size, model.ffn_size
     first, last = _mlp("mlp", model, inner)
     return (
-        Norm("mlp_norm", _norm("post_attention_layernorm", model), ("layernorm",), features=h),
+        _mlp_norm(model),
         ColumnLinear(
             "fc1",
             first,
@@ -260,7 +267,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     first, last = (tuple(_of_experts(weight, experts) for weight in part) for part in each)
     router = _whole("mlp.router", h, experts, model.add_bias_linear)
     return (
-        Norm("mlp_norm", _norm("post_attention_layernorm", model), ("layernorm",), features=h),
+        _mlp_norm(model),
         RouterLinear("router", router, ("moe",), inputs=h, experts=experts),
         Dispatch("dispatch", rerun_by=("moe",), copies=copies),
         ExpertsIn(
@@ -326,11 +333,11 @@ def _gates(model: ModelConfig) -> int:
 def _kept_widths(model: ModelConfig) -> int:
     """Tensors as wide as the MLP that its activation keeps, its output apart.
 
-    A fused SwiGLU keeps gate and up; any other gate also its activated form.
+    A fused gate keeps gate and up; any other also its activated form.
     """
     if not model.gated_linear_unit:
         return 1
-    return 2 if model.activation_func == "silu" else 3
+    return 2 if model.activation_func in ("silu", "quick_gelu") else 3
 
 
 def _norm(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:

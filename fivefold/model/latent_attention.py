@@ -83,9 +83,13 @@ class LatentAttention(AttentionBlock):
         else:
             query_TQ, kv_TC = self.whole(x_TH, self.q_a_proj, self.kv_a_proj)
             query = self.q_a_layernorm(query_TQ)
-        sizes = [self.model.kv_lora_rank, self.model.qk_pos_emb_head_dim]
-        latent_TC, key_TR = (part.contiguous() for part in kv_TC.split(sizes, dim=-1))
+        latent_TC, key_TR = (part.contiguous() for part in kv_TC.split(self._sizes, dim=-1))
         return query, self.kv_a_layernorm(latent_TC), key_TR
+
+    @property
+    def _sizes(self) -> list[int]:
+        """C and R."""
+        return [self.model.kv_lora_rank, self.model.qk_pos_emb_head_dim]
 
     def _heads(self, query: Tensor, latent_TC: Tensor, key_TR: Tensor, context: Context) -> Heads:
         q_BSND = self._queries(query, context)
@@ -121,12 +125,12 @@ class LatentAttention(AttentionBlock):
         heads = q_BSND.shape[2]
         key_BSR = self._shared_key(key_TR, context)[:, :, 0]
         latent_BSC = _by_rows(self.spread(latent_TC), context, 1)[:, :, 0]
-        linear = self.kv_b_proj
+        linear, sizes = self.kv_b_proj, self._sizes
         weight = local(linear.weight)
         bias = None if linear.bias is None else local(linear.bias)
 
         def up(both_BLC: Tensor) -> tuple[Tensor, Tensor]:
-            latent, key = both_BLC.split([latent_TC.shape[1], key_TR.shape[1]], dim=-1)
+            latent, key = both_BLC.split(sizes, dim=-1)
             made = F.linear(latent, weight, bias).unflatten(-1, (heads, -1))
             k, v = _Joined.apply(made, key[:, :, None], self.model)
             return k, v

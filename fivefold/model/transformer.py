@@ -81,15 +81,17 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = make_norm(model)
         self.mlp = make_mlp(model, layer, experts, global_batch_size)
         self.dropout = model.hidden_dropout
+        self.side_by_side = model.parallel_residual
         self.site = f"layers.{layer}"
         self.block: NormedBlock = plain_block
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        x_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
-        made_TH = self.block(self.post_attention_layernorm, self.mlp, x_TH, context)
-        return x_TH + self._drop(made_TH, context, f"{self.site}.mlp")
+        sum_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
+        read_TH = x_TH if self.side_by_side else sum_TH
+        made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
+        return sum_TH + self._drop(made_TH, context, f"{self.site}.mlp")
 
     def _drop(self, x_TH: Tensor, context: Context, site: str) -> Tensor:
         if context.dropout is None or self.dropout == 0.0:

@@ -9,12 +9,11 @@ from functools import cached_property
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, describe
 from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
+from fivefold.model.latent_operations import LatentDown, LatentUp
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
     CoreAttention,
-    LatentDown,
-    LatentUp,
     Norm,
     Operation,
     Residual,

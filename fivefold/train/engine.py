@@ -266,7 +266,7 @@ class Engine:
         """This rank's part of the sequences."""
         if self.groups.cp is None:
             return batch
-        return divide(batch, self.layout.config.model.window_size, self.groups.cp)
+        return divide(batch, self.layout.config.model.widest_window, self.groups.cp)
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
         """Valid tokens over all ranks that see other tokens, of batches that the host holds."""

@@ -50,7 +50,8 @@ def losses_by_mistake(
             shards = _shards(config, batch)
             for module in wrong:
                 kind = kinds[module.layer % len(kinds)]
-                module.kernel = mistakes[kind](shards, _inner_size(config, kind), batch.token_ids)
+                seen = shards.seeing(config.model.window_of(module.layer))
+                module.kernel = mistakes[kind](seen, _inner_size(config, kind), batch.token_ids)
             total += _loss(model, [batch])
         for module in wrong:
             module.kernel = attention
@@ -73,7 +74,7 @@ def _loss(model: Stage, batches: Sequence[Batch]) -> float:
 
 
 def _shards(config: Config, batch: Batch) -> Shards:
-    return shards_of(batch, config.model.window_size, config.parallel.context_parallel_size)
+    return shards_of(batch, config.model.widest_window, config.parallel.context_parallel_size)
 
 
 def _inner_size(config: Config, kind: str) -> int:

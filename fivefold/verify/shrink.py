@@ -8,7 +8,7 @@ from typing import Any
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.dependence import without_orphans
-from fivefold.config.layer_pattern import layer_frequency
+from fivefold.config.layer_pattern import layer_frequency, window_frequency, window_layers
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import num_expert_shards
 from fivefold.errors import ConfigError
@@ -117,6 +117,12 @@ def _with_layers(config: Config, layers: Sequence[int]) -> Config:
     if model.num_experts is not None:
         frequency = layer_frequency([model.is_moe(layer) for layer in layers])
         config = config.with_values(moe_layer_freq=frequency)
+    if model.window_attn_skip_freq is not None:
+        limited = window_layers(model.window_attn_skip_freq, model.num_layers)
+        few = [limited[layer] for layer in layers]
+        few[0] |= any(limited) and not any(few)
+        few[-1] &= all(limited) or not all(few)
+        config = config.with_values(window_attn_skip_freq=window_frequency(few))
     return config.with_values(num_layers=len(layers), cp_comm_type=kinds)
 
 

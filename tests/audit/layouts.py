@@ -16,6 +16,21 @@ from fivefold.layout import Layout
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen": {"qk_layernorm": True, "add_qkv_bias": True},
+    "sinks": {
+        "softmax_type": "learnable",
+        "window_size": 5,
+        "window_attn_skip_freq": "2",
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": 1.0,
+    },
+    "neox": {
+        "normalization": "LayerNorm",
+        "rotary_percent": 0.5,
+        "parallel_residual": True,
+        "add_bias_linear": True,
+        "gated_linear_unit": False,
+        "activation_func": "quick_gelu",
+    },
     "latent": {
         "num_query_groups": None,
         "kv_channels": None,

@@ -63,7 +63,26 @@ PLAIN_QUERIES = replace(
     mscale=1.0,
     mscale_all_dim=0.0,
 )
+SINKS = replace(
+    LLAMA,
+    add_bias_linear=True,
+    softmax_type="learnable",
+    activation_func="quick_gelu",
+    glu_linear_offset=1.0,
+    activation_func_clamp_value=0.4,
+    window_size=3,
+    window_attn_skip_freq="2",
+)
+NEOX = replace(
+    GPT,
+    position_embedding_type="rope",
+    rotary_percent=0.5,
+    parallel_residual=True,
+    activation_func="quick_gelu",
+)
 FAMILIES = {
+    "sinks": SINKS,
+    "neox": NEOX,
     "llama": LLAMA,
     "qwen": QWEN,
     "gpt": GPT,

@@ -18,8 +18,10 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
     for layer in range(model.num_layers):
         prefix = f"layers.{layer}."
         own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
-        x = x + _attention(model, own, _norm(model, own, "input_layernorm", x))
-        x = x + _mlp(model, own, _norm(model, own, "post_attention_layernorm", x))
+        window = model.window_of(layer)
+        y = x + _attention(model, own, _norm(model, own, "input_layernorm", x), window)
+        read = x if model.parallel_residual else y
+        x = y + _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     return x @ head[: model.vocab_size].T
@@ -40,21 +42,29 @@ def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> T
 
 def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     up = _linear(own, "mlp.up_proj", x)
+    slope = 1.702 if model.activation_func == "quick_gelu" else 1.0
     if model.gated_linear_unit:
-        gate = _linear(own, "mlp.gate_proj", x)
-        return _linear(own, "mlp.down_proj", gate / (1 + (-gate).exp()) * up)
+        gate, bound = _linear(own, "mlp.gate_proj", x), model.activation_func_clamp_value or 1e9
+        gate, up = gate.clamp(max=bound), up.clamp(-bound, bound) + model.glu_linear_offset
+        return _linear(own, "mlp.down_proj", gate / (1 + (-slope * gate).exp()) * up)
+    if model.activation_func == "quick_gelu":
+        return _linear(own, "mlp.down_proj", up / (1 + (-slope * up).exp()))
     cubic = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
     return _linear(own, "mlp.down_proj", 0.5 * up * (1 + cubic.tanh()))
 
 
-def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
+def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor, window: int | None) -> Tensor:
     heads = _latent_heads if model.multi_latent_attention else _plain_heads
     outputs = []
-    for q_SD, k_SD, v_SV, scale in heads(model, own, x):
+    for head, (q_SD, k_SD, v_SV, scale) in enumerate(heads(model, own, x)):
         rows = []
         for s in range(len(x)):
-            scores = k_SD[: s + 1] @ q_SD[s] * scale
-            rows.append(scores.softmax(0) @ v_SV[: s + 1])
+            first = 0 if window is None else max(s - window, 0)
+            scores = (k_SD[first : s + 1] @ q_SD[s] * scale).exp()
+            total = scores.sum()
+            if model.softmax_type == "learnable":
+                total = total + own["self_attn.sinks.weight"][head].exp()
+            rows.append(scores / total @ v_SV[first : s + 1])
         outputs.append(torch.stack(rows))
     return _linear(own, "self_attn.o_proj", torch.cat(outputs, dim=1))
 

@@ -88,7 +88,32 @@ MIXTURE = replace(
     moe_shared_expert_intermediate_size=8,
     moe_layer_freq="[0,1,1,0,1]",
 )
+SINKS = replace(
+    LLAMA,
+    qk_layernorm=False,
+    add_bias_linear=True,
+    softmax_type="learnable",
+    window_size=3,
+    window_attn_skip_freq="2",
+    activation_func="quick_gelu",
+    glu_linear_offset=1.0,
+    activation_func_clamp_value=0.05,
+    rope_type="yarn",
+    rotary_scaling_factor=4.0,
+    original_max_position_embeddings=8,
+    yarn_correction_range_round_to_int=False,
+)
+NEOX = replace(
+    GPT,
+    position_embedding_type="rope",
+    rotary_percent=0.34,
+    parallel_residual=True,
+    activation_func="gelu",
+    untie_embeddings_and_output_weights=True,
+)
 MODELS = {
+    "sinks": SINKS,
+    "neox": NEOX,
     "latent": LATENT,
     "latent, plain queries": replace(
         LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm"
