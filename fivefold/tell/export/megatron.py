@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import ceil
 
+from fivefold.config.config import SETTINGS
 from fivefold.config.model import ModelConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_pipeline import (
@@ -19,6 +20,14 @@ _ITS_ROPE_SCALING = {
     "rope_high_freq_factor": 4.0,
     "rope_original_max_position_embeddings": 8192,
 }
+
+
+_BY_HAND = (
+    *("rotary_percent", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
+    *("window_attn_skip_freq", "glu_linear_offset", "activation_func_clamp_value"),
+)
+"""What its parser takes under other names, or for some of its models only."""
 
 
 def megatron(layout: Layout) -> Export:
@@ -76,7 +85,7 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
     if said["multi_latent_attention"]:
         yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        yield from flag("rope-type", "rope")  # its default is another
+        yield from flag("rope-type", said["rope_type"])  # its default is another
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
 
 
@@ -94,6 +103,10 @@ def _routing(said: Settings) -> Iterator[str]:
     if said["moe_expert_capacity_factor"] is not None:
         yield from flags(said, "moe_expert_capacity_factor", "moe_token_drop_policy")
         yield from flags(said, "moe_pad_expert_input_to_capacity")
+
+
+def _changed(said: Settings, name: str) -> bool:
+    return bool(said[name] != SETTINGS[name].default)
 
 
 def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
@@ -219,6 +232,9 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
             "GELU without a gate"
         )
+    others = [f"{name} = {said[name]}" for name in _BY_HAND if _changed(said, name)]
+    if others:
+        yield f"by its own flags, which are yours to add: {', '.join(others)}"
     if model.mtp_num_layers and model.position_embedding_type != "rope":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if model.num_experts and model.add_bias_linear and layout.grid.etp > 1:
