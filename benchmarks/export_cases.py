@@ -158,8 +158,9 @@ _EP = {"preset": "mixtral-8x7b", "expert_model_parallel_size": 2}
 _MIXED = {"preset": "mixtral-8x7b"}
 _AUX = {**_MIXED, "moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.01,)}
 _ROOM = {**_MIXED, "moe_expert_capacity_factor": 1.5}
+_YARN = {"use_rope_scaling": False, "rope_type": "yarn"}
+_LATENT_YARN = {"preset": "deepseek-v2-lite", "rope_type": "yarn"}
 _MLA = {"preset": "deepseek-v2-lite"}
-_YARN = {"preset": "llama2-7b", "rope_type": "yarn"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
 _ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
@@ -186,24 +187,25 @@ CHANGES: Mapping[str, Change] = {
         "learned_absolute", {"use_rope_scaling": False, "rotary_base": 10_000.0}
     ),
     "rotary_base": Change(20_000.0),
-    "rotary_percent": Change(0.5),
-    "rope_type": Change("yarn", {"preset": "llama2-7b"}),
-    "rotary_scaling_factor": Change(8.0, _YARN),
-    "original_max_position_embeddings": Change(2048, _YARN),
-    "beta_fast": Change(16.0, _YARN),
-    "beta_slow": Change(2.0, _YARN),
-    "mscale": Change(0.5, _YARN),
-    "mscale_all_dim": Change(0.5, _MLA),
-    "yarn_correction_range_round_to_int": Change(False, _YARN),
     "use_rope_scaling": Change(True, {"preset": "llama2-7b"}),
     "rope_scaling_factor": Change(16.0),
     "rope_low_freq_factor": Change(2.0),
     "rope_high_freq_factor": Change(8.0),
     "rope_original_max_position_embeddings": Change(4096),
-    "activation_func": Change("gelu", {"gated_linear_unit": False, "activation_func": "gelu_tanh"}),
-    "gated_linear_unit": Change(False),
+    "rotary_percent": Change(0.5, {"use_rope_scaling": False}),
+    "rope_type": Change("yarn", {"use_rope_scaling": False}),
+    "rotary_scaling_factor": Change(16.0, _YARN),
+    "original_max_position_embeddings": Change(2048, _YARN),
+    "beta_fast": Change(16.0, _YARN),
+    "beta_slow": Change(2.0, _YARN),
+    "mscale": Change(0.5, _YARN),
+    "mscale_all_dim": Change(0.5, _LATENT_YARN),
+    "yarn_correction_range_round_to_int": Change(False, _YARN),
+    "parallel_residual": Change(True),
     "glu_linear_offset": Change(1.0),
     "activation_func_clamp_value": Change(7.0),
+    "activation_func": Change("gelu", {"gated_linear_unit": False, "activation_func": "gelu_tanh"}),
+    "gated_linear_unit": Change(False),
     "add_bias_linear": Change(True),
     "add_qkv_bias": Change(True),
     "qk_layernorm": Change(True),
@@ -213,7 +215,6 @@ CHANGES: Mapping[str, Change] = {
     "attention_dropout": Change(0.25),
     "window_size": Change(1024),
     "window_attn_skip_freq": Change("2", {"window_size": 1024}),
-    "parallel_residual": Change(True),
     "init_method_std": Change(0.0125),
     "make_vocab_size_divisible_by": Change(256),
     "num_experts": Change(16, {"preset": "mixtral-8x7b"}),
@@ -276,6 +277,7 @@ CHANGES: Mapping[str, Change] = {
     "expert_model_parallel_size": Change(4, _EP),
     "expert_tensor_parallel_size": Change(2, {**_EP, **_TP, "sequence_parallel": True}),
     "moe_token_dispatcher_type": Change("flex", _EP),
+    "moe_shared_expert_overlap": Change(True, {**_EP, "moe_shared_expert_intermediate_size": 1024}),
     "overlap_moe_expert_parallel_comm": Change(True, _EP),
     "tp_comm_overlap": Change(True, {**_TP, "sequence_parallel": True}),
     "data_parallel_shard_size": Change(2, {**_ZERO3, "num_distributed_optimizer_instances": 4}),
@@ -303,6 +305,7 @@ CHANGES: Mapping[str, Change] = {
     "recompute_method": Change("block", {"recompute_granularity": "full"}),
     "recompute_num_layers": Change(2, {"recompute_granularity": "full"}),
     "recompute_modules": Change(("mlp",), {"recompute_granularity": "selective"}),
+    "recompute_in_flight_limit": Change(1, _PP),
     "fine_grained_activation_offloading": Change(True, {}, {"offload_modules": ("core_attn",)}),
     "offload_modules": Change(("core_attn", "attn_proj"), _MOVED),
     "min_offloaded_tensor_size": Change(1 << 16, _MOVED),

@@ -1,7 +1,7 @@
-"""Every rule that spans rooms, checked before any process starts; torch-free.
+"""Checks a configuration before any process starts; imports no torch.
 
 `check` turns a Config and a number of ranks into a `Layout`: the grid, the stages and the program
-that will run. It raises one ConfigError with everything that is wrong.
+that will run. It raises one ConfigError with all mistakes.
 """
 
 from collections.abc import Callable
@@ -55,12 +55,13 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     """The layout of a configuration on `world_size` ranks.
 
     Args:
-        config: configuration that is asked for.
-        world_size: ranks.
-        planned: whether it is only planned, so that what this version cannot run passes.
+        config: the configuration.
+        world_size: number of ranks.
+        planned: whether the layout is only planned, so that features which this version cannot
+            train with are allowed.
 
     Raises:
-        ConfigError: everything that is wrong, with the sums and the nearest valid choices.
+        ConfigError: all mistakes, with the arithmetic and the nearest valid choices.
     """
 
     def passes(other: Config) -> bool:
@@ -77,9 +78,9 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
 
 
 def _built(choice: str) -> tuple[str, ...]:
-    """The choice, unless it asks to run in a way that this version cannot.
+    """The choice, unless this version cannot train with it.
 
-    What belongs to a model is named all the same: the next message says who cannot train it.
+    Choices of the model's own settings are kept: another message says that it cannot be trained.
     """
     ways = [row for row in NOT_BUILT if not hasattr(ModelConfig, row[0])]
     off = {name: SETTINGS[name].typed(default) for name, _, default in ways}
@@ -89,7 +90,7 @@ def _built(choice: str) -> tuple[str, ...]:
 def _check(
     config: Config, world_size: int, planned: bool, passes: Callable[[Config], bool]
 ) -> Layout:
-    """As `check`; `passes` says of other configurations whether they are worth suggesting."""
+    """The work of `check`; `passes` tells which other configurations may be suggested."""
     mistakes = Mistakes()
     check_values(config, mistakes)
     if world_size < 1:
@@ -151,7 +152,7 @@ def _check_in_flight_limit(layout: Layout, mistakes: Mistakes) -> None:
 
 
 def _as_flags(choice: str, layout: Layout, passes: Callable[[Config], bool]) -> tuple[str, ...]:
-    """What to type for the choice of a schedule that could not be made; schedules must pass."""
+    """The flags to suggest for a choice that a schedule offers; other schedules must pass."""
     config, parallel = layout.config, layout.config.parallel
     unit = config.training.micro_batch_size * layout.grid.dp
     kind, value = read_choice(choice)
@@ -176,13 +177,13 @@ def _as_flags(choice: str, layout: Layout, passes: Callable[[Config], bool]) -> 
 
 
 def _resolved(config: Config, parallel: ParallelConfig, world_size: int) -> Config:
-    """With every degree that was inferred, unless the ranks cannot be split at all."""
+    """The configuration with inferred degrees, unless the ranks cannot be split at all."""
     product = prod(getattr(parallel, name) for name in DEGREES.values())
     return replace(config, parallel=parallel) if product == world_size else config
 
 
 def _split(config: Config, parallel: ParallelConfig) -> Split:
-    """The stages; a schedule that wants a V gets one, of two stages a rank if not told how many."""
+    """The stages; V schedules get a V, by default with two stages per rank."""
     schedule = SCHEDULES.get(parallel.pipeline_schedule)
     in_a_v = schedule is not None and schedule.shape is Shape.V
     virtual = parallel.num_virtual_stages_per_pipeline_rank
@@ -221,7 +222,7 @@ def _grid(parallel: ParallelConfig) -> Grid:
 
 
 def _check_built(config: Config, mistakes: Mistakes) -> None:
-    """Settings that the planner knows and the trainer cannot run yet."""
+    """Refuse settings that the planner knows and the trainer cannot run yet."""
     if config.model.unmodelled:
         mistakes.add(
             f"this description of the model leaves out {', '.join(config.model.unmodelled)}: "

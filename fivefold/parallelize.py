@@ -196,10 +196,11 @@ def _install_experts(
 ) -> None:
     if groups.experts is None:
         return
-    grid, kind = layout.grid, layout.config.parallel.moe_token_dispatcher_type
+    grid, parallel = layout.grid, layout.config.parallel
+    kind, overlaps = parallel.moe_token_dispatcher_type, parallel.moe_shared_expert_overlap
     dims = {name: record.split_dim for name, record in records.items() if record.experts}
     for stage in stages.values():
-        install_experts(stage, kind, groups.experts, deferred, dims)
+        install_experts(stage, kind, groups.experts, overlaps, deferred, dims)
     if grid.ep * grid.etp > 1:
         split = f", each split over {grid.etp}" if grid.etp > 1 else ""
         log.info("experts over %d%s (%s)", grid.ep, split, kind)

@@ -177,6 +177,27 @@ def test_planning_and_training_do_not_import_each_other() -> None:
         assert not others & used
 
 
+# A class this long must say in its docstring why it is not several.
+MAX_CLASS_LINES = 200
+REASON = "One class because"
+REASONS = {
+    "config.model.ModelConfig": "the settings of one section, most of it their help texts",
+    "counts.volumes._Volumes": "a method for each formula; all share the sizes of one rank",
+}
+
+
+def test_a_long_class_says_why() -> None:
+    long = [
+        f"{module}.{node.name}"
+        for module, path in _files().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and node.end_lineno - node.lineno >= MAX_CLASS_LINES
+        and REASON not in " ".join((ast.get_docstring(node) or "").split())
+    ]
+    assert set(long) == set(REASONS)
+
+
 def _torch_free() -> list[str]:
     return [n for n in _files() if _covered(n, TORCH_FREE) and not _covered(n, WITH_TORCH)]
 

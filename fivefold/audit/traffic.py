@@ -1,4 +1,4 @@
-"""The bytes that this rank really sends, seen where every collective passes."""
+"""Measures the bytes that this rank sends, by observing every collective."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class Traffic(Watch):
     one is counted send by send, which comes to the same.
 
     Args:
-        axes: name of the mesh axis by group name.
+        axes: name of the mesh axis for each group name.
 
     Attributes:
         sent: bytes by (axis, operation).
@@ -52,7 +52,7 @@ class Traffic(Watch):
 
     @property
     def by_axis(self) -> dict[str, float]:
-        """Bytes by mesh axis; axes over which nothing was sent are left out."""
+        """Bytes sent by mesh axis; axes without traffic are left out."""
         total: defaultdict[str, float] = defaultdict(float)
         for (axis, _), size in self.sent.items():
             total[axis] += size
@@ -75,7 +75,7 @@ class Traffic(Watch):
 
 
 def axes_of(groups: Groups) -> dict[str, str]:
-    """Group name -> axis; where two axes have the same ranks, the first named here counts."""
+    """The mesh axis of each group name; if two axes share a group, the first one listed."""
     named = [
         ("world", groups.world),
         ("pp", groups.pp),
@@ -107,7 +107,7 @@ def axes_of(groups: Groups) -> dict[str, str]:
 
 
 def _bytes(buffers: Any) -> int:
-    """Size of a tensor, or of all tensors of a nested list."""
+    """Bytes of a tensor, or of all tensors in a nested list."""
     if isinstance(buffers, Tensor):
         return buffers.numel() * buffers.element_size()
     return sum(map(_bytes, buffers))

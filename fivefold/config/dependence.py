@@ -1,36 +1,12 @@
-"""Settings that mean something only where another one gives them something to act on."""
+"""Settings that have an effect only together with another setting."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
+from fivefold.config.dependents import DEPENDENTS, Dependents
 from fivefold.errors import Mistakes
-
-
-@dataclass(frozen=True)
-class Dependents:
-    """Settings that have no effect unless another one says so.
-
-    Attributes:
-        names: names of the settings.
-        on: the setting that decides.
-        alive: whether the settings have an effect.
-        why: what they are for, to follow "it".
-        add: flags that give them an effect.
-        searched: whether `fivefold plan` chooses `on` by itself.
-        refused: whether to refuse them here. Others are refused by rules of their rooms, or have
-            an effect all the same, and are left out only where a flag takes away what a recipe
-            chose them for.
-    """
-
-    names: tuple[str, ...]
-    on: str
-    alive: Callable[[Config], bool]
-    why: str
-    add: tuple[str, ...] = ()
-    searched: bool = False
-    refused: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,22 +19,22 @@ class Orphan:
 
     @property
     def default(self) -> object:
-        """The value that it may have without a mistake."""
+        """The value at which the setting is no mistake."""
         return SETTINGS[self.name].default
 
     @property
     def off(self) -> str:
-        """The flag that takes it back."""
+        """The flag that resets the setting."""
         return SETTINGS[self.name].typed(self.default)
 
     @property
     def shown(self) -> str:
-        """Its name and value, for people."""
+        """The name and value of the setting, for messages."""
         return _shown(self.config, self.name)
 
     @property
     def why(self) -> str:
-        """What it is for, and what is missing."""
+        """The purpose of the setting, and what is missing for it."""
         return f"it {self.of.why}, and {_shown(self.config, self.of.on, ' is ')}"
 
 
@@ -72,9 +48,9 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
     """Refuse settings that have no effect.
 
     Args:
-        config: configuration with every degree filled in that can be inferred.
-        mistakes: collection to which every mistake is added.
-        planned: the layout is still to be chosen.
+        config: configuration with all inferable degrees filled in.
+        mistakes: collection to which mistakes are added.
+        planned: whether the layout is still to be chosen.
     """
     for orphan in orphans(config):
         if orphan.of.refused and not (planned and orphan.of.searched):
@@ -85,28 +61,28 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
 
 
 def leaves_idle(config: Config, decides: str, **settings: Any) -> bool:
-    """Whether values of a setting, and of others, leave some that depend on it without effect.
+    """Whether these values leave a given setting that depends on `decides` without effect.
 
     Args:
-        config: what was given.
-        decides: the setting; a key of `settings`.
-        settings: settings by field name.
+        config: configuration with the given settings.
+        decides: name of a setting in `settings`.
+        settings: values of settings, by field name.
     """
     found = orphans(config.with_values(**settings))
     return any(orphan.of.refused and orphan.of.on == decides for orphan in found)
 
 
 def without_orphans(config: Config, by_flag: Collection[str]) -> tuple[Config, list[Orphan]]:
-    """A recipe without those of its settings that a flag leaves without effect.
+    """Leave out the settings of a recipe that have no effect because of a flag.
 
-    Settings that a flag gives stay, as do those that the recipe itself left without effect.
+    Settings given by flags stay, and so do those that have no effect in the recipe itself.
 
     Args:
         config: configuration of a recipe and flags.
-        by_flag: names of the settings that flags gave.
+        by_flag: names of the settings that were given by flags.
 
     Returns:
-        The rest, and what is left out.
+        The remaining configuration, and the settings that are left out.
     """
     left_out = []
     for of in DEPENDENTS:  # one after the other, as some hang on settings that others leave out
@@ -126,267 +102,3 @@ def _orphans(of: Dependents, config: Config) -> Iterator[Orphan]:
 
 def _shown(config: Config, name: str, equals: str = " = ") -> str:
     return f"{name}{equals}{SETTINGS[name].words(config.value(name))}"
-
-
-def _pipelined(config: Config) -> bool:
-    return config.parallel.pipeline_model_parallel_size != 1
-
-
-def _lays_stages(config: Config) -> bool:
-    """Whether several stages can be of use: a schedule that is asked for runs them on one rank."""
-    return _pipelined(config) or config.parallel.pipeline_schedule != "auto"
-
-
-def _has_experts(config: Config) -> bool:
-    return config.model.num_experts is not None
-
-
-DEPENDENTS = (
-    Dependents(
-        ("sequence_parallel", "tp_comm_overlap"),
-        "tensor_model_parallel_size",
-        lambda c: c.parallel.tensor_model_parallel_size != 1,
-        "is for tensor-parallel ranks",
-        refused=False,
-    ),
-    Dependents(
-        (
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "pipeline_schedule",
-            "pipeline_in_flight_limit",
-            "num_sequence_slices",
-            "microbatch_group_size_per_virtual_pipeline_stage",
-        ),
-        "pipeline_model_parallel_size",
-        _pipelined,
-        "was chosen for pipeline ranks",
-        refused=False,
-    ),
-    Dependents(
-        (
-            "num_layers_per_virtual_pipeline_stage",
-            "pipeline_model_parallel_layout",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        ),
-        "pipeline_model_parallel_size",
-        _lays_stages,
-        "lays stages over pipeline ranks",
-        ("--pipeline-model-parallel-size 2",),
-        searched=True,
-    ),
-    Dependents(
-        ("recompute_in_flight_limit",),
-        "pipeline_model_parallel_size",
-        _lays_stages,
-        "limits the microbatches that wait on pipeline ranks for their backward",
-        ("--pipeline-model-parallel-size 2",),
-        searched=True,
-    ),
-    Dependents(
-        ("num_virtual_stages_per_pipeline_rank",),
-        "pipeline_model_parallel_size",
-        lambda c: _lays_stages(c) or c.parallel.num_virtual_stages_per_pipeline_rank == 1,
-        "lays stages over pipeline ranks",
-        ("--pipeline-model-parallel-size 2",),
-        searched=True,
-    ),
-    Dependents(
-        ("cp_comm_type", "hierarchical_context_parallel_sizes"),
-        "context_parallel_size",
-        lambda c: c.parallel.context_parallel_size != 1,
-        "is for context-parallel ranks",
-        ("--context-parallel-size 2",),
-        searched=True,
-    ),
-    Dependents(
-        ("overlap_moe_expert_parallel_comm",),
-        "expert_model_parallel_size",
-        lambda c: c.parallel.expert_model_parallel_size != 1,
-        "hides messages between expert-parallel ranks",
-        refused=False,
-    ),
-    Dependents(
-        (
-            "moe_router_load_balancing_type",
-            "moe_z_loss_coeff",
-            "moe_router_dtype",
-            "moe_input_jitter_eps",
-            "moe_router_force_load_balancing",
-            "moe_expert_capacity_factor",
-            "moe_pad_expert_input_to_capacity",
-        ),
-        "num_experts",
-        _has_experts,
-        "is for routers of experts",
-        ("--num-experts 8",),
-    ),
-    Dependents(
-        ("moe_aux_loss_coeff",),
-        "moe_router_load_balancing_type",
-        lambda c: any("aux" in kind for kind in c.experts.moe_router_load_balancing_type),
-        "is the factor of a balancing loss",
-        ("--moe-router-load-balancing-type aux_loss",),
-    ),
-    Dependents(
-        ("moe_router_bias_update_rate",),
-        "moe_router_enable_expert_bias",
-        lambda c: c.model.moe_router_enable_expert_bias,
-        "moves biases of experts",
-        ("--moe-router-enable-expert-bias",),
-    ),
-    Dependents(
-        ("moe_token_drop_policy",),
-        "moe_expert_capacity_factor",
-        lambda c: c.experts.moe_expert_capacity_factor is not None,
-        "chooses rows to drop",
-        ("--moe-expert-capacity-factor 1.0",),
-    ),
-    Dependents(
-        ("pipeline_max_unsharded_stages",),
-        "data_parallel_sharding_strategy",
-        lambda c: c.parallel.data_parallel_sharding_strategy == "optim_grads_params",
-        "keeps sharded parameters gathered",
-        refused=False,
-    ),
-    Dependents(
-        ("recompute_method", "recompute_num_layers"),
-        "recompute_granularity",
-        lambda c: c.memory.recompute_granularity == "full",
-        "chooses layers of full recomputation",
-        ("--recompute-granularity full",),
-    ),
-    Dependents(
-        ("recompute_modules",),
-        "recompute_granularity",
-        lambda c: c.memory.recompute_granularity == "selective",
-        "chooses modules of selective recomputation",
-        ("--recompute-granularity selective",),
-    ),
-    Dependents(
-        ("offload_modules",),
-        "fine_grained_activation_offloading",
-        lambda c: c.memory.fine_grained_activation_offloading,
-        "chooses activations to move",
-        refused=False,
-    ),
-    Dependents(
-        ("min_offloaded_tensor_size",),
-        "fine_grained_activation_offloading",
-        lambda c: c.memory.fine_grained_activation_offloading,
-        "chooses activations to move",
-        ("--fine-grained-activation-offloading",),
-    ),
-    Dependents(
-        ("cross_entropy_fusion_impl",),
-        "cross_entropy_loss_fusion",
-        lambda c: c.memory.cross_entropy_loss_fusion,
-        "is how a loss is fused",
-        ("--cross-entropy-loss-fusion",),
-    ),
-    Dependents(
-        ("optimizer_offload_fraction",),
-        "optimizer_cpu_offload",
-        lambda c: c.memory.optimizer_cpu_offload,
-        "is a share of offloaded optimizer state",
-        ("--optimizer-cpu-offload",),
-    ),
-    Dependents(
-        ("fp8_recipe",),
-        "fp8_format",
-        lambda c: c.training.fp8_format is not None,
-        "scales 8-bit tensors",
-        ("--fp8-format hybrid",),
-    ),
-    Dependents(
-        ("compile_backend",),
-        "compile",
-        lambda c: c.training.compile,
-        "is for compiled layers",
-        ("--compile",),
-    ),
-    Dependents(
-        ("eval_iters",),
-        "eval_interval",
-        lambda c: c.training.evaluates or c.training.eval_iters == 0,
-        "is the length of evaluations",
-        ("--eval-interval 10",),
-    ),
-    Dependents(
-        ("rotary_base", "rotary_percent"),
-        "position_embedding_type",
-        lambda c: c.model.position_embedding_type == "rope",
-        "is for rotary positions",
-        ("--position-embedding-type rope",),
-    ),
-    Dependents(
-        (
-            "rope_scaling_factor",
-            "rope_low_freq_factor",
-            "rope_high_freq_factor",
-            "rope_original_max_position_embeddings",
-        ),
-        "use_rope_scaling",
-        lambda c: c.model.use_rope_scaling,
-        "is for scaled rotary positions",
-        ("--use-rope-scaling",),
-    ),
-    Dependents(
-        (
-            "rotary_scaling_factor",
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "yarn_correction_range_round_to_int",
-        ),
-        "rope_type",
-        lambda c: c.model.rope_type == "yarn",
-        "is for positions that YaRN stretches",
-        ("--rope-type yarn",),
-    ),
-    Dependents(
-        ("window_attn_skip_freq",),
-        "window_size",
-        lambda c: c.model.window_size is not None,
-        "chooses the layers that have a window",
-        ("--window-size 128",),
-    ),
-    Dependents(
-        ("tokenizer_vocab_size",),
-        "tokenizer_model",
-        lambda c: c.data.tokenizer_model is None,
-        "is of a tokenizer to train",
-        ("--tokenizer-model none",),
-    ),
-    Dependents(
-        ("min_lr", "lr_decay_iters"),
-        "lr_decay_style",
-        lambda c: c.optimizer.lr_decay_style != "constant",
-        "is for a learning rate that decays",
-        ("--lr-decay-style cosine",),
-    ),
-    Dependents(
-        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
-        "lr_decay_style",
-        lambda c: c.optimizer.lr_decay_style == "WSD",
-        "is for the final decay of WSD",
-        ("--lr-decay-style WSD",),
-    ),
-    Dependents(
-        ("lr_warmup_init",),
-        "lr_warmup_iters",
-        lambda c: c.optimizer.lr_warmup_iters > 0,
-        "starts a warm-up",
-        ("--lr-warmup-iters 1",),
-    ),
-    Dependents(
-        ("profile_step_start", "profile_step_end", "profile_ranks"),
-        "profile",
-        lambda c: c.logging.profile,
-        "chooses what is profiled",
-        ("--profile",),
-    ),
-)

@@ -1,5 +1,4 @@
-"""Which layers have experts, or a window: Megatron-LM's moe_layer_freq and window_attn_skip_freq,
-read without evaluating them."""
+"""Parses moe_layer_freq and window_attn_skip_freq: which layers have experts, or a window."""
 
 import ast
 from collections.abc import Sequence
@@ -17,12 +16,12 @@ def expert_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer has experts.
 
     Args:
-        freq: a whole number N (layers 0, N, 2N, ... have experts), or a list expression of 0 and 1
-            such as "[0]*3+[1]*58" or "([0]+[1]*3)*4", with one entry a layer.
-        num_layers: layers of the model.
+        freq: whole number N (layers 0, N, 2N, ... have experts), or list expression of 0 and 1 such
+            as "[0]*3+[1]*58" or "([0]+[1]*3)*4", with one entry per layer.
+        num_layers: number of layers of the model.
 
     Raises:
-        ConfigError: `freq` is neither, or has another number of entries.
+        ConfigError: `freq` is neither, or has a different number of entries.
     """
     value = _read("moe_layer_freq", freq, num_layers)
     if isinstance(value, int):
@@ -95,7 +94,7 @@ def _runs(flags: Sequence[bool]) -> str:
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """What an expression of whole numbers, lists, + and * stands for; ValueError for others."""
+    """The value of an expression of whole numbers, lists, + and *; ValueError for others."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number

@@ -1,4 +1,4 @@
-"""Architectures by name: presets, their hub names, or the path of a Hugging Face model."""
+"""Model architectures by name: presets, hub names, or the path of a Hugging Face model."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -352,10 +352,10 @@ HUB_NAMES: Mapping[str, str] = {
 
 
 def resolve_model(name_or_path: str | Path) -> ModelConfig:
-    """The architecture that a preset, a hub name, or the path of a Hugging Face model names.
+    """The architecture of a preset, a hub name, or the path of a Hugging Face model.
 
     Raises:
-        ConfigError: nothing has that name, or the model at that path is not supported.
+        ConfigError: the name is not known, or the model at that path is not supported.
     """
     name = str(name_or_path)
     preset = PRESETS.get(HUB_NAMES.get(name, name))

@@ -1,4 +1,4 @@
-"""Ranges of single settings."""
+"""Checks the ranges of single settings."""
 
 from collections.abc import Callable
 from types import MappingProxyType
@@ -78,7 +78,7 @@ _OF_THE_RATE = frozenset(
 
 
 def check_values(config: Config, mistakes: Mistakes) -> None:
-    """Add every setting that is out of its range, and pairs that contradict each other."""
+    """Collect settings that are out of their range, and pairs that contradict each other."""
     out_of_range = set()
     for name, (holds, range_) in _RULES.items():
         value = config.value(name)
@@ -101,7 +101,7 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_rate(config: Config, mistakes: Mistakes) -> None:
-    """Numbers of the learning rate that are in their ranges, and contradict each other."""
+    """Collect settings of the learning rate that contradict each other."""
     optimizer, iters = config.optimizer, config.training.train_iters
     if optimizer.min_lr > optimizer.lr:
         mistakes.add(

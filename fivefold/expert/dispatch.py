@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.expert.transfer import join, share, swap
+from fivefold.expert.transfer import Flight, join, share
 from fivefold.mesh.collectives import all_gather, all_to_all, group_size
-from fivefold.model.experts import RunExperts, by_expert
-from fivefold.model.permutation import Rows
+from fivefold.model.experts import Beside, RunExperts, by_expert, by_expert_padded
+from fivefold.model.permutation import PlacedRows, Rows
 from fivefold.model.routing import ExpertChoice
 
 
@@ -30,13 +30,26 @@ class AllToAllDispatch:
     ep: dist.ProcessGroup | None
     etp: dist.ProcessGroup | None
 
-    def __call__(self, x_TH: Tensor, choice: ExpertChoice, run: RunExperts) -> Tensor:
+    def __call__(
+        self,
+        x_TH: Tensor,
+        choice: ExpertChoice,
+        run: RunExperts,
+        beside: tuple[Beside, Beside] | None = None,
+    ) -> Tensor:
         """[T, H] -> [T, H]."""
-        rows, rows_E = by_expert(choice)
-        there = _Way.of(rows_E, self.ep)
-        x, weights = there.go(rows.spread(x_TH)), there.go(rows.take(choice.weights_TK))
-        y = _run_split(x, weights, there.counts_Pe, run, self.etp)
-        return rows.collect(there.back(y))
+        rows: Rows | PlacedRows
+        if choice.padded_to is None:
+            rows, rows_E = by_expert(choice)
+            there = _Way.of(rows_E, self.ep)
+        else:
+            rows, rows_E = by_expert_padded(choice, choice.padded_to)
+            there = _Way.padded(rows_E, choice.padded_to, self.ep)
+        first, second = beside or (None, None)
+        weights = there.go(rows.take(choice.weights_TK))
+        x = there.go(rows.spread(x_TH), first)
+        y = _run_split(x, weights, there, run, self.etp)
+        return rows.collect(there.back(y, second))
 
 
 @dataclass(frozen=True)
@@ -50,23 +63,29 @@ class FlexDispatch:
     ep: dist.ProcessGroup | None
     etp: dist.ProcessGroup | None
 
-    def __call__(self, x_TH: Tensor, choice: ExpertChoice, run: RunExperts) -> Tensor:
+    def __call__(
+        self,
+        x_TH: Tensor,
+        choice: ExpertChoice,
+        run: RunExperts,
+        beside: tuple[Beside, Beside] | None = None,
+    ) -> Tensor:
         """[T, H] -> [T, H]."""
         ranks = group_size(self.ep)
         rows, rows_P, experts_RK, weights_RK = _by_rank(choice, ranks)
         there = _Way.of(rows_P, self.ep)
-        x, weights_RK = there.go(rows.spread(x_TH)), there.go(weights_RK)
+        first, second = beside or (None, None)
         # Numbers of experts on the rank that gets them; its number of experts: none.
-        experts_RK = there.go(experts_RK)
+        experts_RK, weights_RK = there.go(experts_RK), there.go(weights_RK)
+        x = there.go(rows.spread(x_TH), first)
         here = choice.num_experts // ranks
         got = ExpertChoice(experts_RK, weights_RK, experts_RK < here, here)
         copies, rows_e = by_expert(got)
-        y = _run_split(
-            copies.spread(x), copies.take(weights_RK), rows_e[None], run, self.etp, sorted_here=True
-        )
+        here_only = _Way(None, [], [], rows_e[None])
+        y = _run_split(copies.spread(x), copies.take(weights_RK), here_only, run, self.etp)
         wide = torch.promote_types(y.dtype, torch.float32)
         y = copies.collect(y.to(wide)).to(y.dtype)
-        return rows.collect(there.back(y))
+        return rows.collect(there.back(y, second))
 
 
 @dataclass(frozen=True)
@@ -83,8 +102,15 @@ class GatherDispatch:
     ep_index: int
     ep_size: int
 
-    def __call__(self, x_TH: Tensor, choice: ExpertChoice, run: RunExperts) -> Tensor:
+    def __call__(
+        self,
+        x_TH: Tensor,
+        choice: ExpertChoice,
+        run: RunExperts,
+        beside: tuple[Beside, Beside] | None = None,
+    ) -> Tensor:
         """[T, H] -> [T, H]."""
+        assert beside is None, "collectives of all tokens run by themselves"
         rows = [len(x_TH)] * self.group.size()
         here = choice.num_experts // self.ep_size
         experts = choice.experts_TK
@@ -94,7 +120,11 @@ class GatherDispatch:
         kept = (local >= 0) & (local < here)
         weights = join(choice.weights_TK, rows, self.group)
         got = ExpertChoice(local.masked_fill(~kept, 0), weights, kept, here)
-        copies, rows_e = by_expert(got)
+        copies: Rows | PlacedRows
+        if choice.padded_to is None:
+            copies, rows_e = by_expert(got)
+        else:
+            copies, rows_e = by_expert_padded(got, choice.padded_to * len(rows))
         y = run(copies.spread(join(x_TH, rows, self.group)), copies.take(weights), rows_e)
         return share(copies.collect(y), rows, self.group)
 
@@ -108,12 +138,21 @@ class _Way:
         sent: rows for each rank.
         got: rows from each rank.
         counts_Pe: the rows from each rank, by experts (or as one number).
+        even: whether every rank gets equally many rows.
     """
 
     group: dist.ProcessGroup | None
     sent: list[int]
     got: list[int]
     counts_Pe: Tensor
+    even: bool = False
+
+    @classmethod
+    def padded(cls, rows_E: Tensor, each: int, group: dist.ProcessGroup | None) -> "_Way":
+        """The way of `each` rows for every expert, of which nobody needs to tell anybody."""
+        ranks = group_size(group)
+        sizes = [each * len(rows_E) // ranks] * ranks
+        return cls(group, sizes, sizes, rows_E.view(ranks, -1), even=True)
 
     @classmethod
     def of(cls, rows_E: Tensor, group: dist.ProcessGroup | None) -> "_Way":
@@ -129,39 +168,44 @@ class _Way:
         sent, got = both.tolist()
         return cls(group, sent, got, got_Pe)
 
-    def go(self, x: Tensor) -> Tensor:
+    def go(self, x: Tensor, beside: Beside | None = None) -> Tensor:
         """Rows of this rank's tokens -> rows that reach this rank."""
-        return x if self.group is None else swap(x, self.sent, self.got, self.group)
+        return self._moved(x, self.sent, self.got, beside)
 
-    def back(self, x: Tensor) -> Tensor:
+    def back(self, x: Tensor, beside: Beside | None = None) -> Tensor:
         """The inverse."""
-        return x if self.group is None else swap(x, self.got, self.sent, self.group)
+        return self._moved(x, self.got, self.sent, beside)
+
+    def _moved(self, x: Tensor, sent: list[int], got: list[int], beside: Beside | None) -> Tensor:
+        flight = None if self.group is None else Flight(sent, got, self.group)
+        x = x if flight is None else flight.start(x)
+        if beside is not None:
+            beside()
+        return x if flight is None else flight.land(x)
 
 
 def _run_split(
-    x: Tensor,
-    weights: Tensor,
-    counts_Pe: Tensor,
-    run: RunExperts,
-    etp: dist.ProcessGroup | None,
-    *,
-    sorted_here: bool = False,
+    x: Tensor, weights: Tensor, there: _Way, run: RunExperts, etp: dist.ProcessGroup | None
 ) -> Tensor:
-    """Run this rank's experts on rows that came from P ranks, each part sorted by expert.
+    """Run this rank's experts on rows that came from several ranks, each part sorted by expert.
 
     Args:
         x: rows.
         weights: weights of their results.
-        counts_Pe: rows of each part and expert.
+        there: the way on which they came.
         run: the experts, on rows sorted by expert.
         etp: the ranks that hold other parts of the same experts, and got other rows.
-        sorted_here: whether the rows have one part only.
     """
-    if etp is not None:
+    counts_Pe, sizes = there.counts_Pe, [len(x)]
+    if etp is not None and there.even:
+        sizes *= etp.size()
+        counts_Pe = counts_Pe.repeat(etp.size(), 1)
+    elif etp is not None:
         every = all_gather(counts_Pe[None].contiguous(), etp)
-        sizes = every.sum((1, 2)).tolist()
-        x, weights, counts_Pe = join(x, sizes, etp), join(weights, sizes, etp), every.flatten(0, 1)
-    elif sorted_here or len(counts_Pe) == 1:
+        sizes, counts_Pe = every.sum((1, 2)).tolist(), every.flatten(0, 1)
+    if etp is not None:
+        x, weights = join(x, sizes, etp), join(weights, sizes, etp)
+    if len(counts_Pe) == 1:
         return run(x, weights, counts_Pe[0])
     parts, experts = counts_Pe.shape
     numbers = torch.arange(experts, device=x.device).repeat(parts)

@@ -21,6 +21,7 @@ def install_experts(
     stage: Stage,
     kind: TokenDispatcher,
     groups: ExpertGroups,
+    overlaps: bool,
     deferred: DeferredWeights,
     dims: Mapping[str, int | None],
 ) -> None:
@@ -30,13 +31,15 @@ def install_experts(
         stage: plain, or with tensor parallelism installed.
         kind: dispatcher of tokens.
         groups: groups of this rank.
+        overlaps: whether shared experts run while rows are under way.
         deferred: where grouped linears leave weight gradients.
         dims: which dim of each parameter the ranks of an expert split; None: each has all of it.
     """
     around = _surroundings(groups)
     for layer in stage.mixtures:
-        layer.router.surroundings = around
-        if groups.both is not None:
+        layer.router.surroundings, layer.overlaps = around, overlaps
+        pads = layer.router.settings.moe_pad_expert_input_to_capacity
+        if groups.both is not None or pads:
             layer.dispatch = _dispatcher(kind, groups)
         layer.experts.adds_bias = groups.etp is None or groups.etp.rank() == 0
     multiply = GroupedMultiply(deferred)
@@ -48,11 +51,10 @@ def install_experts(
 
 
 def _dispatcher(kind: TokenDispatcher, groups: ExpertGroups) -> Dispatcher:
-    if kind == "allgather":
-        assert groups.both is not None
+    if kind == "allgather" and groups.both is not None:
         index = 0 if groups.ep is None else groups.ep.rank()
         return GatherDispatch(groups.both, index, group_size(groups.ep))
-    return (AllToAllDispatch if kind == "alltoall" else FlexDispatch)(groups.ep, groups.etp)
+    return (FlexDispatch if kind == "flex" else AllToAllDispatch)(groups.ep, groups.etp)
 
 
 def _surroundings(groups: ExpertGroups) -> Surroundings:

@@ -10,40 +10,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.mesh.collectives import all_gather, all_to_all, reduce_scatter
+from fivefold.mesh.collectives import (
+    Messages,
+    all_gather,
+    all_to_all,
+    reduce_scatter,
+    start_all_to_all,
+)
 
 
-def swap(x: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """All-to-all: the p-th piece of the rows goes to rank p, [R, ...] -> [sum(got), ...].
+class Flight:
+    """An all-to-all under way: the p-th piece of the rows goes to rank p.
+
+    What is computed between `start` and `land` runs beside it, and what that leaves for the
+    backward beside the messages of the gradients: autograd runs the latest nodes first.
 
     Args:
-        x: rows in the order of the ranks.
         sent: rows for each rank.
         got: rows from each rank.
         group: group whose ranks take part.
     """
-    y: Tensor = _Swap.apply(x, list(sent), list(got), group)
-    return y
+
+    def __init__(self, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._sent, self._got, self._group = list(sent), list(got), group
+        self._under_way: tuple[Messages, Tensor] | None = None
+
+    def start(self, x: Tensor) -> Tensor:
+        """Send [R, ...], in the order of the ranks; its own value, to be given to `land`."""
+        y: Tensor = _Start.apply(x, self)
+        return y
+
+    def land(self, x: Tensor) -> Tensor:
+        """What has arrived, [sum(got), ...]."""
+        y: Tensor = _Land.apply(x, self)
+        return y
+
+    def begin(self, x: Tensor, *, home: bool) -> Tensor:
+        """Start sending rows there, or gradients home; what arrives is whole after `wait`."""
+        sent, got = (self._got, self._sent) if home else (self._sent, self._got)
+        out = x.new_empty(sum(got), *x.shape[1:])
+        messages = start_all_to_all(list(x.split(sent)), list(out.split(got)), self._group)
+        self._under_way = messages, out
+        return out
+
+    def wait(self) -> Tensor:
+        """What was begun last, once all of it has arrived."""
+        assert self._under_way is not None
+        (messages, out), self._under_way = self._under_way, None
+        messages.wait()
+        return out
 
 
-class _Swap(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.rest = sent, got, group
-        return _moved(x, sent, got, group)
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        flight.begin(x, home=False)
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        sent, got, group = ctx.rest
-        return _moved(grad, got, sent, group), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.wait()
+        return grad, None
 
 
-def _moved(x: Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty(sum(got), *x.shape[1:])
-    all_to_all(list(x.split(sent)), list(out.split(got)), group)
-    return out
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.flight.begin(grad, home=True), None
 
 
 def join(x: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -18,7 +18,7 @@ from fivefold.model.context import Context
 from fivefold.model.grouped import GroupedLinear
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.mlp import MLP
-from fivefold.model.permutation import Rows
+from fivefold.model.permutation import PlacedRows, Rows
 from fivefold.model.routing import ExpertChoice, Router
 
 
@@ -88,16 +88,40 @@ def plain_second(
 class Dispatcher(Protocol):
     """Brings tokens to the experts that they chose, and sums the results at home."""
 
-    def __call__(self, x_TH: Tensor, choice: ExpertChoice, run: "RunExperts", /) -> Tensor:
-        """[T, H] -> [T, H]."""
+    def __call__(
+        self,
+        x_TH: Tensor,
+        choice: ExpertChoice,
+        run: "RunExperts",
+        beside: "tuple[Beside, Beside] | None" = None,
+        /,
+    ) -> Tensor:
+        """[T, H] -> [T, H].
+
+        Args:
+            x_TH: tokens.
+            choice: their experts.
+            run: the experts.
+            beside: what to run while rows travel there, and while results travel back.
+        """
 
 
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rows sorted by expert, their weights and the rows of each expert -> weighted results."""
 
 
-def plain_dispatch(x_TH: Tensor, choice: ExpertChoice, run: RunExperts) -> Tensor:
+Beside = Callable[[], None]
+"""Something to compute while messages are under way."""
+
+
+def plain_dispatch(
+    x_TH: Tensor,
+    choice: ExpertChoice,
+    run: RunExperts,
+    beside: tuple[Beside, Beside] | None = None,
+) -> Tensor:
     """All experts are here: the seam of experts on other ranks."""
+    assert beside is None, "nothing travels"
     rows, rows_E = by_expert(choice)
     return rows.collect(run(rows.spread(x_TH), rows.take(choice.weights_TK), rows_E))
 
@@ -113,6 +137,24 @@ def by_expert(choice: ExpertChoice) -> tuple[Rows, Tensor]:
     if choice.kept_TK is not None:
         order = order[: int(rows_E.sum())]
     return Rows(order, tokens, topk), rows_E
+
+
+def by_expert_padded(choice: ExpertChoice, capacity: int) -> tuple[PlacedRows, Tensor]:
+    """The rows that are kept in `capacity` places of each expert, and that number for each.
+
+    Nothing waits for the device.
+    """
+    experts, chosen = choice.num_experts, choice.experts_TK
+    if choice.kept_TK is not None:
+        chosen = chosen.masked_fill(~choice.kept_TK, experts)
+    sorted_R, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(len(order), device=order.device)
+    first_E = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=order.device))
+    places = torch.empty_like(order)
+    taken = sorted_R * capacity + numbers - first_E[sorted_R]
+    places[order] = taken.masked_fill(sorted_R == experts, experts * capacity)
+    rows = PlacedRows(places.view(chosen.shape), experts * capacity)
+    return rows, torch.full_like(first_E[:-1], capacity)
 
 
 Call = Callable[..., Tensor]
@@ -131,6 +173,7 @@ class MoE(LayerBlock):
         dispatch: seam around the way to the experts and back.
         call_routed: seam around the routed experts.
         call_shared: seam around the shared ones.
+        overlaps: whether the shared experts run while rows are under way.
     """
 
     recomputed_as = "moe"
@@ -149,14 +192,35 @@ class MoE(LayerBlock):
         self.dispatch: Dispatcher = plain_dispatch
         self.call_routed: Call = plain_call
         self.call_shared: Call = plain_call
+        self.overlaps = False
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         run = partial(self.call_routed, self.experts)
-        y_TH = self.dispatch(x_TH, self.router(x_TH, context), run)
+        choice = self.router(x_TH, context)
         if self.shared_experts is None:
-            return y_TH
-        shared_TH = self.call_shared(self.shared_experts, x_TH)
+            return self.dispatch(x_TH, choice, run)
+        if self.overlaps:
+            shared = _SharedBeside(self.shared_experts, x_TH)
+            y_TH = self.dispatch(x_TH, choice, run, (shared.first, shared.last))
+            shared_TH = shared.result
+        else:
+            y_TH = self.dispatch(x_TH, choice, run)
+            shared_TH = self.call_shared(self.shared_experts, x_TH)
         if self.shared_expert_gate is not None:
             shared_TH = shared_TH * self.shared_expert_gate(x_TH).sigmoid()
         return y_TH + shared_TH
+
+
+class _SharedBeside:
+    """Shared experts in two halves: into their inner features, and out of them."""
+
+    def __init__(self, experts: MLP, x_TH: Tensor) -> None:
+        self._experts = experts
+        self.result = x_TH  # then the inner features, then the result
+
+    def first(self) -> None:
+        self.result = self._experts.inner(self.result)
+
+    def last(self) -> None:
+        self.result = self._experts.outer(self.result)

@@ -24,5 +24,13 @@ class MLP(LayerBlock):
 
     def forward(self, x_TH: Tensor, context: Context | None = None) -> Tensor:
         """[T, H] -> [T, H]; tokens have no effect on each other."""
+        return self.outer(self.inner(x_TH))
+
+    def inner(self, x_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, F], activated."""
         linears = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        return self.row(activated(self.model, self.column(x_TH, *linears)), self.down_proj)
+        return activated(self.model, self.column(x_TH, *linears))
+
+    def outer(self, x_TF: Tensor) -> Tensor:
+        """[T, F] -> [T, H]."""
+        return self.row(x_TF, self.down_proj)

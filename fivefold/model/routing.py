@@ -56,12 +56,14 @@ class ExpertChoice:
         weights_TK: weights of their results, in at least fp32; 0 for rows that are dropped.
         kept_TK: whether the expert had room for the token; None: all had.
         num_experts: E.
+        padded_to: rows that every expert gets from this rank, zeros included; None: what it has.
     """
 
     experts_TK: Tensor
     weights_TK: Tensor
     kept_TK: Tensor | None
     num_experts: int
+    padded_to: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Surroundings:
 
 class Router(nn.Module):
     """Scores of all experts for each token, the choice among them, and what balances it.
+
+    One class because all of it reads the same logits and settings of one layer.
 
     Attributes:
         surroundings: seam of sums over ranks.
@@ -130,7 +134,14 @@ class Router(nn.Module):
             if loss is not None:
                 decided.sums[-1] = loss.detach()
                 weights_TK = attach(weights_TK, loss)
-        return ExpertChoice(decided.experts_TK, weights_TK, decided.kept_TK, logits_TE.shape[1])
+        pads = self.settings.moe_pad_expert_input_to_capacity
+        return ExpertChoice(
+            decided.experts_TK,
+            weights_TK,
+            decided.kept_TK,
+            logits_TE.shape[1],
+            self.capacity(len(x_TH)) if pads else None,
+        )
 
     def update_bias(self, counts_E: Tensor) -> None:
         """Move every expert's bias by the rate towards an even load.

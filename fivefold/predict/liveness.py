@@ -1,7 +1,7 @@
-"""What a rank holds while each act of a program runs, in microbatches: apart from any sizes.
+"""Counts the microbatches that a rank holds during each pipeline action, independent of sizes.
 
-The same program serves thousands of layouts, and in steady state it repeats itself. So it is swept
-once for all of them, cut to a length at which the steady state is reached.
+The same program serves thousands of layouts, and in steady state it repeats itself. So it is
+analysed once for all of them, at a length at which it reaches the steady state.
 """
 
 from collections.abc import Iterator
@@ -21,20 +21,20 @@ WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "stead
 _PHASES = (WARM_UP, FIRST_BACKWARD, STEADY)
 
 Acts = tuple[tuple[Kind, int, bool], ...]
-"""The elementary act that runs, or the two that overlap, as (kind, stage, whether it is a forward
-that keeps no more than its input)."""
+"""The running action, or the two that overlap, as (kind, stage, whether it is a forward that keeps
+only its input)."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What a rank holds while its acts run: N of them, in order, and S stages of the rank.
+    """The microbatches that a rank with S stages holds during each of its N actions, in order.
 
     Attributes:
-        running: what runs, each kind of act once.
-        which: [N] of these.
-        backwards: [N] how many there have been, this one included, up to 2.
+        running: the distinct kinds of running actions.
+        which: [N] index into `running`.
+        backwards: [N] number of backwards so far, this action included, counted up to 2.
         kept: [N, S] microbatches between their forward, or R, and the end of their B.
-        inputs: [N, S] microbatches between a forward that keeps only its input, and R.
+        inputs: [N, S] microbatches between a forward that keeps only its input, and their R.
         waiting: [N, S] microbatches between their B and the end of their W.
     """
 
@@ -46,23 +46,23 @@ class Moments:
     waiting: NDArray[np.float64]
 
     def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
-        """The phases of the step that occur, and the moments of each."""
+        """The phases of the step that occur, with the indices of their actions."""
         for number, name in enumerate(_PHASES):
             found = np.flatnonzero(self.backwards == number)
             if len(found):
                 yield name, found
 
     def phase(self, moment: int) -> str:
-        """In which a moment falls."""
+        """The phase of the step to which an action belongs."""
         return _PHASES[int(self.backwards[moment])]
 
 
 def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
-    """What each pipeline rank holds.
+    """The microbatches that each pipeline rank holds during its actions.
 
     Args:
-        layout: layout whose schedule runs.
-        splits_backward: whether dX leaves before dW is computed.
+        layout: layout whose program is analysed.
+        splits_backward: whether dX is sent before dW is computed.
     """
     order = layout.order(layout.enough_microbatches)
     return _moments(order, pairs=layout.overlaps_pairs, eager=splits_backward)
@@ -75,13 +75,13 @@ def _moments(order: Order, *, pairs: bool, eager: bool) -> tuple[Moments, ...]:
 
 
 def _swept(program: Program, rank: int) -> Moments:
-    """What is held while each compute act of a rank runs."""
+    """The microbatches held during each compute action of a rank."""
     acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
     place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
     splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
     again = {_piece(act) for act in acts if act.kind is Kind.R}
-    # Where (kept, inputs or waiting; act; stage) a slice comes before an act, or comes and goes
-    # after it, and where a part of its dW goes.
+    # Cells (kept, inputs or waiting; action; stage) in which a slice is added before the action,
+    # is added after it, is removed after it, and in which a part of its dW is removed.
     before: list[int] = []
     after: list[int] = []
     gone: list[int] = []

@@ -97,6 +97,8 @@ class DeviceResult:
 class Engine:
     """This rank's model, optimizer and groups.
 
+    One class because a step, an evaluation and a checkpoint each need all three.
+
     Args:
         layout: the checked configuration.
         rank: rank of this process.
@@ -180,13 +182,17 @@ class Engine:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
             clip_(grads, found.grad_norm, limit, found_inf)
         self.optimizer.step(found.lr, found_inf)
-        result = found.read(self._routers.layers)
+        result = self.read(found)
         if checks and not result.finite:
             self.optimizer.steps -= 1
         else:
             self._routers.update(found.routing)
             self.optimizer.zero_grad()
         return result
+
+    def read(self, found: DeviceResult) -> StepResult:
+        """The numbers of `gradients`, once the device has them."""
+        return found.read(self._routers.layers)
 
     def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of several global batches without dropout, and their

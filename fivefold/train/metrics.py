@@ -1,4 +1,4 @@
-"""What is measured in a step, and the places it can be sent to."""
+"""The metrics of steps and evaluations, and the trackers that they can be sent to."""
 
 import importlib
 import importlib.util
@@ -57,17 +57,17 @@ class StepMetrics:
     """One optimizer step of the whole run.
 
     Attributes:
-        loss: mean over the valid tokens of the global batch.
-        grad_norm: global, before clipping.
-        tokens: tokens of the global batch.
-        tokens_total: consumed since the first step of the run.
-        seconds: seconds of the step, all included.
+        loss: mean loss over the valid tokens of the global batch.
+        grad_norm: norm of the global gradient before clipping.
+        tokens: number of tokens of the global batch.
+        tokens_total: number of tokens since the first step of the run.
+        seconds: wall-clock time of the step, in seconds.
         flops: model FLOPs of the global batch, forward and backward, without recomputation.
-        peak_flops: FLOP/s of one device at its best, None if unknown.
-        memory_bytes: peak of this rank so far.
-        data_wait_seconds: the part of `seconds` in which the step waited for its batch.
-        extra: further scalars, for the file and the trackers only.
-        routing: what the routers of layers with experts decided.
+        peak_flops: peak FLOP/s of one device; None if it is not known.
+        memory_bytes: peak memory of this rank so far, in bytes.
+        data_wait_seconds: part of `seconds` in which the step waited for its batch.
+        extra: further scalars, shown only in the file and the trackers.
+        routing: decisions of the routers of layers with experts.
     """
 
     step: int
@@ -92,22 +92,22 @@ class StepMetrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
     @property
     def tokens_per_second_per_rank(self) -> float:
-        """Of one device."""
+        """Tokens per second of one rank."""
         return self.tokens_per_second / self.world_size
 
     @property
     def flops_per_second_per_rank(self) -> float:
-        """Model FLOP/s of one device."""
+        """Model FLOP/s of one rank."""
         return self.flops / self.seconds / self.world_size
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s over the device's peak, 0 .. 1; None where the peak is unknown."""
+        """Model FLOP/s divided by the device's peak, 0 to 1; None if the peak is not known."""
         return self.flops_per_second_per_rank / self.peak_flops if self.peak_flops else None
 
     @property
@@ -179,7 +179,7 @@ class EvalMetrics:
 
 
 class Sink(Protocol):
-    """A place that metrics go to."""
+    """A destination of metrics."""
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Take one step or evaluation."""

@@ -33,15 +33,17 @@ class ReferenceStep:
         norm: norm of the gradient, before clipping.
         evaluation: loss of batch EVALUATION with the weights after the update, without dropout.
         losses: [microbatches] summed loss of each.
+        loads: [layers with experts, microbatches, experts] tokens that chose each expert.
         grads: gradients by global name, before clipping.
-        before: the weights that the gradients belong to.
-        after: the weights after the update.
+        before: the weights and biases of experts that the gradients belong to.
+        after: the same after the update.
     """
 
     loss: float
     norm: float
     evaluation: float
     losses: Tensor
+    loads: Tensor
     grads: Tensors
     before: Tensors
     after: Tensors
@@ -81,10 +83,10 @@ def run_reference(
     model.load_state_dict(master.state_dict())
     found = []
     for step in range(steps):
-        before = _copies(weights)
+        before = _copies(master.state_dict())
         batch = global_batch(config, step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
-        routing: dict[int, Tensor] = {}
+        routing: dict[int, list[Tensor]] = {}
         losses, grads = gradients(model, samples, step, valid_tokens(batch), routing)
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         limit = config.optimizer.clip_grad
@@ -95,7 +97,7 @@ def run_reference(
             group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
         optimizer.step()
         for mixture in master.mixtures:
-            mixture.router.update_bias(routing[mixture.router.layer])
+            mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
         found.append(
             ReferenceStep(
@@ -103,9 +105,12 @@ def run_reference(
                 norm=float(norm),
                 evaluation=_evaluate(model, config),
                 losses=losses,
+                loads=torch.stack([torch.stack(routing[layer]) for layer in sorted(routing)])
+                if routing
+                else torch.zeros(0),
                 grads=grads,
                 before=before,
-                after=_copies(weights),
+                after=_copies(master.state_dict()),
             )
         )
     return found
@@ -116,7 +121,7 @@ def gradients(
     samples: Sequence[Microbatch],
     step: int,
     tokens: int,
-    routing: dict[int, Tensor] | None = None,
+    routing: dict[int, list[Tensor]] | None = None,
 ) -> tuple[Tensor, Tensors]:
     """Summed loss of each microbatch in fp64, and the gradient of their sum over `tokens`.
 
@@ -125,7 +130,7 @@ def gradients(
         samples: microbatches.
         step: optimizer step.
         tokens: valid tokens of them all.
-        routing: gets the tokens of each expert, by layer.
+        routing: gets the tokens of each expert in each microbatch, by layer.
     """
     model.zero_grad()
     total = {
@@ -139,7 +144,7 @@ def gradients(
         if routing is not None:
             for layer, decision in decisions.items():
                 counts_E = decision.sums[: model.model.num_experts]
-                routing[layer] = routing.get(layer, torch.zeros_like(counts_E)) + counts_E
+                routing.setdefault(layer, []).append(counts_E)
         (loss / tokens).backward()
         losses.append(loss.detach().double())
         for name, parameter in model.named_parameters():

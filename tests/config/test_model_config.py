@@ -198,6 +198,15 @@ def test_all_mistakes_are_told_at_once() -> None:
             {"num_experts": 8, "moe_router_num_groups": 8, "moe_router_group_topk": 1},
             "works: --moe-router-topk 1",
         ),
+        (
+            {
+                "num_experts": 8,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 1,
+                "moe_router_group_scores": 3,
+            },
+            "works: --moe-router-group-scores 2",
+        ),
         ({"moe_layer_freq": "2"}, "works: --num-experts 8 | --moe-layer-freq 1"),
         ({"moe_ffn_hidden_size": 64}, "moe_ffn_hidden_size = 64 needs --num-experts"),
         ({"num_experts": 4, "moe_layer_freq": "[0]*4"}, "gives none of the layers experts"),

@@ -9,7 +9,7 @@ import pytest
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
-from fivefold.predict.makespan import Clock, timetable
+from fivefold.predict.makespan import Clock, leveled_program
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict, stage_costs
 from tests.predict.layouts import planned
@@ -89,7 +89,7 @@ def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
         program = executed(layout.order().program(), pairs=False, eager=eager)
         whole = simulate(program, costs).makespan
         assert Clock.of(layout, eager=eager).makespans([costs])[0] == pytest.approx(whole, rel=2e-3)
-        table = timetable(layout.order(64), pairs=False, eager=eager)
+        table = leveled_program(layout.order(64), pairs=False, eager=eager)
         assert table.makespans([costs])[0] == pytest.approx(whole)
 
 
@@ -104,7 +104,7 @@ def test_a_limit_on_what_is_held_is_paid_for_in_forwards(schedule, limit):
     costs = prediction.costs
     program = layout.order().executed(pairs=False, eager=True)
     whole = simulate(program, costs)
-    table = timetable(layout.order(), pairs=False, eager=True)
+    table = leveled_program(layout.order(), pairs=False, eager=True)
     assert table.makespans([costs])[0] == pytest.approx(whole.makespan)
     assert Clock.of(layout, eager=True).makespans([costs])[0] == pytest.approx(
         whole.makespan, rel=0.012

@@ -80,6 +80,14 @@ LATENT = ModelConfig(
     mscale_all_dim=1.0,
     init_method_std=0.1,
 )
+MIXTURE = replace(
+    LLAMA,
+    num_experts=8,
+    moe_router_topk=3,
+    moe_ffn_hidden_size=12,
+    moe_shared_expert_intermediate_size=8,
+    moe_layer_freq="[0,1,1,0,1]",
+)
 SINKS = replace(
     LLAMA,
     qk_layernorm=False,

@@ -5,16 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import LLAMA, config, verify_in_pool
-
-MIXTURE = replace(
-    LLAMA,
-    num_experts=8,
-    moe_router_topk=3,
-    moe_ffn_hidden_size=12,
-    moe_shared_expert_intermediate_size=8,
-    moe_layer_freq="[0,1,1,0,1]",
-)
+from tests.verify.cases import MIXTURE, config, verify_in_pool
 
 
 def _settings(**values: Any) -> dict[str, Any]:
@@ -244,6 +235,47 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             "pipeline_model_parallel_layout": "Ett|t||ttL",
             "recompute_granularity": "selective",
             "recompute_modules": ("mla_up_proj", "moe_act"),
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "etp": 2,
+            "moe_expert_capacity_factor": 0.8,
+            "moe_pad_expert_input_to_capacity": True,
+            "strategy": "optim",
+        },
+    ),
+    (
+        2,
+        {"add_bias_linear": True},
+        {
+            "ep": 2,
+            "dispatcher": "allgather",
+            "moe_expert_capacity_factor": 1.2,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+    ),
+    (1, {}, {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True}),
+    (
+        4,
+        {},
+        {"ep": 2, "tp": 2, "moe_shared_expert_overlap": True, "strategy": "optim_grads_params"},
+    ),
+    (
+        4,
+        {"moe_shared_expert_gate": True},
+        {
+            "ep": 2,
+            "pp": 2,
+            "dispatcher": "flex",
+            "moe_shared_expert_overlap": True,
+            "pipeline_schedule": "zb_h1",
+            "pipeline_model_parallel_layout": "Ett|tttL",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe",),
         },
     ),
 ]

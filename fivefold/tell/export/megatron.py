@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from math import ceil
 
-from fivefold.config.config import SETTINGS
 from fivefold.config.model import ModelConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_pipeline import (
@@ -22,16 +21,8 @@ _ITS_ROPE_SCALING = {
 }
 
 
-_BY_HAND = (
-    *("rotary_percent", "rope_type", "rotary_scaling_factor", "original_max_position_embeddings"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
-    *("window_attn_skip_freq", "glu_linear_offset", "activation_func_clamp_value"),
-)
-"""What its parser takes under other names, or for some of its models only."""
-
-
 def megatron(layout: Layout) -> Export:
-    """The flags of a layout; Fivefold reads those that it has, too."""
+    """The flags of a layout; Fivefold can read those that it has in common."""
     said, runs = Settings(layout.config), its_pipeline(layout)
     lines = [
         *_model(said, layout),
@@ -66,8 +57,11 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
     yield from set_flag("max_position_embeddings", positions)
     if said["window_size"] is not None:
         yield from flag("window-size", f"{model.window_size},0")
+        yield from flags(said, "window_attn_skip_freq")
     if model.position_embedding_type == "rope":
         yield from set_flag("rotary_base", round(said["rotary_base"]))
+        if said["rotary_percent"] != 1.0:
+            yield from flags(said, "rotary_percent")
         if model.use_rope_scaling:
             yield from flags(said, "use_rope_scaling", "rope_scaling_factor")
     yield from _activation(said, model)
@@ -85,7 +79,10 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
     if said["multi_latent_attention"]:
         yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        yield from flag("rope-type", said["rope_type"])  # its default is another
+        yield from flags(said, "rope_type")  # its default is another
+    if said["rope_type"] == "yarn":
+        yield from flags(said, "rotary_scaling_factor", "original_max_position_embeddings")
+        yield from flags(said, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
 
 
@@ -105,16 +102,17 @@ def _routing(said: Settings) -> Iterator[str]:
         yield from flags(said, "moe_pad_expert_input_to_capacity")
 
 
-def _changed(said: Settings, name: str) -> bool:
-    return bool(said[name] != SETTINGS[name].default)
-
-
 def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
-    """Its GELU is the one of tanh where it is fused with a bias, else the exact one."""
+    """Flags of the activation; Megatron-LM's GELU uses tanh if fused with a bias, else erf."""
     if said["gated_linear_unit"] and said["activation_func"] == "silu":
         yield "--swiglu"
+    elif model.gated_linear_unit and model.activation_func == "quick_gelu":
+        yield "--quick-geglu"
     elif model.activation_func == "gelu" and model.add_bias_linear:
         yield "--no-bias-gelu-fusion"
+    if said["glu_linear_offset"]:
+        yield from flags(said, "glu_linear_offset")
+    yield from flags(said, "activation_func_clamp_value")
     if not said["add_bias_linear"]:
         yield "--disable-bias-linear"
 
@@ -127,7 +125,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield from flags(said, "hierarchical_context_parallel_sizes")
     if layout.config.model.num_experts:
         yield from flags(said, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        yield from flags(said, "moe_token_dispatcher_type")
+        yield from flags(said, "moe_token_dispatcher_type", "moe_shared_expert_overlap")
         hides = said["overlap_moe_expert_parallel_comm"] and not _why_not_hidden(layout, runs)
         yield from set_flag("overlap_moe_expert_parallel_comm", hides)
         if parallel.moe_token_dispatcher_type == "flex":
@@ -149,7 +147,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 
 
 def _why_not_hidden(layout: Layout, runs: Layout) -> str | None:
-    """Why experts' messages are not hidden there; None: they can be."""
+    """Why Megatron-LM cannot hide experts' messages in this layout; None if it can."""
     parallel = layout.config.parallel
     if layout.grid.pp > 1 and runs.split.num_virtual == 1:
         return "in a pipeline it needs several stages a rank"
@@ -224,7 +222,7 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
     function = (model.activation_func, model.gated_linear_unit)
     exact = model.activation_func == "gelu" or model.add_bias_linear
-    if function != ("silu", True) and (
+    if function not in (("silu", True), ("quick_gelu", True)) and (
         model.gated_linear_unit or function[0] == "silu" or not exact
     ):
         yield (
@@ -232,13 +230,16 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
             "GELU without a gate"
         )
-    others = [f"{name} = {said[name]}" for name in _BY_HAND if _changed(said, name)]
-    if others:
-        yield f"by its own flags, which are yours to add: {', '.join(others)}"
     if model.mtp_num_layers and model.position_embedding_type != "rope":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if model.num_experts and model.add_bias_linear and layout.grid.etp > 1:
         yield "it refuses experts with add_bias_linear where expert_tensor_parallel_size > 1"
+    if said["parallel_residual"]:
+        yield "it has no parallel_residual: attention and MLP run one after the other there"
+    if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
+        yield "its YaRN (rope_type) is for latent attention; other models need its own recipes"
+    if not said["yarn_correction_range_round_to_int"]:
+        yield "its flags have no yarn_correction_range_round_to_int: YaRN's ramp is rounded there"
     if said["moe_router_group_scores"] is not None:
         yield (
             "it scores a group by its best experts, as many as go to each group on average, not by "
@@ -293,7 +294,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 
 
 def _connections(layout: Layout) -> Iterator[str]:
-    """What it asserts of the environment."""
+    """Requirements on environment variables that Megatron-LM checks."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if layout.config.parallel.sharding.splits_gradients:
         yield f"its FSDP needs {name} not to be 1"
