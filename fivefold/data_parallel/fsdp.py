@@ -84,8 +84,8 @@ class ShardedStage:
         backward = [root, *_last_layer_first(layers)]
         for unit, following in zip(backward, [*backward[1:], root], strict=True):
             unit.set_modules_to_backward_prefetch([following if early else root])
-        for unit, following in pairwise(layers if early else ()):
-            unit.set_modules_to_forward_prefetch([following])
+        for unit, others in _with_following(layers if early else ()):
+            unit.set_modules_to_forward_prefetch(others)
 
     def _set_communication(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
         on_cpu = mesh.device_type == "cpu"
@@ -180,6 +180,16 @@ def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
     if local.dim() < 3 or local.shape[0] % shards == 0 or local.shape[1] % shards:
         return None
     return Shard(1)
+
+
+def _with_following(
+    units: Sequence[FSDPModule],
+) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
+    """Each layer with its own experts and the layer after it. Experts are followed by nothing: a
+    backward that runs them again would gather a layer that is done with."""
+    places = [place for place, unit in enumerate(units) if not isinstance(unit, Experts)]
+    for place, after in pairwise([*places, len(units)]):
+        yield units[place], list(units[place + 1 : after + 1])
 
 
 def _last_layer_first(units: Sequence[FSDPModule]) -> Iterator[FSDPModule]:
