@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import Flow, wire_bytes
-from fivefold.counts.routed import LayerRows, expected_rows
+from fivefold.counts.routed import LayerRows, expected_rows, padded_rows
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
 from fivefold.pipeline.stages import StageSpec
@@ -30,6 +30,7 @@ def expert_flows(
             else:
                 evenly = expected_rows(layout, flows.tokens)
                 of_layer = evenly if rows is None else rows[layer]
+                of_layer = flows.padded or of_layer
                 yield from flows.moved(of_layer, forwards, returns)
                 yield from flows.joined(of_layer, forwards, returns)
             yield from flows.balance()
@@ -61,6 +62,7 @@ class _ExpertFlows:
     Attributes:
         calls: forwards of a layer in a step.
         tokens: tokens of this rank in all of them.
+        padded: rows of a step where every expert gets as many as it has room for; None elsewhere.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -76,7 +78,9 @@ class _ExpertFlows:
         microbatches = layout.num_microbatches // layout.num_copies
         self.calls = microbatches * parallel.num_sequence_slices
         parts = layout.grid.cp * (layout.grid.tp if parallel.sequence_parallel else 1)
-        self.tokens = microbatches * training.micro_batch_size * training.seq_length / parts
+        tokens = training.micro_batch_size * training.seq_length // parts
+        self.tokens = microbatches * tokens
+        self.padded = padded_rows(layout, tokens, microbatches)
 
     def moved(self, rows: LayerRows, forwards: int, returns: int) -> Iterator[Flow]:
         """Between the ranks of expert parallelism.
@@ -94,6 +98,8 @@ class _ExpertFlows:
         if once:
             yield Flow("ep", "numbers of experts", forwards * rows.sent * topk * NUMBER_BYTES)
         counts = (ranks - 1) * (1 if once else self._experts // ranks)
+        if self.padded:
+            return  # nobody asks for numbers
         yield Flow("ep", "numbers of rows", forwards * self.calls * counts * NUMBER_BYTES)
 
     def joined(self, rows: LayerRows, forwards: int, returns: int) -> Iterator[Flow]:
@@ -106,6 +112,8 @@ class _ExpertFlows:
         yield Flow("etp", "weights of rows", (forwards * own + rows.joined) * self._wide)
         parts = 1 if self._kind == "flex" else self._grid.ep
         counts = others * parts * self._experts // self._grid.ep
+        if self.padded:
+            return
         yield Flow("etp", "numbers of rows", forwards * self.calls * counts * NUMBER_BYTES)
 
     def gathered(self, forwards: int, returns: int) -> Iterator[Flow]:

@@ -54,6 +54,19 @@ def expected_rows(layout: Layout, tokens: float) -> LayerRows:
     return LayerRows(moved, moved, computed, (grid.etp - 1) * computed)
 
 
+def padded_rows(layout: Layout, tokens: int, calls: int) -> LayerRows | None:
+    """Of `calls` forwards of so many tokens, where every expert gets as many rows as it has room
+    for; None where it gets what was chosen."""
+    experts, model, grid = layout.config.experts, layout.config.model, layout.grid
+    capacity = experts.capacity(tokens, model)
+    if capacity is None or not experts.moe_pad_expert_input_to_capacity:
+        return None
+    for_each = calls * capacity * (model.num_experts or 1) // grid.ep
+    moved = (grid.ep - 1) * for_each
+    computed = grid.ep * for_each
+    return LayerRows(moved, moved, computed, (grid.etp - 1) * computed)
+
+
 def rows_of_choices(
     layout: Layout, rank: int, every: Sequence[RankChoices]
 ) -> dict[int, LayerRows]:
