@@ -75,7 +75,7 @@ def test_layouts(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "experts" not in case])
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
     ranks, family, values = CASES[case]
     dry = dict.fromkeys(DROP, 0.0)
