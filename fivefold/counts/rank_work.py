@@ -59,11 +59,6 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
     output = model.attention_size / grid.tp
     memory = layout.config.memory
-    if gathers_latents(layout.config, layer):
-        # Whole latents with the shared key, instead of their part and of keys and values.
-        parts = grid.tp if parallel.sequence_parallel else 1
-        latent = model.kv_lora_rank * (1 - 1 / parts) + model.qk_pos_emb_head_dim
-        return latent - (model.k_size + model.v_size) / grid.tp
     if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
         return 0.0
     if grid.cp == 1:

@@ -80,6 +80,7 @@ def saved_activations(
 def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
     """What the operations of a layer keep, with nothing recomputed and nothing moved."""
     operations = describe(model, layer_kind(model, layer)).operations
+    running = running.of_layer(layer)
     items = (item for operation in operations for item in operation.kept(running))
     return [item for item in items if item.size]
 

@@ -220,6 +220,7 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
             up,
             ("mla_up_proj",),
             latents=(model.q_lora_rank or 0) + rank,
+            keys=rank,
             uncompressed=h if model.q_lora_rank is None else 0,
             shared=model.qk_pos_emb_head_dim,
             outputs=model.q_size + model.k_size + model.v_size,

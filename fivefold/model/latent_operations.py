@@ -35,19 +35,25 @@ class LatentUp(Operation):
     Attributes:
         latents: features of all latents together.
         uncompressed: features of the hidden state, where queries are made of it; else 0.
+        keys: those of them that keys and values are made of.
         shared: rotary features of the key that all heads share.
         outputs: features of queries, keys and values together.
     """
 
     latents: int
+    keys: int
     uncompressed: int
     shared: int
     outputs: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The latents before and after their norms; the shared key to make keys again of."""
+        """The latents before and after their norms; the shared key to make keys again of.
+
+        Latents of keys and values that are gathered are kept with attention, whole.
+        """
         before = running.element_bytes * self.latents / running.token_parts
-        after = running.input_bytes * self.latents / running.token_parts
+        read = self.latents - (self.keys if running.gathers_latents else 0)
+        after = running.input_bytes * read / running.token_parts
         key = running.element_bytes * self.shared / running.token_parts
         shared = Kept("shared_key", (key if "mla_up_proj" in running.remade else 0.0,))
         return Kept("latents", (before,)), Kept("mla_up_proj", (after,)), shared

@@ -279,13 +279,17 @@ class CoreAttention(Operation):
         return self.sent_latent if self.sent_latent and gathered else whole
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Queries, keys and values; sums of exponentials, or scores and what dropout leaves."""
+        """Queries, keys and values, or the latents of these; sums of exponentials, or scores and
+        what dropout leaves."""
         model = self.model
+        latent = running.element_bytes * self.sent_latent
         attended = (
             running.by_heads(model.q_size),
             running.by_key_heads(model.k_size, model.num_kv_heads),
             running.by_key_heads(model.v_size, model.num_kv_heads),
         )
+        if running.gathers_latents:
+            attended = attended[0], latent, 0.0
         remade = ("mla_up_proj",) if self.from_latents else ()
         scores = Kept("attn_scores", (self._scores(running),), ("core_attn",), "core_attn")
         return Kept("core_attn", attended, remade), scores

@@ -1,6 +1,6 @@
 """How a layer is run, as far as what it keeps and computes depends on it; torch-free."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from fivefold.config.config import Config
@@ -25,6 +25,8 @@ class Running:
         memory: techniques that recompute, offload or fuse.
         microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
             parallelism splits them; the fewer, the more tensors are too small to be offloaded.
+        latents_gathered: whether context-parallel ranks gather latents instead of keeping keys and
+            values: one for all layers, or one for each of as many as take turns; none: no layer.
     """
 
     seq_length: int
@@ -37,6 +39,7 @@ class Running:
     fused_attention: bool = True
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     microbatch_tokens: float = inf
+    latents_gathered: tuple[bool, ...] = ()
 
     @classmethod
     def of(
@@ -46,6 +49,9 @@ class Running:
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         parts = parallel.context_parallel_size * parallel.num_sequence_slices
+        gathers: tuple[bool, ...] = ()
+        if parallel.context_parallel_size > 1 and config.model.multi_latent_attention:
+            gathers = tuple(kind == "all_gather" for kind in parallel.cp_comm_type)
         narrow = 0.5 if training.fp4_format else 1 if training.fp8_format else element
         return cls(
             seq_length=training.seq_length,
@@ -58,7 +64,20 @@ class Running:
             fused_attention=fused_attention,
             memory=config.memory,
             microbatch_tokens=training.micro_batch_size * training.seq_length / parts,
+            latents_gathered=gathers if any(gathers) else (),
         )
+
+    def of_layer(self, layer: int) -> "Running":
+        """Of one layer, where layers are run in different ways."""
+        if len(self.latents_gathered) < 2:
+            return self
+        gathers = self.latents_gathered[layer % len(self.latents_gathered)]
+        return replace(self, latents_gathered=(gathers,))
+
+    @property
+    def gathers_latents(self) -> bool:
+        """Whether this layer's latents are gathered."""
+        return self.latents_gathered == (True,)
 
     @property
     def remade(self) -> tuple[str, ...]:

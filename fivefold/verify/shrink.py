@@ -143,13 +143,31 @@ def _narrower(layout: Layout, config: Config) -> Config:
     return config.with_values(
         hidden_size=hidden,
         num_attention_heads=heads,
-        num_query_groups=kv_heads,
-        kv_channels=head_dim,
+        **_small_heads(model, kv_heads, head_dim),
         ffn_hidden_size=ffn,
         vocab_size=4 * multiple - padding,
         make_vocab_size_divisible_by=multiple,
         init_method_std=model.init_method_std * (model.hidden_size / hidden) ** 0.5,
     )
+
+
+def _small_heads(model: ModelConfig, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """Sizes of heads and of latents; part of a head stays without positions if it was so."""
+    if model.multi_latent_attention:
+        most = {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 6,
+        }
+        sizes = {name: getattr(model, name) for name in most}
+        small = {n: None if size is None else min(size, most[n]) for n, size in sizes.items()}
+        return {"num_query_groups": None, "kv_channels": None, **small}
+    share = model.rotary_percent
+    if share != 1.0:
+        share = (max(2, int(head_dim * share) // 2 * 2) + 0.5) / head_dim
+    return {"num_query_groups": kv_heads, "kv_channels": head_dim, "rotary_percent": share}
 
 
 def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, int]:

@@ -114,6 +114,7 @@ NEOX = replace(
 MODELS = {
     "sinks": SINKS,
     "neox": NEOX,
+    "oss": replace(SINKS, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=12),
     "latent": LATENT,
     "latent, plain queries": replace(
         LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm"

@@ -56,11 +56,12 @@ def _moved(*modules: str) -> dict[str, Any]:
     return {"fine_grained_activation_offloading": True, "offload_modules": modules}
 
 
+FAMILIES = ("llama", "llama tied", "gpt", "gpt untied", "latent", "sinks")
 LINE, LOOP = "Ett|tttL", "Ett|t||ttL"
 # What stands before a colon is the kind of a choice: every two kinds come together in a row, and
 # every choice of a kind is in one.
 AXES: dict[str, dict[str, dict[str, Any]]] = {
-    "family": {family: {} for family in MODELS},
+    "family": {family: {} for family in FAMILIES},
     "tp": {
         "1": {},
         "2": {TP: 2},

@@ -31,6 +31,7 @@ IMPOSSIBLE: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("pipeline", "one", "memory", ("stages",)),  # a microbatch at a time
     ("pipeline", "sliced", "weights", ("deferred",)),
     ("pipeline", "copies", "weights", ("at once",)),
+    ("pipeline", "sliced", "family", ("latent",)),  # later slices need keys and values
     ("sharding", "no_shard", "replicas", ("2",)),
     ("tp", "4 split", "replicas", ("2",)),  # sixteen ranks
     ("tp", "4 split", "context", ("a2a", "a2a+p2p")),  # four heads

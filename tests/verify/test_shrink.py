@@ -52,6 +52,29 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "seq_length": 8192,
         },
     ),
+    "latents": (
+        "deepseek-v2-lite",
+        8,
+        {
+            "tensor_model_parallel_size": 4,
+            "sequence_parallel": True,
+            "context_parallel_size": 2,
+            "cp_comm_type": ("all_gather",),
+            "global_batch_size": 8,
+            "seq_length": 4096,
+        },
+    ),
+    "sinks, a window in every other layer": (
+        "gpt-oss-20b",
+        8,
+        {
+            "tensor_model_parallel_size": 4,
+            "sequence_parallel": True,
+            "expert_model_parallel_size": 2,
+            "global_batch_size": 8,
+            "seq_length": 4096,
+        },
+    ),
     "gpt2, empty stage": (
         "gpt2",
         4,
@@ -165,7 +188,7 @@ def _check_experts(large: Layout, small: Layout) -> None:
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (2, 2), (8, 1)])
 def test_every_preset_with_experts_can_be_shrunk(model: str, ep: int, etp: int) -> None:
     degrees = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
-    large = layout_of(model, 8, **degrees, global_batch_size=64)
+    large = layout_of(model, 8, **degrees, global_batch_size=64, mtp_num_layers=0)
     small, _ = prepare(large)
     assert count_parameters(small.config.model).total <= LARGEST_MODEL
     assert small.grid == large.grid
