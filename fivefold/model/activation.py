@@ -94,11 +94,13 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, weights_T = ctx.saved_tensors
         act = F.silu(gate)
-        wide, product = grad.to(weights_T.dtype), act * up
-        grad_weights = torch.linalg.vecdot(wide, product.to(weights_T.dtype))
-        if wide.dtype == product.dtype:
-            weighted = torch.mul(wide, weights_T[:, None], out=product)
+        product = act * up
+        if grad.dtype == weights_T.dtype:  # in place, and again in place
+            grad_weights = product.mul_(grad).sum(1)
+            weighted = torch.mul(grad, weights_T[:, None], out=product)
         else:
+            wide = grad.to(weights_T.dtype)
+            grad_weights = torch.linalg.vecdot(wide, product.to(weights_T.dtype))
             weighted = (wide * weights_T[:, None]).to(gate.dtype)
         grad_up = act.mul_(weighted)
         weighted.mul_(up)
