@@ -216,7 +216,6 @@ NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("num_experts", "mixtures of experts", None),
     ("multi_latent_attention", "latent attention", False),
     ("softmax_type", "learned attention sinks", "vanilla"),
-    ("mtp_num_layers", "multi-token prediction", 0),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),
     ("overlap_moe_expert_parallel_comm", "overlapped expert parallelism", False),

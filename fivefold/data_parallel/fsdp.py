@@ -16,7 +16,8 @@ from fivefold.tensor.deferred_weight import Work, run_works
 
 
 class ShardedStage:
-    """A stage whose parameters FSDP2 holds; each layer is a unit, the ends are one with the stage.
+    """A stage whose parameters FSDP2 holds; each layer is a unit, also with what stands around it
+    where it predicts a further token; the ends are one with the stage.
 
     Args:
         stage: stage to be wrapped, tensor parallelism installed, still on the meta device.
@@ -40,7 +41,7 @@ class ShardedStage:
                 reduce_dtype=policy.master_dtype,
                 cast_forward_inputs=False,
             )
-        for module in (*stage.layers.values(), stage):
+        for module in (*stage.layers.values(), *stage.predictions, stage):
             fully_shard(module, mesh=mesh, mp_policy=types, reshard_after_forward=policy.reshards)
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         self._root = self._units[0]

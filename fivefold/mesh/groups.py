@@ -63,7 +63,7 @@ class Groups:
         cp: the ranks that hold the other parts of this rank's sequences.
         cp_inner: those of them that exchange heads for tokens, where attention is hierarchical.
         cp_outer: those that then hold the other parts.
-        tied: the two pipeline ranks that hold a copy of a tied embedding each.
+        tied: the pipeline ranks that hold copies of the embedding, where there are several.
         mirror: this pipeline rank and the one that holds the same stages of the other copy of the
             model, where there are two.
         mesh: [dp_replicate, dp_shard_cp, tp] of this pipeline rank, on which parameters are laid
@@ -101,7 +101,7 @@ def build_groups(
     *,
     sharded: bool,
     cp_sizes: tuple[int, ...] = (),
-    tied_ranks: tuple[int, int] | None = None,
+    tied_ranks: Sequence[tuple[int, ...]] = (),
     mirrored: bool = False,
 ) -> Groups:
     """Create the groups of this rank; only their members take part, so thousands of ranks can.
@@ -112,8 +112,7 @@ def build_groups(
         device_type: "cpu" or "cuda".
         sharded: whether dp_shard x cp splits anything; if not, those ranks are replicas.
         cp_sizes: ranks of the inner and of the outer groups of context parallelism, if it has any.
-        tied_ranks: pipeline ranks of the first and the last stage if they share a tied embedding
-            and differ.
+        tied_ranks: sets of pipeline ranks, each of which holds copies of the embedding.
         mirrored: whether the pipeline holds a second copy of the model, in reverse.
     """
     made = _Made()
@@ -124,9 +123,10 @@ def build_groups(
     inner, outer = _hierarchy(cp_ranks, rank, cp_sizes)
     here = grid.coordinates(rank)["pp"]
     tied = None
-    if tied_ranks is not None and here in tied_ranks:
-        tied = made.group(tuple(pp_ranks[i] for i in tied_ranks))
-    elif tied_ranks is not None:
+    sharing = next((ranks for ranks in tied_ranks if here in ranks), None)
+    if sharing is not None:
+        tied = made.group(tuple(pp_ranks[i] for i in sharing))
+    elif tied_ranks:
         # torch names a group after its ranks and the number of groups that each has made before:
         # ranks without a tied embedding make one as well, or the next common group would hang.
         new_group((rank,))

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fivefold.config.model import ModelConfig
+
 
 def local(parameter: Tensor) -> Tensor:
     """What this rank computes with: a DTensor's local part, any other tensor itself."""
@@ -130,6 +132,12 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
         return y
+
+
+def make_norm(model: ModelConfig) -> LayerNorm | RMSNorm:
+    """The normalisation of the residual stream."""
+    kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
+    return kind(model.hidden_size, model.norm_epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -13,7 +13,9 @@ from torch import Tensor
 from fivefold.config.config import Config
 from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
+from fivefold.model.prediction import valid_by_depth
 from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
@@ -30,6 +32,7 @@ class ReferenceStep:
         loss: mean over the valid tokens.
         norm: norm of the gradient, before clipping.
         evaluation: loss of batch EVALUATION with the weights after the update, without dropout.
+        further: mean losses of further predictions, by name.
         losses: [microbatches] summed loss of each.
         grads: gradients by global name, before clipping.
         before: the weights that the gradients belong to.
@@ -39,6 +42,7 @@ class ReferenceStep:
     loss: float
     norm: float
     evaluation: float
+    further: dict[str, float]
     losses: Tensor
     grads: Tensors
     before: Tensors
@@ -48,7 +52,12 @@ class ReferenceStep:
 def plain_model(config: Config, dtype: torch.dtype) -> Stage:
     """The whole model with nothing installed, its parameters of type `dtype`."""
     training = config.training
-    model = Stage(config.model, seed=training.seed, label_smoothing=training.label_smoothing)
+    model = Stage(
+        config.model,
+        seed=training.seed,
+        label_smoothing=training.label_smoothing,
+        mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
+    )
     return model.to(dtype)
 
 
@@ -74,7 +83,8 @@ def run_reference(
         before = _copies(weights)
         batch = global_batch(config, step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
-        losses, grads = gradients(model, samples, step, valid_tokens(batch))
+        tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
+        losses, grads = gradients(model, batches_of(config, samples, step), tokens)
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         limit = config.optimizer.clip_grad
         factor = min(1.0, limit / (float(norm) + 1e-6)) if limit > 0 else 1.0
@@ -86,10 +96,14 @@ def run_reference(
         model.load_state_dict(master.state_dict())
         found.append(
             ReferenceStep(
-                loss=float(losses.sum()) / valid_tokens(batch),
+                loss=float(losses[:, 0].sum()) / valid_tokens(batch),
                 norm=float(norm),
                 evaluation=_evaluate(model, config),
-                losses=losses,
+                further={
+                    f"mtp_{depth}_loss": float(losses[:, depth].sum()) / max(tokens[depth], 1)
+                    for depth in range(1, len(tokens))
+                },
+                losses=losses[:, 0],
                 grads=grads,
                 before=before,
                 after=_copies(weights),
@@ -98,20 +112,33 @@ def run_reference(
     return found
 
 
+def batches_of(config: Config, samples: Sequence[Microbatch], step: int) -> list[Batch]:
+    """Microbatches as the model takes them, with what its further predictions need."""
+    return [as_batch(sample, step, config.model.mtp_num_layers) for sample in samples]
+
+
 def gradients(
-    model: Stage, samples: Sequence[Microbatch], step: int, tokens: int
+    model: Stage, batches: Sequence[Batch], tokens: Sequence[int]
 ) -> tuple[Tensor, Tensors]:
-    """Summed loss of each microbatch in fp64, and the gradient of their sum over `tokens`."""
+    """Summed losses [microbatches, 1 + D] in fp64, and the gradient of what is made of their sums.
+
+    Args:
+        model: plain.
+        batches: microbatches, with D further predictions.
+        tokens: number by which the loss of each of the 1 + D depths is divided.
+    """
     model.zero_grad()
+    scale = torch.tensor(tokens).clamp_min(1)
+    scale = scale[0] if len(tokens) == 1 else scale
     total = {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in model.named_parameters()
     }
     losses = []
-    for sample in samples:
-        loss = model(None, as_batch(sample, step))
-        (loss / tokens).backward()
-        losses.append(loss.detach().double())
+    for batch in batches:
+        loss = model(None, batch)
+        model.objective(loss / scale).backward()
+        losses.append(loss.detach().double().reshape(-1))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 total[name] += parameter.grad

@@ -154,7 +154,7 @@ def test_counts_of_sparse_stages_are_those_of_their_shapes(tied: bool) -> None:
         shapes = parameter_shapes(model, parts)
         assert count_parameters(model, parts).total == sum(map(prod, shapes.values()))
     last = parameter_shapes(model, cuts[1])
-    assert ("embed_tokens.weight" in last) is not tied  # the tied output weight is a copy of it
+    assert ("mtp_embed_tokens.weight" in last) is not tied  # the tied output weight is a copy of it
     assert last["mtp.0.eh_proj.weight"] == (64, 128)
     assert last["mtp.0.layer.mlp.router.weight"] == (8, 64)
     whole = training_flops(model, 64)

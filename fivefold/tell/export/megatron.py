@@ -77,6 +77,8 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         yield from flag("rope-type", "rope")  # its default is another
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
+    if model.mtp_num_layers:
+        yield from flags(said, "mtp_loss_scaling_factor")
 
 
 def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
