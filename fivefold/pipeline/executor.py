@@ -140,7 +140,7 @@ class _Step:
                     self._manage(act)
         self._mail.finish()
         if self._losses:
-            return torch.stack(self._losses).sum()
+            return torch.stack(self._losses).sum(0)
         return torch.zeros_like(self._scale)
 
     def _manage(self, act: Act) -> None:
