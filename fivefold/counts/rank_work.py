@@ -9,11 +9,12 @@ from fivefold.model.activations import (
     bookkeeping_bytes,
     embedding_bytes,
     loss_bytes,
+    prediction_bytes,
     saved_activations,
     total,
 )
 from fivefold.model.running import Running
-from fivefold.model.shape import layer_weights
+from fivefold.model.shape import has_final_norm, layer_weights
 
 
 def kept_activations(layout: Layout, stage: int, *, packed: bool, on_host: bool) -> float:
@@ -32,19 +33,28 @@ def kept_activations(layout: Layout, stage: int, *, packed: bool, on_host: bool)
         total(saved_activations(model, layer, running, position=place))
         for place, layer in enumerate(parts.layers)
     ]
+    saved += [total(saved_activations(model, model.num_layers, running))] * parts.mtp
+    saved.append(total(prediction_bytes(model, parts, running)))
+    if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
+        saved.append(Saved(kept=-8.0 * (parts.embedding + parts.mtp)))
     if parts.embedding:
         saved.append(total(embedding_bytes(model, running)))
-        if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
-            saved.append(Saved(kept=-8.0))
     if parts.head:
-        saved.append(total(loss_bytes(model, running)))
+        loss = loss_bytes(model, running)
+        if not has_final_norm(model, parts):
+            del loss["final_norm"]
+        saved.append(total(loss))
     smoothed = config.training.label_smoothing > 0
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
     groups = config.memory.recomputed_groups(len(parts.layers))
     kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
+    numbers = [model.num_layers + depth for depth in range(parts.mtp)]
+    if config.memory.recompute_granularity != "full":
+        kept_whole += numbers
     copies = sum(_copies(layout, layer, packed) for layer in kept_whole)
     kept = total(saved).kept + small + running.element_bytes * copies
-    if model.hidden_dropout and layout.grid.cp > 1 and len(kept_whole) < len(parts.layers):
+    every = len(parts.layers) + parts.mtp
+    if model.hidden_dropout and layout.grid.cp > 1 and len(kept_whole) < every:
         kept += 8.0  # numbers of this rank's tokens, which dropout needs when it is repeated
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0))
 
@@ -88,7 +98,8 @@ def multiplications(layout: Layout, pp_rank: int) -> float:
     for stage in stages_held(layout, pp_rank):
         parts = layout.split.stages[stage]
         if parts.head:
-            passes += 3 * model.padded_vocab_size // grid.tp * model.hidden_size
+            runs = 3 * (1 + model.mtp_num_layers)
+            passes += runs * model.padded_vocab_size // grid.tp * model.hidden_size
         for group, again in memory.recomputed_groups(len(parts.layers)):
             for place in group:
                 sizes = _linear_weights(layout, parts.layers[place])
@@ -97,9 +108,19 @@ def multiplications(layout: Layout, pp_rank: int) -> float:
                 if again and stops and last:
                     passes -= sizes["mlp.down_proj.weight"]
                 if remakes_mlp:
-                    inner = ("gate", "up") if stops else ("gate", "up", "down")
-                    passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
+                    passes += _remade_mlp(sizes, stops)
+        further = _linear_weights(layout, model.num_layers)
+        again = memory.recompute_granularity == "full"
+        projection = 2 * model.hidden_size**2 // grid.tp
+        passes += parts.mtp * (3 + again) * (projection + sum(further.values()))
+        passes += parts.mtp * _remade_mlp(further, stops) if remakes_mlp else 0
     return 2 * passes * tokens * layout.num_microbatches / layout.num_copies
+
+
+def _remade_mlp(sizes: dict[str, int], stops: bool) -> int:
+    """Weights that the backward of an MLP that is recomputed multiplies with again."""
+    inner = ("gate", "up") if stops else ("gate", "up", "down")
+    return sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
 
 
 def _linear_weights(layout: Layout, layer: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from fivefold.layout import Layout
 from fivefold.model.blocks import Sight, num_tokens
 from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.operations import CoreAttention
-from fivefold.pipeline.ir import Kind
+from fivefold.pipeline.ir import Direction, Kind
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
@@ -126,25 +126,45 @@ class _Volumes:
         input = 5. The embedding: 2. The
         output layer: an all-reduce = 2, or 2 gathers and a reduce-scatter = 3. The loss gathers 2
         numbers a token (3 with label smoothing) in at least fp32.
+
+        Each further prediction looks up an embedding, and projects two hidden states to one as a
+        column-parallel linear does (4, or 2 gathers and a reduce-scatter = 6). Its features are
+        gathered (1), or exchanged for tokens forward and backward (1/t each). Output layer and loss
+        run once more.
         """
         sequence = self.parallel.sequence_parallel
         unit = self.tokens * self.model.hidden_size * self.element * (self.tp - 1) / self.tp
         numbers = 3 if self.layout.config.training.label_smoothing else 2
         loss = self.tp * numbers * self.tokens * self.master
         for spec in self.stages.values():
-            layers = sum(sum(self._units(layer)) for layer in spec.layers) * unit
+            further = [self.model.num_layers] * spec.mtp
+            layers = sum(sum(self._units(layer)) for layer in (*spec.layers, *further)) * unit
+            layers += 2 * self._exchanged(spec.mtp) * unit
             yield Flow("tp", "activations of layers", self.microbatches * layers)
-            again = self._repeated(spec.layers) * unit
+            again = (self._repeated(spec.layers) + self._repeated_further(spec.mtp)) * unit
             yield Flow("tp", "activations made again", self.microbatches * again)
-            if spec.embedding:
-                yield Flow("tp", "embedding", self.microbatches * 2 * unit)
+            embedded = self.microbatches * 2 * unit
+            yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedded)
             if spec.head:
+                runs = self.microbatches * (1 + self.model.mtp_num_layers)
                 head = (3 if sequence else 2) * unit
-                yield Flow("tp", "output layer", self.microbatches * head)
+                yield Flow("tp", "output layer", runs * head)
                 whole = wire_bytes("all_gather", loss, self.tp)
-                yield Flow("tp", "cross entropy", self.microbatches * whole)
+                yield Flow("tp", "cross entropy", runs * whole)
         size = wire_bytes("all_reduce", self._held("tp") * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
+
+    def _exchanged(self, predictions: int) -> float:
+        """Units in which so many projections exchange features for tokens, in one direction."""
+        return predictions / self.tp if self.parallel.sequence_parallel else 0.0
+
+    def _repeated_further(self, predictions: int) -> float:
+        """As `_repeated`, of so many further predictions: each ends with a norm, which saves."""
+        memory = self.layout.config.memory
+        layer = self.model.num_layers
+        if memory.recompute_granularity != "full":
+            return predictions * self._repeated([layer])
+        return predictions * self._units(layer)[0] + self._exchanged(predictions)
 
     def _repeated(self, layers: Sequence[int]) -> int:
         """Units of `tensor_parallel` that the backward of a stage sends to make its input anew.
@@ -172,8 +192,9 @@ class _Volumes:
         sizes = self.parallel.hierarchical_context_parallel_sizes
         heads = max(model.num_kv_heads // self.tp, 1)
         for spec in self.stages.values():
-            whole, kernels = self._remade_attention(spec.layers)
-            for layer in spec.layers:
+            whole, kernels = self._remade_attention(spec.layers, spec.mtp)
+            further = range(model.num_layers, model.num_layers + spec.mtp)
+            for layer in (*spec.layers, *further):
                 kind = kinds[layer % len(kinds)]
                 # A ring adds the gradients of many ranks up on their way; others add them at home.
                 volumes = partial(
@@ -197,13 +218,17 @@ class _Volumes:
                 size += again if layer in whole | kernels else 0.0
                 yield Flow("cp", "keys, values and heads", self.microbatches * size)
 
-    def _remade_attention(self, layers: tuple[int, ...]) -> tuple[set[int], set[int]]:
+    def _remade_attention(
+        self, layers: tuple[int, ...], predictions: int
+    ) -> tuple[set[int], set[int]]:
         """Those of a stage's layers that the backward repeats whole, or only their attention."""
-        memory = self.layout.config.memory
+        memory, last = self.layout.config.memory, self.model.num_layers
+        further = set(range(last, last + predictions))
         if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
-            return set(), set(layers)
+            return set(), {*layers, *further}
         groups = memory.recomputed_groups(len(layers))
-        return {layers[place] for group, again in groups if again for place in group}, set()
+        whole = {layers[place] for group, again in groups if again for place in group}
+        return whole | (further if memory.recompute_granularity == "full" else set()), set()
 
     def _seen(self, inner: int) -> tuple[float, float] | None:
         """How many times its KV a rank sends and gets under a sliding window; None without one."""
@@ -257,20 +282,30 @@ class _Volumes:
         messages = [m for m in self.layout.program().messages if m.src_rank == self.at["pp"]]
         parts = self.tp if self.parallel.sequence_parallel else 1
         size = self.tokens // self.slices // parts * self.model.hidden_size * self.element
-        yield Flow("pp", "hidden states and gradients", len(messages) * size)
+        backward = Direction.BACKWARD
+        states = sum(
+            self.layout.states_into(m.dst_stage + (m.direction is backward)) for m in messages
+        )
+        yield Flow("pp", "hidden states and gradients", states * size)
         # The pair of ranks is all of the pipeline where that has two.
-        two = self.layout.grid.pp == 2
+        pp = self.layout.grid.pp
         copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
-        yield Flow("pp" if two else "mirror", "gradients of both copies of the model", copies)
-        if self.at["pp"] in (tied_ranks(self.layout) or ()):
-            tied = wire_bytes("all_reduce", self._held("tied") * self.master, 2)
-            yield Flow("pp" if two else "tied", "gradient of the tied embedding", tied)
+        yield Flow("pp" if pp == 2 else "mirror", "gradients of both copies of the model", copies)
+        for ranks in tied_ranks(self.layout):
+            if self.at["pp"] in ranks:
+                embedding = next(record for record in self.records if "tied" in record.sums)
+                size = held(embedding.shape, self.shards, self.shard) * self.master
+                tied = wire_bytes("all_reduce", size, len(ranks))
+                axis = "pp" if len(ranks) == pp else "tied"
+                yield Flow(axis, "gradient of the tied embedding", tied)
 
     def scalars(self) -> Iterator[Flow]:
-        """The valid tokens before the step; loss, votes to stop and squared norm after it."""
-        yield Flow("data", "token count", wire_bytes("all_reduce", SCALAR_BYTES, self.data))
+        """The valid tokens before the step; losses, votes to stop and squared norm after it."""
+        losses = 1 + self.model.mtp_num_layers
+        count = wire_bytes("all_reduce", SCALAR_BYTES, self.data)
+        yield Flow("data", "token count", losses * count)
         one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
-        yield Flow("world", "loss, votes and gradient norm", 3 * one)
+        yield Flow("world", "loss, votes and gradient norm", (losses + 2) * one)
 
     def _layer(self, layer: int) -> Layer:
         return describe(self.model, layer_kind(self.model, layer))

@@ -16,6 +16,7 @@ from fivefold.model.activations import (
     Saved,
     embedding_bytes,
     loss_bytes,
+    prediction_bytes,
     saved_activations,
     total,
 )
@@ -85,6 +86,7 @@ def stage_bytes(
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
     layers = _saved_by_layer(layout, stage, running)
     ends: list[Saved] = list(embedding_bytes(model, running).values()) if stage.embedding else []
+    ends += prediction_bytes(model, stage, running).values()
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
     waiting = tokens * sum(
