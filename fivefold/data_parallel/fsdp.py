@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fivefold.data_parallel.communication import AllGather, ReduceScatter
 from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.groups import Groups
+from fivefold.model.prediction import FurtherToken
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Work, run_works
 
@@ -57,13 +58,15 @@ class ShardedStage:
 
         Left alone, FSDP2 gathers in the backward what ran before in the order of all forwards; a
         pipeline interleaves microbatches, and the last of these gathers would be for nothing. To
-        gather the root, which still is gathered in a backward, means to gather nothing.
+        gather the root, which still is gathered in a backward, means to gather nothing. Predictions
+        of further tokens, which an evaluation leaves out, are gathered when they run.
         """
         root, *layers = self._units
         for unit, before in zip(layers, self._units, strict=False):
             unit.set_modules_to_backward_prefetch([before if early else root])
         root.set_modules_to_backward_prefetch([self._units[-1] if early else root])
-        for unit, following in pairwise(layers if early else ()):
+        always = [unit for unit in layers if not isinstance(unit, FurtherToken)]
+        for unit, following in pairwise(always if early else ()):
             unit.set_modules_to_forward_prefetch([following])
 
     def _set_communication(self, unit: FSDPModule, groups: Groups) -> None:

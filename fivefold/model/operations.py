@@ -389,6 +389,11 @@ class PredictionInput(Operation):
             Kept("mtp_proj", (2 * running.input_bytes * size,)),
         )
 
+    def deferred(self, running: Running) -> float:
+        """Input of the projection, and the gradient of its output."""
+        outputs = running.element_bytes * self.features / running.tensor_parallel
+        return 2 * running.input_bytes * self.features / running.token_parts + outputs
+
     def tensor_units(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """As of a column-parallel layer of two hidden states; without sequence parallelism its
         features are gathered besides."""

@@ -19,7 +19,7 @@ from fivefold.model.layers import Column, Linear, make_norm, plain_column
 from fivefold.model.loss import IGNORED
 
 
-class Prediction(nn.Module):
+class FurtherToken(nn.Module):
     """One depth: both inputs are normed and projected to one state; a layer and a norm follow.
 
     Args:

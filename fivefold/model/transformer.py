@@ -30,7 +30,7 @@ from fivefold.model.layers import (
     swiglu,
 )
 from fivefold.model.loss import cross_entropy
-from fivefold.model.prediction import Prediction, objective, targets
+from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import RotaryTables
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.shape import StageParts, has_final_norm, whole_model
@@ -178,7 +178,7 @@ class Stage(nn.Module):
         self.lm_head = Linear(hidden, vocab) if parts.head else None
         further = range(model.num_layers, model.num_layers + parts.mtp)
         self.mtp = nn.ModuleDict(
-            {str(d): Prediction(model, TransformerLayer(model, i)) for d, i in enumerate(further)}
+            {str(d): FurtherToken(model, TransformerLayer(model, i)) for d, i in enumerate(further)}
         )
         copies = parts.mtp > 0 and not parts.embedding
         self.mtp_embed_tokens = Embedding(vocab, hidden) if copies else None
@@ -199,7 +199,7 @@ class Stage(nn.Module):
         return layers
 
     @property
-    def predictions(self) -> list[Prediction]:
+    def predictions(self) -> list[FurtherToken]:
         """Its modules of multi-token prediction, from the first depth on."""
         modules: list[Any] = [*self.mtp.values()]
         return modules

@@ -48,6 +48,28 @@ def test_a_step_does_what_theory_says(number: int, tmp_path: Path) -> None:
     _check(layout, _documents(layout, number), tmp_path)
 
 
+# (ranks, family, settings)
+PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "with the head": (1, "gpt", {"hidden_dropout": 0.1, "micro_batch_size": 2}),
+    "before the head": (
+        4,
+        "llama",
+        SEQUENCE | {"pipeline_model_parallel_size": 2, STAGES: "Et|tmm|", LINEAR: True},
+    ),
+    "recomputed": (2, "qwen", SEQUENCE | {"recompute_granularity": "full"}),
+    "recomputed in part": (2, "llama", {"context_parallel_size": 2} | MLP),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_further_predictions_do_what_theory_says(name: str, tmp_path: Path) -> None:
+    world, family, settings = PREDICTIONS[name]
+    model = replace(layouts.model_of(Random(1)), num_layers=2, mtp_num_layers=2)
+    config = Config(replace(model, **layouts.FAMILIES[family]))
+    _check(check(config.with_values(**SMALL | settings), world), 1, tmp_path)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(MANY))
 def test_many_steps_do_what_theory_says(number: int, tmp_path: Path) -> None:

@@ -153,6 +153,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {PP: 2, SCHEDULE: "sliced_1f1b", "num_sequence_slices": 2, ZERO: "optim_grads_params"},
     ),
+    "further predictions, tp": (2, {TP: 2, "mtp_num_layers": 2}),
+    "further predictions, tp + sp, layers recomputed": (2, SP | FULL | {"mtp_num_layers": 1}),
+    "further predictions, pp, copies of the embedding": (4, {PP: 4, STAGES: "Ett|t|tmm|L"} | MTP),
+    "further predictions, pp, tied, both copies of the model": (
+        4,
+        {PP: 4, STAGES: "Ett|tt|mm|L", SCHEDULE: "dualpipe", "global_batch_size": 8} | MTP | GPT,
+    ),
+    "further predictions, optim_grads_params": (2, {ZERO: "optim_grads_params"} | MTP),
     "stages kept gathered": (
         4,
         {
@@ -240,6 +248,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         "optim in bf16, bf16 on the wire",
         "optim_grads_params, nothing overlapped",
         "one microbatch of optim_grads_params",
+        "further predictions, pp, copies of the embedding",
+        "further predictions, pp, tied, both copies of the model",
         "stages kept gathered",
         "two copies of a tied model, sharded",
         "pp of 4, tied",

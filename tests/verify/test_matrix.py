@@ -25,6 +25,7 @@ IMPOSSIBLE: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("pipeline", "sliced", "context", ("p2p", "all_gather", "a2a", "a2a+p2p")),  # both cut rows
     ("pipeline", "sliced", "memory", ("layers",)),  # later slices need keys and values
     ("pipeline", "sliced", "weights", ("deferred",)),
+    ("pipeline", "sliced", "further", ("some",)),
     ("pipeline", "copies", "weights", ("at once",)),
     ("sharding", "no_shard", "replicas", ("2",)),
     ("tp", "4 split", "replicas", ("2",)),  # sixteen ranks
