@@ -92,6 +92,7 @@ CP = "context_parallel_size"
 KIND = "cp_comm_type"
 SIZES = "hierarchical_context_parallel_sizes"
 SCHEDULE = "pipeline_schedule"
+STAGES = "pipeline_model_parallel_layout"
 V = "num_virtual_stages_per_pipeline_rank"
 ZERO = "data_parallel_sharding_strategy"
 HSDP = "num_distributed_optimizer_instances"
@@ -104,6 +105,7 @@ GPT = {
     "activation_func": "gelu",
     "untie_embeddings_and_output_weights": False,
 }
+MTP = {"mtp_num_layers": 2}
 BF16 = {"precision": "bf16"}
 FULL = {"recompute_granularity": "full"}
 FUSED = {"cross_entropy_loss_fusion": True}

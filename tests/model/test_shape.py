@@ -29,6 +29,13 @@ PARTS = {
     "ends": WholeModel(()),
 }
 MODELS = FAMILIES | {"tied": replace(LLAMA, untie_embeddings_and_output_weights=False)}
+FURTHER = {
+    "whole": None,
+    "with the head": WholeModel((2,), embedding=False, mtp=2),
+    "before the head": WholeModel((), embedding=False, head=False, mtp=2),
+    "with the embedding": WholeModel((0,), head=False, mtp=2),
+    "head": WholeModel((), embedding=False),
+}
 
 
 def shapes_of(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
@@ -38,6 +45,16 @@ def shapes_of(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_parameters_are_those_of_the_modules(model: ModelConfig, parts: WholeModel | None) -> None:
+    _are_those_of_the_modules(model, parts)
+
+
+@pytest.mark.parametrize("parts", FURTHER.values(), ids=FURTHER)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_so_are_those_of_further_predictions(model: ModelConfig, parts: WholeModel | None) -> None:
+    _are_those_of_the_modules(replace(model, mtp_num_layers=2), parts)
+
+
+def _are_those_of_the_modules(model: ModelConfig, parts: WholeModel | None) -> None:
     with torch.device("meta"):
         stage = Stage(model, parts)
     actual = {name: tuple(p.shape) for name, p in stage.named_parameters()}
