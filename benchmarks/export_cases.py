@@ -155,6 +155,9 @@ _PP = {"pipeline_model_parallel_size": 2}
 _TP = {"tensor_model_parallel_size": 2}
 _CP = {"context_parallel_size": 4}
 _EP = {"preset": "mixtral-8x7b", "expert_model_parallel_size": 2}
+_MIXED = {"preset": "mixtral-8x7b"}
+_AUX = {**_MIXED, "moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.01,)}
+_ROOM = {**_MIXED, "moe_expert_capacity_factor": 1.5}
 _MLA = {"preset": "deepseek-v2-lite"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
 _ZERO1 = {"data_parallel_sharding_strategy": "optim"}
@@ -203,8 +206,16 @@ CHANGES: Mapping[str, Change] = {
     "moe_router_topk": Change(4, {"preset": "mixtral-8x7b"}),
     "moe_router_num_groups": Change(4, _GROUPS),
     "moe_router_group_topk": Change(1, _GROUPS),
+    "moe_router_group_scores": Change(1, _GROUPS),
+    "moe_router_score_function": Change("sigmoid", _MIXED),
+    "moe_router_pre_softmax": Change(True, _MIXED),
+    "moe_router_topk_scaling_factor": Change(2.5, _MIXED),
+    "moe_router_enable_expert_bias": Change(
+        True, {**_MIXED, "moe_router_score_function": "sigmoid"}
+    ),
     "moe_ffn_hidden_size": Change(7168, {"preset": "mixtral-8x7b"}),
     "moe_shared_expert_intermediate_size": Change(1024, {"preset": "mixtral-8x7b"}),
+    "moe_shared_expert_gate": Change(True, {**_MIXED, "moe_shared_expert_intermediate_size": 1024}),
     "moe_layer_freq": Change("2", {"preset": "mixtral-8x7b"}),
     "multi_latent_attention": Change(True, {"num_query_groups": None}),
     "q_lora_rank": Change(768, _MLA),
@@ -251,6 +262,7 @@ CHANGES: Mapping[str, Change] = {
     "expert_model_parallel_size": Change(4, _EP),
     "expert_tensor_parallel_size": Change(2, {**_EP, **_TP, "sequence_parallel": True}),
     "moe_token_dispatcher_type": Change("flex", _EP),
+    "moe_shared_expert_overlap": Change(True, {**_EP, "moe_shared_expert_intermediate_size": 1024}),
     "overlap_moe_expert_parallel_comm": Change(True, _EP),
     "tp_comm_overlap": Change(True, {**_TP, "sequence_parallel": True}),
     "data_parallel_shard_size": Change(2, {**_ZERO3, "num_distributed_optimizer_instances": 4}),
@@ -259,11 +271,26 @@ CHANGES: Mapping[str, Change] = {
     "overlap_grad_reduce": Change(False, _ZERO1),
     "overlap_param_gather": Change(False, _ZERO3),
     "grad_reduce_in_bf16": Change(True, _ZERO1),
+    # experts
+    "moe_router_load_balancing_type": Change(("seq_aux_loss",), _AUX),
+    "moe_aux_loss_coeff": Change((0.02,), _AUX),
+    "moe_z_loss_coeff": Change(0.001, _MIXED),
+    "moe_router_bias_update_rate": Change(
+        0.002,
+        {**_MIXED, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    ),
+    "moe_router_dtype": Change("fp64", _MIXED),
+    "moe_input_jitter_eps": Change(0.125, _MIXED),
+    "moe_router_force_load_balancing": Change(True, _MIXED),
+    "moe_expert_capacity_factor": Change(1.25, _MIXED),
+    "moe_token_drop_policy": Change("position", _ROOM),
+    "moe_pad_expert_input_to_capacity": Change(True, _ROOM),
     # memory
     "recompute_granularity": Change("full"),
     "recompute_method": Change("block", {"recompute_granularity": "full"}),
     "recompute_num_layers": Change(2, {"recompute_granularity": "full"}),
     "recompute_modules": Change(("mlp",), {"recompute_granularity": "selective"}),
+    "recompute_in_flight_limit": Change(1, _PP),
     "fine_grained_activation_offloading": Change(True, {}, {"offload_modules": ("core_attn",)}),
     "offload_modules": Change(("core_attn", "attn_proj"), _MOVED),
     "min_offloaded_tensor_size": Change(1 << 16, _MOVED),

@@ -121,7 +121,7 @@ def restricted(asked: Request, published: dict[str, Any]) -> Request:
 def faster_share(asked: Request, seconds: float) -> float:
     """Of all legal layouts, those that may fit and be faster, by their bounds."""
     space = legal_space(asked)
-    ranks = Ranks.of(asked.config.model, space.ways)
+    ranks = Ranks.of(asked.config.model, space.partitions)
     fits = np.flatnonzero(memory_bound(space, ranks) <= capacity(asked))
     bounds = time_bound(space.take(fits), ranks, asked.cluster, Software()).seconds
     return float((bounds < seconds).sum() / len(space))
@@ -168,7 +168,7 @@ def speed() -> Iterator[str]:
     asked = question(RUNS[1])
     began = time.process_time()
     space = enumerate_space(asked.config, asked.world)
-    ranks = Ranks.of(asked.config.model, space.ways)
+    ranks = Ranks.of(asked.config.model, space.partitions)
     enumerated = time.process_time()
     few = space.take(np.arange(min(len(space), 1_000_000)))
     memory_bound(few, ranks)
@@ -186,16 +186,18 @@ def tightness(run: Run) -> Iterator[str]:
     """What bounds on time are of predictions, by schedule, over random layouts."""
     asked = question(run)
     space = legal_space(asked)
-    stages = np.array([len(way.split.stages) for way in space.ways])[space.columns["way"]]
+    stages = np.array([len(partition.split.stages) for partition in space.partitions])[
+        space.columns["partition"]
+    ]
     acts = stages * np.minimum(space.columns["microbatches"], 4 * space.columns["pp"])
     few = np.random.default_rng(0).choice(np.flatnonzero(acts < LONGEST), SAMPLE)
     sample = space.take(few)
-    ranks = Ranks.of(asked.config.model, sample.ways)
+    ranks = Ranks.of(asked.config.model, sample.partitions)
     bounds = time_bound(sample, ranks, asked.cluster, Software()).seconds
     shares: dict[str, list[float]] = {}
     for row, bound in enumerate(bounds.tolist()):
         step = predict(check(sample.config_of(row), asked.world, planned=True), asked.cluster)
-        schedule = sample.ways[int(sample.columns["way"][row])].schedule
+        schedule = sample.partitions[int(sample.columns["partition"][row])].schedule
         shares.setdefault(schedule, []).append(bound / step.step_time)
     found = ", ".join(f"{name} {fmean(each):.3f}" for name, each in sorted(shares.items()))
     most = max(max(each) for each in shares.values())

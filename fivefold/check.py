@@ -1,7 +1,7 @@
-"""Every rule that spans rooms, checked before any process starts; torch-free.
+"""Checks a configuration before any process starts; imports no torch.
 
 `check` turns a Config and a number of ranks into a `Layout`: the grid, the stages and the program
-that will run. It raises one ConfigError with everything that is wrong.
+that will run. It raises one ConfigError with all mistakes.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,16 @@ from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
+from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
 from fivefold.config.memory import check_memory
-from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.model import ModelConfig
+from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
 from fivefold.errors import ConfigError, Mistakes
+from fivefold.expert.rules import check_routers
 from fivefold.layout import Layout
 from fivefold.memory.rules import check_techniques
 from fivefold.mesh.degrees import DEGREES, infer_degrees
@@ -29,6 +32,7 @@ from fivefold.mesh.rules import (
     check_tensor_parallel,
 )
 from fivefold.pipeline.automatic_split import automatic_split
+from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.rules import (
     AUTO,
@@ -41,6 +45,7 @@ from fivefold.pipeline.schedules.registry import (
     SCHEDULES,
     Shape,
 )
+from fivefold.pipeline.simulate import peak_in_flight
 from fivefold.pipeline.stages import Split
 
 MAX_MICROBATCHES = 1 << 16  # per step; a program lists every one of them
@@ -50,12 +55,13 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
     """The layout of a configuration on `world_size` ranks.
 
     Args:
-        config: configuration that is asked for.
-        world_size: ranks.
-        planned: whether it is only planned, so that what this version cannot run passes.
+        config: the configuration.
+        world_size: number of ranks.
+        planned: whether the layout is only planned, so that features which this version cannot
+            train with are allowed.
 
     Raises:
-        ConfigError: everything that is wrong, with the sums and the nearest valid choices.
+        ConfigError: all mistakes, with the arithmetic and the nearest valid choices.
     """
 
     def passes(other: Config) -> bool:
@@ -72,9 +78,9 @@ def check(config: Config, world_size: int, *, planned: bool = False) -> Layout:
 
 
 def _built(choice: str) -> tuple[str, ...]:
-    """The choice, unless it asks to run in a way that this version cannot.
+    """The choice, unless this version cannot train with it.
 
-    What belongs to a model is named all the same: the next message says who cannot train it.
+    Choices of the model's own settings are kept: another message says that it cannot be trained.
     """
     ways = [row for row in NOT_BUILT if not hasattr(ModelConfig, row[0])]
     off = {name: SETTINGS[name].typed(default) for name, _, default in ways}
@@ -84,7 +90,7 @@ def _built(choice: str) -> tuple[str, ...]:
 def _check(
     config: Config, world_size: int, planned: bool, passes: Callable[[Config], bool]
 ) -> Layout:
-    """As `check`; `passes` says of other configurations whether they are worth suggesting."""
+    """The work of `check`; `passes` tells which other configurations may be suggested."""
     mistakes = Mistakes()
     check_values(config, mistakes)
     if world_size < 1:
@@ -96,10 +102,13 @@ def _check(
     check_dependents(_resolved(config, parallel, world_size), mistakes)
     if not planned:
         _check_built(config, mistakes)
+        check_routers(config, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
     check_data_parallel(parallel, config.training.precision, mistakes)
+    if config.model.num_experts is not None:
+        check_routing(config.experts, config.model, mistakes)
     _check_sequence(config, mistakes)
     check_schedule(config, parallel, mistakes)
     _check_profile(config, world_size, mistakes)
@@ -119,11 +128,31 @@ def _check(
         layout.order().program()
     except ConfigError as error:
         raise error.spelled(lambda choice: _as_flags(choice, layout, passes)) from error
+    _check_in_flight_limit(layout, mistakes)
+    mistakes.raise_if_any()
     return layout
 
 
+def _check_in_flight_limit(layout: Layout, mistakes: Mistakes) -> None:
+    """Add a limit on what is held that no rank comes up to."""
+    limit = layout.config.memory.recompute_in_flight_limit
+    enough = layout.enough_microbatches
+    if limit is None or layout.recomputed(enough):
+        return
+    program = layout.order(enough).program()
+    most = round(max(peak_in_flight(program, Footprint(freed_by_b=1.0))))
+    mistakes.add(
+        f"recompute_in_flight_limit = {limit} has no effect: {layout.schedule} keeps "
+        f"{most} {'microbatch' if most == 1 else 'microbatches'} in flight on a rank at most",
+        works=[
+            *([f"--recompute-in-flight-limit {most - 1}"] if most > 1 else []),
+            "--recompute-in-flight-limit none",
+        ],
+    )
+
+
 def _as_flags(choice: str, layout: Layout, passes: Callable[[Config], bool]) -> tuple[str, ...]:
-    """What to type for the choice of a schedule that could not be made; schedules must pass."""
+    """The flags to suggest for a choice that a schedule offers; other schedules must pass."""
     config, parallel = layout.config, layout.config.parallel
     unit = config.training.micro_batch_size * layout.grid.dp
     kind, value = read_choice(choice)
@@ -148,13 +177,13 @@ def _as_flags(choice: str, layout: Layout, passes: Callable[[Config], bool]) -> 
 
 
 def _resolved(config: Config, parallel: ParallelConfig, world_size: int) -> Config:
-    """With every degree that was inferred, unless the ranks cannot be split at all."""
+    """The configuration with inferred degrees, unless the ranks cannot be split at all."""
     product = prod(getattr(parallel, name) for name in DEGREES.values())
     return replace(config, parallel=parallel) if product == world_size else config
 
 
 def _split(config: Config, parallel: ParallelConfig) -> Split:
-    """The stages; a schedule that wants a V gets one, of two stages a rank if not told how many."""
+    """The stages; V schedules get a V, by default with two stages per rank."""
     schedule = SCHEDULES.get(parallel.pipeline_schedule)
     in_a_v = schedule is not None and schedule.shape is Shape.V
     virtual = parallel.num_virtual_stages_per_pipeline_rank
@@ -193,7 +222,7 @@ def _grid(parallel: ParallelConfig) -> Grid:
 
 
 def _check_built(config: Config, mistakes: Mistakes) -> None:
-    """Settings that the planner knows and the trainer cannot run yet."""
+    """Refuse settings that the planner knows and the trainer cannot run yet."""
     if config.model.unmodelled:
         mistakes.add(
             f"this description of the model leaves out {', '.join(config.model.unmodelled)}: "
@@ -211,11 +240,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("expert_model_parallel_size", "expert parallelism", 1),
-    ("expert_tensor_parallel_size", "expert tensor parallelism", 1),
-    ("num_experts", "mixtures of experts", None),
-    ("multi_latent_attention", "latent attention", False),
-    ("softmax_type", "learned attention sinks", "vanilla"),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),
     ("overlap_moe_expert_parallel_comm", "overlapped expert parallelism", False),

@@ -1,4 +1,4 @@
-"""The errors that a person reads: what is wrong, the arithmetic, the nearest valid choices."""
+"""Errors for users: what is wrong, the arithmetic, the nearest valid choices."""
 
 import difflib
 import reprlib
@@ -18,10 +18,10 @@ class Mistake:
     """One thing that is wrong.
 
     Attributes:
-        what: one line, no final full stop: "24 GPUs cannot be split as tp=4 pp=4".
-        why: lines of arithmetic or context.
-        works: the nearest choices that would have been valid.
-        attempt: a command or setting that helps, if there is one.
+        what: description in one line, such as "24 GPUs cannot be split as tp=4 pp=4".
+        why: lines with arithmetic or context.
+        works: nearest valid choices.
+        attempt: command or setting that helps; None if there is none.
     """
 
     what: str
@@ -39,17 +39,17 @@ class Mistake:
 
 
 class ConfigError(FivefoldError):
-    """Everything that is wrong with what the user asked for, all mistakes at once."""
+    """All mistakes in the settings that the user gave."""
 
     def __init__(self, *mistakes: Mistake | str) -> None:
         self.mistakes = tuple(Mistake(m) if isinstance(m, str) else m for m in mistakes)
         super().__init__("\n".join(str(m) for m in self.mistakes))
 
     def spelled(self, spell: Callable[[str], Iterable[str]]) -> "ConfigError":
-        """The same, with each choice in the words of the command that was given.
+        """The same error, with each choice as flags of the command that was given.
 
         Args:
-            spell: what to type for a choice; nothing, where the command has no word for it.
+            spell: function that gives the flags of a choice; none if the command has none for it.
         """
         return ConfigError(
             *(
@@ -60,15 +60,15 @@ class ConfigError(FivefoldError):
 
 
 class DataError(FivefoldError):
-    """A corpus, index or tokenizer that cannot be read as what it claims to be."""
+    """A corpus, index, tokenizer or other file that is missing or wrong."""
 
 
 class CheckpointError(FivefoldError):
-    """A checkpoint that is missing, cut short, corrupted or of another model."""
+    """A checkpoint that is missing, truncated, corrupted or of another model."""
 
 
 class TrainingError(FivefoldError):
-    """A run that cannot go on, such as one whose loss is no longer a number."""
+    """A run that cannot continue, for example because its loss is not finite."""
 
 
 class Mistakes:
@@ -100,7 +100,7 @@ class Mistakes:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Turn a ConfigError raised in the block into collected mistakes."""
+        """Collect the mistakes of a ConfigError raised in the block."""
         try:
             yield
         except ConfigError as error:
@@ -123,7 +123,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value that somebody wrote, as a message shows it: its repr, of bounded length and depth.
+    """A value for a message: its repr, with bounded length and depth.
 
     >>> shown("64"), shown([[[[[]]]]]), len(shown("x" * 1000))
     ("'64'", '[[[[[...]]]]]', 100)

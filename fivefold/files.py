@@ -1,7 +1,7 @@
-"""Files: written whole or not at all, and read as what they claim to be.
+"""Writes files atomically, and reads and validates them.
 
-A file that somebody else wrote, or that was changed since, may hold anything. The readers here
-turn whatever is wrong with it into one message; nothing else in the project parses JSON or TOML.
+A file may have been written by others, or changed. The readers here report anything wrong with it
+as one message; nothing else in the project parses JSON or TOML.
 """
 
 import errno
@@ -26,10 +26,10 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, a quota, a l
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; what the block wrote there becomes `path` at its end.
 
-    The temporary name ends in the same name, so writers that look at the suffix are content. If
-    the block raises, the temporary file is removed and `path` is as it was. The bytes and then the
-    directory entry are flushed to the disk, so a crash of the machine leaves the old file or the
-    new one, never a part. Missing parent folders are created.
+    The temporary name has the same suffix, which some writers depend on. If the block raises, the
+    temporary file is removed and `path` does not change. The bytes and then the directory entry are
+    flushed to the disk, so a crash of the machine leaves the old file or the new one, never a part.
+    Missing parent folders are created.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
 
 
 def caused_by_full_disk(error: BaseException) -> OSError | None:
-    """The error behind `error`, or `error` itself, that says that no more can be written."""
+    """The error of a full disk that is `error` itself or its cause; None if there is none."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in _DISK_FULL:
@@ -74,14 +74,14 @@ def disk_full(
     needed: int | None = None,
     goes_on: str = "",
 ) -> Mistake:
-    """What to tell people of a full disk: the bytes needed and free, and what helps.
+    """The message for a full disk: the bytes needed and free, and what helps.
 
     Args:
-        what: "saving step 3 failed".
-        folder: folder that was to be written to, if that is known.
-        why: lines that come first.
-        needed: bytes at least, if that is known.
-        goes_on: what the same command then does, such as ": it goes on from step 3".
+        what: description of the failure, such as "saving step 3 failed".
+        folder: folder that was written to; None if it is not known.
+        why: further lines, which come first.
+        needed: least number of bytes needed; None if it is not known.
+        goes_on: what the same command does afterwards, such as ": it goes on from step 3".
     """
     lines, free = list(why), None if folder is None else free_bytes(folder)
     if needed is not None:
@@ -102,8 +102,8 @@ def telling_full_disk(
     """Turn the OSError of a full disk, raised in the block, into one message.
 
     Args:
-        error: the class of error to raise.
-        folder: written to by those who do not say it in their error.
+        error: class of the error to raise.
+        folder: folder to name if the OSError does not name a file.
     """
     try:
         yield
@@ -117,9 +117,9 @@ def telling_full_disk(
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int | None:
-    """Bytes that this user may still write at `path`, which need not exist yet.
+    """Bytes that this user can still write at `path`, which need not exist yet.
 
-    None if the file system does not tell.
+    None if the file system does not tell it.
     """
     place = Path(path).absolute()
     while not place.exists():
@@ -155,7 +155,7 @@ def read_json_lines(
 ) -> list[T]:
     """The lines of a file that is appended to, as `parse_json` returns each.
 
-    What follows the last line's end is left out: it is being written, or a crash cut it short.
+    An incomplete last line is left out: it is being written, or a crash cut it short.
     """
     lines = read_text(path, error).split("\n")[:-1]
     return [parse_json(line, kind, f"{path}:{n}", error) for n, line in enumerate(lines, 1)]

@@ -1,8 +1,8 @@
-"""The one table of accelerators: data sheets, what kernels reach on them, names to find them by.
+"""The table of accelerators: data-sheet figures, rates that kernels reach, and device names.
 
-Three tiers of numbers stand in it. Peaks and memories are data sheets (dense rates, no sparsity).
-`matmul` is what large multiplications reach at full clocks, as published or measured. What is left
-is physical but not on a data sheet, and is fitted over published runs by
+It has three kinds of numbers. Peaks and memories are from data sheets (dense rates, no sparsity).
+`matmul` is the rate of large multiplications at full clocks, as published or measured. The others
+are physical quantities that no data sheet has; they are fitted to published runs by
 `benchmarks/fit_planner.py`, or measured by `fivefold plan --calibrate`. Imports no torch.
 """
 
@@ -19,7 +19,7 @@ _TERA = 1e12
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s by precision; None where the device has no such units, or it is not known."""
+    """FLOP/s by precision; None if the device has no such units, or the rate is not known."""
 
     bf16: float
     fp8: float | None = None
@@ -28,7 +28,7 @@ class Rates:
     fp64: float | None = None
 
     def of(self, precision: str) -> float:
-        """The rate at a precision, or at the next wider one that the device has."""
+        """The rate in a precision, or in the next wider one that the device has."""
         order = ("fp4", "fp8", "bf16", "fp32", "fp64")
         for name in order[order.index(precision) :]:
             rate: float | None = getattr(self, name)
@@ -42,25 +42,25 @@ class Gpu:
     """One accelerator.
 
     Attributes:
-        name: as the planner knows it.
-        memory_bytes: bytes of device memory, as CUDA reports it: less than the label says.
-        memory_bandwidth: bytes/s of device memory, data sheet.
-        peak: FLOP/s of dense multiplications, data sheet.
+        name: name of the GPU in the planner.
+        memory_bytes: bytes of device memory as CUDA reports it, which is less than advertised.
+        memory_bandwidth: bytes/s of device memory, by the data sheet.
+        peak: FLOP/s of dense multiplications, by the data sheet.
         matmul: FLOP/s that large multiplications reach.
-        multiprocessors: units over which the tiles of a multiplication are dealt out.
-        sustained: share of `matmul` that a training step keeps, where power and heat hold clocks
-            down and operands come from memory rather than from the last call's cache.
-        sustained_narrow: the same of 8- and 4-bit multiplications, which are held down more.
-        attention_forward: share of the bf16 peak that the best fused attention reaches, causal, on
-            long sequences with heads of 128.
-        attention_backward: the same in its backward.
-        flash1: of the best attention's rate, the share that FlashAttention (2022) reaches.
-        flash2: the same of FlashAttention-2 (2023), which knows nothing of Hopper's asynchronous
-            units; on older silicon it is the best.
+        multiprocessors: number of units among which the tiles of a multiplication are distributed.
+        sustained: share of `matmul` that multiplications reach in a training step, where power and
+            heat lower the clocks and operands come from memory instead of a cache.
+        sustained_narrow: the same share for 8- and 4-bit multiplications, which lose more.
+        attention_forward: share of the bf16 peak that the best fused causal attention reaches in
+            its forward, on long sequences with heads of 128 features.
+        attention_backward: the same share for its backward.
+        flash1: rate of FlashAttention (2022), relative to the best attention.
+        flash2: rate of FlashAttention-2 (2023), relative to the best attention; it does not use
+            Hopper's asynchronous units, and is the best on older GPUs.
         memory_efficiency: share of `memory_bandwidth` that elementwise kernels reach.
         launch: seconds from the end of a kernel to the start of the next.
-        overlap_slowdown: of the time that communication runs beside computation, the share that
-            computation loses to it (multiprocessors, memory traffic).
+        overlap_slowdown: share of the overlapped time that computation loses to communication,
+            which uses multiprocessors and memory bandwidth, too.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Gpu:
     overlap_slowdown: float = 0.1
 
     def multiplies_in(self, precision: str) -> bool:
-        """Whether it has units for a precision, and their rates are known."""
+        """Whether the GPU has units for a precision, with known rates."""
         return None not in (getattr(self.peak, precision), getattr(self.matmul, precision))
 
 
@@ -251,10 +251,10 @@ _NAMES: tuple[tuple[str, str | Rates | None], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak dense FLOP/s of a device, or None if it is not known: then there is no MFU to show.
+    """Peak dense FLOP/s of a device; None if it is not known, and so no MFU can be shown.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` says it.
+        device_name: name from `torch.cuda.get_device_name`.
         precision: "bf16", "fp32" (without TF32) or "fp64".
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
@@ -269,7 +269,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The accelerator that the driver calls so, or None if it is not in the table."""
+    """The accelerator with this name in the driver; None if it is not in the table."""
     found = _named(device_name)
     return GPUS[found] if isinstance(found, str) else None
 

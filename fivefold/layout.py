@@ -1,9 +1,11 @@
-"""What a checked configuration means: its grid, its stages and the program of its pipeline."""
+"""The layout of a checked configuration: its grid, its pipeline stages and its program."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from fivefold.config.config import Config
 from fivefold.mesh.grid import Grid
+from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import Kind, Program, stages_on
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import lower
@@ -17,14 +19,14 @@ from fivefold.pipeline.stages import Split, StageSpec
 
 @dataclass(frozen=True)
 class Layout:
-    """What a checked configuration means on so many ranks.
+    """A checked configuration on a number of ranks.
 
     Attributes:
-        config: configuration with every inferred degree filled in.
-        grid: the ranks.
-        split: the stages.
-        schedule: name of the pipeline program.
-        num_microbatches: per optimizer step and pipeline.
+        config: the configuration, with every inferred degree filled in.
+        grid: the ranks and their coordinates on the mesh.
+        split: the pipeline stages.
+        schedule: name of the pipeline schedule.
+        num_microbatches: microbatches of an optimizer step in each pipeline.
     """
 
     config: Config
@@ -35,7 +37,7 @@ class Layout:
 
     @property
     def known(self) -> Schedule:
-        """What is known of its schedule."""
+        """The properties of the schedule."""
         return known_of(self.schedule)
 
     @property
@@ -44,7 +46,7 @@ class Layout:
         return self.known.num_copies
 
     def stages_of(self, pp_rank: int) -> dict[int, StageSpec]:
-        """A rank's stages by their index in the program, those of a second copy last."""
+        """The stages of a pipeline rank by index in the program, those of a second copy last."""
         stages = self.split.stages
         placement = with_copies(self.split.placement, self.num_copies)
         return {s: stages[s % len(stages)] for s in stages_on(placement, pp_rank)}
@@ -55,7 +57,7 @@ class Layout:
 
     @property
     def defers_weights(self) -> bool:
-        """Whether some dX is computed, and may leave, before its dW."""
+        """Whether some dX is computed, and can be sent, before its dW."""
         alone = self.order().program().ranks[0] if self.grid.pp == 1 else ()
         return self.grid.pp > 1 or any(act.kind is Kind.B for act in alone)
 
@@ -66,28 +68,72 @@ class Layout:
 
     @property
     def overlaps_pairs(self) -> bool:
-        """Whether the halves of a pair run beside each other: experts' messages hide there."""
+        """Whether the halves of a pair run at the same time, which hides experts' messages."""
         return self.config.parallel.overlap_moe_expert_parallel_comm
 
+    @property
+    def enough_microbatches(self) -> int:
+        """Microbatches after which no rank holds anything new."""
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return self.known.enough(self.grid.pp, self.num_microbatches, group)
+
     def program(
-        self, num_microbatches: int | None = None, *, forward_only: bool = False
+        self,
+        num_microbatches: int | None = None,
+        *,
+        forward_only: bool = False,
+        pairs: bool = False,
+        eager: bool | None = None,
+        costs: Costs | None = None,
     ) -> Program:
         """The lowered program of a training step, or of an evaluation.
+
+        Every other module asks here for the program that runs: nothing else lowers one.
+
+        Args:
+            num_microbatches: microbatches of the program; None: those of the layout.
+            forward_only: whether to build the program of an evaluation.
+            pairs: whether the halves of a pair run at the same time. The executor runs them in
+                turn, so that the second half's messages may come later.
+            eager: whether a dX outside of pairs is sent before its dW is computed; None: where
+                the executor computes them separately.
+            costs: times by which messages are ordered; None: one unit for each compute action.
 
         Raises:
             ConfigError: the schedule cannot take that many microbatches.
         """
-        # The executor runs the halves of a pair in turn: the second's messages may come later.
-        program = self.order(num_microbatches).executed(
-            pairs=False, eager=self.defers_weights, forward_only=forward_only
+        program = self._computes(
+            num_microbatches, forward_only=forward_only, pairs=pairs, eager=eager
         )
         gathered = self.config.parallel.pipeline_max_unsharded_stages
         return with_sharding_actions(
-            lower(program), unshard=gathered is not None, max_unsharded=gathered
+            lower(program, costs), unshard=gathered is not None, max_unsharded=gathered
+        )
+
+    def recomputed(self, num_microbatches: int | None = None) -> Counter[int]:
+        """Microbatches of each stage whose forward runs twice in a step."""
+        if self.config.memory.recompute_in_flight_limit is None:
+            return Counter()
+        acts = (act for row in self._computes(num_microbatches).ranks for act in row)
+        return Counter(act.stage for act in acts if act.kind is Kind.R and act.slice == 0)
+
+    def _computes(
+        self,
+        num_microbatches: int | None = None,
+        *,
+        forward_only: bool = False,
+        pairs: bool = False,
+        eager: bool | None = None,
+    ) -> Program:
+        """The compute actions of `program`, before messages are added."""
+        return self.order(num_microbatches).executed(
+            pairs=pairs,
+            eager=self.defers_weights if eager is None else eager,
+            forward_only=forward_only,
         )
 
     def order(self, num_microbatches: int | None = None) -> Order:
-        """What the program of so many microbatches follows from.
+        """The schedule and all of its parameters, from which the program can be built.
 
         Raises:
             ConfigError: not even one microbatch fits under the limit of a synthesised schedule.
@@ -101,10 +147,11 @@ class Layout:
             parallel.microbatch_group_size_per_virtual_pipeline_stage,
             parallel.num_sequence_slices,
             self.scheduling_problem(num_microbatches) if searched else None,
+            self.config.memory.recompute_in_flight_limit,
         )
 
     def scheduling_problem(self, num_microbatches: int | None = None) -> Problem:
-        """What a synthesised schedule is searched for.
+        """The stages, costs and limits that a synthesised schedule is searched for.
 
         Raises:
             ConfigError: not even one microbatch fits under the limit.

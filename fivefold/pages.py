@@ -1,4 +1,4 @@
-"""One look for every page and picture: what a colour means, light and dark, phones and screens."""
+"""The common design of all HTML pages and pictures: colours, light and dark, small screens."""
 
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Tone(NamedTuple):
-    """A colour for viewers that prefer a light background, and one for those that prefer a dark."""
+    """A colour for light backgrounds, and one for dark backgrounds."""
 
     light: str
     dark: str
@@ -96,7 +96,7 @@ def rules(tones: Iterable[tuple[str, str, Tone]]) -> str:
 
 
 def document(title: str, body: Iterable[str]) -> str:
-    """A page that needs no other file; `body` is HTML."""
+    """A self-contained HTML page with this title and body."""
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
@@ -110,7 +110,7 @@ def document(title: str, body: Iterable[str]) -> str:
 
 
 def row(name: str, track: Iterable[str], value: str) -> str:
-    """A line of a chart: its name, bars and marks on a common scale, and a value in words."""
+    """A row of a chart: a name, bars and marks on a common scale, and a value as text."""
     return (
         f'<div class="row"><span class="name">{escape(name)}</span>'
         f'<span class="track">{"".join(track)}</span><span>{escape(value)}</span></div>'
@@ -118,7 +118,7 @@ def row(name: str, track: Iterable[str], value: str) -> str:
 
 
 def bar(start: float, length: float, colour: str, told: str) -> str:
-    """A part of a track; `start` and `length` are shares of its width, in 0 .. 1."""
+    """A bar on a track; `start` and `length` are shares of the track's width, 0 to 1."""
     return (
         f'<i style="left:{start:.3%};width:{length:.3%};background:{colour}" '
         f'title="{escape(told)}"></i>'
@@ -131,7 +131,7 @@ def mark(at: float, told: str, *, hard: bool) -> str:
 
 
 def legend(colours: Mapping[str, str], marks: Mapping[str, bool] = MappingProxyType({})) -> str:
-    """What colours mean, and marks (by whether they are hard limits)."""
+    """A legend of colours, and of marks by whether they are hard limits."""
     entries = [
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
         for name, colour in colours.items()

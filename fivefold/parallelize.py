@@ -12,6 +12,7 @@ from fivefold.counts.parameters import ParameterRecord, parameter_records
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
+from fivefold.expert.install import install_experts
 from fivefold.layout import Layout
 from fivefold.memory.cross_entropy import install_cross_entropy
 from fivefold.memory.offload import Host, install_offload
@@ -103,6 +104,22 @@ class ParallelModel:
                     piece.local.dtype,
                 )
                 piece.local.copy_(values)
+            for buffer in self.buffers(copies=True).values():
+                buffer.zero_()
+
+    def buffers(self, *, copies: bool) -> dict[str, torch.Tensor]:
+        """What stages keep besides parameters, by name; the same on all ranks of a stage.
+
+        Args:
+            copies: whether to name those of the second copy of the model, too.
+        """
+        last = None if copies else len(self.layout.split.stages)
+        return {
+            name: value
+            for index, stage in self.stages.items()
+            if last is None or index < last
+            for name, value in stage.named_buffers()
+        }
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for stage in self.stages.values():
@@ -127,11 +144,14 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
                 seed=config.training.seed,
                 label_smoothing=config.training.label_smoothing,
                 mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
+                experts=config.experts,
+                global_batch_size=config.training.global_batch_size,
             ).to(policy.master_dtype)
             for index, parts in layout.stages_of(pp_rank).items()
         }
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
     _install_tensor(layout, groups, stages, deferred, records)
+    _install_experts(layout, groups, stages, deferred, records)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
     _install_memory(layout, groups, stages, device)
@@ -140,7 +160,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
             compile_layers(stage, config.training.compile_backend)
         log.info("layers compiled with %s", config.training.compile_backend)
     gradients = {
-        index: _install_data_parallel(layout, groups, stage, policy, device)
+        index: _install_data_parallel(layout, groups, stage, policy, device, records)
         for index, stage in stages.items()
     }
     executor = Executor(
@@ -164,7 +184,7 @@ def _install_tensor(
     records: dict[str, ParameterRecord],
 ) -> None:
     sequence = layout.config.parallel.sequence_parallel
-    dims = {name: record.tp_dim for name, record in records.items()}
+    dims = {n: record.split_dim for n, record in records.items() if not record.experts}
     for stage in stages.values():
         if groups.tp is not None:
             install_tensor_parallel(stage, groups, sequence, deferred, dims)
@@ -174,6 +194,25 @@ def _install_tensor(
         log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")
     if layout.defers_weights:
         log.info("pipeline: dX is sent before dW is computed")
+
+
+def _install_experts(
+    layout: Layout,
+    groups: Groups,
+    stages: dict[int, Stage],
+    deferred: DeferredWeights,
+    records: dict[str, ParameterRecord],
+) -> None:
+    if groups.experts is None:
+        return
+    grid, parallel = layout.grid, layout.config.parallel
+    kind, overlaps = parallel.moe_token_dispatcher_type, parallel.moe_shared_expert_overlap
+    dims = {name: record.split_dim for name, record in records.items() if record.experts}
+    for stage in stages.values():
+        install_experts(stage, kind, groups.experts, overlaps, deferred, dims)
+    if grid.ep * grid.etp > 1:
+        split = f", each split over {grid.etp}" if grid.etp > 1 else ""
+        log.info("experts over %d%s (%s)", grid.ep, split, kind)
 
 
 def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -> None:
@@ -202,12 +241,20 @@ def _install_memory(
         log.info("recompute: every layer, %d at a time", memory.recompute_num_layers)
     elif memory.recompute_granularity == "full":
         log.info("recompute: the first %d layers of a stage", memory.recompute_num_layers)
+    if memory.recompute_in_flight_limit is not None:
+        count = memory.recompute_in_flight_limit
+        log.info("recompute: whole stages, of all but %d microbatches in flight", count)
     if memory.fine_grained_activation_offloading:
         log.info("to host memory: what %s save", ", ".join(memory.offload_modules))
 
 
 def _install_data_parallel(
-    layout: Layout, groups: Groups, stage: Stage, policy: Policy, device: torch.device
+    layout: Layout,
+    groups: Groups,
+    stage: Stage,
+    policy: Policy,
+    device: torch.device,
+    records: dict[str, ParameterRecord],
 ) -> ShardedStage | ReplicatedStage:
     """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole."""
     in_hooks = policy.overlap_grad_reduce
@@ -216,7 +263,11 @@ def _install_data_parallel(
         _materialise(stage, device)
         return sharded
     _materialise(stage, device)
-    return ReplicatedStage(stage, groups.data, policy, reduces_in_hooks=in_hooks)
+    sums = {"data": groups.data}
+    if groups.experts is not None:
+        sums["edp"] = groups.experts.edp
+    over = {name: sums[records[name].sums[0]] for name, _ in stage.named_parameters()}
+    return ReplicatedStage(stage, over, policy, reduces_in_hooks=in_hooks)
 
 
 def _materialise(stage: Stage, device: torch.device) -> None:

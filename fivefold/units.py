@@ -1,4 +1,4 @@
-"""Bytes, counts, seconds and rates for people: the only formatter."""
+"""Formats bytes, counts, seconds and rates; the only such formatter."""
 
 
 def human_bytes(n: float) -> str:
@@ -7,7 +7,7 @@ def human_bytes(n: float) -> str:
 
 
 def human_bandwidth(n: float) -> str:
-    """Decimal multiples of bytes a second, as links are sold: 4.5e11 -> '450 GB/s'."""
+    """Bytes per second in decimal multiples, as in data sheets: 4.5e11 -> '450 GB/s'."""
     return _scaled(n, 1000.0, ("B", "KB", "MB", "GB", "TB")) + "/s"
 
 

@@ -328,6 +328,17 @@ def test_context_parallelism_that_divides_is_planned_with(values: dict) -> None:
             "full recomputation keeps only the inputs of layers",
         ),
         (
+            "llama3-8b",
+            {"recompute_granularity": "full", "recompute_in_flight_limit": 2},
+            "recompute_in_flight_limit = 2 runs whole stages again",
+        ),
+        ("llama3-8b", {"recompute_in_flight_limit": 0}, "must be at least 1, not 0"),
+        (
+            "llama3-8b",
+            {"recompute_in_flight_limit": 2},
+            "has no effect: it limits the microbatches",
+        ),
+        (
             "mixtral-8x7b",
             {
                 "fine_grained_activation_offloading": True,
@@ -363,6 +374,16 @@ def test_inputs_that_make_norms_anew_are_not_moved() -> None:
     )
     with pytest.raises(ConfigError, match="the inputs of mlp_norm cannot be moved away"):
         check(config, 1)
+
+
+def test_a_limit_that_no_rank_comes_up_to_is_refused() -> None:
+    config = Config(model=PRESETS["debug-llama"]).with_values(
+        pipeline_model_parallel_size=2, global_batch_size=8, recompute_in_flight_limit=2
+    )
+    with pytest.raises(ConfigError, match="1f1b keeps 2 microbatches in flight on a rank at most"):
+        check(config, 2)
+    assert check(config.with_values(recompute_in_flight_limit=1), 2).recomputed() == {0: 7}
+    assert check(config.with_values(pipeline_schedule="gpipe"), 2).recomputed() == {0: 6, 1: 6}
 
 
 def test_layers_of_cut_sequences_are_not_recomputed() -> None:

@@ -1,1 +1,1 @@
-"""Whether a run sent, held and computed what theory says."""
+"""Compares what a run sent, held and computed with theory."""

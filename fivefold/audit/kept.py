@@ -1,4 +1,4 @@
-"""What of a forward is still there when it has ended: what waits for the backward."""
+"""Measures the activations that a forward keeps for its backward."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,18 +17,18 @@ from fivefold.audit.watch import Watch
 class KeptActivations(Watch):
     """Counts, in the first forward of each stage, the bytes that outlive it.
 
-    A dispatch mode sees every storage that is made in the forward; those that are still alive at
-    its end wait for the backward, whoever holds them: autograd, a checkpoint, a pool in host
-    memory. The stage's input counts with them, its output and gathered parameters do not, and
-    nothing of the batch that was there before.
+    A dispatch mode sees every storage that is allocated in the forward. Those that are still alive
+    at its end are kept for the backward, whether autograd, a checkpoint or a pool in host memory
+    holds them. The stage's input is counted, too; its output, gathered parameters and the batch are
+    not.
 
     Args:
         stages: the modules by index.
 
     Attributes:
         sizes: bytes by stage.
-        packed: whether any of these forwards had rows of several documents.
-        any_packed: whether any forward had, later ones too.
+        packed: whether any of these forwards had rows with several documents.
+        any_packed: whether any forward, including later ones, had such rows.
     """
 
     def __init__(self, stages: dict[int, nn.Module]) -> None:
@@ -64,7 +64,7 @@ class KeptActivations(Watch):
         return result
 
     def _know(self, tensor: Tensor, place: dict[int, StorageWeakRef]) -> None:
-        """Take a storage into `place`, unless a living one is known by that address."""
+        """Add a storage to `place`, unless a live one with that address is known already."""
         storage = tensor.untyped_storage()
         assert self._born is not None
         for known in (self._born, self._foreign):
@@ -96,6 +96,6 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _address(parameter: nn.Parameter) -> int:
-    """Of the memory that a stage computes with, as FSDP2 may have gathered it."""
+    """The address of the memory that a stage computes with, which FSDP2 may have gathered."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.untyped_storage()._cdata

@@ -18,7 +18,7 @@ from fivefold.mesh.slices import local_tensor
 
 
 class Measurable(Protocol):
-    """What takes the step: a `train.engine.Engine`."""
+    """The part of `train.engine.Engine` that a measurement needs."""
 
     groups: Groups
     device: torch.device
@@ -34,9 +34,9 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     The block runs slower than other steps, and computes the same.
 
     Args:
-        engine: engine that takes the step.
-        step: which one it is, counted from 1.
-        folder: folder for every rank's record.
+        engine: engine that runs the step.
+        step: number of the step, counted from 1.
+        folder: folder for the records of all ranks.
     """
     gradients = 0.0
 

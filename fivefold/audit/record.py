@@ -1,4 +1,4 @@
-"""What one rank did in one step, measured or expected, and the file that keeps it; torch-free."""
+"""The record of what one rank did in one step, measured or expected; imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ class RankRecord:
     """One step of one rank. Sizes are bytes.
 
     Attributes:
-        rank: rank that was measured.
-        step: step that was measured, counted from 1.
+        rank: number of the rank.
+        step: number of the step, counted from 1.
         sent: bytes sent, by mesh axis.
-        parameters: parameters that the optimizer updates.
-        gradients: when the optimizer takes them, all reductions done.
-        optimizer: moments.
-        activations: kept between forward and backward of one microbatch, by stage.
-        multiplications: floating-point operations of matrix products, attention's apart.
-        packed: whether rows of the microbatch that `activations` are of held several documents.
-        any_packed: whether rows of any microbatch of the step did.
-        peak_allocated: peak of the device's memory in the step; None where nobody counts.
+        parameters: bytes of the parameters that the optimizer updates.
+        gradients: bytes of the gradients that the optimizer gets after all reductions.
+        optimizer: bytes of the optimizer's moments.
+        activations: bytes kept between forward and backward of one microbatch, by stage.
+        multiplications: FLOPs of matrix products, without those of attention.
+        packed: whether rows of the microbatch of `activations` held several documents.
+        any_packed: whether rows of any microbatch of the step held several documents.
+        peak_allocated: peak of device memory in the step; None on a CPU.
     """
 
     rank: Annotated[int, Meta(ge=0)]
@@ -50,7 +50,7 @@ class RankRecord:
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
-    """Keep a record as folder/rank-N.json."""
+    """Write a record to folder/rank-N.json."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / f"rank-{record.rank}.json", json.dumps(asdict(record), indent=2) + "\n")
 
@@ -59,7 +59,7 @@ def read_records(folder: Path) -> list[RankRecord]:
     """All ranks' records, in order.
 
     Raises:
-        DataError: none is there, one is missing, or one cannot be read.
+        DataError: there are no records, one is missing, or one cannot be read.
     """
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
@@ -76,7 +76,7 @@ def read_records(folder: Path) -> list[RankRecord]:
 
 
 def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
-    """What theory says that the rank of a record does in that step."""
+    """The record that theory predicts for the rank and step of a measured record."""
     at = layout.grid.coordinates(measured.rank)
     shard = at["dp_shard"] * layout.grid.cp + at["cp"] if num_shards(layout) > 1 else 0
     state = model_state(layout, at["pp"], shard)
@@ -97,5 +97,5 @@ def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
             s: kept_activations(layout, s % count, packed=measured.packed, on_host=not on_gpu)
             for s in stages
         },
-        multiplications=multiplications(layout, at["pp"]),
+        multiplications=multiplications(layout, measured.rank),
     )

@@ -1,4 +1,4 @@
-"""Predicted beside measured, and what is to be said of a difference; torch-free."""
+"""The report of an audit: predicted and measured values, and notes; imports no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from fivefold.layout import Layout
 from fivefold.units import human_bytes, human_flops, human_seconds
 
 ACTIVATION_TOLERANCE = 0.03
-"""Relative: kernels keep small things of their own, and machines choose other kernels."""
+"""Relative tolerance for activations: kernels, which differ by machine, keep small buffers."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One quantity, on the rank where theory and measurement differ most.
+    """One quantity, on the rank where prediction and measurement differ most.
 
     Attributes:
         name: name of the quantity.
-        predicted: value that theory predicts; None where something is missing for it.
-        measured: None where nobody counts it.
-        tolerance: largest relative difference that is allowed; None: it is told, not judged.
-        rank: rank of these numbers; None: they are of the whole run.
-        wrong: ranks on which the difference is larger.
-        shown: the formatter.
-        note: what is to be said of it.
+        predicted: predicted value; None if it cannot be predicted.
+        measured: measured value; None if it was not measured.
+        tolerance: largest allowed relative difference; None: the quantity is only shown.
+        rank: rank of these values; None for values of the whole run.
+        wrong: number of ranks on which the difference is larger than allowed.
+        shown: function that formats a value.
+        note: explanation of a difference.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Finding:
 
     @property
     def deviation(self) -> float | None:
-        """Measured over predicted, less one."""
+        """The measured value relative to the predicted one, minus 1."""
         if self.predicted is None or self.measured is None:
             return None
         return _deviation(self.predicted, self.measured)
@@ -53,12 +53,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
-        title: the run and its layout.
-        ranks: how many were measured.
-        findings: findings in the order they are shown.
+        title: description of the run and its layout.
+        ranks: number of measured ranks.
+        findings: compared quantities, in the order in which they are shown.
     """
 
     title: str
@@ -67,11 +67,11 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Whether everything that is judged is as predicted."""
+        """Whether every checked quantity is as predicted."""
         return not any(finding.wrong for finding in self.findings)
 
     def text(self) -> str:
-        """A table, what is to be said, and the verdict in the last line."""
+        """A table, notes, and the verdict in the last line."""
         rows = [("", "predicted", "measured", "")]
         rows += [self._row(finding) for finding in self.findings]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -91,7 +91,7 @@ class AuditReport:
         return "\n".join([*lines, *([""] if notes else []), *notes, "", verdict])
 
     def as_json(self) -> dict[str, object]:
-        """The same for programs; sizes in bytes, times in seconds."""
+        """The report as a value for JSON; sizes in bytes, times in seconds."""
         return {
             "passed": self.passed,
             "ranks": self.ranks,
@@ -134,12 +134,12 @@ class AuditReport:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What only a model of the cluster can predict.
+    """The planner's prediction for a run on a cluster.
 
     Attributes:
-        seconds: seconds of a step.
-        interval: interval that 80 % of steps lie in.
-        peaks: peaks of allocated device memory, by pipeline rank.
+        seconds: predicted step time, in seconds.
+        interval: ends of the 80 % interval of the step time, in seconds.
+        peaks: predicted peaks of allocated device memory by pipeline rank, in bytes.
     """
 
     seconds: float
@@ -159,9 +159,9 @@ def audit(
     Args:
         title: title of the report.
         layout: layout of the run.
-        records: records of all its ranks.
-        seconds: measured, of a usual step; None if there was none.
-        outlook: outlook of the planner; None without a cluster.
+        records: records of all ranks.
+        seconds: measured time of a usual step; None if there was none.
+        outlook: the planner's prediction; None without a cluster.
     """
     pairs = [(expected_record(layout, record), record) for record in records]
     findings = [
@@ -178,7 +178,7 @@ def audit(
 
 
 def usual_seconds(metrics: Path, audited: int) -> float | None:
-    """The median time of a run's steps, without its first and the one that was measured.
+    """The median time of a run's steps, without the first and the measured one.
 
     Raises:
         DataError: the file cannot be read.
@@ -192,7 +192,7 @@ def usual_seconds(metrics: Path, audited: int) -> float | None:
 
 @dataclass(frozen=True)
 class _Line:
-    """What is of interest in a line of `metrics.jsonl`: steps have a gradient norm."""
+    """The used fields of a line of `metrics.jsonl`; only steps have a gradient norm."""
 
     step: Annotated[int, Meta(ge=0)]
     seconds: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
@@ -212,7 +212,7 @@ def _compare(
     note: str = "",
     judged: bool = True,
 ) -> Finding:
-    """A quantity on all ranks: the numbers of the one that deviates most."""
+    """The finding of a quantity, with the values of the rank that deviates most."""
     values = [(value(expected), value(record), record.rank) for expected, record in pairs]
     predicted, measured, rank = max(values, key=lambda v: abs(_deviation(v[0], v[1])))
     off = sum(abs(_deviation(a, b)) > tolerance for a, b, _ in values)
@@ -247,7 +247,7 @@ def _sent_over(axis: str, record: RankRecord) -> float:
 
 
 def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
-    """Each stage's, on all ranks that hold it."""
+    """A finding for the activations of each stage, over all ranks that hold it."""
     note = "what autograd keeps is not what model/activations.py counts"
     if layout.config.model.attention_dropout:
         note = "dropping attention probabilities keeps S x S matrices, whose number is approximate"
@@ -268,7 +268,7 @@ def _kept_by(stage: int, record: RankRecord) -> float:
 def _peaks(
     layout: Layout, records: Sequence[RankRecord], outlook: Outlook | None
 ) -> Iterator[Finding]:
-    """The peak of device memory, of the rank that has the highest one."""
+    """The finding for the highest peak of device memory."""
     counted = [(r.peak_allocated, r.rank) for r in records if r.peak_allocated is not None]
     if not counted:
         return

@@ -1,4 +1,4 @@
-"""The bytes that this rank really sends, seen where every collective passes."""
+"""Measures the bytes that this rank sends, by observing every collective."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch import Tensor
 from fivefold.audit.watch import Watch
 from fivefold.counts.messages import wire_bytes
 from fivefold.errors import FivefoldError
-from fivefold.mesh.groups import PARAMETER_AXES, Groups
+from fivefold.mesh.groups import EXPERT_PARAMETER_AXES, PARAMETER_AXES, Groups
 
 # Op -> name, and where in its arguments the whole buffer and the group stand.
 _OPS: Mapping[str, tuple[str, int, int]] = {
@@ -36,7 +36,7 @@ class Traffic(Watch):
     one is counted send by send, which comes to the same.
 
     Args:
-        axes: name of the mesh axis by group name.
+        axes: name of the mesh axis for each group name.
 
     Attributes:
         sent: bytes by (axis, operation).
@@ -52,7 +52,7 @@ class Traffic(Watch):
 
     @property
     def by_axis(self) -> dict[str, float]:
-        """Bytes by mesh axis; axes over which nothing was sent are left out."""
+        """Bytes sent by mesh axis; axes without traffic are left out."""
         total: defaultdict[str, float] = defaultdict(float)
         for (axis, _), size in self.sent.items():
             total[axis] += size
@@ -75,7 +75,7 @@ class Traffic(Watch):
 
 
 def axes_of(groups: Groups) -> dict[str, str]:
-    """Group name -> axis; where two axes have the same ranks, the first named here counts."""
+    """The mesh axis of each group name; if two axes share a group, the first one listed."""
     named = [
         ("world", groups.world),
         ("pp", groups.pp),
@@ -88,6 +88,17 @@ def axes_of(groups: Groups) -> dict[str, str]:
         ("cp", groups.cp_inner),
         ("cp", groups.cp_outer),
     ]
+    if groups.experts is not None:
+        experts = groups.experts
+        named += [
+            ("ep", experts.ep),
+            ("etp", experts.etp),
+            ("ep x etp", experts.both),
+            ("edp", experts.edp),
+            ("router", experts.microbatch),
+            ("router", experts.stage),
+            *((axis, experts.mesh.get_group(axis)) for axis in EXPERT_PARAMETER_AXES),
+        ]
     axes: dict[str, str] = {}
     for axis, group in named:
         if group is not None:
@@ -96,7 +107,7 @@ def axes_of(groups: Groups) -> dict[str, str]:
 
 
 def _bytes(buffers: Any) -> int:
-    """Size of a tensor, or of all tensors of a nested list."""
+    """Bytes of a tensor, or of all tensors in a nested list."""
     if isinstance(buffers, Tensor):
         return buffers.numel() * buffers.element_size()
     return sum(map(_bytes, buffers))

@@ -1,4 +1,4 @@
-"""Where every operation of this process passes."""
+"""Observes every tensor operation of this process."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Watch(TorchDispatchMode):
-    """Sees each operation on plain tensors, also of a backward, while it is entered."""
+    """Observes operations on plain tensors inside its block, including those of a backward."""
 
     def __torch_dispatch__(
         self,
@@ -23,5 +23,5 @@ class Watch(TorchDispatchMode):
         return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Do an operation; whoever watches looks before or after."""
+        """Run an operation; subclasses observe it before or after."""
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The matrix products that this rank computes, counted where every operation passes."""
+"""Counts the FLOPs of the matrix products that this rank computes."""
 
 from collections.abc import Mapping
 from math import prod
@@ -16,12 +16,12 @@ _PRODUCTS = {
 
 
 class Multiplications(Watch):
-    """Sums the FLOPs of the products of two matrices: those of linear layers.
+    """Sums the FLOPs of products of two matrices, which are those of linear layers.
 
-    Attention's batched products, and fused kernels, are others and do not count.
+    Batched products of attention, and fused kernels, are not counted.
 
     Attributes:
-        flops: two for each multiplication and addition.
+        flops: number of FLOPs; a multiplication and an addition count as two.
     """
 
     def __init__(self) -> None:

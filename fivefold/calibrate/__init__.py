@@ -1,1 +1,1 @@
-"""Measures a machine, so that plans use its rates instead of those of a data sheet."""
+"""Measures a machine, so that plans can use its rates instead of data-sheet rates."""

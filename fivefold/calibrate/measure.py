@@ -1,4 +1,4 @@
-"""What one rank measures, together with all others: kernels, copies and collectives."""
+"""Measures kernels, copies and collectives on one rank, with all ranks working at once."""
 
 import statistics
 import time
@@ -14,8 +14,8 @@ from torch import Tensor
 from fivefold.counts.messages import wire_bytes
 from fivefold.mesh.collectives import all_gather, all_reduce, reduce_scatter
 
-SECONDS = 0.25  # spent on each figure, at least three calls
-SUSTAINED_SECONDS = 3.0  # of multiplying, until clocks have settled
+SECONDS = 0.25  # time spent on each figure, with at least three calls
+SUSTAINED_SECONDS = 3.0  # time of multiplying after which clocks have settled
 
 # Rows, columns and depth of the products that transformer layers are made of, small to large.
 SHAPES: Mapping[str, tuple[tuple[int, int, int], ...]] = {
@@ -37,7 +37,7 @@ MESSAGES = tuple(4096 << shift for shift in (0, 4, 8, 12))  # 4 KB to 16 MB
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: `amount` FLOPs or bytes took `seconds`; `note` says of what."""
+    """One measurement: `amount` FLOPs or bytes took `seconds`; `note` describes the operation."""
 
     note: str
     amount: float
@@ -45,7 +45,7 @@ class Sample:
 
 
 def clock(call: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:
-    """Median seconds of a call, every rank of `group` making it as often and at once."""
+    """Median seconds of a call that all ranks of `group` make at the same time."""
     call()
     once = _timed(call, device)
     slowest = torch.tensor(once, dtype=torch.float64, device=device)
@@ -71,7 +71,7 @@ def _settle(device: torch.device) -> None:
 def matmuls(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[Sample, ...]:
-    """Products [m, k] x [k, n], with all ranks at work."""
+    """Measure products [m, k] x [k, n] with all ranks working."""
     samples = []
     for m, n, k in SHAPES[device.type]:
         a = torch.randn(m, k, device=device).to(dtype)
@@ -84,11 +84,11 @@ def matmuls(
 def sustained(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[float, float]:
-    """Share of the best product's rate that is kept over seconds, and the spread of its time.
+    """The sustained share of the best product's rate, and the relative spread of its time.
 
-    The operands change from call to call, as they do in training, so that none waits in a cache;
-    power and heat have time to slow the clocks. The spread is the standard deviation of blocks of
-    calls over their mean, the largest of all ranks.
+    The operands change from call to call, as in training, so that they are not in a cache, and the
+    clocks have time to slow down by power and heat. The spread is the standard deviation of blocks
+    of calls divided by their mean, the largest of all ranks.
     """
     m, n, k = SHAPES[device.type][-1]
     inputs = [torch.randn(m, k, device=device).to(dtype) for _ in range(8)]
@@ -113,7 +113,7 @@ def sustained(
 def attention(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup
 ) -> tuple[Sample, ...]:
-    """Causal attention on the longest sequence: its forward, and its backward alone.
+    """Measure causal attention on the longest sequence: its forward, and its backward.
 
     A fused backward computes 2.5 times the products of its forward.
     """
@@ -139,7 +139,7 @@ def attention(
 
 
 def memory_traffic(device: torch.device, group: dist.ProcessGroup) -> Sample:
-    """An element-wise operation on more than any cache holds: one read and one write."""
+    """Measure an elementwise operation, one read and one write, on more bytes than a cache has."""
     x = torch.zeros(BUFFER[device.type] // 4, device=device)
     y = torch.empty_like(x)
     return Sample(
@@ -150,7 +150,7 @@ def memory_traffic(device: torch.device, group: dist.ProcessGroup) -> Sample:
 
 
 def launch(device: torch.device, group: dist.ProcessGroup) -> Sample:
-    """What an operation costs that has nothing to do."""
+    """Measure an operation on almost no data, which shows the cost of a launch."""
     x = torch.zeros(8, device=device)
     calls = 100
 
@@ -162,7 +162,7 @@ def launch(device: torch.device, group: dist.ProcessGroup) -> Sample:
 
 
 def host_copy(device: torch.device, group: dist.ProcessGroup) -> Sample:
-    """A buffer from the device to host memory, pinned where the device is a GPU."""
+    """Measure a copy from the device to host memory, pinned if the device is a GPU."""
     size = BUFFER[device.type] // 4
     x = torch.zeros(size // 4, device=device)
     host = torch.empty_like(x, device="cpu", pin_memory=device.type == "cuda")
@@ -170,7 +170,7 @@ def host_copy(device: torch.device, group: dist.ProcessGroup) -> Sample:
 
 
 def collectives(device: torch.device, group: dist.ProcessGroup) -> tuple[Sample, ...]:
-    """Gathers, scatters and all-reduces by size: bytes that a rank sends, and their seconds."""
+    """Measure gathers, scatters and all-reduces of several sizes, in bytes sent by a rank."""
     ranks = group.size()
     ways: Mapping[str, Callable[[Tensor], object]] = {
         "all_gather": lambda x: all_gather(x[: x.numel() // ranks], group),
@@ -188,10 +188,10 @@ def collectives(device: torch.device, group: dist.ProcessGroup) -> tuple[Sample,
 
 
 def line(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Fixed seconds and rate of `seconds = fixed + amount / rate`.
+    """Fit `seconds = fixed + amount / rate`; return the fixed seconds and the rate.
 
-    Least squares of the relative error, so that small and large calls count alike; neither comes
-    out negative.
+    Least squares of the relative error, so that small and large calls count equally; neither result
+    is negative.
     """
     weights = [1 / s.seconds for s in samples]
     w = sum(v * v for v in weights)

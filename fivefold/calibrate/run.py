@@ -1,4 +1,4 @@
-"""`fivefold plan --calibrate`: measure this machine or cluster, and write it down as a cluster."""
+"""`fivefold plan --calibrate`: measures this machine or cluster, and writes a cluster file."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,23 +26,23 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks found together.
+    """The measurements of all ranks together.
 
     Attributes:
-        device: its name.
-        precision: what models are trained in there, and attention was measured in.
-        memory_bytes: bytes of a device; on CPU a rank's share of the machine's.
-        matmuls: products by precision and shape.
-        attention: forward and backward.
-        traffic: reading and writing memory.
-        launch: operations without work.
-        copy: transfer to host memory.
-        node: collectives inside a node; empty with one rank a node.
-        network: collectives between nodes; empty with one node.
-        sustained: share of the best rate that lasts.
-        jitter: spread of a step's time.
-        ranks: ranks in all.
-        ranks_per_node: ranks on one machine.
+        device: name of the device.
+        precision: precision of training on this device, in which attention was measured.
+        memory_bytes: memory of a device in bytes; on a CPU a rank's share of the machine's.
+        matmuls: measurements of products, by precision and shape.
+        attention: measurements of attention, forward and backward.
+        traffic: measurement of reading and writing device memory.
+        launch: measurement of an operation without work.
+        copy: measurement of a copy to host memory.
+        node: measurements of collectives inside a node; empty with one rank per node.
+        network: measurements of collectives between nodes; empty with one node.
+        sustained: share of the best rate that is sustained.
+        jitter: relative spread of the time of repeated work.
+        ranks: total number of ranks.
+        ranks_per_node: number of ranks on one machine.
     """
 
     device: str
@@ -62,17 +62,17 @@ class Measured:
 
 
 def calibrate(path: Path, nproc: int | None) -> int:
-    """Measure with the ranks that a launcher has started, or with `nproc` of this machine.
+    """Measure with the ranks that a launcher has started, or with `nproc` ranks on this machine.
 
     Args:
         path: path of the TOML file to write.
-        nproc: ranks to start here; None: one.
+        nproc: number of ranks to start; None: one.
 
     Returns:
         The exit status.
 
     Raises:
-        ConfigError: the file's folder does not exist, or ranks are started twice.
+        ConfigError: the folder of the file does not exist, or `nproc` is given under a launcher.
     """
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"the folder of {path} does not exist")
@@ -123,9 +123,9 @@ def _measure(env: RankEnv, device: torch.device) -> Measured:
 
 
 def _groups(env: RankEnv) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's node, and the ranks with its place in every other node.
+    """The group of this rank's node, and the group of ranks with its local rank on all nodes.
 
-    All places use the network at once, as they do in training.
+    The groups of all local ranks use the network at the same time, as in training.
     """
     size = env.local_world_size
     nodes = [list(range(first, first + size)) for first in range(0, env.world_size, size)]
@@ -148,11 +148,11 @@ def _memory(env: RankEnv, device: torch.device) -> float:
 
 
 def as_cluster(measured: Measured) -> Cluster:
-    """The cluster that measurements describe.
+    """The cluster described by the measurements.
 
-    A multiplication takes `flops / rate`, and what small ones take longer is the launch. Peaks and
-    multiprocessors are a data sheet's where the device is known; else the peak is the best rate
-    that was measured, so that model FLOP utilisation then is relative to that.
+    A multiplication takes `flops / rate`; the additional time of small ones is the launch. Peaks
+    and multiprocessors come from the data sheet if the device is known. Otherwise the peak is the
+    best measured rate, and model FLOP utilisation is relative to that.
     """
     best = {
         name: max(s.amount / s.seconds for s in samples)
@@ -193,7 +193,7 @@ def as_cluster(measured: Measured) -> Cluster:
 
 
 def _link(samples: Sequence[Sample]) -> Link | None:
-    """The line through all collectives; a hop's latency is a call's, shared by its hops."""
+    """The link fitted to all collectives; the latency of a hop is that of a call over its hops."""
     if not samples:
         return None
     latency, rate = measure.line(samples)
@@ -201,7 +201,7 @@ def _link(samples: Sequence[Sample]) -> Link | None:
 
 
 def describe(measured: Measured) -> list[str]:
-    """Everything that was measured, a line each."""
+    """All measurements as text, one per line."""
     lines = [f"{measured.ranks} ranks, {measured.ranks_per_node} a node: {measured.device}"]
     for name, samples in measured.matmuls.items():
         lines += [_rate(f"matmul {name} {s.note}", s, human_flops) for s in samples]
@@ -228,7 +228,7 @@ def _rate(what: str, sample: Sample, human: Callable[[float], str]) -> str:
 
 
 def _head(measured: Measured) -> str:
-    """What the file's reader should know, as TOML comments."""
+    """Notes for the reader of the file, as TOML comments."""
     today = datetime.now(UTC).date()
     lines = [f"measured {today} by fivefold plan --calibrate, torch {torch.__version__}"]
     return "".join(f"# {line}\n" for line in [*lines, *describe(measured)]) + "\n"

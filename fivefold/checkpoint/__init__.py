@@ -1,1 +1,1 @@
-"""Checkpoints of any layout that load into any other."""
+"""Saves checkpoints from any layout, and loads them into any other."""

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints; each is complete or not there, and of no particular layout."""
+"""Saves and loads checkpoints atomically; any layout can load any of them."""
 
 import json
 import os
@@ -37,7 +37,7 @@ from fivefold.files import disk_full, free_bytes, read_json, write_atomic
 from fivefold.mesh.groups import new_group
 from fivefold.mesh.slices import Piece, piece_of
 
-_HEADER = 1_800  # bytes around each tensor, at least: torch.save's, and its lines of the index
+_HEADER = 1_800  # least bytes added to each tensor by torch.save and by the index
 LOAD_STEP = "--ckpt-step"
 
 Tensors = Mapping[str, Tensor | Piece]
@@ -47,18 +47,21 @@ class Checkpointer:
     """The checkpoints of one folder.
 
     On disk: `step-00000100/` with DCP's files, `meta.json` and `manifest.json`, and a file `latest`
-    with the number of the step; `CheckpointFolder` says how that stays whole.
+    with the number of the step; `CheckpointFolder` keeps these complete at all times.
 
     The constructor and all methods but `steps` and `latest` are collective over the group.
 
+    One class because saving and loading share the folder, the group and the save under way; the
+    work itself is in `folder`, `team`, `index`, `integrity`, `reader` and `writer`.
+
     Args:
-        folder: where the checkpoints lie; created by the first save.
-        keep_latest: how many to keep, the most recently written; None: all.
-        async_save: `save` copies to the CPU and returns; writing goes on in a thread.
-        process_group: ranks that save and load together, used by nothing else meanwhile; gloo.
-            None: a new gloo group of all ranks, or this process alone if torch.distributed is
-            not initialised.
-        step_flag: step flag of the command that loads, to advise another step.
+        folder: folder of the checkpoints; the first save creates it.
+        keep_latest: number of checkpoints to keep, the most recently written; None: all.
+        async_save: whether `save` only copies to the CPU, and a thread writes the files.
+        process_group: gloo group of the ranks that save and load together; nothing else may use
+            it meanwhile. None: a new gloo group of all ranks, or this process alone if
+            torch.distributed is not initialised.
+        step_flag: flag by which the user's command chooses a step; error messages suggest it.
     """
 
     def __init__(
@@ -89,24 +92,24 @@ class Checkpointer:
         """The step written last, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: the file `latest` holds no number, so that nobody can say.
+            CheckpointError: the file `latest` does not hold a number.
         """
         return self._checkpoints.latest()
 
     def save(self, step: int, tensors: Tensors, meta: Mapping[str, Any]) -> None:
         """Save, replacing a checkpoint of the same step.
 
-        With `async_save` the caller may change the tensors at once; an earlier save that still
-        writes is waited for. That the disk has room is seen to at once in either case.
+        With `async_save` the caller may change the tensors as soon as this returns; it first waits
+        for an earlier save. Free disk space is checked before it returns in either case.
 
         Args:
             step: number of completed optimizer steps.
-            tensors: this rank's, by global name; replicas are written once.
-            meta: what JSON can hold; that of the first rank is kept.
+            tensors: tensors of this rank by global name; replicas are written once.
+            meta: values that JSON can hold; those of the first rank are saved.
 
         Raises:
-            CheckpointError: there is no room, or this save failed, or the one before when
-                `async_save`.
+            CheckpointError: the disk is too full, this save failed, or, with `async_save`, the
+                save before it failed.
         """
         self.wait()
         text = json.dumps(meta, indent=1)
@@ -120,15 +123,16 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether the save under way has failed; on some ranks it may show later than on others.
+        """Whether the save under way has failed; ranks may learn of it at different times.
 
-        `wait` raises the error then. It is not collective: ranks that act on it must agree first.
+        `wait` then raises the error. This property is not collective: ranks must agree before they
+        act on it.
         """
         writing = self._writing
         return writing is not None and writing.done() and writing.exception() is not None
 
     def wait(self) -> None:
-        """Return when nothing is being written; call it before the process ends.
+        """Wait until nothing is being written; call it before the process ends.
 
         Raises:
             CheckpointError: the save that was under way failed.
@@ -142,18 +146,18 @@ class Checkpointer:
     ) -> dict[str, Any]:
         """Fill tensors in place from a checkpoint of any layout, and return its meta.
 
-        Checksums, names and shapes are checked before anything is changed. Types may differ:
-        values are converted.
+        Checksums, names and shapes are checked before anything is changed. Values are converted if
+        the types differ.
 
         Args:
-            step: None for the latest.
-            tensors: this rank's, by global name.
-            skip: prefixes of names that the checkpoint may have though no rank asks for them, such
-                as "optim." to load weights only.
+            step: step to load; None: the latest.
+            tensors: tensors of this rank by global name.
+            skip: prefixes of names in the checkpoint that need not be loaded, such as "optim." to
+                load weights only.
 
         Raises:
-            CheckpointError: on every rank: there is no such checkpoint, it is damaged, or it is
-                of another model.
+            CheckpointError: on every rank, if there is no such checkpoint, or it is damaged or of
+                another model.
         """
         folder = self._find(step)
         if faults := find_faults(folder, self._team):
@@ -167,7 +171,7 @@ class Checkpointer:
         return meta
 
     def find(self, step: int | None) -> int:
-        """The step that `load` and `read_meta` take: `step`, or the latest if None.
+        """The step that `load` and `read_meta` would take: `step`, or the latest if None.
 
         Raises:
             CheckpointError: there is no such checkpoint.
@@ -175,10 +179,10 @@ class Checkpointer:
         return step_of(self._find(step))
 
     def read_meta(self, step: int | None = None) -> dict[str, Any]:
-        """The meta of a checkpoint, the latest if None, without its tensors or their checks.
+        """The meta of a checkpoint, the latest if None; its tensors are neither read nor checked.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or its meta is not what was saved.
+            CheckpointError: there is no such checkpoint, or its meta is damaged.
         """
         folder = self._find(step)
         if faults := find_faults(folder, self._team, META):
@@ -186,9 +190,9 @@ class Checkpointer:
         return self._read_meta(folder)
 
     def _make_room(self, step: int, pieces: dict[str, Piece]) -> int:
-        """Remove what killed saves left, and see that the disk has room; bytes needed."""
+        """Remove the remains of killed saves, check the free disk space, return bytes needed."""
         job = f"saving step {step} to {self.folder}"
-        # The ranks with the first element of a tensor speak for it: in a dict replicas are one.
+        # Ranks with the first element of a tensor report its size; the dict merges replicas.
         own = {
             name: prod(piece.shape) * piece.local.element_size() + _HEADER
             for name, piece in pieces.items()
@@ -209,7 +213,7 @@ class Checkpointer:
         return needed
 
     def _write(self, step: int, pieces: dict[str, Piece], meta: str, needed: int) -> None:
-        """Write all of a checkpoint, then put it in its place."""
+        """Write a whole checkpoint to a temporary folder, then move it into place."""
         job = f"saving step {step} to {self.folder}"
         unfinished = self._checkpoints.unfinished(step)
         try:
@@ -222,7 +226,7 @@ class Checkpointer:
             raise
 
     def _write_files(self, job: str, folder: Path, pieces: dict[str, Piece], meta: str) -> None:
-        """Write a checkpoint to a new folder, its manifest last."""
+        """Write the files of a checkpoint to a new folder, the manifest last."""
 
         def write() -> None:
             with warnings.catch_warnings():
@@ -251,11 +255,11 @@ class Checkpointer:
     def _disk_full(
         self, job: str, needed: int, failure: CheckpointError | None = None
     ) -> CheckpointError:
-        """The error to raise, with the numbers; collective."""
+        """The error to raise when the disk is full, with the sizes; collective."""
 
         def tell() -> Mistake:
             kept = None
-            with suppress(CheckpointError):  # a pointer that cannot be read is not what to tell now
+            with suppress(CheckpointError):  # an unreadable `latest` matters less than this error
                 kept = self.latest()
             why = [line.strip() for line in str(failure).splitlines()[1:]] if failure else []
             goes_on = "" if kept is None else f": it goes on from the checkpoint of step {kept}"
@@ -271,7 +275,7 @@ class Checkpointer:
         )
 
     def _stage(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
-        """Copies on the CPU, in memory that is kept for the next save."""
+        """Copies of the tensors on the CPU, in memory that is reused by the next save."""
         staged = {}
         for name, piece in pieces.items():
             local, copy = piece.local, self._staged.get(name)
@@ -301,7 +305,7 @@ class Checkpointer:
             raise CheckpointError(f"{folder} is of another model\n{lines}")
 
     def _find(self, step: int | None) -> Path:
-        """The folder of a step, the latest if None, once nothing is being written."""
+        """The folder of a step, the latest if None; waits for a save under way first."""
         self.wait()
 
         def find() -> Path | Mistake:
@@ -329,7 +333,7 @@ class Checkpointer:
         )
 
     def _damaged(self, folder: Path, faults: list[str]) -> CheckpointError:
-        """The error to raise, with the best checkpoint to load instead; collective."""
+        """The error to raise for a damaged checkpoint, with an intact one to load; collective."""
         steps = self._team.leader(f"looking into {self.folder}", self.steps)
         others = [step for step in reversed(steps) if self._checkpoints.of(step) != folder]
         intact = next(

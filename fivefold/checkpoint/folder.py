@@ -1,4 +1,4 @@
-"""The folder of checkpoints on the disk: its names, what counts as a checkpoint, and which goes."""
+"""The folder of a run's checkpoints: names, what counts as a checkpoint, which are removed."""
 
 import re
 import shutil
@@ -9,22 +9,22 @@ from fivefold.errors import CheckpointError, Mistake
 from fivefold.files import read_text, write_atomic
 
 _LATEST = "latest"
-_UNFINISHED = ".tmp"  # still being written, or no longer wanted: nobody's checkpoint
-_REPLACED = ".old"  # a whole checkpoint, which counts while there is no other of its step
+_UNFINISHED = ".tmp"  # being written or being removed: not a checkpoint
+_REPLACED = ".old"  # a complete checkpoint, valid while there is no other of its step
 
 
 class CheckpointFolder:
     """Checkpoints by step.
 
-    A checkpoint is written beside its place (`step-00000100.tmp`) and renamed when it is complete.
-    One of the same step that was there is renamed to `step-00000100.old` just before and removed
-    just after, so that at every moment a complete one can be found.
+    A checkpoint is written under a temporary name (`step-00000100.tmp`) and renamed when it is
+    complete. An earlier checkpoint of the same step is renamed to `step-00000100.old` just before
+    and removed just after, so that there is a complete checkpoint at every moment.
 
     Readers change nothing, and only the first rank of one run may write at a time.
 
     Args:
         path: path of the folder, which need not exist yet.
-        keep_latest: how many to keep, the most recently written; None: all.
+        keep_latest: number of checkpoints to keep, the most recently written; None: all.
     """
 
     def __init__(self, path: Path, keep_latest: int | None = None) -> None:
@@ -42,7 +42,7 @@ class CheckpointFolder:
         """The step written last, or None if there is no checkpoint.
 
         Raises:
-            CheckpointError: the file `latest` holds no number, so that nobody can say.
+            CheckpointError: the file `latest` does not hold a number.
         """
         steps, pointer = self.steps(), self.path / _LATEST
         if not steps or not pointer.exists():
@@ -56,16 +56,16 @@ class CheckpointFolder:
         return int(text) if int(text) in steps else steps[-1]
 
     def of(self, step: int) -> Path:
-        """Where the checkpoint of a step is to be found, if there is one."""
+        """The path of the checkpoint of a step, if there is one."""
         final, replaced = self._at(step), self._at(step, _REPLACED)
         return replaced if replaced.is_dir() and not final.is_dir() else final
 
     def unfinished(self, step: int) -> Path:
-        """Where the checkpoint of a step is written."""
+        """The temporary path to which the checkpoint of a step is written."""
         return self._at(step, _UNFINISHED)
 
     def clear(self) -> None:
-        """Remove what killed saves left; a whole checkpoint that they set aside goes back."""
+        """Remove the remains of killed saves; restore a complete checkpoint that they renamed."""
         for replaced in self.path.glob(f"step-*{_REPLACED}"):
             final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
             if final.exists():
@@ -78,7 +78,7 @@ class CheckpointFolder:
             pointer.unlink()
 
     def put_in_place(self, step: int) -> None:
-        """Make the complete checkpoint `unfinished(step)` the latest, and remove what may go."""
+        """Make the complete checkpoint `unfinished(step)` the latest, and remove old ones."""
         final, replaced = self._at(step), self._at(step, _REPLACED)
         if final.exists():
             final.rename(replaced)
@@ -97,17 +97,17 @@ class CheckpointFolder:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a path that `CheckpointFolder.of` gave."""
+    """The step of a path returned by `CheckpointFolder.of`."""
     return int(checkpoint.name.removeprefix("step-").removesuffix(_REPLACED))
 
 
 def _written(checkpoint: Path) -> int:
-    """When it was completed, in ns; 0 if it never was."""
+    """The time at which a checkpoint was completed, in ns; 0 if it is not complete."""
     manifest = checkpoint / MANIFEST
     return manifest.stat().st_mtime_ns if manifest.exists() else 0
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename it before, so that no half of one is ever taken for one."""
+    """Remove a checkpoint; rename it first, so that a partly removed one is never used."""
     name = checkpoint.name.removesuffix(_REPLACED)
     shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{name}{_REPLACED}{_UNFINISHED}")))

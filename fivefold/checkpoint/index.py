@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which slice of which tensor lies where."""
+"""Reads the index of a checkpoint: the place of each slice of each tensor."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ _Counts = tuple[_Count, ...]
 
 
 class Slot(NamedTuple):
-    """A slice of a tensor and the place of its bytes.
+    """A slice of a tensor, and the place of its bytes.
 
     Attributes:
-        offsets: index of its first element in the global tensor, one per dim.
-        sizes: its shape.
-        file: name within the checkpoint.
-        start: its first byte in the file.
-        length: bytes.
+        offsets: index of the slice's first element in the global tensor, one per dim.
+        sizes: shape of the slice.
+        file: name of the file within the checkpoint.
+        start: offset of the first byte in the file.
+        length: number of bytes.
     """
 
     offsets: tuple[int, ...]
@@ -76,12 +76,12 @@ def read_index(folder: Path, files: Mapping[str, Stamp]) -> dict[str, SavedTenso
     """The tensors of a checkpoint by name.
 
     Args:
-        folder: the checkpoint.
-        files: its manifest.
+        folder: folder of the checkpoint.
+        files: manifest of the checkpoint.
 
     Raises:
-        CheckpointError: the file is not what DCP writes, or it contradicts itself or the manifest:
-            slices that leave a part of a tensor out, bytes of no file or of two slices.
+        CheckpointError: the file is not in DCP's format, or contradicts itself or the manifest: the
+            slices do not cover a tensor, or their bytes are outside of a file or overlap.
     """
     path = folder / INDEX
     try:
@@ -111,7 +111,7 @@ def read_index(folder: Path, files: Mapping[str, Stamp]) -> dict[str, SavedTenso
 
 
 def _check_places(slots: Sequence[Slot], files: Mapping[str, Stamp], path: Path) -> None:
-    """See that slots lie within data files of the manifest, and none upon another."""
+    """Check that slots are inside data files of the manifest, and do not overlap."""
     ends = dict.fromkeys(files, 0)
     for slot in sorted(slots, key=lambda slot: (slot.file, slot.start)):
         if slot.file not in files or slot.file in (INDEX, META):

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files it has, how long they are, and their checksums."""
+"""The manifest of a checkpoint, with the size and checksum of every file."""
 
 import json
 import re
@@ -21,7 +21,7 @@ _DATA = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 
 class Stamp(NamedTuple):
-    """What a file must be: `size` in bytes and the CRC-32 of its contents."""
+    """The expected state of a file: `size` in bytes, and the CRC-32 of its contents."""
 
     size: int
     crc32: int
@@ -37,7 +37,7 @@ class _Manifest(Struct, forbid_unknown_fields=True):
 
 
 def stamp(path: Path) -> Stamp:
-    """Read a file and measure it."""
+    """Compute the stamp of a file."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(8 << 20):
@@ -47,23 +47,23 @@ def stamp(path: Path) -> Stamp:
 
 
 def stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
-    """Measure several files of a folder at once."""
+    """Compute the stamps of several files of a folder in parallel."""
     names = sorted(names)
     with ThreadPoolExecutor(max_workers=4) as pool:
         return dict(zip(names, pool.map(stamp, (folder / name for name in names)), strict=True))
 
 
 def write_manifest(folder: Path, files: dict[str, Stamp]) -> None:
-    """Write the list that makes a checkpoint complete."""
+    """Write the manifest, which completes a checkpoint."""
     listed = {name: {"size": s.size, "crc32": f"{s.crc32:08x}"} for name, s in files.items()}
     write_atomic(folder / MANIFEST, json.dumps({"files": listed}, indent=1, sort_keys=True))
 
 
 def read_manifest(folder: Path) -> dict[str, Stamp]:
-    """The files of a checkpoint by name, none of them outside its folder.
+    """The stamps of a checkpoint's files by name; names that lead out of its folder are refused.
 
     Raises:
-        CheckpointError: the manifest is missing, or is no list of a checkpoint's files; one line.
+        CheckpointError: the manifest is missing or wrong; the message is one line.
     """
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{MANIFEST}: missing, so the checkpoint is not complete")
@@ -80,15 +80,15 @@ def read_manifest(folder: Path) -> dict[str, Stamp]:
 
 
 def find_faults(folder: Path, team: Team, only: str | None = None) -> list[str]:
-    """Everything in a checkpoint that is not as its manifest says; collective.
+    """The differences between a checkpoint and its manifest; collective.
 
-    Every file is read once, by one of the ranks. Every rank gets the same list, one line for each
-    damaged file; an intact checkpoint has none.
+    Each file is read once, by one of the ranks. Every rank gets the same list, with one line for
+    each damaged file.
 
     Args:
-        folder: the checkpoint.
-        team: the ranks that share the reading.
-        only: the one file to compare; None: all of them.
+        folder: folder of the checkpoint.
+        team: ranks that share the work.
+        only: name of the only file to check; None: all files.
     """
     job = f"checking {folder}"
     expected = team.leader(job, lambda: _manifest_or_fault(folder))

@@ -1,4 +1,4 @@
-"""Whether a checkpoint holds what a model asks for."""
+"""Compares the tensors of a checkpoint with those of a model."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -15,9 +15,9 @@ def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...]) -> list[Mist
     """Tensors that are missing, of another shape or left over, each kind as one mistake.
 
     Args:
-        asked: global shapes by name of all that the model loads.
-        saved: those of the checkpoint.
-        skip: prefixes of saved names that need not be asked for.
+        asked: global shapes of the model's tensors, by name.
+        saved: global shapes of the checkpoint's tensors, by name.
+        skip: prefixes of names in the checkpoint that the model need not have.
     """
     missing = sorted(asked.keys() - saved.keys())
     other = sorted(

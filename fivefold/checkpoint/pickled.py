@@ -1,7 +1,7 @@
 """Reads the pickles of torch.distributed.checkpoint (DCP) as data, without unpickling them.
 
-Whoever unpickles a file runs what it asks for. Here a class is only its name and an object a dict
-of its fields: nothing is imported and nothing is called, whatever the file says.
+Unpickling a file executes what the file asks for. Here a class is read as its name and an object as
+a dict of its fields: nothing is imported and nothing is called, whatever the file contains.
 """
 
 import pickletools
@@ -36,13 +36,13 @@ _NAMES = {*DTYPES, *_CLASSES, _SHAPE, *_WITHOUT_EFFECT}
 
 
 def read_pickle(pickled: bytes) -> Any:
-    """What a pickle of DCP's metadata holds, as dicts, lists, tuples, text, numbers and None.
+    """The contents of DCP's metadata as dicts, lists, tuples, text, numbers and None.
 
-    A `MetadataIndex` that is the key of a dict becomes (name, offsets), a type of numbers its
-    name, such as "torch.float32".
+    A `MetadataIndex` as the key of a dict becomes (name, offsets), and a dtype becomes its name,
+    such as "torch.float32".
 
     Raises:
-        CheckpointError: the bytes are damaged, or ask for anything that DCP does not write.
+        CheckpointError: the bytes are damaged, or contain something that DCP does not write.
     """
     machine = _PickleMachine()
     try:
@@ -116,7 +116,7 @@ class _PickleMachine:
                 raise CheckpointError(f"has the pickle opcode {opcode}, which no checkpoint has")
 
     def _collect(self, opcode: str, items: list[Any]) -> None:
-        """Put items into a tuple, or into the list or dict at the top of the stack."""
+        """Collect items into a tuple, or add them to the list or dict on top of the stack."""
         if opcode == "TUPLE":
             self.stack.append(tuple(items))
         elif opcode == "APPENDS":
@@ -135,7 +135,7 @@ def _known(module: Any, name: Any) -> str:
 
 
 def _called(name: Any, arguments: Any) -> Any:
-    """What calling a known name gives: a shape is the tuple that it is made of."""
+    """The result of calling a known name: a shape, for example, is its tuple of sizes."""
     if _is_one_of(_WITHOUT_EFFECT, name):
         return None
     if name != _SHAPE:

@@ -17,15 +17,15 @@ Cut = tuple[slice, ...]
 
 
 def fill(folder: Path, index: Mapping[str, SavedTensor], pieces: Mapping[str, Piece]) -> None:
-    """Copy into each piece what the checkpoint has of it; values are converted to its type.
+    """Fill each piece in place from the checkpoint; values are converted to its type.
 
     Args:
-        folder: the checkpoint.
-        index: its tensors, among them all that are asked for, of the same global shapes.
-        pieces: pieces by name; filled in place.
+        folder: folder of the checkpoint.
+        index: tensors of the checkpoint, including those of `pieces` with the same global shapes.
+        pieces: pieces by name; they are filled in place.
 
     Raises:
-        CheckpointError: bytes that are not the tensor which the index promises.
+        CheckpointError: the bytes of a file are not the tensor that the index describes.
     """
     wanted: dict[str, list[tuple[Slot, torch.dtype, Tensor, Cut]]] = {}
     for name, piece in pieces.items():
@@ -41,7 +41,7 @@ def fill(folder: Path, index: Mapping[str, SavedTensor], pieces: Mapping[str, Pi
 
 
 def _overlap(slot: Slot, piece: Piece) -> tuple[Cut, Cut] | None:
-    """What a slot and a piece share, as cuts of the slot and of the piece; None: nothing."""
+    """The overlap of a slot and a piece, as slices of each; None if there is none."""
     there, here = [], []
     for offset, size, part in zip(slot.offsets, slot.sizes, piece.slices, strict=True):
         start, stop = max(offset, part.start), min(offset + size, part.stop)
@@ -53,7 +53,7 @@ def _overlap(slot: Slot, piece: Piece) -> tuple[Cut, Cut] | None:
 
 
 def _read(stream: IO[bytes], slot: Slot, dtype: torch.dtype) -> Tensor:
-    """The tensor of a slot; `torch.load` makes nothing but tensors of it."""
+    """The tensor of a slot; `torch.load` is restricted to tensors."""
     stream.seek(slot.start)
     data = io.BytesIO(stream.read(slot.length))
     try:

@@ -1,4 +1,4 @@
-"""Ranks that do a job together and learn of each other's failures."""
+"""Runs jobs on several ranks, each of which learns of failures on the others."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeVar
@@ -23,13 +23,13 @@ class _Failure(NamedTuple):
 
 
 class Team:
-    """The ranks of a process group, or one process alone.
+    """The ranks of a process group, or a single process.
 
-    All methods are collective, and a failure on one rank raises the same error on every rank:
-    none goes on, and none is left waiting.
+    All methods are collective. A failure on one rank raises the same error on every rank, so that
+    no rank continues or keeps waiting.
 
     Args:
-        group: a group that can send objects (gloo); None: this process alone.
+        group: group that can send objects (gloo); None: only this process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -42,7 +42,7 @@ class Team:
 
         Raises:
             DiskFullError: `job` ("saving step 3") failed on a rank whose disk is full.
-            CheckpointError: `job` failed; on which ranks, and why.
+            CheckpointError: `job` failed; the error names the ranks and the reasons.
         """
         outcomes = self._gather(_attempt(work, self.size))
         self._raise_if_any(job, [failure for _, failure in outcomes])
@@ -96,7 +96,7 @@ def _failure(error: BaseException) -> _Failure:
 
 
 def _reasons(failed: Mapping[int, _Failure], size: int) -> list[str]:
-    """Each reason once, after the ranks that it is of unless they are all."""
+    """Each reason once, with the ranks that it applies to, unless it applies to all."""
     by_reason: dict[str, list[int]] = {}
     for rank, failure in sorted(failed.items()):
         by_reason.setdefault(failure.reason, []).append(rank)

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) writes for pieces of global tensors.
+"""Writes pieces of global tensors with torch.distributed.checkpoint (DCP).
 
 DCP's own planner knows DTensors. Ours knows `Piece`, so that a copy on the CPU, an optimizer's
 state and a parameter are saved in the same way, and empty shards leave no trace in the file.
@@ -22,7 +22,7 @@ from fivefold.mesh.slices import Piece
 
 
 class PieceWriter(FileSystemWriter):
-    """Writes files and flushes them; says when the disk is full.
+    """Writes files and flushes them; reports a full disk as such.
 
     torch.save tells a full disk as "unexpected pos 704 vs 598", the true cause is behind it, and
     other ranks are sent the first only.

@@ -1,4 +1,4 @@
-"""`fivefold audit`: hold a run to what theory says of its layout."""
+"""`fivefold audit`: compare a run with what theory predicts for its layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,24 +25,24 @@ class Options:
 
     The run must have been trained with --audit, which measures its second step on every rank.
     Bytes on the wire, weights, gradients, optimizer state and matrix products must be equal,
-    activations within 3 %; the exit status is 0 only if they are. The time of a step, and the peak
-    of a GPU's memory, are predicted where --cluster says what the machine is.
+    activations within 3 %; the exit status is 0 only if they are. With --cluster, the step time
+    and the peak of GPU memory are predicted for that machine.
     """
 
-    run: str = argument("run folder, as `fivefold train` made it")
+    run: str = argument("run folder of `fivefold train`")
     cluster: str | None = option(
-        None, "kind of GPU, or TOML file of a cluster, to predict the time of a step"
+        None, "kind of GPU, or TOML file of a cluster, for which to predict the step time"
     )
-    json: bool = option(False, "print the outcome as JSON")
+    json: bool = option(False, "print the result as JSON")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; `argv` is what follows it."""
+    """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
     folder = Path(options.run)
     config = run_config(folder)
     records = read_records(folder / "audit")
-    if (folder / "audit" / "config.toml").is_file():  # the run may have gone on in another layout
+    if (folder / "audit" / "config.toml").is_file():  # later starts may have another layout
         config = run_config(folder / "audit")
     layout = check(config, len(records), planned=True)
     step = records[0].step

@@ -1,4 +1,4 @@
-"""`fivefold data`: tokenise a corpus before it is needed, and count it."""
+"""`fivefold data`: tokenise a corpus before training, and count its tokens."""
 
 import sys
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from fivefold.units import human_count
 
 @dataclass(frozen=True)
 class Options:
-    """Tokenise the corpus of a recipe into the cache, where training finds it, and count it."""
+    """Tokenise the corpus of a recipe, cache the result for training, and count its tokens."""
 
     recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; `argv` is what follows it."""
+    """Run the command with the arguments that follow its name."""
     _, config = load(argv, Options, note)
     from fivefold.train.corpora import check_corpora, open_data
 

@@ -1,4 +1,4 @@
-"""`fivefold doctor`: what this machine can do, each line with what to do about it."""
+"""`fivefold doctor`: examine this machine, and advise what to install or fix."""
 
 import importlib.metadata
 import importlib.util
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Verdict = Literal["ok", "note", "bad"]
 
 PYTHON, TORCH = (3, 11), (2, 11)
-FREE_DISK = 10 << 30  # bytes below which a few checkpoints of a small model may not fit
+FREE_DISK = 10 << 30  # bytes; with less, a few checkpoints of a small model may not fit
 MARKS: dict[Verdict, tuple[str, Style]] = {
     "ok": ("ok  ", "green"),
     "note": ("note", "yellow"),
@@ -36,15 +36,21 @@ MARKS: dict[Verdict, tuple[str, Style]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Say what this machine can do: software, processors, memory, communication, speed.
+    """Show what this machine can do: software, processors, memory, communication, speed.
 
-    Leaves with status 1 if something is missing without which nothing trains.
+    The exit status is 1 if something is missing that training needs.
     """
 
 
 @dataclass(frozen=True)
 class HealthLine:
-    """One line: how it stands, with what."""
+    """One line of the report.
+
+    Attributes:
+        verdict: whether it is in order, worth a note, or a problem.
+        name: name of the thing examined.
+        text: what was found.
+    """
 
     verdict: Verdict
     name: str
@@ -52,7 +58,7 @@ class HealthLine:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; `argv` is what follows it."""
+    """Run the command with the arguments that follow its name."""
     load_options(argv, Options)
     verdicts = []
     print(paint(f"fivefold {__version__} on {platform.node()}", "bold", sys.stdout))
@@ -70,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _whole(examine: Callable[[], Iterator[HealthLine]]) -> Iterator[HealthLine]:
-    """What a section finds, even where a package that it needs is missing."""
+    """The lines of a section; a missing package ends the section with a line that names it."""
     try:
         yield from examine()
     except ImportError as error:
@@ -171,7 +177,7 @@ def _communication() -> Iterator[HealthLine]:
 
 
 def _round_trip() -> HealthLine:
-    """Two processes, started as training starts them, that sum and pass a message."""
+    """Test two processes, started as training starts them, with a sum and a message."""
     from fivefold.train.launch import launch_local
 
     began = time.perf_counter()
@@ -221,7 +227,7 @@ def _speed() -> Iterator[HealthLine]:
 
 
 def _matmul_speed(dtype: "torch.dtype", size: int, device: str) -> float:
-    """FLOP/s of the best of a few square matmuls."""
+    """FLOP/s of the fastest of a few square multiplications."""
     import torch
 
     a = torch.randn(size, size, device=device).to(dtype)
@@ -236,7 +242,7 @@ def _matmul_speed(dtype: "torch.dtype", size: int, device: str) -> float:
 
 
 def _nothing() -> None:
-    """A CPU has finished when the call returns."""
+    """Do nothing: a CPU has finished when the call returns."""
 
 
 def _fused_adamw(device: str) -> HealthLine:
@@ -252,7 +258,7 @@ def _fused_adamw(device: str) -> HealthLine:
 
 
 def _attention(device: str) -> HealthLine:
-    """Which kernel computes attention in bf16, and what faster ones lack."""
+    """The kernel that computes attention in bf16, and why faster ones cannot."""
     import torch
 
     from fivefold.model.kernels import KERNELS
@@ -269,7 +275,7 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-# Communication before whatever makes a CUDA context or threads: it forks.
+# Communication forks, so it comes before everything that creates a CUDA context or threads.
 SECTIONS: dict[str, Callable[[], Iterator[HealthLine]]] = {
     "software": _software,
     "communication": _communication,

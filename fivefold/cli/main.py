@@ -1,7 +1,7 @@
-"""The command `fivefold`: finds the verb, runs it, and says in one message what is wrong.
+"""The program `fivefold`: runs a command, and prints errors as one message.
 
-A verb is a module of this package with `Options`, a dataclass whose docstring is its help, and
-`run(argv) -> status`. If `Options` has a field `recipe`, every setting of a run is a flag too.
+A command is a module of this package with `Options`, a dataclass whose docstring is its help text,
+and `run(argv) -> status`. If `Options` has a field `recipe`, every setting of a run is a flag too.
 """
 
 import os
@@ -17,20 +17,20 @@ from fivefold.files import telling_full_disk
 
 VERBS: Mapping[str, str] = MappingProxyType(
     {
-        "plan": "find the fastest layout of a model that fits on a cluster, and say why",
-        "train": "train a model on any layout, from four processes on a laptop to a cluster",
+        "plan": "find the fastest layout of a model that fits on a cluster, and explain why",
+        "train": "train a model in any layout, from a laptop to a cluster",
         "verify": "prove that a layout computes what one device computes",
         "schedule": "draw and time a pipeline schedule, or compare all of them",
-        "audit": "hold a run to theory: bytes on the wire, memory, FLOPs, time",
+        "audit": "compare a run with theory: bytes on the wire, memory, FLOPs, time",
         "sample": "continue a prompt with a trained model",
-        "data": "tokenise a recipe's corpus and count it",
-        "doctor": "say what this machine can do",
+        "data": "tokenise a recipe's corpus and count its tokens",
+        "doctor": "show what this machine can do",
     }
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit status: 0, 1 for a failure, 2 for a mistake."""
+    """Run a command line; return 0 for success, 1 for a failure, 2 for a mistake in it."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with telling_full_disk(FivefoldError):
@@ -38,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except FivefoldError as error:
-        # All ranks of a cluster read the same settings and would say the same.
+        # All ranks of a cluster read the same settings and would print the same error.
         if not isinstance(error, ConfigError) or first_rank():
             print(f"{paint('error:', 'red', sys.stderr)} {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has gone; what is still buffered has no place to go.
+        # The reader (head, less) has exited; discard what is still buffered.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

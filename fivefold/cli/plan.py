@@ -1,4 +1,4 @@
-"""`fivefold plan`: which layout, will it fit, how fast, and why not another one?"""
+"""`fivefold plan`: find the fastest layout of a model that fits on a cluster."""
 
 import json
 import os
@@ -26,41 +26,47 @@ SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Options:
-    """Find the fastest layout of a model that fits on a cluster, and say why.
+    """Find the fastest layout of a model that fits on a cluster, and explain why.
 
-    From a recipe, it takes the model and the batch, and ignores the layout, which it searches for.
-    A layout setting that is given as a flag stays as it is.
+    From a recipe it takes the model and the batch. It ignores the layout, which it searches for.
+    Layout settings that are given as flags stay as they are.
     """
 
     recipe: str | None = argument(
         "preset, recipe, hub name, or path of a config.json or .toml file", None
     )
     cluster: str = option("H100", "kind of GPU, or path of a cluster's .toml file")
-    gpus: int | None = option(None, "GPUs (default: those of the cluster's file, or one node)")
-    top: int = option(10, "layouts to show, the best of each mesh")
-    why: str | None = option(
-        None, "settings such as 'tp=4 pp=8': say what they would cost against the best layout"
+    gpus: int | None = option(
+        None, "number of GPUs (default: that of the cluster's file, or one node)"
     )
-    rules: bool = option(False, "say what the usual rules of thumb would choose, and its cost")
+    top: int = option(10, "number of layouts to show, the best of each mesh")
+    why: str | None = option(
+        None, "settings such as 'tp=4 pp=8': show how much slower the best layout with them is"
+    )
+    rules: bool = option(
+        False, "show what the usual rules of thumb would choose, and how much slower that is"
+    )
     train_tokens: str | None = option(
-        None, "tokens to train on, such as 15T: GPU hours, days, checkpoints"
+        None, "tokens of a whole run, such as 15T: show GPU hours, days and checkpoints"
     )
     emit: Literal["fivefold", "megatron", "torchtitan", "deepspeed"] | None = option(
         None, "print only the best layout's settings for this trainer"
     )
-    html: str | None = option(None, "also write a page with timeline, memory and waterfall")
-    json: bool = option(False, "print the outcome as JSON")
+    html: str | None = option(
+        None, "also write a page with timeline, memory and parts of the step time to this file"
+    )
+    json: bool = option(False, "print the result as JSON")
     calibrate: str | None = option(
-        None, "measure this machine, write it as a cluster's .toml file, and plan nothing"
+        None, "measure this machine and write a cluster's .toml file, instead of planning"
     )
     score: str | None = option(
-        None, "predict every run of a .csv file of published ones, print the errors, plan nothing"
+        None, "predict the published runs of a .csv file and print the errors, instead of planning"
     )
-    nproc: int | None = option(None, "processes that --calibrate starts on this machine")
+    nproc: int | None = option(None, "number of processes that --calibrate starts")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; `argv` is what follows it."""
+    """Run the command with the arguments that follow its name."""
     if any(word.partition("=")[0] == "--calibrate" for word in argv):
         return _calibrate(argv)
     if any(word.partition("=")[0] == "--score" for word in argv):
@@ -96,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _score(argv: Sequence[str]) -> int:
-    """Look back instead of ahead: how far off the planner is on runs that others published."""
+    """Print the errors of the planner on published runs, instead of planning."""
     from fivefold.config.sources import load_options
     from fivefold.published.score import report
 
@@ -109,7 +115,7 @@ def _score(argv: Sequence[str]) -> int:
 
 
 def _calibrate(argv: Sequence[str]) -> int:
-    """Measure instead of planning; the only part of this verb that loads torch."""
+    """Measure this machine, instead of planning; only this part of the command loads torch."""
     from fivefold.config.sources import load_options
 
     options = load_options(argv, Options)
@@ -120,7 +126,7 @@ def _calibrate(argv: Sequence[str]) -> int:
 
 
 def _tokens(text: str | None) -> float | None:
-    """'15T' -> 1.5e13; nan: it is no number of tokens."""
+    """The number that a text such as '15T' means; nan if it means none."""
     if text is None:
         return None
     scale = SUFFIXES.get(text[-1:].upper(), 1.0)
@@ -131,8 +137,8 @@ def _tokens(text: str | None) -> float | None:
 
 
 def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
-    """The question, or everything that is wrong with it, before anything is searched."""
-    from fivefold.config.model import check_model
+    """The request of the command line; raises all mistakes at once, before the search."""
+    from fivefold.config.model_rules import check_model
     from fivefold.config.values import check_values
     from fivefold.search.request import request
 
@@ -161,7 +167,7 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
 
 
 def _check_page(path: Path, mistakes: Mistakes) -> None:
-    """A page can be written there, as far as that can be known."""
+    """Check that a page can probably be written to this path."""
     if path.is_dir():
         mistakes.add(f"--html {path} is a folder", works=(f"--html {path / 'plan.html'}",))
     elif not path.parent.is_dir():
@@ -171,7 +177,7 @@ def _check_page(path: Path, mistakes: Mistakes) -> None:
 
 
 def _emit(result: "SearchResult", target: str) -> None:
-    """The settings alone on standard output, what they do not say beside them."""
+    """Print the settings on standard output, and notes on missing ones on standard error."""
     from fivefold.tell.export.targets import export
 
     found = export(result.best.layout, target)

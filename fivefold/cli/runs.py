@@ -1,19 +1,19 @@
-"""What a verb reads of the folder of a run."""
+"""Reads the settings of a run from its folder."""
 
 from pathlib import Path
 
 from fivefold.config.config import Config
-from fivefold.config.model import check_model
+from fivefold.config.model_rules import check_model
 from fivefold.config.sources import read_config
 from fivefold.config.values import check_values
 from fivefold.errors import ConfigError, DataError, Mistake, Mistakes, did_you_mean
 
 
 def run_config(folder: Path) -> Config:
-    """The settings of the run's latest start.
+    """The settings with which the run was last started.
 
     Raises:
-        DataError: the folder is not that of a run, or holds settings that no run had.
+        DataError: the folder is not a run folder, or its settings are wrong.
     """
     file = folder / "config.toml"
     if not file.is_file():
@@ -26,7 +26,7 @@ def run_config(folder: Path) -> Config:
         check_values(config, mistakes)
         check_model(config.model, mistakes)
         mistakes.raise_if_any()
-    except ConfigError as error:  # what its mistakes advise is for a command line
+    except ConfigError as error:  # drop the advice of its mistakes, which is for command lines
         why = tuple(line for found in error.mistakes for line in (found.what, *found.why))
         raise DataError(str(Mistake(f"{file} does not hold the settings of a run", why))) from None
     return config

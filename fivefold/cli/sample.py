@@ -1,4 +1,4 @@
-"""`fivefold sample`: continue a prompt."""
+"""`fivefold sample`: continue a prompt with a trained model."""
 
 import sys
 from collections.abc import Sequence
@@ -16,17 +16,19 @@ from fivefold.errors import Mistakes
 class Options:
     """Continue a prompt with the model of a run, on one device, whatever layout trained it."""
 
-    run: str = argument("run folder, as `fivefold train` made it")
+    run: str = argument("run folder of `fivefold train`")
     prompt: str = argument("text to continue", "")
     step: int | None = option(None, "step of the checkpoint (default: the latest)")
-    max_tokens: int = option(100, "tokens to write at most")
-    temperature: float = option(0.8, "0 takes the likeliest token, more draws more freely")
-    top_k: int = option(50, "draw among so many likeliest tokens; 0: among all")
-    seed: int = option(0, "of the draw")
+    max_tokens: int = option(100, "most tokens to generate")
+    temperature: float = option(
+        0.8, "temperature of the softmax: 0 always takes the most likely token"
+    )
+    top_k: int = option(50, "number of most likely tokens to draw from; 0: all")
+    seed: int = option(0, "seed of the draws")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; `argv` is what follows it."""
+    """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
     _check(options)
     from fivefold.train.sample import sample
@@ -49,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check(options: Options) -> None:
-    """What can be said without loading torch."""
+    """Check all that can be checked without loading torch."""
     mistakes = Mistakes()
     for name, value, least in (
         ("max_tokens", options.max_tokens, 1),

@@ -47,18 +47,18 @@ from fivefold.pipeline.study import (
 if TYPE_CHECKING:
     from fivefold.pipeline.measured_parts import MeasuredPieces
 
-PLAIN_WIDTH = 120  # of a picture that no terminal shows
-MOST = 1 << 18  # stages x microbatches x slices
+PLAIN_WIDTH = 120  # characters per line of a picture that is not shown on a terminal
+MOST = 1 << 18  # most stages x microbatches x slices
 WIDEST, MOST_GIB, LONGEST_SEQUENCE = 10_000, 1e9, 1 << 40
 _MORE = (
     "     fivefold schedule zb_v --stages 8 --microbatches 24 --html zb_v.html",
     "     fivefold schedule --compare --stages 8 --microbatches 24 --costs 1,1.2,0.8 --latency 0.1",
 )
-_ROW = "a row is a rank, time runs to the right; - goes on, . is idle"
+_ROW = "each row is a rank, time runs to the right; - continues an action, . is idle"
 _COLUMNS = (
-    "V: stages a rank. makespan: first start to last end; * is the best. dX first: makespan where",
-    "each dX leaves before dW is computed, as in training. bubble: idle share. span: the longest",
-    "of one rank. held: microbatches in flight on a rank at most. bound: no schedule is faster.",
+    "V: stages per rank. makespan: first start to last end; * is the best. dX first: makespan if",
+    "each dX is sent before its dW is computed, as in training. bubble: idle share. span: longest",
+    "time of one rank. held: most microbatches in flight on a rank. bound: no schedule is faster.",
 )
 
 
@@ -66,61 +66,59 @@ _COLUMNS = (
 class Options:
     """Draw and time a pipeline schedule, or compare all of them.
 
-    Times are in any unit: those of a whole rank for one microbatch, so that schedules with one
-    and with several stages a rank do the same work.
+    Times are in any unit. They are for all stages of a rank and one microbatch, so that schedules
+    with one and with several stages per rank do the same work.
     """
 
     name: str | None = argument(
         "a schedule, auto (search for the best), a .csv file, or the folder of a profiled run; "
-        "none: list the schedules",
+        "without it, the schedules are listed",
         None,
     )
-    stages: int = option(4, "pipeline ranks (P); each holds a stage, or --chunks of them")
+    stages: int = option(4, "pipeline ranks (P), each with --chunks stages")
     microbatches: int | None = option(
-        None, "microbatches of a step (M); default: 8, or twice the ranks where that is more"
+        None, "microbatches of a step (M); default: 8, or twice the ranks if that is more"
     )
-    chunks: int | None = option(None, "stages that a rank holds (default: what the schedule needs)")
-    costs: str = option("1,1,1", "times F,B,W of a rank: forward, dX and dW of a microbatch")
+    chunks: int | None = option(None, "stages per rank (default: what the schedule needs)")
+    costs: str = option("1,1,1", "times F,B,W of a rank for a microbatch: forward, dX and dW")
     latency: float = option(0.0, "time of a message from one rank to the next")
     memory_cap: float | None = option(
-        None, "microbatches a rank may hold for backward; one stage of V counts 1/V"
+        None, "most microbatches a rank may hold for backward; in one of V stages each counts 1/V"
     )
     slices: int = option(1, "causal slices of each sequence (sliced_1f1b)")
-    dx_first: bool = option(
-        False, "send each dX before dW is computed, as training does, where a backward is in one"
-    )
-    compare: bool = option(False, "a table of all schedules on the same pipeline")
-    json: bool = option(False, "print figures as JSON")
+    dx_first: bool = option(False, "send each dX before its dW is computed, as training does")
+    compare: bool = option(False, "print a table of all schedules on the same pipeline")
+    json: bool = option(False, "print the figures as JSON")
     balance: str | None = option(
         None, "cut this model (a preset, or the path of a config.json) into stages of equal times"
     )
-    layout: str | None = option(None, "with --balance: weigh this layout instead")
+    layout: str | None = option(None, "with --balance: evaluate this layout instead of cutting")
     layer_costs: str | None = option(
         None,
-        "with --balance: costs by kind, such as dense=0.55,moe=1,mtp=1.8,head=0.7, where --costs "
-        "are of cost 1; without it they go by FLOPs, and --costs are a rank's mean",
+        "with --balance: relative costs such as dense=0.55,moe=1,mtp=1.8,head=0.7, where --costs "
+        "are times at cost 1; by default costs follow from FLOPs, and --costs are a rank's mean",
     )
     measured: str | None = option(
         None,
-        "with --balance: the folder of a run of such layers, made by fivefold train --profile, "
-        "whose stages tell what each kind of piece takes; instead of --costs",
+        "with --balance: run folder of fivefold train --profile with such layers, to take measured "
+        "times from instead of --costs",
     )
     seq_length: int = option(4096, "with --balance: tokens of a microbatch")
     memory_gib: float | None = option(
-        None, "with --balance: what a rank may hold, at 18 bytes a parameter"
+        None, "with --balance: memory limit of a rank, at 18 bytes per parameter"
     )
-    width: int | None = option(None, "characters of the picture (default: the terminal's)")
+    width: int | None = option(None, "width of the picture in characters (default: the terminal's)")
     svg: str | None = option(None, "write a picture to this file")
     html: str | None = option(None, "write an interactive page to this file")
-    csv: str | None = option(None, "write every act and its times to this file")
+    csv: str | None = option(None, "write every pipeline action and its times to this file")
     torch_csv: str | None = option(
-        None, "write the schedule as torch.distributed.pipelining reads it"
+        None, "write the schedule to this file in the format of torch.distributed.pipelining"
     )
-    trace: str | None = option(None, "write a trace for chrome://tracing or Perfetto")
+    trace: str | None = option(None, "write a trace for chrome://tracing or Perfetto to this file")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; `argv` is what follows it."""
+    """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
     try:
         return _run(options)
@@ -129,7 +127,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _as_typed(choice: str) -> tuple[str, ...]:
-    """What to type for the choice of a schedule that could not be made."""
+    """The flags to suggest for a choice of values that a schedule offers."""
     kind, value = read_choice(choice)
     match kind:
         case "microbatches" | "groups":
@@ -189,7 +187,7 @@ def _run(options: Options) -> int:
 
 
 def _study(options: Options) -> Study:
-    """What is asked for, checked."""
+    """The study that the options ask for, checked."""
     mistakes = Mistakes()
     for flag, value in (
         ("--stages", options.stages),
@@ -231,7 +229,7 @@ def _study(options: Options) -> Study:
 
 
 def _times(options: Options, mistakes: Mistakes) -> tuple[float, float, float]:
-    """Those of --costs, which must share a clock with --latency."""
+    """The times of --costs, checked together with --latency."""
     if not options.latency >= 0:
         mistakes.add(f"--latency must be 0 or more, not {options.latency:g}")
     works = ("1,1,1", "18.5,18.1,9.3")
@@ -254,12 +252,12 @@ def _times(options: Options, mistakes: Mistakes) -> tuple[float, float, float]:
 
 
 def _measured(options: Options) -> "MeasuredPieces | None":
-    """What the stages of a profiled run tell of a model's pieces, if there is one."""
+    """The times of layers, embedding and head fitted to a profiled run, if one is given."""
     if options.measured is None or options.balance is None:
         return None
     if options.layer_costs is not None:
-        raise ConfigError("--measured and --layer-costs both say what pieces take")
-    # What follows takes numpy, which no other schedule needs.
+        raise ConfigError("--measured and --layer-costs both give the costs of layers")
+    # These imports load numpy, which nothing else in this command needs.
     from fivefold.pipeline.measured_parts import check_same_pieces, measured_pieces
 
     folder = Path(options.measured)
@@ -273,7 +271,7 @@ def _measured(options: Options) -> "MeasuredPieces | None":
 
 
 def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> Cut | None:
-    """The model that is to be cut into stages, if there is one."""
+    """The cut of the model of --balance into stages, if one is given."""
     if options.balance is None:
         about_a_model = {
             "--layout": options.layout,
@@ -299,7 +297,7 @@ def _cut(options: Options, study: Study, measured: "MeasuredPieces | None") -> C
 
 
 def _results(options: Options, study: Study) -> list[StudyResult]:
-    """Of a name or a file one; of a run what was measured, and the same simulated."""
+    """One result for a schedule or a file; for a run, the measured and the simulated one."""
     assert options.name is not None
     path = Path(options.name)
     if path.is_dir() or path.suffix == ".jsonl":
@@ -324,7 +322,7 @@ def _schedule_name(name: str) -> str:
 
 
 def _resized(study: Study, program: Program) -> Study:
-    """The study with the ranks, stages and microbatches that a file says."""
+    """The study with the ranks, stages and microbatches of a program read from a file."""
     return replace(
         study,
         num_ranks=program.num_ranks,

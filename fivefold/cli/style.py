@@ -17,17 +17,17 @@ def paint(text: str, style: Style, stream: TextIO) -> str:
 
 
 def note(text: str) -> None:
-    """Say something on the error stream that is no error."""
+    """Print a note on the error stream, from the first rank only."""
     if first_rank():
         print(f"{paint('note:', 'yellow', sys.stderr)} {text}", file=sys.stderr)
 
 
 def first_rank() -> bool:
-    """Whether this process speaks for all ranks, which read the same settings."""
+    """Whether this process is the first rank, which prints for all."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def shows_styles(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that is allowed colours."""
+    """Whether `stream` is a terminal on which colours are wanted."""
     unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not unwanted

@@ -1,4 +1,4 @@
-"""`fivefold train`: check a layout, show it or run it."""
+"""`fivefold train`: check the settings, then show what would run, or run it."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,32 +17,34 @@ from fivefold.pipeline.draw import draw
 from fivefold.pipeline.stages import stage_table
 from fivefold.train.rank_env import read_rank_env
 
-PICTURE_WIDTH = 160  # characters: wider ones wrap and say nothing
-PICTURE_ACTS = 64  # microbatches x stages; more make wide pictures
+PICTURE_WIDTH = 160  # characters; wider pictures wrap and become useless
+PICTURE_ACTS = 64  # microbatches x stages; more make pictures too wide
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train the model of a recipe; flags change what the recipe says.
+    """Train the model of a recipe; flags override the recipe.
 
-    Under torchrun or srun every rank runs this same command; elsewhere --nproc starts the ranks
-    on this machine, and without it there is one.
+    Under torchrun or srun every rank runs this same command. Otherwise --nproc starts the ranks
+    on this machine, by default one.
     """
 
     recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
     nproc: int | None = option(None, "processes to start on this machine")
-    dry_run: bool = option(False, "show everything that follows from the settings, start nothing")
+    dry_run: bool = option(
+        False, "show settings, mesh, stages and derived numbers, without starting anything"
+    )
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; `argv` is what follows it."""
+    """Run the command with the arguments that follow its name."""
     options, config = load(argv, Options, note)
     world = ranks(options.nproc, dry_run=options.dry_run)
     try:
         layout = check(config, world)
     except ConfigError as error:
         raise error if options.nproc is not None else _by_launcher(error) from error
-    # Only now numpy, and torch only when all that can be known beforehand is known to be right.
+    # Imported late: numpy here, and torch only when all settings have been checked.
     from fivefold.train.corpora import check_corpora, check_data_settings
 
     if options.dry_run:
@@ -59,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _by_launcher(error: ConfigError) -> ConfigError:
-    """The same, where it is torchrun or srun that would have to start another number of ranks."""
+    """The error with advice for torchrun or srun, which start the ranks, in place of --nproc."""
     launcher = read_rank_env().launcher
     if launcher == "single":
         return error
@@ -74,15 +76,15 @@ def _by_launcher(error: ConfigError) -> ConfigError:
 
 
 def recipe_name(recipe: str | None) -> str:
-    """What a run of this recipe is called."""
+    """The name of a run of this recipe."""
     return Path(recipe).stem if recipe else "run"
 
 
 def ranks(nproc: int | None, *, dry_run: bool = False) -> int:
-    """How many ranks there will be: those asked for, or those that a launcher has started.
+    """The number of ranks: that of --nproc, or the number that a launcher has started.
 
     Raises:
-        ConfigError: both, or fewer than one.
+        ConfigError: both are given, or --nproc is less than one.
     """
     env = read_rank_env()
     if nproc is None:

@@ -1,4 +1,4 @@
-"""How a verb that compares ends: a report, and whether it is good."""
+"""Prints the report of a comparison, and turns its verdict into an exit status."""
 
 import json
 import sys
@@ -8,21 +8,21 @@ from fivefold.cli.style import paint
 
 
 class Report(Protocol):
-    """What was compared."""
+    """The report of a comparison."""
 
     @property
     def passed(self) -> bool:
-        """Whether all is as it must be."""
+        """Whether everything agrees."""
 
     def text(self) -> str:
-        """For a person; the last line is the verdict."""
+        """The report as text; the last line is the verdict."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The report as a value for JSON."""
 
 
 def tell(report: Report, *, as_json: bool) -> int:
-    """Print a report, and return the exit status: 0 only if it is good."""
+    """Print a report, and return the exit status: 0 only if it passed."""
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:

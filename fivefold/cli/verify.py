@@ -18,16 +18,16 @@ PRECISIONS = ("precision", "bf16", "fp32", "fp64")
 class Options:
     """Run a layout and one device on the same weights and data, and compare what they compute.
 
-    Every loss, gradient, norm and updated weight is compared, in fp64 unless --precision says
-    otherwise, on synthetic batches made to show wrong reductions. A recipe too large for one
-    device is shrunk: fewer and narrower layers, the same structure and layout. The exit status is
-    0 only if everything agrees.
+    Every loss, gradient, norm and updated weight is compared, in fp64 or the given --precision, on
+    synthetic batches made to reveal wrong reductions. A model that is too large is made smaller,
+    with fewer and narrower layers, but the same structure and layout. The exit status is 0 only if
+    everything agrees.
     """
 
     recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
     nproc: int = option(1, "processes to start on this machine")
     steps: int = option(3, "optimizer steps to compare")
-    json: bool = option(False, "print the outcome as JSON")
+    json: bool = option(False, "print the result as JSON")
     plant: (
         Literal[
             "skip-tp-sum",
@@ -40,13 +40,17 @@ class Options:
             "cp-lose-gradients",
             "cp-rank-order",
             "cp-local-positions",
+            "double-experts",
+            "skip-edp-sum",
+            "detach-router",
+            "double-expert-counts",
         ]
         | None
-    ) = option(None, "make this mistake on purpose, to see how it is found and named")
+    ) = option(None, "plant this error, to see how it is detected and named")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; `argv` is what follows it."""
+    """Run the command with the arguments that follow its name."""
     chosen = any(_flag_name(word) in PRECISIONS for word in argv)
     options, config = load([*(() if chosen else ("--precision", "fp64")), *argv], Options, note)
     layout = check(config, options.nproc)

@@ -1,10 +1,11 @@
-"""The one Config: every setting of a run, in sections."""
+"""The configuration of a run: all settings, in sections."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from fivefold.config.experts import ExpertsConfig
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
@@ -20,10 +21,11 @@ from fivefold.config.training import (
 
 @dataclass(frozen=True)
 class Config:
-    """A run. Field names are unique over all sections, so each is a flag and a TOML key."""
+    """All settings of a run. Field names are unique over all sections: each is a flag, too."""
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -32,7 +34,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def with_values(self, **values: Any) -> "Config":
-        """A copy with some settings changed, by field name whatever their section.
+        """A copy with some settings changed, by field name in any section.
 
         Raises:
             KeyError: no section has such a field.
@@ -46,7 +48,7 @@ class Config:
         )
 
     def value(self, name: str) -> Any:
-        """A setting, whatever its section.
+        """The value of a setting in any section.
 
         Raises:
             KeyError: no section has such a field.
@@ -62,6 +64,7 @@ class Config:
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
+    "experts": ExpertsConfig,
     "memory": MemoryConfig,
     "training": TrainingConfig,
     "data": DataConfig,

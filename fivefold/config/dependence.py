@@ -1,4 +1,4 @@
-"""Settings that mean something only where another one gives them something to act on."""
+"""Settings that have an effect only together with another setting."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from fivefold.errors import Mistakes
 
 @dataclass(frozen=True)
 class Dependents:
-    """Settings that have no effect unless another one says so.
+    """Settings that have an effect only with certain values of another setting.
 
     Attributes:
-        names: names of the settings.
-        on: the setting that decides.
-        alive: whether the settings have an effect.
-        why: what they are for, to follow "it".
-        add: flags that give them an effect.
-        searched: whether `fivefold plan` chooses `on` by itself.
-        refused: whether to refuse them here. Others are refused by rules of their rooms, or have
-            an effect all the same, and are left out only where a flag takes away what a recipe
-            chose them for.
+        names: names of the dependent settings.
+        on: name of the setting that they depend on.
+        alive: function that tells whether they have an effect.
+        why: their purpose, as the rest of a sentence that begins with "it".
+        add: flags with which they have an effect.
+        searched: whether `fivefold plan` searches values of `on`.
+        refused: whether they are refused here if they have no effect. Others are refused elsewhere,
+            or do no harm; they are only left out if a flag removes the setting that a recipe chose
+            them for.
     """
 
     names: tuple[str, ...]
@@ -43,22 +43,22 @@ class Orphan:
 
     @property
     def default(self) -> object:
-        """The value that it may have without a mistake."""
+        """The value at which the setting is no mistake."""
         return SETTINGS[self.name].default
 
     @property
     def off(self) -> str:
-        """The flag that takes it back."""
+        """The flag that resets the setting."""
         return SETTINGS[self.name].typed(self.default)
 
     @property
     def shown(self) -> str:
-        """Its name and value, for people."""
+        """The name and value of the setting, for messages."""
         return _shown(self.config, self.name)
 
     @property
     def why(self) -> str:
-        """What it is for, and what is missing."""
+        """The purpose of the setting, and what is missing for it."""
         return f"it {self.of.why}, and {_shown(self.config, self.of.on, ' is ')}"
 
 
@@ -72,9 +72,9 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
     """Refuse settings that have no effect.
 
     Args:
-        config: configuration with every degree filled in that can be inferred.
-        mistakes: collection to which every mistake is added.
-        planned: the layout is still to be chosen.
+        config: configuration with all inferable degrees filled in.
+        mistakes: collection to which mistakes are added.
+        planned: whether the layout is still to be chosen.
     """
     for orphan in orphans(config):
         if orphan.of.refused and not (planned and orphan.of.searched):
@@ -85,28 +85,28 @@ def check_dependents(config: Config, mistakes: Mistakes, *, planned: bool = Fals
 
 
 def leaves_idle(config: Config, decides: str, **settings: Any) -> bool:
-    """Whether values of a setting, and of others, leave some that depend on it without effect.
+    """Whether these values leave a given setting that depends on `decides` without effect.
 
     Args:
-        config: what was given.
-        decides: the setting; a key of `settings`.
-        settings: settings by field name.
+        config: configuration with the given settings.
+        decides: name of a setting in `settings`.
+        settings: values of settings, by field name.
     """
     found = orphans(config.with_values(**settings))
     return any(orphan.of.refused and orphan.of.on == decides for orphan in found)
 
 
 def without_orphans(config: Config, by_flag: Collection[str]) -> tuple[Config, list[Orphan]]:
-    """A recipe without those of its settings that a flag leaves without effect.
+    """Leave out the settings of a recipe that have no effect because of a flag.
 
-    Settings that a flag gives stay, as do those that the recipe itself left without effect.
+    Settings given by flags stay, and so do those that have no effect in the recipe itself.
 
     Args:
         config: configuration of a recipe and flags.
-        by_flag: names of the settings that flags gave.
+        by_flag: names of the settings that were given by flags.
 
     Returns:
-        The rest, and what is left out.
+        The remaining configuration, and the settings that are left out.
     """
     left_out = []
     for of in DEPENDENTS:  # one after the other, as some hang on settings that others leave out
@@ -133,8 +133,24 @@ def _pipelined(config: Config) -> bool:
 
 
 def _lays_stages(config: Config) -> bool:
-    """Whether several stages can be of use: a schedule that is asked for runs them on one rank."""
+    """Whether several stages on a rank can be useful, also with a schedule on a single rank."""
     return _pipelined(config) or config.parallel.pipeline_schedule != "auto"
+
+
+def _shares_stages(config: Config) -> bool:
+    """Whether several ranks hold the same pipeline stage."""
+    parallel = config.parallel
+    degrees = (
+        parallel.data_parallel_shard_size,
+        parallel.num_distributed_optimizer_instances,
+        parallel.context_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    return any(degree != 1 for degree in degrees)
+
+
+def _has_experts(config: Config) -> bool:
+    return config.model.num_experts is not None
 
 
 DEPENDENTS = (
@@ -173,6 +189,14 @@ DEPENDENTS = (
         searched=True,
     ),
     Dependents(
+        ("recompute_in_flight_limit",),
+        "pipeline_model_parallel_size",
+        _lays_stages,
+        "limits the microbatches that wait on pipeline ranks for their backward",
+        ("--pipeline-model-parallel-size 2",),
+        searched=True,
+    ),
+    Dependents(
         ("num_virtual_stages_per_pipeline_rank",),
         "pipeline_model_parallel_size",
         lambda c: _lays_stages(c) or c.parallel.num_virtual_stages_per_pipeline_rank == 1,
@@ -189,11 +213,54 @@ DEPENDENTS = (
         searched=True,
     ),
     Dependents(
-        ("overlap_moe_expert_parallel_comm",),
+        ("expert_model_parallel_size", "expert_tensor_parallel_size"),
+        "data_parallel_shard_size",
+        _shares_stages,
+        "splits experts over ranks that share a pipeline stage",
+        refused=False,
+    ),
+    Dependents(
+        ("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
         "expert_model_parallel_size",
         lambda c: c.parallel.expert_model_parallel_size != 1,
         "hides messages between expert-parallel ranks",
         refused=False,
+    ),
+    Dependents(
+        (
+            "moe_router_load_balancing_type",
+            "moe_z_loss_coeff",
+            "moe_router_dtype",
+            "moe_input_jitter_eps",
+            "moe_router_force_load_balancing",
+            "moe_expert_capacity_factor",
+            "moe_pad_expert_input_to_capacity",
+        ),
+        "num_experts",
+        _has_experts,
+        "is for routers of experts",
+        ("--num-experts 8",),
+    ),
+    Dependents(
+        ("moe_aux_loss_coeff",),
+        "moe_router_load_balancing_type",
+        lambda c: "aux" in str(c.experts.moe_router_load_balancing_type),
+        "is the factor of a balancing loss",
+        ("--moe-router-load-balancing-type aux_loss",),
+    ),
+    Dependents(
+        ("moe_router_bias_update_rate",),
+        "moe_router_enable_expert_bias",
+        lambda c: c.model.moe_router_enable_expert_bias,
+        "moves biases of experts",
+        ("--moe-router-enable-expert-bias",),
+    ),
+    Dependents(
+        ("moe_token_drop_policy",),
+        "moe_expert_capacity_factor",
+        lambda c: c.experts.moe_expert_capacity_factor is not None,
+        "chooses rows to drop",
+        ("--moe-expert-capacity-factor 1.0",),
     ),
     Dependents(
         ("pipeline_max_unsharded_stages",),
@@ -266,7 +333,7 @@ DEPENDENTS = (
         ("--eval-interval 10",),
     ),
     Dependents(
-        ("rotary_base",),
+        ("rotary_base", "rotary_percent"),
         "position_embedding_type",
         lambda c: c.model.position_embedding_type == "rope",
         "is for rotary positions",
@@ -283,6 +350,28 @@ DEPENDENTS = (
         lambda c: c.model.use_rope_scaling,
         "is for scaled rotary positions",
         ("--use-rope-scaling",),
+    ),
+    Dependents(
+        (
+            "rotary_scaling_factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "yarn_correction_range_round_to_int",
+        ),
+        "rope_type",
+        lambda c: c.model.rope_type == "yarn",
+        "is for positions that YaRN stretches",
+        ("--rope-type yarn",),
+    ),
+    Dependents(
+        ("window_attn_skip_freq",),
+        "window_size",
+        lambda c: c.model.window_size is not None,
+        "chooses the layers that have a window",
+        ("--window-size 128",),
     ),
     Dependents(
         ("mtp_loss_scaling_factor",),

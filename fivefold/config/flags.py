@@ -1,4 +1,4 @@
-"""Command lines read into dataclasses: every field is a flag, Megatron-LM's spellings included."""
+"""Parses command lines: every setting is a flag, and Megatron-LM's spellings are accepted."""
 
 import re
 from collections import deque
@@ -40,7 +40,10 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "swiglu": {"activation_func": "silu", "gated_linear_unit": True},
         "disable_bias_linear": {"add_bias_linear": False},
         "use_rotary_position_embeddings": {"position_embedding_type": "rope"},
-        "group_query_attention": {},  # num_query_groups says it; `sources` sees that it is there
+        # Another setting says it; `sources` sees that it is there.
+        "group_query_attention": {},
+        "moe_grouped_gemm": {},
+        "moe_permute_fusion": {},
     }
 )
 
@@ -50,11 +53,11 @@ _DASHES = "-\u2013\u2014"  # documents turn "--" into en or em dashes, which are
 
 @dataclass
 class Given:
-    """What a command line says.
+    """The contents of a command line.
 
     Attributes:
-        values: values by setting name.
-        words: arguments given by place.
+        values: values of settings, by name.
+        words: positional arguments.
         switches: names of the Megatron-LM switches that were used.
     """
 
@@ -69,7 +72,7 @@ def scan(
     mistakes: Mistakes,
     switches: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Given:
-    """Read a command line; where a flag is given twice, the last one counts.
+    """Parse a command line; if a flag is given twice, the last one counts.
 
     Flags are `--name value` or `--name=value`, with dashes or underscores; booleans are `--name`
     and `--no-name`; a tuple takes all words up to the next flag; after `--` nothing is a flag.
@@ -158,7 +161,7 @@ class _Scanner:
         self._spelled[setting.name] = flag
 
     def _apply_switches(self) -> None:
-        """What switches imply, unless another flag says otherwise."""
+        """Apply the values that switches imply, unless another flag gives a different one."""
         for switch in self._given.switches:
             flag = "--" + switch.replace("_", "-")
             for name, value in self._switches[switch].items():
@@ -196,11 +199,11 @@ class _Scanner:
             self._skip_value(meant[0] if meant else "", alone)
 
     def _skip_value(self, meant: str, alone: Collection[str]) -> None:
-        """Take what follows an unknown flag for its value, not for an argument.
+        """Treat the word after an unknown flag as its value, not as an argument.
 
         Args:
-            meant: the flag that was meant, if that is known.
-            alone: names of those that take no value.
+            meant: flag that was meant, if it is known.
+            alone: names of flags that take no value.
         """
         name = name_of(meant) if meant else ""
         switch = " " in meant or name in alone
@@ -214,12 +217,12 @@ class _Scanner:
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word is meant as a flag: not a negative number, not a lone dash."""
+    """Whether a word is a flag; negative numbers and a single dash are not."""
     return len(word) > 1 and word[0] in _DASHES and not word[1].isdigit() and word[1] != "."
 
 
 def _choice_meant(setting: Setting, found: object) -> str:
-    """A suffix that suggests the choice that is meant, whatever its case and its dashes."""
+    """A suffix that suggests the choice that was meant, ignoring case and dashes."""
     if not isinstance(found, str):
         return ""
     plain = found.lower().replace("-", "_")
@@ -231,7 +234,7 @@ def _choice_meant(setting: Setting, found: object) -> str:
 
 
 def add_bad_value(place: str, setting: Setting, found: object, mistakes: Mistakes) -> None:
-    """Record that `place` (a flag, a TOML key) holds something of the wrong kind."""
+    """Add the mistake that `place` (a flag or a TOML key) has a value of the wrong kind."""
     value = str(found).lower() if isinstance(found, bool) else shown(found)
     if setting.choices:
         suggestion = _choice_meant(setting, found)

@@ -1,4 +1,4 @@
-"""What other trainers call a setting, and what people type for one: only to say what it is here."""
+"""Names of settings in other trainers, and common misspellings, for suggestions in messages."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,18 +13,19 @@ _FULL = "--data-parallel-sharding-strategy optim_grads_params"
 
 @dataclass(frozen=True)
 class Foreign:
-    """A spelling of others.
+    """A setting of another trainer.
 
     Attributes:
-        flags: what is meant, the first that a command knows; with a value where that says it all.
-        note: what differs, or why nothing is needed.
+        flags: equivalent flags, of which the first one that a command knows is suggested; with a
+            value if the value is part of the meaning.
+        note: what differs, or why no flag is needed.
     """
 
     flags: tuple[str, ...]
     note: str = ""
 
     def meant(self, known: Collection[str]) -> str:
-        """The flag that is meant, of those that a command knows by name; empty if there is none."""
+        """The equivalent flag among those that a command knows; empty if there is none."""
         return next((flag for flag in self.flags if name_of(flag) in known), "")
 
 
@@ -119,6 +120,11 @@ FOREIGN = _table(
     ),
     ("--recompute-granularity selective", "recompute_activations", ""),
     ("--recompute-granularity", "activation_checkpoint_mode ac_mode recompute", ""),
+    (
+        "--recompute-in-flight-limit",
+        "num_microbatches_with_partial_activation_checkpoints",
+        "the microbatch in its backward counts, too, and others repeat their stage as a whole",
+    ),
     ("--compile", "torch_compile use_compile", ""),
     ("--optimizer-cpu-offload", "cpu_offload offload_optimizer zero_offload", ""),
     # Model
@@ -183,7 +189,7 @@ FOREIGN = _table(
     ),
     ("", "deepspeed deepspeed_config accelerate_config", "Fivefold reads no other trainer's files"),
 )
-"""By name, with underscores."""
+"""Settings of other trainers by name, with underscores."""
 
 MEANT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -216,4 +222,4 @@ MEANT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "recompute_granularity": {"block": "full", "uniform": "full", "modules": "selective"},
     }
 )
-"""What people type for a choice, by setting."""
+"""Common misspellings of choices, by setting."""

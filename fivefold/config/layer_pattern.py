@@ -1,4 +1,4 @@
-"""Which layers have experts: Megatron-LM's moe_layer_freq, read without evaluating it."""
+"""Parses Megatron-LM's moe_layer_freq and window_attn_skip_freq: layers with experts, or a window."""
 
 import ast
 from collections.abc import Sequence
@@ -16,28 +16,64 @@ def expert_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer has experts.
 
     Args:
-        freq: a whole number N (layers 0, N, 2N, ... have experts), or a list expression of 0 and 1
-            such as "[0]*3+[1]*58" or "([0]+[1]*3)*4", with one entry a layer.
+        freq: whole number N (layers 0, N, 2N, ... have experts), or list expression of 0 and 1 such
+            as "[0]*3+[1]*58" or "([0]+[1]*3)*4", with one entry per layer.
+        num_layers: number of layers of the model.
+
+    Raises:
+        ConfigError: `freq` is neither, or has a different number of entries.
+    """
+    value = _read("moe_layer_freq", freq, num_layers)
+    if isinstance(value, int):
+        return tuple(layer % value == 0 for layer in range(num_layers))
+    return value
+
+
+@lru_cache(maxsize=256)
+def window_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer's attention has a window.
+
+    Args:
+        freq: a whole number N (all but every Nth layer have one: layers N-1, 2N-1, ... see all), or
+            a list expression as of `expert_layers`.
         num_layers: layers of the model.
 
     Raises:
         ConfigError: `freq` is neither, or has another number of entries.
     """
+    value = _read("window_attn_skip_freq", freq, num_layers)
+    if isinstance(value, int):
+        return tuple((layer + 1) % value != 0 for layer in range(num_layers))
+    return value
+
+
+def window_frequency(has_window: Sequence[bool]) -> str:
+    """The inverse of `window_layers`: a number if one says it, else a sum of runs.
+
+    >>> window_frequency([True, False, True])
+    '2'
+    """
+    for number in range(2, len(has_window) + 2):
+        if window_layers(str(number), len(has_window)) == tuple(has_window):
+            return str(number)
+    return _runs(has_window)
+
+
+def _read(name: str, freq: str, num_layers: int) -> int | tuple[bool, ...]:
+    """A positive number, or an entry a layer."""
     try:
         value = _value(ast.parse(freq.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _wrong(
-            num_layers, f"moe_layer_freq {freq!r} is neither a number nor a list"
-        ) from error
+        raise _wrong(name, num_layers, f"{name} {freq!r} is neither a number nor a list") from error
     if isinstance(value, int):
         if value < 1:
-            raise _wrong(num_layers, f"moe_layer_freq must be at least 1, not {value}")
-        return tuple(layer % value == 0 for layer in range(num_layers))
+            raise _wrong(name, num_layers, f"{name} must be at least 1, not {value}")
+        return value
     if len(value) != num_layers:
         sizes = f"{len(value)} entries, {num_layers} layers"
-        raise _wrong(num_layers, f"moe_layer_freq {freq!r} does not have one entry a layer", sizes)
+        raise _wrong(name, num_layers, f"{name} {freq!r} does not have one entry a layer", sizes)
     if set(value) - {0, 1}:
-        raise _wrong(num_layers, f"moe_layer_freq {freq!r} has entries other than 0 and 1")
+        raise _wrong(name, num_layers, f"{name} {freq!r} has entries other than 0 and 1")
     return tuple(map(bool, value))
 
 
@@ -49,12 +85,16 @@ def layer_frequency(has_experts: Sequence[bool]) -> str:
     """
     if all(has_experts):
         return "1"
-    runs = ((int(experts), len(list(run))) for experts, run in groupby(has_experts))
-    return "+".join(f"[{experts}]*{length}" for experts, length in runs)
+    return _runs(has_experts)
+
+
+def _runs(flags: Sequence[bool]) -> str:
+    runs = ((int(flag), len(list(run))) for flag, run in groupby(flags))
+    return "+".join(f"[{flag}]*{length}" for flag, length in runs)
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """What an expression of whole numbers, lists, + and * stands for; ValueError for others."""
+    """The value of an expression of whole numbers, lists, + and *; ValueError for others."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number
@@ -77,6 +117,7 @@ def _value(node: ast.expr) -> int | list[int]:
     raise ValueError(ast.unparse(node))
 
 
-def _wrong(num_layers: int, what: str, *why: str) -> ConfigError:
+def _wrong(name: str, num_layers: int, what: str, *why: str) -> ConfigError:
     words = ["1", f"[0]*1+[1]*{num_layers - 1}"][: min(num_layers, 2)]
-    return ConfigError(Mistake(what, why, tuple(f"--moe-layer-freq {word}" for word in words)))
+    flag = f"--{name.replace('_', '-')}"
+    return ConfigError(Mistake(what, why, tuple(f"{flag} {word}" for word in words)))

@@ -1,4 +1,4 @@
-"""What is not kept on the device between forward and backward."""
+"""Settings that save device memory: recomputation, offloading and fused losses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,29 +32,33 @@ class MemoryConfig:
         "uniform", "full recomputation of every layer in groups, or of the first layers of a stage"
     )
     recompute_num_layers: int = option(
-        1, "layers in a group (uniform), or layers of a stage that are recomputed (block)"
+        1, "layers per recomputed group (uniform), or recomputed layers per stage (block)"
     )
     recompute_modules: tuple[RecomputeModule, ...] = option(
-        ("core_attn",), "what selective recomputation makes anew"
+        ("core_attn",), "modules that selective recomputation runs again in the backward"
+    )
+    recompute_in_flight_limit: int | None = option(
+        None,
+        "most microbatches of each stage whose activations a pipeline rank holds; for the others "
+        "it keeps the stage's input, and recomputes the stage before their backward",
     )
     fine_grained_activation_offloading: bool = option(
         False, "move the inputs of offload_modules to host memory until their backward"
     )
-    offload_modules: tuple[OffloadModule, ...] = option((), "modules whose inputs are moved")
-    min_offloaded_tensor_size: int = option(
-        1 << 20, "bytes of the smallest tensor that is worth moving"
+    offload_modules: tuple[OffloadModule, ...] = option((), "modules whose inputs are offloaded")
+    min_offloaded_tensor_size: int = option(1 << 20, "bytes of the smallest tensor to offload")
+    cross_entropy_loss_fusion: bool = option(
+        False, "compute the loss without keeping intermediate results"
     )
-    cross_entropy_loss_fusion: bool = option(False, "compute the loss without keeping its parts")
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = option(
         "native",
-        "fuse the loss alone, or with the output layer (linear), so that no logits are kept",
+        "fuse the loss alone, or with the output layer (linear), which then keeps no logits",
     )
     optimizer_cpu_offload: bool = option(False, "keep and step optimizer state in host memory")
-    optimizer_offload_fraction: float = option(1.0, "share of the optimizer state that is moved")
+    optimizer_offload_fraction: float = option(1.0, "share of the optimizer state in host memory")
 
     def recomputed_groups(self, num_layers: int) -> list[tuple[range, bool]]:
-        """Full recomputation of a stage: its layers, by position, in the groups that run together,
-        and whether the backward runs the group again."""
+        """The groups of consecutive layers of a stage, and whether each is recomputed."""
         everything = range(num_layers)
         if self.recompute_granularity != "full":
             return [(everything, False)]
@@ -72,13 +76,13 @@ VOCAB_SPLIT_VARIABLES = (
 
 
 def vocab_split_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Vocabulary entries whose logits the linear fusion holds at a time: forward and backward.
+    """Vocabulary entries whose logits the linear fusion holds at a time, forward and backward.
 
     Args:
-        environment: Megatron-LM's variables, each a positive number if it is set.
+        environment: environment variables; Megatron-LM's are positive numbers if they are set.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: one of them is set to something else.
     """
     mistakes = Mistakes()
     sizes = []
@@ -96,7 +100,7 @@ _EXPERT_MODULES = ("moe", "moe_act", "shared_experts", "routed_experts", "expert
 
 
 def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -> None:
-    """Add modules that the model does not have, and settings that contradict each other."""
+    """Collect mistakes: modules that the model does not have, contradictory settings."""
     full = memory.recompute_granularity == "full"
     named: dict[str, tuple[str, ...]] = {}
     if memory.recompute_granularity == "selective":
@@ -122,6 +126,19 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
                 mistakes.add(f"{name}: {module} needs moe_shared_expert_intermediate_size")
             if module == "mla_up_proj" and not model.multi_latent_attention:
                 mistakes.add(f"{name}: {module} needs a model with multi_latent_attention")
+    limit = memory.recompute_in_flight_limit
+    if limit is not None and limit < 1:
+        mistakes.add(
+            f"recompute_in_flight_limit must be at least 1, not {limit}: a backward needs the "
+            "activations of its microbatch",
+            works=["--recompute-in-flight-limit 1"],
+        )
+    if full and limit is not None:
+        mistakes.add(
+            f"recompute_in_flight_limit = {limit} runs whole stages again, and "
+            "recompute_granularity = full the layers of all microbatches: one of the two is enough",
+            works=["--recompute-in-flight-limit none", "--recompute-granularity none"],
+        )
     moved = named.get("offload_modules", ())
     if full and moved:
         mistakes.add(

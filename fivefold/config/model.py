@@ -1,12 +1,10 @@
-"""What the model is: its architecture and the rules it must keep by itself."""
+"""What the model is: its architecture. The rules it must keep are in `config.model_rules`."""
 
-import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
-from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers
+from fivefold.config.layer_pattern import expert_layers, window_layers
 from fivefold.config.parallel import option
-from fivefold.errors import Mistakes, did_you_mean
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension: products of two are exact in 64 bits
 
@@ -34,6 +32,9 @@ class ModelConfig:
         "rope", "rotary positions, or a learned table of them"
     )
     rotary_base: float = option(10000.0, "base (theta) of RoPE")
+    rotary_percent: float = option(
+        1.0, "share of a head's features, the first ones, that RoPE turns"
+    )
     use_rope_scaling: bool = option(False, "stretch low RoPE frequencies as Llama 3.1 does")
     rope_scaling_factor: float = option(
         8.0, "how far RoPE scaling stretches the lowest frequencies"
@@ -47,8 +48,36 @@ class ModelConfig:
     rope_original_max_position_embeddings: int = option(
         8192, "sequence length before RoPE scaling, in tokens"
     )
-    activation_func: Literal["silu", "gelu", "gelu_tanh"] = option("silu", "activation of the MLP")
+    rope_type: Literal["rope", "yarn"] = option(
+        "rope", "rotary positions as they are, or stretched to longer contexts as YaRN does"
+    )
+    rotary_scaling_factor: float = option(40.0, "how far YaRN stretches the lowest frequencies")
+    original_max_position_embeddings: int = option(
+        4096, "sequence length before YaRN stretches it, in tokens"
+    )
+    beta_fast: float = option(
+        32.0, "frequencies of more turns than this in the original length are left alone by YaRN"
+    )
+    beta_slow: float = option(
+        1.0, "frequencies of fewer turns than this in the original length are stretched fully"
+    )
+    mscale: float = option(1.0, "YaRN's factor of rotary features is 1 + 0.1 mscale ln(scaling)")
+    mscale_all_dim: float = option(
+        0.0, "the same of all features of MLA's scores, by which rotary ones are divided"
+    )
+    yarn_correction_range_round_to_int: bool = option(
+        True, "let YaRN's ramp between both begin and end with whole pairs of features"
+    )
+    activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = option(
+        "silu", "activation of the MLP; quick_gelu is x sigmoid(1.702 x)"
+    )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
+    glu_linear_offset: float = option(
+        0.0, "added to what the gate multiplies: activation(gate) x (up + this)"
+    )
+    activation_func_clamp_value: float | None = option(
+        None, "bound of the gate from above and of up on both sides, as gpt-oss has; none: none"
+    )
     add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
     add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
     qk_layernorm: bool = option(
@@ -66,6 +95,14 @@ class ModelConfig:
     window_size: int | None = option(
         None, "tokens before itself that each token attends to (sliding window); none: all"
     )
+    window_attn_skip_freq: str | None = option(
+        None,
+        "which layers have the window: all but every Nth ('2': layers 0, 2, ...), or a list such "
+        "as '[1]*3+[0]*1'; none: all",
+    )
+    parallel_residual: bool = option(
+        False, "let attention and MLP of a layer read the same hidden state, as GPT-NeoX does"
+    )
     init_method_std: float = option(0.02, "standard deviation of initial weights")
     make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this")
     num_experts: int | None = option(
@@ -76,11 +113,31 @@ class ModelConfig:
         None, "equal groups of experts, of which each token goes to a few; none: no groups"
     )
     moe_router_group_topk: int | None = option(None, "groups that each token goes to")
+    moe_router_group_scores: int | None = option(
+        None,
+        "best experts of a group whose scores add up to the group's (default: experts of a token / "
+        "groups of a token)",
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
+        "softmax", "what makes scores of the router's logits"
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "softmax over all experts, not over the chosen ones alone"
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "factor of the chosen experts' weights; none: 1"
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False, "balance experts by biases that only affect the choice, without a loss (DeepSeek-V3)"
+    )
     moe_ffn_hidden_size: int | None = option(
         None, "inner features of an expert (default: ffn_hidden_size)"
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None, "inner features of the experts that see every token, all together"
+    )
+    moe_shared_expert_gate: bool = option(
+        False, "weight what the shared experts add by a gate of their own, as Qwen2-MoE does"
     )
     moe_layer_freq: str = option(
         "1",
@@ -135,6 +192,13 @@ class ModelConfig:
         return self.v_head_dim if self.multi_latent_attention else self.head_dim
 
     @property
+    def rotary_dim(self) -> int:
+        """Features of a query or key head that RoPE turns."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
     def q_size(self) -> int:
         """Features of all query heads together."""
         return self.num_attention_heads * self.query_dim
@@ -169,6 +233,19 @@ class ModelConfig:
         """Inner features of the experts that see every token, all together; 0 without them."""
         return self.moe_shared_expert_intermediate_size or 0
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens before itself that a token of a layer attends to; None: all. Layers of multi-token
+        prediction are like the last one."""
+        if self.window_size is None or self.window_attn_skip_freq is None:
+            return self.window_size
+        limited = window_layers(self.window_attn_skip_freq, self.num_layers)
+        return self.window_size if limited[min(layer, self.num_layers - 1)] else None
+
+    @property
+    def widest_window(self) -> int | None:
+        """The window of all layers; None if any layer sees everything."""
+        return None if self.window_attn_skip_freq is not None else self.window_size
+
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts; layers of multi-token prediction are like the last one."""
         if self.num_experts is None:
@@ -179,191 +256,3 @@ class ModelConfig:
     def qkv_bias(self) -> bool:
         """Whether the query, key and value projections have a bias."""
         return self.add_bias_linear or self.add_qkv_bias
-
-
-_POSITIVE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "num_query_groups",
-    "kv_channels",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-    "norm_epsilon",
-    "rotary_base",
-    "rope_scaling_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position_embeddings",
-    "window_size",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-)
-_AT_MOST = {
-    name: MAX_LAYERS if name in ("num_layers", "mtp_num_layers") else MAX_SIZE
-    for name, kind in get_type_hints(ModelConfig).items()
-    if kind in (int, int | None)
-}
-_OF_EXPERTS = (
-    "moe_router_topk",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_layer_freq",
-)
-_OF_LATENTS = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-)
-_CHOICES = {
-    name: get_args(kind)
-    for name, kind in get_type_hints(ModelConfig).items()
-    if get_origin(kind) is Literal
-}
-
-
-def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Add everything that is wrong with the architecture by itself to `mistakes`."""
-    not_positive = [
-        name for name in _POSITIVE if (value := getattr(model, name)) is not None and not value > 0
-    ]
-    for name in not_positive:
-        mistakes.add(f"{name} must be positive, not {getattr(model, name)}")
-    too_large = [
-        (name, most) for name, most in _AT_MOST.items() if (getattr(model, name) or 0) > most
-    ]
-    for name, most in too_large:
-        mistakes.add(f"{name} must be at most {most}, not {getattr(model, name)}")
-    if too_large:
-        return
-    for name, choices in _CHOICES.items():
-        value = getattr(model, name)
-        if value not in choices:
-            mistakes.add(f"unknown {name} {value!r}{did_you_mean(value, choices)}", works=choices)
-    for name in ("hidden_dropout", "attention_dropout"):
-        value = getattr(model, name)
-        if not 0.0 <= value < 1.0:
-            mistakes.add(f"{name} must be in [0, 1), not {value}")
-    if not not_positive:
-        _check_heads(model, mistakes)
-        _check_experts(model, mistakes)
-    _check_latents(model, mistakes)
-    if model.use_rope_scaling and model.rope_high_freq_factor <= model.rope_low_freq_factor:
-        mistakes.add(
-            "rope_high_freq_factor must be larger than rope_low_freq_factor",
-            f"{model.rope_high_freq_factor} <= {model.rope_low_freq_factor}",
-        )
-    if model.use_rope_scaling and model.position_embedding_type != "rope":
-        mistakes.add("use_rope_scaling needs position_embedding_type rope")
-
-
-def _check_heads(model: ModelConfig, mistakes: Mistakes) -> None:
-    heads, groups, hidden = model.num_attention_heads, model.num_kv_heads, model.hidden_size
-    if model.kv_channels is None and hidden % heads and not model.multi_latent_attention:
-        mistakes.add(
-            f"hidden_size {hidden} cannot be split over {heads} heads",
-            f"{hidden} / {heads} = {hidden / heads:.2f} (must be whole, or set kv_channels)",
-            works=[f"--num-attention-heads {n}" for n in _near_divisors(hidden, heads)],
-        )
-    if heads % groups:
-        mistakes.add(
-            f"{heads} query heads cannot share {groups} key/value heads",
-            f"{heads} / {groups} = {heads / groups:.2f} (must be whole)",
-            works=[f"--num-query-groups {n}" for n in _near_divisors(heads, groups)],
-        )
-    turned = model.qk_pos_emb_head_dim if model.multi_latent_attention else model.head_dim
-    if model.position_embedding_type == "rope" and turned % 2:
-        mistakes.add(f"RoPE turns pairs of features, and head size {turned} is odd")
-
-
-def _check_experts(model: ModelConfig, mistakes: Mistakes) -> None:
-    if model.num_experts is None:
-        _check_unused(model, _OF_EXPERTS, "--num-experts", "--num-experts 8", mistakes)
-        return
-    if model.moe_router_topk > model.num_experts:
-        mistakes.add(
-            f"moe_router_topk {model.moe_router_topk} exceeds num_experts {model.num_experts}",
-            works=[
-                f"--moe-router-topk {model.num_experts}",
-                f"--num-experts {model.moe_router_topk}",
-            ],
-        )
-    _check_groups(model, model.num_experts, mistakes)
-    with mistakes.collecting():
-        if not any(expert_layers(model.moe_layer_freq, model.num_layers)):
-            mistakes.add(
-                f"moe_layer_freq {model.moe_layer_freq!r} gives none of the layers experts",
-                works=("--moe-layer-freq 1", "--num-experts none"),
-            )
-
-
-def _check_latents(model: ModelConfig, mistakes: Mistakes) -> None:
-    if not model.multi_latent_attention:
-        flag = "--multi-latent-attention"
-        _check_unused(model, _OF_LATENTS, flag, flag, mistakes)
-        return
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if groups not in (None, heads):
-        mistakes.add(
-            f"multi_latent_attention makes keys and values for each of {heads} query heads from "
-            f"latents, and num_query_groups {groups} would share them",
-            works=("--num-query-groups none", "--no-multi-latent-attention"),
-        )
-    if model.kv_channels is not None and {model.qk_head_dim, model.v_head_dim} != {
-        model.kv_channels
-    }:
-        mistakes.add(
-            f"kv_channels {model.kv_channels} has no effect on multi_latent_attention, whose heads "
-            f"have qk_head_dim {model.qk_head_dim} and v_head_dim {model.v_head_dim}",
-            works=("--kv-channels none",),
-        )
-    if model.position_embedding_type != "rope":
-        mistakes.add("multi_latent_attention needs position_embedding_type rope")
-
-
-def _check_groups(model: ModelConfig, experts: int, mistakes: Mistakes) -> None:
-    groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
-    if groups is None and chosen is None:
-        return
-    if groups is None or chosen is None:
-        mistakes.add(
-            f"moe_router_num_groups is {groups} and moe_router_group_topk is {chosen}",
-            "a router that chooses among groups needs both",
-        )
-    elif experts % groups or chosen > groups:
-        mistakes.add(
-            f"{experts} experts in {groups} groups, of which {chosen} are chosen",
-            f"{experts} / {groups} = {experts / groups:.2f} must be whole",
-            f"{chosen} must be at most {groups}",
-            works=[f"--moe-router-num-groups {n}" for n in _near_divisors(experts, groups)],
-        )
-    elif model.moe_router_topk > chosen * experts // groups:
-        held = chosen * experts // groups
-        mistakes.add(
-            f"moe_router_topk {model.moe_router_topk} exceeds the experts of {chosen} groups",
-            f"{chosen} x {experts} / {groups} = {held}",
-            works=[f"--moe-router-topk {held}"],
-        )
-
-
-def _check_unused(
-    model: ModelConfig, names: tuple[str, ...], needs: str, add: str, mistakes: Mistakes
-) -> None:
-    """Settings that say something about a part that the model does not have: `add` gives it."""
-    for name in names:
-        default, value = getattr(ModelConfig, name), getattr(model, name)
-        if value != default:
-            shown = "none" if default is None else default
-            flag = f"--{name.replace('_', '-')}"
-            mistakes.add(f"{name} = {value} needs {needs}", works=[add, f"{flag} {shown}"])
-
-
-def _near_divisors(n: int, wanted: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    divisors = {*small, *(n // d for d in small)}
-    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:3])

@@ -1,4 +1,4 @@
-"""How the work is laid over the ranks: sizes, strategies, pipeline split. Megatron's names."""
+"""Settings of the layout: degrees of parallelism, sharding, pipeline; under Megatron's names."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -53,8 +53,8 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = option(
         None,
-        "stages written out, such as 'Et*2|(tt|)*3tL' ('|' ends a stage), or auto: stages of "
-        "equal times by the model's arithmetic",
+        "all stages as a layout string, such as 'Et*2|(tt|)*3tL' ('|' ends a stage), or auto: "
+        "stages of equal times, estimated from FLOPs",
     )
     decoder_first_pipeline_num_layers: int | None = option(None, "layers on the first PP rank")
     decoder_last_pipeline_num_layers: int | None = option(None, "layers on the last PP rank")
@@ -67,20 +67,21 @@ class ParallelConfig:
     pipeline_schedule: PipelineSchedule = option(
         "auto",
         "order of forwards and backwards; auto: 1f1b, interleaved_1f1b when V > 1, combined_1f1b "
-        "to hide experts' all-to-alls; synthesised: searched for this model's stages",
+        "to hide experts' all-to-alls; synthesised: a schedule found by search for these stages",
     )
     pipeline_in_flight_limit: float | None = option(
         None,
-        "activations that a synthesised schedule may hold on a rank, in microbatches' shares of "
-        "1/PP of the layers (default: PP, as 1f1b)",
+        "most activations that a synthesised schedule may hold on a rank, in microbatches of a "
+        "full rank's layers (default: PP, as 1f1b)",
     )
     num_sequence_slices: int = option(
-        1, "causal slices of each sequence, which pass the pipeline one by one (sliced_1f1b)"
+        1, "causal slices of each sequence, which pass through the pipeline in turn (sliced_1f1b)"
     )
     pipeline_max_unsharded_stages: int | None = option(
         None,
-        "under optim_grads_params: gather a stage's parameters once for as many acts as can be, "
-        "with so many stages of a rank gathered at most (default: layer by layer, each time)",
+        "with optim_grads_params: most stages of a rank whose parameters are gathered at once; "
+        "each stays gathered for as many pipeline actions as possible (default: gather layer by "
+        "layer, each time)",
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None, "microbatches a rank runs on one stage before the next (default: PP)"
@@ -88,16 +89,20 @@ class ParallelConfig:
     context_parallel_size: int = option(1, "ranks that split every sequence (CP)")
     cp_comm_type: tuple[CpCommType, ...] = option(
         ("p2p",),
-        "how context-parallel ranks see each other's keys and values: in a ring, gathered, heads "
-        "for tokens (Ulysses), or Ulysses inside and a ring outside; one, or one per layer",
+        "how context-parallel ranks exchange keys and values: p2p: in a ring; all_gather; a2a: "
+        "heads for tokens (Ulysses); a2a+p2p: Ulysses inside groups and a ring between them; one "
+        "for all layers, or one per layer",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
-        (), "for a2a+p2p: ranks of the inner Ulysses group, and of the outer ring"
+        (), "for a2a+p2p: sizes of the inner Ulysses group and of the outer ring"
     )
     expert_model_parallel_size: int = option(1, "ranks that split the experts (EP)")
     expert_tensor_parallel_size: int = option(1, "ranks that split each expert (ETP)")
     moe_token_dispatcher_type: TokenDispatcher = option(
         "alltoall", "how tokens reach their experts"
+    )
+    moe_shared_expert_overlap: bool = option(
+        False, "compute shared experts while tokens travel to the routed ones and back"
     )
     overlap_moe_expert_parallel_comm: bool = option(
         False,
@@ -105,18 +110,19 @@ class ParallelConfig:
         "pairs a forward with a backward",
     )
     tp_comm_overlap: bool = option(
-        False, "hide tensor-parallel gathers and scatters behind the multiplications they serve"
+        False,
+        "overlap tensor-parallel gathers and scatters with the multiplications that need them",
     )
     data_parallel_shard_size: int = option(
-        -1, "data-parallel ranks in one sharding group; -1: whatever the other degrees leave"
+        -1, "data-parallel ranks in one sharding group; -1: all ranks that other degrees leave"
     )
     num_distributed_optimizer_instances: int = option(
         1, "replicas of the sharding group (HSDP when more than one)"
     )
     data_parallel_sharding_strategy: ShardingStrategy = option(
         "no_shard",
-        "what data-parallel ranks split: nothing, optimizer state (ZeRO-1), and gradients "
-        "(ZeRO-2), and parameters (ZeRO-3)",
+        "what data-parallel ranks split: nothing; optimizer state (ZeRO-1); also gradients "
+        "(ZeRO-2); also parameters (ZeRO-3)",
     )
     overlap_grad_reduce: bool = option(
         True, "reduce gradients while the last backward of a stage still runs"
@@ -126,7 +132,7 @@ class ParallelConfig:
     )
     grad_reduce_in_bf16: bool = option(
         False,
-        "send gradients as bf16: summed in fp32 where they are sharded; not between HSDP replicas",
+        "send gradients in bf16; sharded ones are still summed in fp32; not between HSDP replicas",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Architectures by name: presets, their hub names, or the path of a Hugging Face model."""
+"""Model architectures by name: presets, hub names, or the path of a Hugging Face model."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -300,6 +300,7 @@ PRESETS: Mapping[str, ModelConfig] = {
     ),
     "gpt-oss-120b": _GPT_OSS_120B,
     "demo-llama": _DEMO_LLAMA,
+    "demo-moe": replace(_DEMO_LLAMA, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256),
     "debug-llama": replace(
         _DEMO_LLAMA,
         num_layers=4,
@@ -350,10 +351,10 @@ HUB_NAMES: Mapping[str, str] = {
 
 
 def resolve_model(name_or_path: str | Path) -> ModelConfig:
-    """The architecture that a preset, a hub name, or the path of a Hugging Face model names.
+    """The architecture of a preset, a hub name, or the path of a Hugging Face model.
 
     Raises:
-        ConfigError: nothing has that name, or the model at that path is not supported.
+        ConfigError: the name is not known, or the model at that path is not supported.
     """
     name = str(name_or_path)
     preset = PRESETS.get(HUB_NAMES.get(name, name))

@@ -1,10 +1,11 @@
-"""What every flag means, from the dataclasses: for --help, and as a page of the documentation."""
+"""Writes the descriptions of all flags from the dataclasses: for --help and the reference page."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from inspect import getdoc
 from textwrap import fill
+from types import MappingProxyType
 from typing import TextIO
 
 from fivefold.config.config import SECTIONS
@@ -17,7 +18,7 @@ MAX_WIDTH = 100
 
 
 def help_text(verb: str, options: type, stream: TextIO) -> str:
-    """The help of a verb: its own arguments, then every setting of a run if it takes a recipe."""
+    """The help of a command: its own arguments, and all settings of a run if it takes a recipe."""
     columns = shutil.get_terminal_size().columns if stream.isatty() else MAX_WIDTH
     width = min(columns, MAX_WIDTH)
     own = list(settings_of(options))
@@ -44,7 +45,7 @@ def _help_lines(
             yield from _entry(setting, width)
     yield "\nMegatron-LM's switches"
     for name, implied in SWITCHES.items():
-        yield f"  --{_dashed(name):<36}{_implied(implied)}"
+        yield f"  --{_dashed(name):<36}{_implied(name, implied)}"
     yield f"\nrecipes: {', '.join(recipe_names())}"
 
 
@@ -59,7 +60,7 @@ def _entry(setting: Setting, width: int) -> Iterator[str]:
 
 
 def _spellings(setting: Setting) -> list[str]:
-    """The flag with what follows it, and its aliases."""
+    """The flag with a placeholder for its value, and its aliases."""
     short = [f"--{_dashed(alias)}" for alias, of in ALIASES.items() if of == setting.name]
     if setting.kind is bool:
         off = f"--no-{setting.flag[2:]}"
@@ -69,7 +70,7 @@ def _spellings(setting: Setting) -> list[str]:
 
 
 def _default(setting: Setting) -> str:
-    """The default as it would be written, empty if None or False says nothing."""
+    """The default as a user would write it; empty for None and for switches that are off."""
     value = setting.default
     if value is MISSING or value is None:
         return ""
@@ -85,7 +86,7 @@ def _default(setting: Setting) -> str:
 
 
 def reference_page() -> str:
-    """docs/reference/flags.md."""
+    """The text of docs/reference/flags.md."""
     return "\n".join(_page_lines()) + "\n"
 
 
@@ -93,18 +94,19 @@ def _page_lines() -> Iterator[str]:
     yield "# Settings"
     yield ""
     yield (
-        "Every setting is a key of its section in a recipe and a flag of every command that takes "
-        "one: `micro_batch_size = 2` under `[training]`, or `--micro-batch-size 2`, which counts "
-        "more. A switch is turned on by `--name` and off by `--no-name`; "
+        "Every setting is a key of its section in a recipe, and a flag of every command that "
+        "takes a recipe: `micro_batch_size = 2` under `[training]`, or `--micro-batch-size 2`. "
+        "Flags override the recipe. A switch is turned on by `--name` and off by `--no-name`; "
         f'`{NONE}` stands for no value, in TOML as `"{NONE}"`. '
         "This page is written by `python -m fivefold.docs`."
     )
     yield ""
     yield (
-        "A setting that acts only beside another one is refused alone, with what to add "
-        "(`--recompute-modules mlp` needs `--recompute-granularity selective`). What a recipe sets "
-        "for a part that a flag takes away, such as `sequence_parallel` under `--tp 1`, is left "
-        "out, with a line that says so; given as flags, both are an error."
+        "A setting that has an effect only together with another one is refused without it, with "
+        "a message that says what to add (`--recompute-modules mlp` needs "
+        "`--recompute-granularity selective`). A recipe's setting that a flag makes ineffective, "
+        "such as `sequence_parallel` with `--tp 1`, is left out, with a note; if both are flags, "
+        "it is an error."
     )
     for section, settings in config_settings().items():
         yield from ("", f"## [{section}]", "", _summary(SECTIONS[section]), "")
@@ -121,7 +123,7 @@ def _page_lines() -> Iterator[str]:
     for alias, name in ALIASES.items():
         yield f"| `--{_dashed(alias)}` | `--{_dashed(name)}` |"
     for switch, implied in SWITCHES.items():
-        yield f"| `--{_dashed(switch)}` | {_implied(implied)} |"
+        yield f"| `--{_dashed(switch)}` | {_implied(switch, implied)} |"
 
 
 def _table(settings: Iterable[Setting]) -> Iterator[str]:
@@ -135,9 +137,18 @@ def _table(settings: Iterable[Setting]) -> Iterator[str]:
         yield f"| `{setting.name}` | {value} | {shown} | {text} |"
 
 
-def _implied(implied: Mapping[str, object]) -> str:
+_SAID_BY_OTHERS = MappingProxyType(
+    {
+        "group_query_attention": "needs --num-query-groups, which says it all",
+        "moe_grouped_gemm": "needs --num-experts: a layer's experts are always one parameter",
+        "moe_permute_fusion": "needs --num-experts: rows are always made without copies between",
+    }
+)
+
+
+def _implied(name: str, implied: Mapping[str, object]) -> str:
     if not implied:
-        return "needs --num-query-groups, which says it all"
+        return _SAID_BY_OTHERS[name]
     return ", ".join(f"{name} = {str(value).lower()}" for name, value in implied.items())
 
 

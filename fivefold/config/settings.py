@@ -1,4 +1,4 @@
-"""A dataclass field as something a person sets: its type, its flag and its TOML key."""
+"""Settings: dataclass fields with their type, flag and TOML key."""
 
 import math
 import shlex
@@ -13,7 +13,7 @@ NONE = "none"  # how flags and TOML, which has no null, spell None
 
 
 def argument(help: str, default: Any = MISSING) -> Any:
-    """A dataclass field that the command line gives by place; required without a default."""
+    """A dataclass field for a positional argument; required if it has no default."""
     return field(default=default, metadata={"help": help, "positional": True})
 
 
@@ -22,14 +22,14 @@ class Setting:
     """One field of a settings dataclass.
 
     Attributes:
-        name: name of the field, which is the TOML key; the flag has dashes.
-        kind: bool, int, float or str; of the items if `many`.
-        choices: the only values allowed, if not empty.
-        optional: None is allowed.
-        many: several values, kept as a tuple.
-        positional: given by place rather than by flag.
-        default: MISSING if there is none.
-        help: one line.
+        name: name of the field and of the TOML key; the flag has dashes instead of underscores.
+        kind: type of the value, or of its items if `many`: bool, int, float or str.
+        choices: allowed values; empty: all.
+        optional: whether None is allowed.
+        many: whether it takes several values, which are kept as a tuple.
+        positional: whether it is a positional argument rather than a flag.
+        default: default value; MISSING if there is none.
+        help: description in one line.
     """
 
     name: str
@@ -48,19 +48,19 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """What a value has to be, to follow "must be"."""
+        """A description of valid values, to follow "must be"."""
         word = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
         one = f"one of {', '.join(self.choices)}" if self.choices else word[self.kind]
         if self.many:
-            several = {int: "whole numbers", str: "texts"}[self.kind]
+            several = {int: "whole numbers", float: "numbers", str: "texts"}[self.kind]
             one = f"{one} or a list of {'them' if self.choices else several}"
         return f"{one}, or {NONE}" if self.optional else one
 
     def from_text(self, text: str) -> Any:
-        """The value that a word of the command line stands for.
+        """Convert a word of the command line to a value.
 
         Raises:
-            ValueError: it stands for none.
+            ValueError: the word is not a valid value.
         """
         if self.optional and text == NONE:
             return None
@@ -76,7 +76,7 @@ class Setting:
             return False
 
     def words(self, value: Any) -> str:
-        """The inverse of `from_text`; the words of several values are put in a row."""
+        """The inverse of `from_text`; several values are separated by spaces."""
         if value is None or value == ():
             return NONE
         if isinstance(value, tuple):
@@ -84,7 +84,7 @@ class Setting:
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def typed(self, value: Any) -> str:
-        """The flag that sets a value, as a shell takes it."""
+        """The flag with a value, quoted for a shell."""
         if self.kind is bool:
             return self.flag if value else f"--no-{self.flag[2:]}"
         parts = (
@@ -93,10 +93,10 @@ class Setting:
         return " ".join([self.flag, *map(shlex.quote, parts)])
 
     def from_toml(self, value: object) -> Any:
-        """The value that a TOML value stands for.
+        """Convert a TOML value to a value.
 
         Raises:
-            ValueError: it is of another type, or not among the choices.
+            ValueError: it has another type, or is not among the choices.
         """
         if self.optional and value == NONE:
             return None
@@ -105,7 +105,7 @@ class Setting:
         return self._one(value)
 
     def _one(self, value: object) -> Any:
-        """A TOML value, or an item of a list."""
+        """Convert a TOML value, or an item of a list."""
         if self.kind is float and type(value) is int and abs(value) < _MAX_WHOLE:
             value = float(value)
         if type(value) is not self.kind:
@@ -135,7 +135,7 @@ class Setting:
 
 
 def settings_of(cls: type) -> Iterator[Setting]:
-    """The settings of a dataclass, in order."""
+    """The settings of a dataclass, in the order of its fields."""
     hints = get_type_hints(cls)
     for of in fields(cls):
         yield _setting(of, hints[of.name])

@@ -10,14 +10,14 @@ ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_para
 
 @dataclass(frozen=True)
 class Sharding:
-    """One strategy (ZeRO; Rajbhandari et al., 2020), apart from types, which frameworks choose.
+    """A sharding strategy (ZeRO; Rajbhandari et al., 2020), without the choice of types.
 
     Attributes:
-        name: Megatron-LM's word for it.
-        zero_stage: 0 where nothing is split.
-        splits_optimizer: masters and moments exist once in a sharding group.
-        splits_gradients: gradients are reduced to their shard in every microbatch.
-        splits_parameters: parameters are gathered for each use, and freed after it.
+        name: Megatron-LM's name of the strategy.
+        zero_stage: stage of ZeRO; 0 if nothing is split.
+        splits_optimizer: whether master weights and moments are split over a sharding group.
+        splits_gradients: whether gradients are reduced to shards in every microbatch.
+        splits_parameters: whether parameters are gathered for each use and freed after it.
     """
 
     name: ShardingStrategy
@@ -28,13 +28,13 @@ class Sharding:
 
     @property
     def paper_name(self) -> str:
-        """What papers call it; '-' without sharding."""
+        """The name in papers; '-' without sharding."""
         return f"ZeRO-{self.zero_stage}" if self.zero_stage else "-"
 
     def gathers(self, passes: int) -> int:
-        """How often a step gathers each parameter, with so many forwards of a stage.
+        """How often a step with this number of forwards of a stage gathers each parameter.
 
-        Where the program says when parameters are gathered, the program counts instead.
+        This does not apply with pipeline_max_unsharded_stages, where the program decides.
         """
         return 2 * passes if self.splits_parameters else 1
 

@@ -1,4 +1,4 @@
-"""The doors into Config: the defaults, then a recipe (TOML), then flags."""
+"""Builds a Config from defaults, a recipe (TOML) and flags, each overriding the one before."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -48,10 +48,10 @@ def recipe_names() -> list[str]:
 
 
 def load_options(argv: Sequence[str], options: type[T]) -> T:
-    """A verb's own options, from its command line.
+    """A command's own options, from its command line.
 
     Raises:
-        ConfigError: everything that is wrong with it.
+        ConfigError: all mistakes of the command line.
     """
     mistakes = Mistakes()
     given = scan(argv, settings_of(options), mistakes)
@@ -63,13 +63,13 @@ def load_options(argv: Sequence[str], options: type[T]) -> T:
 
 @dataclass(frozen=True)
 class Loaded(Generic[T]):
-    """What a command line asks for, and where it says so.
+    """The options and the configuration of a command line, and the origin of each setting.
 
     Attributes:
-        options: options of the verb.
-        config: configuration that it works on.
-        by_flag: names of the settings that flags gave.
-        by_recipe: names of those that the recipe gives and no flag does.
+        options: the command's own options.
+        config: the configuration.
+        by_flag: names of the settings that were given by flags.
+        by_recipe: names of the settings that were given by the recipe only.
     """
 
     options: T
@@ -81,17 +81,18 @@ class Loaded(Generic[T]):
 def load(
     argv: Sequence[str], options: type[T], note: Callable[[str], None] = _log.info
 ) -> tuple[T, Config]:
-    """A verb's options and the Config it works on, from its command line.
+    """A command's options and configuration, from its command line.
 
-    What a recipe sets for, say, tensor-parallel ranks is left out where a flag asks for only one.
+    Settings of the recipe that a flag makes ineffective are left out, for example those of tensor
+    parallelism if a flag asks for a single rank.
 
     Args:
-        argv: words after the verb.
-        options: a dataclass with a field `recipe`, which may be None.
-        note: told what is left out.
+        argv: words after the name of the command.
+        options: dataclass with a field `recipe`, which may be None.
+        note: function that gets a message about each setting that is left out.
 
     Raises:
-        ConfigError: everything that is wrong with the flags and with the recipe.
+        ConfigError: all mistakes of the flags and of the recipe.
     """
     loaded = load_with_origins(argv, options)
     config, left_out = without_orphans(loaded.config, loaded.by_flag)
@@ -101,15 +102,15 @@ def load(
 
 
 def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = False) -> Loaded[T]:
-    """As `load`, telling what was given from what is a default.
+    """A command's options and configuration, with the origin of each setting.
 
     Args:
-        argv: words after the verb.
-        options: a dataclass with a field `recipe`, which may be None.
-        models: let what --model takes stand in the place of a recipe.
+        argv: words after the name of the command.
+        options: dataclass with a field `recipe`, which may be None.
+        models: whether a value of --model may be given in place of a recipe.
 
     Raises:
-        ConfigError: everything that is wrong with the flags and with the recipe.
+        ConfigError: all mistakes of the flags and of the recipe.
     """
     mistakes = Mistakes()
     of_config = [s for section in config_settings().values() for s in section]
@@ -129,7 +130,7 @@ def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = F
 
 
 def _is_recipe(name: str) -> bool:
-    """Whether a name is meant as a recipe rather than as what --model takes."""
+    """Whether a name means a recipe rather than a value of --model."""
     return name in recipe_names() or Path(name).suffix == ".toml"
 
 
@@ -137,7 +138,7 @@ def read_config(recipe: str | Path | None = None, **values: Any) -> Config:
     """The Config of a recipe (a path or the name of a shipped one) with some values changed.
 
     Raises:
-        ConfigError: everything that is wrong with the recipe.
+        ConfigError: all mistakes of the recipe.
     """
     mistakes = Mistakes()
     written = _written(None if recipe is None else str(recipe), mistakes)
@@ -148,7 +149,7 @@ def read_config(recipe: str | Path | None = None, **values: Any) -> Config:
 
 
 def to_toml(config: Config, *, changes_only: bool = False) -> str:
-    """A recipe that says everything, or what differs from the defaults; it reads back as equal."""
+    """The recipe of a configuration, with all settings or only those that are not defaults."""
     lines = []
     for (section, settings), (_, values) in zip(
         config_settings().items(), config.sections(), strict=True
@@ -181,7 +182,7 @@ def _options(options: type[T], given: Given, mistakes: Mistakes) -> T | None:
 
 
 def _written(recipe: str | None, mistakes: Mistakes) -> dict[str, dict[str, Any]]:
-    """Section -> values, of a recipe that may not be there."""
+    """The values of a recipe by section; empty without a recipe."""
     if recipe is not None:
         with mistakes.collecting():
             return _read_recipe(recipe)
@@ -209,9 +210,9 @@ def _model(
     mistakes: Mistakes,
     found_before: bool,
 ) -> ModelConfig | None:
-    """The preset, then what the recipe says beside it, then flags; --model replaces the first two.
+    """The model: the preset, the recipe's changes to it, then flags; --model replaces the recipe.
 
-    A model that is not there is no mistake of its own if others were found before.
+    A missing model is not reported if other mistakes were found before.
     """
     written = dict(written)
     name = written.pop(PRESET, None)
@@ -235,11 +236,14 @@ def _model(
     model = ModelConfig(**values)
     if "group_query_attention" in given.switches and model.num_query_groups is None:
         mistakes.add("--group-query-attention needs --num-query-groups, the key/value heads")
+    for switch in ("moe_grouped_gemm", "moe_permute_fusion"):
+        if switch in given.switches and model.num_experts is None:
+            mistakes.add(f"--{switch.replace('_', '-')} needs a model with --num-experts")
     return model
 
 
 def _read_recipe(recipe: str) -> dict[str, dict[str, Any]]:
-    """Section -> values, each of the right type."""
+    """The values of a recipe by section, with their types checked."""
     path = _find_recipe(recipe)
     tables = parse_toml(read_text(path, ConfigError), str(path), ConfigError)
     mistakes = Mistakes()

@@ -1,4 +1,4 @@
-"""What is trained on, how, and what is kept of it."""
+"""Settings of training, data, optimizer, checkpoints and logging."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Literal
 from fivefold.config.parallel import option
 
 ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64": 8})
-"""Of a number, by precision."""
+"""Bytes of an element, by precision."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TrainingConfig:
     global_batch_size: int = option(8, "sequences per optimizer step over all ranks")
     seq_length: int = option(1024, "tokens per sequence")
     train_iters: int = option(100, "optimizer steps")
-    seed: int = option(1234, "seeds weights, data order and dropout, the same for every layout")
+    seed: int = option(1234, "seed of initial weights, data order and dropout, whatever the layout")
     precision: Literal["bf16", "fp32", "fp64"] = option(
         "bf16", "compute type; bf16 keeps fp32 master weights and reduces in fp32"
     )
@@ -34,7 +34,7 @@ class TrainingConfig:
     )
     compile: bool = option(False, "compile each transformer layer (torch.compile)")
     compile_backend: Literal["inductor", "aot_eager"] = option(
-        "inductor", "what torch.compile makes of a layer; aot_eager: its operations unchanged"
+        "inductor", "backend of torch.compile; aot_eager leaves the operations unchanged"
     )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
     mtp_loss_scaling_factor: float = option(
@@ -45,7 +45,9 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop before the optimizer step when the loss or gradient norm is not finite"
     )
-    distributed_timeout_minutes: float = option(10.0, "a collective that takes longer fails")
+    distributed_timeout_minutes: float = option(
+        10.0, "minutes after which a waiting collective fails"
+    )
 
     @property
     def evaluates(self) -> bool:
@@ -75,7 +77,9 @@ class DataConfig:
     text_key: str = option("text", "field of a JSON line or Parquet row that holds the text")
     reset_position_ids: bool = option(True, "count positions from each document's start")
     reset_attention_mask: bool = option(True, "let no token attend beyond its document")
-    eod_mask_loss: bool = option(True, "take no loss for predicting past an end of document")
+    eod_mask_loss: bool = option(
+        True, "mask the loss of predicting the token after an end of document"
+    )
 
 
 @dataclass(frozen=True)
@@ -103,35 +107,36 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where a run lives and what it keeps."""
+    """The run folder and its checkpoints."""
 
     save: str | None = option(
         None,
-        "run folder (default: runs/RECIPE-TIME); one that holds checkpoints is continued from "
-        "its latest",
+        "run folder (default: runs/RECIPE-TIME); if it holds checkpoints, the run continues from "
+        "the latest",
     )
     load: str | None = option(None, "run folder to start from, of any layout")
     ckpt_step: int | None = option(None, "step of --load to start from (default: its latest)")
     finetune: bool = option(
-        False, "take only the weights of --load; step, optimizer and data start afresh"
+        False, "load only the weights of --load; step, optimizer and data start anew"
     )
     save_interval: int = option(0, "steps between checkpoints; 0: only the last step")
-    keep_latest_k: int | None = option(3, "checkpoints kept; none: all")
+    keep_latest_k: int | None = option(3, "number of checkpoints to keep; none: all")
     async_save: bool = option(True, "write checkpoints while training goes on")
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What is told and to whom; metrics.jsonl is always written."""
+    """Console, metrics, profiles and audits; metrics.jsonl is always written."""
 
     log_interval: int = option(1, "steps between console lines")
     tensorboard: bool = option(False, "write TensorBoard events (extra: fivefold[tensorboard])")
     wandb_project: str | None = option(None, "report to this W&B project (extra: fivefold[wandb])")
     profile: bool = option(
-        False, "note when each act of the pipeline runs; the last profiled step stays in the folder"
+        False,
+        "record when each pipeline action runs; the run folder keeps the last profiled step",
     )
-    profile_step_start: int = option(10, "step at which profiling starts")
-    profile_step_end: int = option(12, "step at which profiling has ended")
+    profile_step_start: int = option(10, "first step that is profiled")
+    profile_step_end: int = option(12, "first step that is no longer profiled")
     profile_ranks: tuple[int, ...] = option((0,), "ranks whose pipelines are profiled")
     audit: bool = option(
         False, "measure what the second step sends, holds and computes, for `fivefold audit`"

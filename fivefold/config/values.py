@@ -1,4 +1,4 @@
-"""Ranges of single settings."""
+"""Checks the ranges of single settings."""
 
 from collections.abc import Callable
 from types import MappingProxyType
@@ -19,6 +19,12 @@ _RULES = MappingProxyType(
         "moe_router_topk": _AT_LEAST_ONE,
         "moe_router_num_groups": _AT_LEAST_ONE,
         "moe_router_group_topk": _AT_LEAST_ONE,
+        "moe_router_group_scores": _AT_LEAST_ONE,
+        "moe_router_topk_scaling_factor": _POSITIVE,
+        "moe_z_loss_coeff": _NOT_NEGATIVE,
+        "moe_router_bias_update_rate": _NOT_NEGATIVE,
+        "moe_input_jitter_eps": (lambda v: 0 < v < 1, "between 0 and 1"),
+        "moe_expert_capacity_factor": _POSITIVE,
         "moe_ffn_hidden_size": _AT_LEAST_ONE,
         "moe_shared_expert_intermediate_size": _AT_LEAST_ONE,
         "q_lora_rank": _AT_LEAST_ONE,
@@ -73,7 +79,7 @@ _OF_THE_RATE = frozenset(
 
 
 def check_values(config: Config, mistakes: Mistakes) -> None:
-    """Add every setting that is out of its range, and pairs that contradict each other."""
+    """Collect settings that are out of their range, and pairs that contradict each other."""
     out_of_range = set()
     for name, (holds, range_) in _RULES.items():
         value = config.value(name)
@@ -96,7 +102,7 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_rate(config: Config, mistakes: Mistakes) -> None:
-    """Numbers of the learning rate that are in their ranges, and contradict each other."""
+    """Collect settings of the learning rate that contradict each other."""
     optimizer, iters = config.optimizer, config.training.train_iters
     if optimizer.min_lr > optimizer.lr:
         mistakes.add(

@@ -34,7 +34,9 @@ class Across:
         self, q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, scope: Scope, drop: HeadDropout | None
     ) -> Tensor:
         """See `model.attention.Kernel`."""
-        out: Tensor = _Across.apply(q_BSND, k_BSGD, v_BSGD, self.transport, scope.part, drop)
+        out: Tensor = _Across.apply(
+            q_BSND, k_BSGD, v_BSGD, scope.sinks, self.transport, scope.part, drop
+        )
         return out
 
 
@@ -45,23 +47,24 @@ class _Across(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         transport: Transport,
         part: MicrobatchShare,
         drop: HeadDropout | None,
     ) -> Tensor:
         queries, own = _prepared(q, k, v, part, drop)
-        queries.begin(v.shape[-1])
+        queries.begin(v.shape[-1], sinks)
         for keys in transport.forward(own):
             queries.meet(keys)
         out = queries.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, queries.lse)
-        ctx.rest = transport, part, drop
+        ctx.rest = transport, part, drop, sinks
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        transport, part, drop = ctx.rest
+        transport, part, drop, sinks = ctx.rest
         queries, own = _prepared(q, k, v, part, drop)
         queries.begin_backward(grad, out, lse)
         steps = transport.backward(own)
@@ -72,18 +75,24 @@ class _Across(torch.autograd.Function):
             except StopIteration as end:
                 grads = end.value.split([k.shape[-1], v.shape[-1]], dim=-1)
                 break
-        return queries.dq.to(q.dtype), *(g.to(k.dtype) for g in grads), None, None, None
+        d_sinks = None if sinks is None else queries.sink_grads(sinks)
+        return queries.dq.to(q.dtype), *(g.to(k.dtype) for g in grads), d_sinks, None, None, None
 
 
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, part: MicrobatchShare, drop: HeadDropout | None
 ) -> tuple[Queries, Own]:
-    ids = own_ids = None
-    if drop is not None:
-        ids = drop.token_ids_BL.reshape(part.shards.rows, -1)
-        own_ids = torch.cat([ids[:, start:stop] for start, stop in part.spans], dim=1)
+    ids, mine = own_ids(part, drop)
     own = Own(torch.cat((k, v), dim=-1), k.shape[-1], part, ids)
-    return Queries(q, k.shape[2], drop, own_ids), own
+    return Queries(q, k.shape[2], drop, mine), own
+
+
+def own_ids(part: MicrobatchShare, drop: HeadDropout | None) -> tuple[Tensor | None, Tensor | None]:
+    """Token ids of the whole rows, and of what this rank holds of them, where any are dropped."""
+    if drop is None:
+        return None, None
+    ids = drop.token_ids_BL.reshape(part.shards.rows, -1)
+    return ids, torch.cat([ids[:, start:stop] for start, stop in part.spans], dim=1)
 
 
 @dataclass(frozen=True)
@@ -115,8 +124,11 @@ class Heads:
         features = q_BSND.shape[3], k_BSGD.shape[3], v_BSGD.shape[3]
         packed = [x.flatten(2) for x in (q_BSND, k_BSGD, v_BSGD)]
         q, k, v = _ToHeads.apply(*packed, deal, features)
+        first, last = deal.queries(self.group.rank())
         if drop is not None:
-            drop = drop.after(deal.queries(self.group.rank())[0])
+            drop = drop.after(first)
+        if scope.sinks is not None:
+            scope = replace(scope, sinks=scope.sinks[first:last])
         if self.outer_rank is None:
             # A kernel of one device takes packed rows as they were, not end to end.
             rows = len(q) if scope.documents is None else len(scope.documents.ids_BS)

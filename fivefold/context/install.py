@@ -7,6 +7,7 @@ import torch.distributed as dist
 from fivefold.config.parallel import CpCommType
 from fivefold.context.attention import Across, Heads
 from fivefold.context.balance import split
+from fivefold.context.latent import GatheredLatents
 from fivefold.context.transport import Gather, PeerToPeer
 from fivefold.mesh.groups import Groups
 from fivefold.model.attention import Kernel
@@ -26,7 +27,11 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
     """
     for layer in stage.transformer_layers:
         attention = layer.self_attn
-        attention.kernel = make_kernel(kinds[attention.layer % len(kinds)], groups)
+        kind = kinds[attention.layer % len(kinds)]
+        attention.kernel = make_kernel(kind, groups)
+        if kind == "all_gather" and attention.has_latents:
+            assert groups.cp is not None, "one rank needs no context parallelism"
+            attention.latent_kernel = GatheredLatents(groups.cp)
 
 
 def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:

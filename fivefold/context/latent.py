@@ -5,48 +5,47 @@ gathering it sends 71 times less. Nothing projected up is kept: the backward gat
 again. Shapes: B rows, S tokens of this rank, L tokens that it sees, C latent features, N heads.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.context.attention import own_ids
 from fivefold.context.transport import Gather, Own
-from fivefold.model.attention import Scope
+from fivefold.model.attention import Scope, Up
 from fivefold.model.blockwise import Keys, Queries
+from fivefold.model.dropout import HeadDropout
 from fivefold.model.shards import MicrobatchShare
 
-Up = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""[B, L, C] -> keys [B, L, N, Dk] and values [B, L, N, Dv], with its parameters' gradients."""
 
-
-def latent_attention(
-    q_BSND: Tensor,
-    latent_BSC: Tensor,
-    up: Up,
-    parameters: tuple[Tensor, ...],
-    scope: Scope,
-    group: dist.ProcessGroup,
-) -> Tensor:
+@dataclass(frozen=True)
+class GatheredLatents:
     """Attention of this rank's queries to the keys and values behind the latents of all ranks.
 
     Of whole rows, (P-1) latents are sent forward and 2 (P-1) backward.
 
-    Args:
-        q_BSND: queries of this rank's tokens.
-        latent_BSC: their compressed keys and values, rotary part included.
-        up: makes keys and values of latents, token by token.
-        parameters: all that `up` uses and that needs a gradient.
-        scope: scope with the part of the rows that is on this rank.
+    Attributes:
         group: group of context parallelism.
-
-    Returns:
-        [B, S, N, Dv].
     """
-    assert scope.part is not None, "whole rows need no context parallelism"
-    out: Tensor = _Latent.apply(q_BSND, latent_BSC, up, scope.part, Gather(group, 1), *parameters)
-    return out
+
+    group: dist.ProcessGroup
+
+    def __call__(
+        self,
+        q_BSND: Tensor,
+        latent_BSC: Tensor,
+        up: Up,
+        parameters: tuple[Tensor, ...],
+        scope: Scope,
+        drop: HeadDropout | None,
+    ) -> Tensor:
+        """See `model.attention.LatentKernel`; the latent has the shared rotary key behind it."""
+        assert scope.part is not None, "whole rows need no context parallelism"
+        rest = up, scope.part, Gather(self.group, 1), drop, scope.sinks
+        out: Tensor = _Latent.apply(q_BSND, latent_BSC, rest, scope.sinks, *parameters)
+        return out
 
 
 class _Latent(torch.autograd.Function):
@@ -55,48 +54,58 @@ class _Latent(torch.autograd.Function):
         ctx: Any,
         q: Tensor,
         latent: Tensor,
-        up: Up,
-        part: MicrobatchShare,
-        gather: Gather,
+        rest: tuple[Any, ...],
+        sinks: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        (arrived,) = gather.forward(_own(latent, part))
+        up, part, gather, drop, _ = rest
+        own, ids = _own(latent, part, drop)
+        (arrived,) = gather.forward(own)
         k, v = up(_latents(arrived))
-        queries = Queries(q, k.shape[2])
-        queries.begin(v.shape[-1])
-        queries.meet(Keys(k, v, arrived.blocks, arrived.spans))
+        queries = Queries(q, k.shape[2], drop, ids)
+        queries.begin(v.shape[-1], sinks)
+        queries.meet(_projected(arrived, k, v))
         out = queries.out.to(q.dtype)
         ctx.save_for_backward(q, latent, out, queries.lse)
-        ctx.rest = up, part, gather, parameters
+        ctx.rest, ctx.parameters = rest, parameters
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         q, latent, out, lse = ctx.saved_tensors
-        up, part, gather, parameters = ctx.rest
-        steps = gather.backward(_own(latent, part))
+        up, part, gather, drop, sinks = ctx.rest
+        own, ids = _own(latent, part, drop)
+        steps = gather.backward(own)
         arrived = next(steps)
         with torch.enable_grad():
             latents = _latents(arrived).detach().requires_grad_()
             k, v = up(latents)
-        queries = Queries(q, k.shape[2])
+        queries = Queries(q, k.shape[2], drop, ids)
         queries.begin_backward(grad, out, lse)
-        dk, dv = queries.meet_backward(Keys(k.detach(), v.detach(), arrived.blocks, arrived.spans))
+        dk, dv = queries.meet_backward(_projected(arrived, k.detach(), v.detach()))
         d_latents, *d_parameters = torch.autograd.grad(
-            (k, v), (latents, *parameters), (dk.to(k.dtype), dv.to(v.dtype))
+            (k, v), (latents, *ctx.parameters), (dk.to(k.dtype), dv.to(v.dtype))
         )
         try:
             d_latents = d_latents[:, :, None].to(queries.wide)
             steps.send((d_latents, d_latents[..., :0]))
         except StopIteration as end:
             d_latent = end.value[:, :, 0].to(latent.dtype)
-        return queries.dq.to(q.dtype), d_latent, None, None, None, *d_parameters
+        d_sinks = None if sinks is None else queries.sink_grads(sinks)
+        return queries.dq.to(q.dtype), d_latent, None, d_sinks, *d_parameters
 
 
-def _own(latent_BSC: Tensor, part: MicrobatchShare) -> Own:
-    """Latents travel as the keys of one head, without values."""
-    return Own(latent_BSC[:, :, None], latent_BSC.shape[-1], part, None)
+def _own(
+    latent_BSC: Tensor, part: MicrobatchShare, drop: HeadDropout | None
+) -> tuple[Own, Tensor | None]:
+    """Latents travel as the keys of one head, without values; the ids of this rank's tokens."""
+    ids, mine = own_ids(part, drop)
+    return Own(latent_BSC[:, :, None], latent_BSC.shape[-1], part, ids), mine
 
 
 def _latents(arrived: Keys) -> Tensor:
     return arrived.k[:, :, 0]
+
+
+def _projected(arrived: Keys, k: Tensor, v: Tensor) -> Keys:
+    return Keys(k, v, arrived.blocks, arrived.spans, None, arrived.ids)

@@ -23,6 +23,7 @@ def describe(layout: Layout) -> list[Row]:
         *_flops(layout),
         *_memory(layout),
         *_deferred(layout),
+        *_recomputed(layout),
     ]
 
 
@@ -161,6 +162,23 @@ def _memory(layout: Layout) -> list[Row]:
             f"of {human_count(state.parameters)} parameters after tp {layout.grid.tp}{where}, "
             f"{parallel.data_parallel_sharding_strategy}, {layout.config.training.precision}",
         ),
+    ]
+
+
+def _recomputed(layout: Layout) -> list[Row]:
+    """What a limit on the microbatches that a rank holds costs in forwards."""
+    again = layout.recomputed()
+    if not again:
+        return []
+    forwards = len(layout.split.stages) * layout.num_microbatches
+    limit = layout.config.memory.recompute_in_flight_limit
+    stage, most = again.most_common(1)[0]
+    return [
+        (
+            "forwards run twice",
+            f"{again.total()} of {forwards}",
+            f"recompute_in_flight_limit {limit}; {most} of stage {stage}, which are most",
+        )
     ]
 
 

@@ -19,7 +19,9 @@ class ParameterRecord:
         stored: name under which it is initialised and stored; a tied copy has the original's.
         stage: index in the program of the stage that holds it.
         shape: shape of this rank's part before data parallelism shards it.
-        tp_dim: dim that the tensor-parallel ranks split; None: each of them holds all of it.
+        experts: whether it belongs to experts, which lie on a mesh of their own.
+        split_dim: dim that the ranks of tensor parallelism split, of experts those of expert tensor
+            parallelism; None: each of them holds all of it.
         sums: groups over which its gradient is summed, one after the other: first the ranks that
             see other tokens of it ("data", for experts "edp"), then those of "tp" that each compute
             a part, the other copy of the model ("mirror"), and the other copies of the embedding
@@ -34,7 +36,8 @@ class ParameterRecord:
     stored: str
     stage: int
     shape: tuple[int, ...]
-    tp_dim: int | None
+    experts: bool
+    split_dim: int | None
     sums: tuple[str, ...]
     loaded: bool
     written: bool
@@ -55,7 +58,7 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
     for stage, named in weights.items():
         for name, weight in named.items():
             stored, place = canonical_name(model, name), places[weight.of_experts]
-            dim = weight.placed(grid.tp)
+            dim = weight.placed(grid.etp if weight.of_experts else grid.tp)
             original = name == stored and stage < len(layout.split.stages)
             records.append(
                 ParameterRecord(
@@ -63,7 +66,8 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
                     stored=stored,
                     stage=stage,
                     shape=weight.local(grid.tp, grid.ep, grid.etp),
-                    tp_dim=dim,
+                    experts=weight.of_experts,
+                    split_dim=dim,
                     sums=(
                         place.data,
                         *_further_sums(layout, weight),

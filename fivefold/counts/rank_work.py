@@ -2,7 +2,7 @@
 
 from math import prod
 
-from fivefold.counts.state import stages_held
+from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
@@ -69,10 +69,19 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
     output = model.attention_size / grid.tp
     memory = layout.config.memory
+    if gathers_latents(layout.config, layer):
+        # Whole latents with the shared key, instead of their part and of keys and values.
+        parts = grid.tp if parallel.sequence_parallel else 1
+        latent = model.kv_lora_rank * (1 - 1 / parts) + model.qk_pos_emb_head_dim
+        return latent - (model.k_size + model.v_size) / grid.tp
     if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
         return 0.0
     if grid.cp == 1:
-        return output if packed else 0.0
+        window = model.window_of(layer)
+        whole = window is None or window + 1 >= layout.config.training.seq_length
+        fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
+        joined = packed and whole and fused
+        return output if joined else 0.0
     if kind not in ("a2a", "a2a+p2p"):
         return 0.0
     exchanging = grid.cp if kind == "a2a" else parallel.hierarchical_context_parallel_sizes[0]
@@ -81,59 +90,78 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
     return output + (max(exchanging / heads, 1) - 1) * keys
 
 
-def multiplications(layout: Layout, pp_rank: int) -> float:
+def multiplications(layout: Layout, rank: int) -> float:
     """FLOPs of a rank's linear layers: forward, dX and dW, each 2 x weights x tokens.
 
     What the backward makes again counts once more: whole layers, or what an MLP's last linear
-    takes. PyTorch's checkpoint stops where nothing more is needed, which is before the last linear
-    of a region, unless that is one of ours, which knows its weight gradient or its collective, or
-    a dropout follows.
+    takes; and the stages of microbatches that are not kept. PyTorch's checkpoint stops where
+    nothing more is needed, which is before the last linear of a region, unless that is one of
+    ours, which knows its weight gradient or its collective, or a dropout follows.
     """
-    config, grid = layout.config, layout.grid
+    config, grid, at = layout.config, layout.grid, layout.grid.coordinates(rank)
     model, training, memory = config.model, config.training, config.memory
     tokens = training.micro_batch_size * training.seq_length / grid.cp
     stops = grid.tp == 1 and not layout.defers_weights and not model.hidden_dropout
-    remakes_mlp = memory.recompute_granularity == "selective" and "mlp" in memory.recompute_modules
-    passes = 0.0  # weights x times that a product with them is computed
-    for stage in stages_held(layout, pp_rank):
-        parts = layout.split.stages[stage]
+    remade = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
+    total = 0.0  # weights x times that a product with them is computed
+    recomputed = layout.recomputed()
+    count = layout.num_microbatches // layout.num_copies
+    for stage, parts in layout.stages_of(at["pp"]).items():
+        passes = once = 0.0  # of a microbatch; of a forward alone
         if parts.head:
-            runs = 3 * (1 + model.mtp_num_layers)
-            passes += runs * model.padded_vocab_size // grid.tp * model.hidden_size
-        for group, again in memory.recomputed_groups(len(parts.layers)):
-            for place in group:
-                sizes = _linear_weights(layout, parts.layers[place])
-                passes += (3 + again) * sum(sizes.values())
-                last = place == group[-1]
-                if again and stops and last:
-                    passes -= sizes["mlp.down_proj.weight"]
-                if remakes_mlp:
-                    passes += _remade_mlp(sizes, stops)
-        further = _linear_weights(layout, model.num_layers)
-        again = memory.recompute_granularity == "full"
-        projection = 2 * model.hidden_size**2 // grid.tp
-        passes += parts.mtp * (3 + again) * (projection + sum(further.values()))
-        passes += parts.mtp * _remade_mlp(further, stops) if remakes_mlp else 0
-    return 2 * passes * tokens * layout.num_microbatches / layout.num_copies
+            runs = 1 + model.mtp_num_layers
+            once += runs * model.padded_vocab_size // grid.tp * model.hidden_size
+            passes += 3 * runs * model.padded_vocab_size // grid.tp * model.hidden_size
+        groups = memory.recomputed_groups(len(parts.layers))
+        layers = [
+            (parts.layers[place], again, again and stops and place == group[-1])
+            for group, again in groups
+            for place in group
+        ]
+        # A projection stands before those of further predictions, and behind them a norm.
+        further = range(model.num_layers, model.num_layers + parts.mtp)
+        layers += [(layer, memory.recompute_granularity == "full", False) for layer in further]
+        for layer, again, stops_before_last in layers:
+            sizes = _linear_weights(layout, layer)
+            predicts = layer >= model.num_layers
+            projection = 2 * model.hidden_size**2 // grid.tp if predicts else 0
+            once += projection + sum(sizes.values())
+            passes += (3 + again) * (projection + sum(sizes.values()))
+            if stops_before_last:
+                passes -= sizes["mlp.down_proj.weight"]
+            if gathers_latents(config, layer):
+                _, got = seen_shares(layout, at["cp"], model.window_of(layer))
+                # Of all latents, in a forward; the backward projects them again for dX and dW.
+                times = (4 + again + ("core_attn" in remade)) * (1 + got) - (3 + again)
+                passes += times * sizes["self_attn.kv_b_proj.weight"]
+                once += got * sizes["self_attn.kv_b_proj.weight"]
+            if "mla_up_proj" in remade:
+                passes += sum(sizes.get(f"self_attn.{up}_proj.weight", 0) for up in _UP)
+            if "mlp" in remade:
+                inner = ("gate", "up") if stops else ("gate", "up", "down")
+                passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
+        total += count * passes + recomputed[stage] * once
+    return 2 * total * tokens
 
 
-def _remade_mlp(sizes: dict[str, int], stops: bool) -> int:
-    """Weights that the backward of an MLP that is recomputed multiplies with again."""
-    inner = ("gate", "up") if stops else ("gate", "up", "down")
-    return sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
+_UP = ("q", "q_b", "kv_b")  # projections of latent attention up to the heads
 
 
-def _linear_weights(layout: Layout, layer: int) -> dict[str, int]:
+def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
     """Name -> elements that a rank multiplies with for one token, of a layer's linear layers.
 
-    Where key/value heads are fewer than ranks, a rank holds all of them and computes one.
+    Where key/value heads are fewer than ranks, a rank holds all of them and computes one. What is
+    whole on every rank multiplies this rank's tokens only, under sequence parallelism.
     """
     model, grid = layout.config.model, layout.grid
-    sizes = {}
+    parts = grid.tp if layout.config.parallel.sequence_parallel else 1
+    sizes: dict[str, float] = {}
     for name, weight in layer_weights(model, layer).items():
         if not weight.multiplies:
             continue
-        size = prod(weight.local(grid.tp, grid.ep, grid.etp))
+        size: float = prod(weight.local(grid.tp, grid.ep, grid.etp))
+        if weight.split is None:
+            size /= parts
         if weight.heads % grid.tp:
             size //= weight.heads
         if weight.of_experts:

@@ -7,7 +7,7 @@ from the layout alone. Planner, audit and the table of derived numbers all count
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
@@ -227,8 +227,8 @@ def num_shards(layout: Layout) -> int:
 
 def num_expert_shards(layout: Layout) -> int:
     """Ranks that share the optimizer state of an expert's parameter."""
-    instances = layout.grid.dp_replicate
-    return 1 if num_shards(layout) == 1 else max(layout.grid.edp // instances, 1)
+    edp = layout.grid.edp
+    return 1 if num_shards(layout) == 1 else edp // gcd(edp, layout.grid.dp_replicate)
 
 
 def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:

@@ -7,14 +7,14 @@ from functools import partial
 from math import prod
 
 from fivefold.config.training import ELEMENT_BYTES
-from fivefold.context.balance import split
+from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.messages import context_volumes, rows_sent, wire_bytes
 from fivefold.counts.parameters import parameter_records, tied_ranks
 from fivefold.counts.state import held, num_expert_shards, num_shards
 from fivefold.layout import Layout
-from fivefold.model.blocks import Sight, num_tokens
 from fivefold.model.description import Layer, describe, layer_kind
-from fivefold.model.operations import CoreAttention
+from fivefold.model.operations import CoreAttention, Operation
+from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Direction, Kind
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
@@ -77,6 +77,7 @@ class _Volumes:
         self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
         self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
         self.stages = layout.stages_of(self.at["pp"])
+        self.recomputed = layout.recomputed()
         self.records = parameter_records(layout, rank)
 
     def data_parallel(self) -> Iterator[Flow]:
@@ -113,13 +114,15 @@ class _Volumes:
     def _gathers(self) -> dict[int, int]:
         """How often each stage's parameters are gathered: as the program says, where it does."""
         if self.parallel.pipeline_max_unsharded_stages is None:
-            passes = self.microbatches * self.slices
-            return dict.fromkeys(self.stages, self.parallel.sharding.gathers(passes))
+            sharding = self.parallel.sharding
+            often = sharding.gathers(self.microbatches * self.slices)
+            again = self.slices if sharding.splits_parameters else 0
+            return {stage: often + again * self.recomputed[stage] for stage in self.stages}
         acts = self.layout.program().ranks[self.at["pp"]]
         return Counter(act.stage for act in acts if act.kind is Kind.UNSHARD)
 
     def tensor_parallel(self) -> Iterator[Flow]:
-        """Per microbatch and hidden state of N bytes, in units of (t-1)/t N.
+        """Per microbatch and hidden state of N bytes, in units of (t-1)/t N. Latents are smaller.
 
         Attention, an MLP and shared experts each: 2 all-reduces = 4; with sequence parallelism an
         all-gather and a reduce-scatter forward, as many backward and one more gather of the saved
@@ -133,30 +136,41 @@ class _Volumes:
         run once more.
         """
         sequence = self.parallel.sequence_parallel
-        unit = self.tokens * self.model.hidden_size * self.element * (self.tp - 1) / self.tp
+        feature = self.tokens * self.element * (self.tp - 1) / self.tp
+        unit = self.model.hidden_size * feature
         numbers = 3 if self.layout.config.training.label_smoothing else 2
         loss = self.tp * numbers * self.tokens * self.master
-        for spec in self.stages.values():
-            further = [self.model.num_layers] * spec.mtp
-            layers = sum(sum(self._units(layer)) for layer in (*spec.layers, *further)) * unit
-            layers += 2 * self._exchanged(spec.mtp) * unit
-            yield Flow("tp", "activations of layers", self.microbatches * layers)
-            again = (self._repeated(spec.layers) + self._repeated_further(spec.mtp)) * unit
-            yield Flow("tp", "activations made again", self.microbatches * again)
-            embedded = self.microbatches * 2 * unit
-            yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedded)
+        for stage, spec in self.stages.items():
+            layers = (*spec.layers, *self._further(spec))
+            twice = self.recomputed[stage]  # forwards of the whole stage
+            exchanged = self._exchanged(spec.mtp)
+            forward = sum(self._features(layer)[0] for layer in layers) + exchanged
+            backward = sum(self._features(layer)[1] for layer in layers) + exchanged
+            yield Flow(
+                "tp", "activations of layers", self.microbatches * (forward + backward) * feature
+            )
+            again = self._repeated(spec.layers) + self._repeated_further(spec.mtp)
+            again = self.microbatches * again + twice * forward
+            yield Flow("tp", "activations made again", again * feature)
+            embedding = 2 * self.microbatches + (1 if sequence else 2) * twice
+            yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedding * unit)
             if spec.head:
-                runs = self.microbatches * (1 + self.model.mtp_num_layers)
-                head = (3 if sequence else 2) * unit
-                yield Flow("tp", "output layer", runs * head)
+                runs = 1 + self.model.mtp_num_layers
+                head = 3 * self.microbatches + twice if sequence else 2 * self.microbatches
+                yield Flow("tp", "output layer", runs * head * unit)
                 whole = wire_bytes("all_gather", loss, self.tp)
-                yield Flow("tp", "cross entropy", runs * whole)
+                yield Flow("tp", "cross entropy", runs * (self.microbatches + twice) * whole)
         size = wire_bytes("all_reduce", self._held("tp") * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
 
+    def _further(self, spec: StageParts) -> range:
+        """The numbers of a stage's layers of multi-token prediction."""
+        return range(self.model.num_layers, self.model.num_layers + spec.mtp)
+
     def _exchanged(self, predictions: int) -> float:
-        """Units in which so many projections exchange features for tokens, in one direction."""
-        return predictions / self.tp if self.parallel.sequence_parallel else 0.0
+        """Features of a token that so many projections exchange for tokens, in one direction."""
+        sequence = self.parallel.sequence_parallel
+        return predictions * self.model.hidden_size / self.tp if sequence else 0.0
 
     def _repeated_further(self, predictions: int) -> float:
         """As `_repeated`, of so many further predictions: each ends with a norm, which saves."""
@@ -164,25 +178,29 @@ class _Volumes:
         layer = self.model.num_layers
         if memory.recompute_granularity != "full":
             return predictions * self._repeated([layer])
-        return predictions * self._units(layer)[0] + self._exchanged(predictions)
+        return predictions * self._features(layer)[0] + self._exchanged(predictions)
 
     def _repeated(self, layers: Sequence[int]) -> int:
-        """Units of `tensor_parallel` that the backward of a stage sends to make its input anew.
+        """Features of a token that the backward of a stage sends to make its input anew.
 
-        A forward's two of every block; but a repetition ends with the last tensor that it saves,
+        Those of every forward; but a repetition ends with the last tensor that it saves,
         before the sum that ends an MLP (unless the mask of a dropout comes after).
         """
         memory, sequence = self.layout.config.memory, self.parallel.sequence_parallel
-        last = 1 if sequence else 2
-        if memory.recompute_granularity == "selective" and "mlp" in memory.recompute_modules:
-            linears = (self._layer(layer).mlp_input for layer in layers)
-            return sum(linear.tensor_units(sequence_parallel=sequence)[0] for linear in linears)
-        units = 0
+        last = (1 if sequence else 2) * self.model.hidden_size
+        remade = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
+        repeated: list[Operation] = []
+        for layer in map(self._layer, layers):
+            repeated += [layer.mlp_input] if "mlp" in remade else []
+            repeated += [
+                op for op in layer.attention if "mla_up_proj" in {*remade} & {*op.rerun_by}
+            ]
+        features = sum(op.tensor_features(sequence_parallel=sequence)[0] for op in repeated)
         for group, again in memory.recomputed_groups(len(layers)):
             if again:
-                units += sum(self._units(layers[index])[0] for index in group)
-                units -= last * self._layer(layers[group[-1]]).ends_with_sum
-        return units
+                features += sum(self._features(layers[index])[0] for index in group)
+                features -= last * self._layer(layers[group[-1]]).ends_with_sum
+        return features
 
     def context_parallel(self) -> Iterator[Flow]:
         """Keys and values, or heads for tokens, of every layer of this rank."""
@@ -191,23 +209,26 @@ class _Volumes:
             return
         sizes = self.parallel.hierarchical_context_parallel_sizes
         heads = max(model.num_kv_heads // self.tp, 1)
-        for spec in self.stages.values():
-            whole, kernels = self._remade_attention(spec.layers, spec.mtp)
-            further = range(model.num_layers, model.num_layers + spec.mtp)
-            for layer in (*spec.layers, *further):
+        for stage, spec in self.stages.items():
+            whole, kernels = self._remade_attention(spec)
+            for layer in (*spec.layers, *self._further(spec)):
                 kind = kinds[layer % len(kinds)]
                 # A ring adds the gradients of many ranks up on their way; others add them at home.
                 volumes = partial(
                     context_volumes,
                     kind,
                     grid.cp,
-                    key_value=self.tokens
-                    * self._layer(layer).one(CoreAttention).key_value_features(self.tp),
+                    key_value=self.tokens * self._key_value_features(layer),
                     element=self.element,
                     grad_element=self.element if kind == "all_gather" else self.master,
                     key_value_heads=heads,
                     inner=sizes[0] if sizes else 1,
-                    seen=self._seen(sizes[0] if kind == "a2a+p2p" else 1),
+                    seen=seen_shares(
+                        self.layout,
+                        self.at["cp"],
+                        model.window_of(layer),
+                        sizes[0] if kind == "a2a+p2p" else 1,
+                    ),
                 )
                 queries = self.tokens * model.q_size / self.tp
                 both = queries + self.tokens * model.attention_size / self.tp
@@ -216,31 +237,22 @@ class _Volumes:
                 again = volumes(query=queries if layer in kernels else both).forward
                 size = once.forward + once.backward
                 size += again if layer in whole | kernels else 0.0
-                yield Flow("cp", "keys, values and heads", self.microbatches * size)
+                sent = self.microbatches * size + self.recomputed[stage] * once.forward
+                yield Flow("cp", "keys, values and heads", sent)
 
-    def _remade_attention(
-        self, layers: tuple[int, ...], predictions: int
-    ) -> tuple[set[int], set[int]]:
+    def _key_value_features(self, layer: int) -> int:
+        kinds = self.parallel.cp_comm_type
+        gathered = kinds[layer % len(kinds)] == "all_gather"
+        return self._layer(layer).one(CoreAttention).key_value_features(self.tp, gathered=gathered)
+
+    def _remade_attention(self, spec: StageParts) -> tuple[set[int], set[int]]:
         """Those of a stage's layers that the backward repeats whole, or only their attention."""
-        memory, last = self.layout.config.memory, self.model.num_layers
-        further = set(range(last, last + predictions))
+        memory, layers, further = self.layout.config.memory, spec.layers, self._further(spec)
         if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
             return set(), {*layers, *further}
         groups = memory.recomputed_groups(len(layers))
         whole = {layers[place] for group, again in groups if again for place in group}
-        return whole | (further if memory.recompute_granularity == "full" else set()), set()
-
-    def _seen(self, inner: int) -> tuple[float, float] | None:
-        """How many times its KV a rank sends and gets under a sliding window; None without one."""
-        length, window = self.layout.config.training.seq_length, self.model.window_size
-        if window is None:
-            return None
-        shards = split(1, Sight((0, length), window), self.layout.grid.cp).merged(inner)
-        own, others = self.at["cp"] // inner, range(len(shards.chunks))
-        sent = sum(num_tokens(shards.sent(own, other)) for other in others if other != own)
-        got = sum(num_tokens(shards.sent(other, own)) for other in others if other != own)
-        each = length / len(shards.chunks)
-        return sent / each, got / each
+        return whole | {*(further if memory.recompute_granularity == "full" else ())}, set()
 
     def expert_parallel(self) -> Iterator[Flow]:
         """Tokens on their way to experts and back, in expectation; the experts' own sharding.
@@ -249,8 +261,8 @@ class _Volumes:
         expert's tensor group gather each other's rows and reduce their results.
         """
         grid, model = self.layout.grid, self.model
-        kinds = [layer_kind(model, i) for spec in self.stages.values() for i in spec.layers]
-        layers = sum(kind.experts for kind in kinds)
+        numbers = [i for spec in self.stages.values() for i in (*spec.layers, *self._further(spec))]
+        layers = sum(layer_kind(model, layer).experts for layer in numbers)
         if not layers:
             return
         tokens = self.tokens / (self.tp if self.parallel.sequence_parallel else 1)
@@ -310,13 +322,16 @@ class _Volumes:
     def _layer(self, layer: int) -> Layer:
         return describe(self.model, layer_kind(self.model, layer))
 
-    def _units(self, layer: int) -> tuple[int, int]:
-        """What tensor-parallel ranks send in the forward and the backward of a layer, in units of
-        `tensor_parallel`."""
+    def _features(self, layer: int) -> tuple[int, int]:
+        """What tensor-parallel ranks send in the forward and the backward of a layer: see
+        `Operation.tensor_features`."""
         sequence = self.parallel.sequence_parallel
         operations = self._layer(layer).operations
-        units = [op.tensor_units(sequence_parallel=sequence) for op in operations]
-        return sum(forward for forward, _ in units), sum(backward for _, backward in units)
+        sent = [op.tensor_features(sequence_parallel=sequence) for op in operations]
+        forward, backward = (sum(features) for features in zip(*sent, strict=True))
+        if sequence and gathers_latents(self.layout.config, layer):
+            backward -= self.model.kv_lora_rank  # what was gathered is kept
+        return forward, backward
 
     def _held(self, group: str) -> int:
         """Elements in this rank's shard of the parameters whose gradients a group sums."""

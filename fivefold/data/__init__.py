@@ -1,1 +1,1 @@
-"""Text to tokens to batches: tokenizers, corpora, Megatron-LM files, packing, the loader."""
+"""Turns text into tokens and batches: corpora, tokenizers, Megatron-LM files, packing, loader."""

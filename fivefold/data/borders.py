@@ -1,11 +1,11 @@
-"""Where a long text may be cut so that its pieces have the tokens of the whole.
+"""Finds places to cut a long text such that its pieces have the same tokens as the whole.
 
-A tokenizer reads a text in steps: added tokens are found in it, a normaliser changes characters, a
-pre-tokeniser cuts it into words, the model gives each word its tokens. A cut changes nothing if
-every step acts on both sides as it would without it, and a word ends there in any case. That can
-be shown for the tokenizers that most models have. It does not hold where something is put before
-a text (Metaspace, Prepend, `add_prefix_space`), where white space at its ends is dropped (Strip),
-or where the whole text is one word (Llama 2). Those get their documents whole.
+A tokenizer works in steps: it finds added tokens, a normaliser changes characters, a pre-tokeniser
+splits the text into words, and the model gives each word its tokens. A cut changes nothing if it is
+at the end of a word and every step treats both sides as it would without the cut. This holds for
+the tokenizers of most models. It does not hold if the tokenizer puts something before a text
+(Metaspace, Prepend, `add_prefix_space`), drops white space at its ends (Strip), or treats the whole
+text as one word (Llama 2). Such tokenizers get each document whole.
 """
 
 import unicodedata
@@ -56,9 +56,9 @@ def may_cut(
     """Whether a tokenizer gives the same tokens when a text is cut at a `last_border`.
 
     Args:
-        normalizer: as a tokenizer.json has it.
-        pre_tokenizer: likewise.
-        added_tokens: all of them; special ones are not looked for in a text.
+        normalizer: the normaliser as in tokenizer.json.
+        pre_tokenizer: the pre-tokeniser as in tokenizer.json.
+        added_tokens: all added tokens; special ones are never searched for in a text.
     """
     steps = _flat(pre_tokenizer, "pretokenizers")
     # Words may first be cut at digits; then they have to end at the border.
@@ -80,10 +80,10 @@ def may_cut(
 
 
 def last_border(text: str) -> int:
-    """The last place, in characters, at which a text may be cut for `may_cut`; 0: nowhere.
+    """The last position, in characters, at which a text may be cut; 0 if there is none.
 
-    It is before the end of a line that closes with a letter or digit (of an alphabet that every
-    version of Unicode knows), or after the end of a line between two ordinary characters.
+    It is before a line end that follows a letter or digit (of an alphabet that every version of
+    Unicode knows), or after a line end between two ordinary characters.
     """
     end = text.rfind("\n")
     while end > 0:
@@ -99,7 +99,7 @@ def last_border(text: str) -> int:
 
 
 def _ordinary(character: str) -> bool:
-    """Not white space, nor anything that a normaliser changes or joins to what is before it."""
+    """Whether a character is not white space, and no normaliser changes or joins it."""
     return (
         character not in ("", " ")
         and character.isprintable()
@@ -128,7 +128,8 @@ def _ends_words_at_lines(step: dict[str, Any]) -> bool:
 
 
 def _stays_on_a_side(token: "AddedToken", normal: Set[str]) -> bool:
-    """Whether an added token is never found across a border, nor looks or reaches across one."""
+    """Whether an added token is never found across a border, and its matching never depends on
+    the other side of one."""
     content: str = token.content
     as_it_is = not (token.normalized and normal)  # both the token and the text it is sought in
     return (

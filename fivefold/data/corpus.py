@@ -1,4 +1,4 @@
-"""Documents out of text files, folders, globs, JSON lines, Parquet and the standard library."""
+"""Reads documents from text files, folders, globs, JSON lines, Parquet and the standard library."""
 
 import codecs
 import glob
@@ -35,10 +35,10 @@ _NOT_BUILTIN |= {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 def resolve(spec: str) -> list[Path]:
     """The files that a data path names, sorted: a file, a folder, a glob or `builtin`.
 
-    Folders are read recursively, hidden files and files of other kinds left out.
+    Folders are read recursively; hidden files and files of other kinds are left out.
 
     Raises:
-        DataError: nothing there, or nothing that can be read.
+        DataError: the path does not exist, or names no file that can be read.
     """
     if spec == BUILTIN:
         return _builtin_files()
@@ -82,7 +82,8 @@ def pieces(
     each line of a .jsonl and each row of a .parquet is one document. Empty documents are left out.
 
     Raises:
-        DataError: not UTF-8, not JSON, no such key or column; says where.
+        DataError: the file is not UTF-8 or not JSON, or has no such key or column; the error
+            names the place.
     """
     suffix = path.suffix.lower()
     try:

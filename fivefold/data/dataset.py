@@ -1,4 +1,4 @@
-"""A blend of token streams, cut into samples: the global sample index alone decides the sample."""
+"""A blend of token streams cut into samples; a sample depends only on its global index."""
 
 import hashlib
 import re
@@ -22,9 +22,9 @@ _DECIMAL = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Indexed tokens, their name as the user knows it, and their weight in the blend.
+    """Indexed tokens with the name shown to the user and the weight in the blend.
 
-    A weight of None stands for the corpus's number of samples.
+    A weight of None means the number of samples of the corpus.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Corpus:
     weight: Fraction | None = None
 
     def identity(self) -> str:
-        """What tells this corpus from another: sizes and a digest, not where it lies."""
+        """Sizes and a digest that identify the corpus, independent of its path."""
         tokens, starts = self.data.tokens, self.data.document_starts
         digest = hashlib.sha256(starts.tobytes())
         digest.update(tokens[:: max(1, len(tokens) // 4096)].tobytes())
@@ -94,8 +94,8 @@ class Dataset:
     all its samples in an order of its own.
 
     Attributes:
-        num_samples: distinct samples, over all corpora.
-        fingerprint: what the order and content of the samples depend on; JSON types.
+        num_samples: number of distinct samples over all corpora.
+        fingerprint: everything that order and content of the samples depend on, in JSON types.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class Dataset:
 
     @property
     def seq_length(self) -> int:
-        """Tokens of a sample."""
+        """Tokens per sample."""
         return self._packing.seq_length
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The corpus that global sample `index` comes from, and which of its samples it is."""
+        """The corpus of global sample `index`, and the number of the sample in this corpus."""
         corpus, number = self._blend[index]
         epoch, sample = divmod(number, self._sizes[corpus])
         if self._shuffle:
@@ -176,7 +176,7 @@ class Dataset:
         return window
 
     def microbatch(self, indices: Sequence[int] | np.ndarray) -> Microbatch:
-        """The samples with these global indices, one a row."""
+        """The samples with these global indices, one per row."""
         windows = np.stack([self.window(int(index)) for index in indices])
         return pack(windows, np.asarray(indices, dtype=np.int64), self._packing)
 

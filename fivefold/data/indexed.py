@@ -1,4 +1,4 @@
-"""Megatron-LM's indexed token files: `PREFIX.bin` (tokens) and `PREFIX.idx` (where they start).
+"""Reads and writes Megatron-LM's token files: `PREFIX.bin` (tokens), `PREFIX.idx` (the index).
 
 The layout is that of `IndexedDataset` in Megatron-LM, version 1, little-endian:
 
@@ -48,9 +48,9 @@ class IndexedTokens:
     """A `.bin/.idx` pair, read through memory maps.
 
     Attributes:
-        tokens: every token of the corpus in order, [tokens], mapped, not read.
-        sequence_starts: first token of each sequence, then the number of tokens; int64,
-            [sequences + 1].
+        tokens: all tokens of the corpus in order, [tokens], memory-mapped.
+        sequence_starts: index of the first token of each sequence, then the number of tokens;
+            int64, [sequences + 1].
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -94,22 +94,22 @@ class IndexedTokens:
 
     @property
     def document_starts(self) -> np.ndarray:
-        """First token of each document, then the number of tokens; int64, [documents + 1]."""
+        """Index of each document's first token, then the number of tokens; [documents + 1]."""
         return self.sequence_starts[self._documents]
 
     @property
     def num_documents(self) -> int:
-        """Documents in the corpus."""
+        """Number of documents in the corpus."""
         return len(self._documents) - 1
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the corpus."""
+        """Number of sequences in the corpus."""
         return len(self.sequence_starts) - 1
 
 
 def _read_index(path: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """The dtype of the tokens; then lengths, pointers and document entries, mapped."""
+    """The dtype of the tokens, and memory-mapped lengths, pointers and document entries."""
     size = os.path.getsize(path)
     if size < HEADER.size:
         raise DataError(f"{path} is cut short: {size} bytes, its header alone has {HEADER.size}")
@@ -169,7 +169,7 @@ def _check_index(
 
 
 class IndexedWriter:
-    """Collects sequences and documents; from `write_indexed`."""
+    """Collects sequences and documents; `write_indexed` creates it."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype) -> None:
         self._file = file
@@ -181,8 +181,8 @@ class IndexedWriter:
     def add(self, tokens: np.ndarray, *, continues: bool = False) -> None:
         """Append one sequence of tokens to the current document.
 
-        With `continues` the tokens prolong the last sequence, as long as the 32 bits in which the
-        format counts its tokens can say so.
+        With `continues` the tokens are added to the last sequence, as long as its length fits into
+        the 32 bits of the format.
         """
         self._file.write(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
         if continues and self._lengths[-1] + len(tokens) <= _LONGEST_SEQUENCE:
@@ -191,11 +191,11 @@ class IndexedWriter:
             self._lengths.append(len(tokens))
 
     def end_document(self) -> None:
-        """The sequences added since the last call make up one document."""
+        """End a document: the sequences added since the last call belong to it."""
         self._documents.append(len(self._lengths))
 
     def write_index(self, path: Path) -> None:
-        """Write the .idx of what was added."""
+        """Write the .idx file of the sequences that were added."""
         lengths = np.array(self._lengths, dtype="<i4")
         documents = np.array(self._documents, dtype="<i8")
         pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * self._dtype.itemsize
@@ -209,7 +209,7 @@ class IndexedWriter:
 def write_indexed(
     prefix: str | os.PathLike[str], dtype: np.dtype | type[np.integer]
 ) -> Iterator[IndexedWriter]:
-    """Write a `.bin/.idx` pair, which appears, whole, when the `with` block succeeds."""
+    """Write a `.bin/.idx` pair, which appears as a whole when the `with` block succeeds."""
     base = os.fspath(prefix)
     # The idx is replaced last: where it is, the pair is whole.
     with atomic_path(f"{base}.idx") as idx, atomic_path(f"{base}.bin") as bin_:

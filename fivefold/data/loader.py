@@ -1,4 +1,4 @@
-"""The batches of one data-parallel rank: resumable, the same samples for every layout."""
+"""Loads the batches of one data-parallel rank; resumable, the same samples for every layout."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +14,8 @@ class LoaderState(TypedDict):
     """A place in the data.
 
     Attributes:
-        consumed_samples: samples of all ranks before the next batch.
-        fingerprint: what the data is, see `Dataset`; JSON types.
+        consumed_samples: number of samples of all ranks before the next batch.
+        fingerprint: the `Dataset.fingerprint` of the data.
     """
 
     consumed_samples: int
@@ -23,15 +23,15 @@ class LoaderState(TypedDict):
 
 
 class Loader:
-    """Steps through a dataset, one global batch a step.
+    """Steps through a dataset, one global batch per step.
 
-    A step takes the next `global_batch_size` samples; data-parallel rank r has the r-th of dp_size
-    equal runs of them. So which samples make up a batch does not depend on the layout, and the
-    number of samples consumed is all there is to resume from, with another layout or batch size
-    too. For a fixed validation set, use an unshuffled dataset and `seek(0)` before each pass.
+    A step takes the next `global_batch_size` samples; data-parallel rank r gets the r-th of dp_size
+    equal consecutive parts. So the samples of a batch do not depend on the layout, and the number
+    of consumed samples is enough to resume, also with another layout or batch size. For a fixed
+    validation set, use an unshuffled dataset and `seek(0)` before each pass.
 
     Attributes:
-        consumed_samples: samples of all ranks handed out so far.
+        consumed_samples: number of samples of all ranks handed out so far.
         data_wait_s: seconds that the last `next_batch` waited for data.
     """
 
@@ -49,7 +49,7 @@ class Loader:
         """With `prefetch`, a thread (started by the first batch) prepares one batch ahead.
 
         Raises:
-            ConfigError: the global batch is no multiple of micro_batch_size * dp_size.
+            ConfigError: the global batch is not a multiple of micro_batch_size * dp_size.
         """
         if global_batch_size < 1 or global_batch_size % (micro_batch_size * dp_size):
             raise ConfigError(
@@ -97,17 +97,17 @@ class Loader:
         self.consumed_samples = consumed_samples
 
     def state_dict(self) -> LoaderState:
-        """Where the next batch starts, and the fingerprint of the data."""
+        """The position of the next batch, and the fingerprint of the data."""
         return {
             "consumed_samples": self.consumed_samples,
             "fingerprint": self._dataset.fingerprint,
         }
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue from the position at which `state_dict` was taken.
 
         Raises:
-            DataError: the data, its order or its tokens are not what they were.
+            DataError: the data, its order or its tokens have changed.
         """
         saved, now = state["fingerprint"], self._dataset.fingerprint
         changed = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]

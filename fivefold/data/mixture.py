@@ -1,4 +1,4 @@
-"""The data paths of a run: what they name, and in which proportions."""
+"""Parses the data paths of a run and their weights."""
 
 import os
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from fivefold.errors import Mistakes
 
 @dataclass(frozen=True)
 class Source:
-    """One data path and its weight in the blend; None: as many samples as it has."""
+    """One data path and its weight in the blend; None means its number of samples."""
 
     path: str
     weight: Fraction | None = None
 
     @property
     def indexed_prefix(self) -> str | None:
-        """The prefix of a .bin/.idx pair, if that is what the path names."""
+        """The prefix of a .bin/.idx pair, if the path names one; else None."""
         prefix = os.path.expanduser(self.path)
         if prefix.endswith((".bin", ".idx")):
             prefix = prefix[:-4]
@@ -29,10 +29,11 @@ class Source:
 
 
 def parse_data_path(data_path: Sequence[str]) -> list[Source]:
-    """Paths, or weights and paths by turns as in Megatron-LM: "0.3", "a", "0.7", "b".
+    """Parse paths, or alternating weights and paths as in Megatron-LM: "0.3", "a", "0.7", "b".
 
     Raises:
-        ConfigError: an odd one out, or a weight that is not positive; all mistakes at once.
+        ConfigError: a weight or a path is missing, or a weight is not positive; all mistakes at
+            once.
     """
     words = list(data_path)
     if len(words) == 1 and _weight(words[0].split(" ")[0]) is not None:
@@ -75,7 +76,7 @@ def _weight(word: str) -> Fraction | None:
 
 @dataclass(frozen=True)
 class Group:
-    """What becomes one corpus: an indexed pair, or text files."""
+    """The files of one corpus: an indexed pair, or text files."""
 
     name: str
     weight: Fraction | None
@@ -84,10 +85,10 @@ class Group:
 
 
 def grouped(sources: Sequence[Source]) -> list[Group]:
-    """One group a source, but all text without weights in one, at the place of the first.
+    """One group for each source; all text without weights forms one group at the first place.
 
     Raises:
-        DataError: a path names nothing, or nothing that can be read.
+        DataError: a path does not exist, or names no file that can be read.
     """
     groups: list[Group] = []
     loose = [source for source in sources if not source.indexed_prefix and source.weight is None]

@@ -1,4 +1,4 @@
-"""Which sample comes when: pure functions of the sample's index, with no state to save or share."""
+"""The order of samples as pure functions of their index, without state to save or share."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -13,12 +13,12 @@ _LONGEST_PERIOD = 1 << 20
 
 
 def shuffled(index: int, size: int, key: Sequence[int]) -> int:
-    """Where `index` of range(size) goes under the permutation that `key` names.
+    """The image of `index` under the permutation of range(size) that `key` selects.
 
-    A balanced Feistel network over the next power of four, walked until it lands inside the
-    range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). A shuffled order
-    of 10^9 samples so costs no memory and no start-up, and does not depend on the version of
-    numpy's generators: only on SeedSequence, whose values numpy guarantees.
+    It is a balanced Feistel network over the next power of four, applied until the result is inside
+    the range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So a shuffled
+    order of 10^9 samples needs no memory and no start-up time. It depends only on SeedSequence,
+    whose values numpy guarantees, and not on numpy's generators.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -40,16 +40,16 @@ def _mix(x: int) -> int:
 
 
 class Blend:
-    """Interleaves corpora by weight: which corpus the i-th sample comes from, and its how-manieth.
+    """Interleaves corpora by weight: gives the corpus of the i-th sample, and its number there.
 
-    One period of the common denominator of the weights is laid out: each corpus has its exact
-    number of samples in it (by largest remainder, if the denominator had to be rounded), evenly
-    spaced, and the period repeats. After any n samples, corpus c of C with weight w has given
-    w * n samples, to within (1 + w * C) / 2.
+    The order repeats with a period of the weights' common denominator. In a period each corpus has
+    its exact number of samples (by largest remainder, if the denominator had to be rounded), evenly
+    spaced. After any n samples, corpus c of C with weight w has given w * n samples, to within
+    (1 + w * C) / 2.
     """
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
-        """Weights are positive, of any sum."""
+        """Prepare the order; weights are positive and need not sum to one."""
         shares = [weight / sum(weights) for weight in weights]
         period = lcm(*(share.denominator for share in shares))
         if period > _LONGEST_PERIOD:
@@ -62,16 +62,16 @@ class Blend:
         self._corpora, self._ranks = corpora[order], ranks[order]
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """The corpus of sample `index` >= 0, and how many it has given before."""
+        """The corpus of sample `index` >= 0, and the number of its samples before this one."""
         periods, rest = divmod(index, len(self._corpora))
         corpus = int(self._corpora[rest])
         return corpus, periods * self._counts[corpus] + int(self._ranks[rest])
 
 
 def _apportion(shares: Sequence[Fraction], total: int) -> list[int]:
-    """Whole numbers nearest to the shares of `total`, by largest remainder.
+    """Integers in proportion to the shares that sum to `total`, by largest remainder.
 
-    None is zero; where that takes it, they sum to a little more than `total`.
+    None of them is zero; if that requires it, they sum to a little more than `total`.
     """
     exact = [share * total for share in shares]
     counts = [max(1, int(quota)) for quota in exact]

@@ -1,25 +1,25 @@
-"""Windows of a token stream become the arrays that a training step reads.
+"""Turns windows of a token stream into the arrays that a training step reads.
 
-B samples of a microbatch, S tokens of a sample.
+Shapes: B samples per microbatch, S tokens per sample.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-IGNORED = -100  # a label that counts for no loss, as in torch
+IGNORED = -100  # label of a token without loss, as in torch
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a window of seq_length + 1 tokens becomes a sample; names and rules of Megatron-LM.
+    """Rules for turning a window of seq_length + 1 tokens into a sample, as in Megatron-LM.
 
     Attributes:
-        seq_length: tokens of a sample, S.
-        eod_id: the token that ends a document.
-        reset_position_ids: positions start at 0 again after each end of document.
-        reset_attention_mask: each document of a sample gets its own index, to attend alone.
-        eod_mask_loss: nothing is learnt from predicting what follows an end of document.
+        seq_length: tokens per sample, S.
+        eod_id: id of the token that ends a document.
+        reset_position_ids: whether positions start at 0 again after each end of document.
+        reset_attention_mask: whether tokens attend only within their own document.
+        eod_mask_loss: whether the loss of predicting the token after an end of document is masked.
     """
 
     seq_length: int
@@ -34,12 +34,12 @@ class Microbatch:
     """The samples of one microbatch; every array [B, S], int64 unless noted.
 
     Attributes:
-        tokens_BS: the input.
-        labels_BS: the next token, or -100 where no loss is taken.
+        tokens_BS: input tokens.
+        labels_BS: the next token of each token, or -100 where the loss is masked.
         positions_BS: position of each token, for the position embedding.
-        documents_BS: index of its document in the row, non-decreasing from 0.
-        token_ids_BS: global sample index * S + place in the sample: no two alike in a run.
-        loss_weights_BS: float, what each token's loss weighs; None: all weigh one.
+        documents_BS: index of each token's document in the row, non-decreasing from 0.
+        token_ids_BS: global sample index * S + place in the sample: unique in a run.
+        loss_weights_BS: float weight of each token's loss; None: all weights are 1.
     """
 
     tokens_BS: np.ndarray

@@ -1,4 +1,4 @@
-"""From data paths to datasets: tokenise once, keep the result, share it between processes."""
+"""Turns data paths into datasets: tokenises once, and shares the cached result by processes."""
 
 import fcntl
 import hashlib
@@ -34,7 +34,7 @@ DEFAULT_VOCAB_SIZE = 8192
 TRAINING_CHARACTERS = 32 << 20
 # Text is encoded in batches of about this many characters, in parallel.
 _BATCH_CHARACTERS = 8 << 20
-_CACHE_VERSION = 2  # to be raised when the same text would be tokenised otherwise
+_CACHE_VERSION = 2  # must be increased when the tokens of the same text change
 
 Progress = Callable[[str], None]
 _log = logging.getLogger(__name__)
@@ -56,17 +56,17 @@ class PreparedData:
 
     @cached_property
     def train(self) -> Dataset:
-        """Shuffled, every epoch anew."""
+        """The training samples, shuffled anew in every epoch."""
         return self._dataset("train", shuffle=True)
 
     @cached_property
     def valid(self) -> Dataset:
-        """In the order of the corpus."""
+        """The validation samples, in the order of the corpus."""
         return self._dataset("valid", shuffle=False)
 
     @cached_property
     def test(self) -> Dataset:
-        """In the order of the corpus."""
+        """The test samples, in the order of the corpus."""
         return self._dataset("test", shuffle=False)
 
     def _dataset(self, part: str, shuffle: bool) -> Dataset:
@@ -84,14 +84,14 @@ class PreparedData:
 def prepare(
     config: "DataConfig", seq_length: int, seed: int, progress: Progress = _log.info
 ) -> PreparedData:
-    """Tokenise what `config.data_path` names, or find it in the cache, and open it.
+    """Open the corpora of `config.data_path`; tokenise those that are not in the cache.
 
-    Any number of processes may call this at once: one does the work, the others wait for it.
-    Text without weights makes up one corpus, in the order of the paths.
+    Any number of processes may call this at the same time: one does the work, the others wait. Text
+    without weights forms one corpus, in the order of the paths.
 
     Raises:
-        ConfigError: the settings contradict themselves; all mistakes at once.
-        DataError: a file is missing or is not what it claims to be.
+        ConfigError: settings contradict each other; all mistakes at once.
+        DataError: a file is missing, or is not of its format.
     """
     sources = checked_sources(config, seed)
     cache = Path(config.data_cache_path or DEFAULT_CACHE).expanduser()
@@ -140,7 +140,7 @@ def build_index(
     text_key: str = "text",
     progress: Progress = _log.info,
 ) -> None:
-    """Tokenise files into `PREFIX.bin/.idx`, an end-of-document token after each document.
+    """Tokenise files into `PREFIX.bin/.idx`, with an end-of-document token after each document.
 
     Documents without tokens are left out, as Megatron-LM's preprocessing does.
 
@@ -175,7 +175,7 @@ def build_index(
 
 
 def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
-    """The data paths, once nothing contradicts itself in the settings; opens no file.
+    """Check the settings of the data without opening a file; return the data paths.
 
     Raises:
         ConfigError: all mistakes at once.
@@ -253,7 +253,7 @@ def _batches(stream: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 
 
 def _key(files: Sequence[Path], *settings: str) -> str:
-    """A name in the cache for what is made of these files as they are now."""
+    """The name in the cache of results made from these files in their present state."""
     described = []
     for file in files:
         stat = file.stat()
@@ -264,7 +264,7 @@ def _key(files: Sequence[Path], *settings: str) -> str:
 
 @contextmanager
 def _cached(*paths: str) -> Iterator[None]:
-    """Say of an error in reading these that they can be made again."""
+    """Add to errors in reading cached files that the files can be created again."""
     try:
         yield
     except DataError as error:
@@ -276,7 +276,7 @@ def _cached(*paths: str) -> Iterator[None]:
 
 @contextmanager
 def _once(path: str, progress: Progress) -> Iterator[bool]:
-    """Yields whether `path` has still to be made; while one process makes it, others wait."""
+    """Yield whether this process must create `path`; others wait until it is there."""
     if os.path.exists(path):
         yield False
         return

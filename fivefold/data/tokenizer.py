@@ -1,4 +1,4 @@
-"""Hugging Face `tokenizers`: load a tokenizer.json, or train a byte-level BPE on the corpus."""
+"""Loads a tokenizer.json, or trains a byte-level BPE, with Hugging Face's `tokenizers`."""
 
 import hashlib
 import os
@@ -35,24 +35,24 @@ SMALLEST_VOCAB_SIZE = 257  # 256 bytes and the end of a document
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
-    What a tokenizer.json says about the batches of some other use is left out: truncation, padding
-    and templates that put tokens around a text.
+    Truncation, padding, and templates that put tokens around a text are removed from the
+    tokenizer.json, since they are meant for other uses.
 
     Attributes:
-        vocab_size: the largest id plus one.
-        eod_id: the id of the token that ends a document.
-        digest: SHA-256 of the tokenizer.json text; equal digests encode equally.
-        may_cut: the pieces of a text that is cut at a `borders.last_border` have its tokens.
+        vocab_size: largest id plus one.
+        eod_id: id of the token that ends a document.
+        digest: SHA-256 of the tokenizer.json text; tokenizers with equal digests encode equally.
+        may_cut: whether a text may be cut at a `borders.last_border` without changing its tokens.
     """
 
     def __init__(self, definition: str, origin: str) -> None:
-        """Build from the text of a tokenizer.json; `origin` names it in errors.
+        """Build from the text of a tokenizer.json; error messages call it `origin`.
 
         Raises:
-            DataError: the text is no tokenizer, has no token that ends a document, or gives the
-                same text other tokens each time.
+            DataError: the text is not a tokenizer, has no token that ends a document, or encodes
+                the same text differently each time.
         """
         from tokenizers import AddedToken
 
@@ -89,7 +89,7 @@ class Tokenizer:
         """Load a tokenizer.json, or the one in a model folder.
 
         Raises:
-            DataError: no such file, not UTF-8, not a tokenizer.
+            DataError: the file does not exist, is not UTF-8, or is not a tokenizer.
         """
         file = Path(path).expanduser()
         try:
@@ -133,15 +133,15 @@ class Tokenizer:
 
     @property
     def token_dtype(self) -> np.dtype:
-        """The type its tokens are stored in: Megatron-LM's rule, uint16 below 65500 tokens."""
+        """The type in which tokens are stored: uint16 below 65500 tokens, as in Megatron-LM."""
         return np.dtype(np.uint16 if self.vocab_size < 65500 else np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, in `token_dtype`; nothing is added at either end.
 
         Raises:
-            DataError: the tokenizer has no token for some of the text, or the one that ends a
-                document.
+            DataError: the tokenizer has no token for a part of the text, or gives it the token
+                that ends a document.
         """
         with _telling(f"{self._origin} cannot tokenise the text"):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -151,10 +151,10 @@ class Tokenizer:
         ]
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
-        """Token ids of a text that does not end a document where it spells that out.
+        """Token ids of a text, with end-of-document tokens that it spells out split up.
 
-        Some models (Unigram, WordLevel) find in a text any token that has its spelling, special
-        ones too. Such a one is given the tokens of its first character and of the others.
+        Some models (Unigram, WordLevel) encode text that spells a special token as that token. Here
+        it gets the tokens of its first character and of the rest.
         """
         ends = np.flatnonzero(ids == self.eod_id)
         if not len(ends):
@@ -175,17 +175,17 @@ class Tokenizer:
         return np.concatenate([parts[0], *[x for part in parts[1:] for x in (spelt_ids, part[1:])]])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some token ids, special tokens spelt out."""
+        """The text of these token ids, including special tokens."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tokenizer.json; it appears whole or not at all."""
+        """Write the tokenizer.json atomically."""
         write_atomic(path, self._definition)
 
 
 @contextmanager
 def _telling(what: str) -> Iterator[None]:
-    """Turn an error of the Rust side into a DataError that begins with `what`."""
+    """Turn an error of the Rust library into a DataError that begins with `what`."""
     try:
         yield
     except BaseException as error:
@@ -196,7 +196,7 @@ def _telling(what: str) -> Iterator[None]:
 
 
 def _backend(definition: str, origin: str) -> "Backend":
-    """A tokenizer that gives a text its own tokens, all of them, no others, the same each time."""
+    """A tokenizer that adds and drops no tokens, and always encodes a text the same way."""
     import tokenizers
     from tokenizers.processors import Sequence as Processors
 
@@ -225,7 +225,7 @@ class _Definition(TypedDict, total=False):
 
 
 def _check_merges(definition: str, origin: str) -> None:
-    """Look for what makes `tokenizers` end the whole process: merges without their BPE's prefix."""
+    """Refuse merges without the prefix of their BPE, with which `tokenizers` aborts the process."""
     source = f"{origin} is not a tokenizer.json: it"
     model = parse_json(definition, _Definition, source, DataError).get("model", {})
     prefix = model.get("continuing_subword_prefix") or ""
@@ -239,5 +239,5 @@ def _check_merges(definition: str, origin: str) -> None:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """A normaliser or pre-tokeniser as a tokenizer.json has it, every setting spelt out."""
+    """A normaliser or pre-tokeniser as in tokenizer.json, with every setting."""
     return None if part is None else parse_json(part.__getstate__(), dict, "its state", DataError)

@@ -1,16 +1,22 @@
 """ZeRO-1/2/3, HSDP and master weights: one stage under FSDP2's switches."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from fivefold.data_parallel.communication import AllGather, ReduceScatter
 from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.groups import Groups
+from fivefold.mesh.slices import local_tensor
+from fivefold.model.experts import Experts
 from fivefold.model.prediction import FurtherToken
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Work, run_works
@@ -20,9 +26,13 @@ class ShardedStage:
     """A stage whose parameters FSDP2 holds; each layer is a unit, also with what stands around it
     where it predicts a further token; the ends are one with the stage.
 
+    The experts of a layer are a unit of their own, on a mesh of their own.
+
     Args:
-        stage: stage to be wrapped, tensor parallelism installed, still on the meta device.
-        groups: groups of this rank; parameters are laid out on `groups.mesh`.
+        stage: stage to be wrapped, tensor and expert parallelism installed, still on the meta
+            device.
+        groups: groups of this rank; parameters are laid out on `groups.mesh`, those of experts on
+            `groups.experts.mesh`.
         policy: the switches.
         reduces_in_hooks: whether the last backward, or the last deferred work, itself reduces
             gradients, block by block; otherwise `reduce` does.
@@ -33,8 +43,6 @@ class ShardedStage:
     ) -> None:
         self._policy = policy
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch
-        axes = ("dp_replicate", "dp_shard_cp")
-        mesh = groups.mesh[axes if groups.mesh.size(0) > 1 or not policy.shards else axes[1]]
         types = MixedPrecisionPolicy(cast_forward_inputs=False)
         if policy.compute_dtype != policy.master_dtype:
             types = MixedPrecisionPolicy(
@@ -42,15 +50,29 @@ class ShardedStage:
                 reduce_dtype=policy.master_dtype,
                 cast_forward_inputs=False,
             )
-        for module in (*stage.layers.values(), *stage.predictions, stage):
-            fully_shard(module, mesh=mesh, mp_policy=types, reshard_after_forward=policy.reshards)
+        dense = _data_mesh(groups.mesh, policy)
+        meshes: dict[nn.Module, DeviceMesh] = dict.fromkeys(
+            (*stage.layers.values(), *stage.predictions, stage), dense
+        )
+        if groups.experts is not None:
+            of_experts = _data_mesh(groups.experts.mesh, policy)
+            meshes = dict.fromkeys((m.experts for m in stage.mixtures), of_experts) | meshes
+        for module, mesh in meshes.items():
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=types,
+                reshard_after_forward=policy.reshards,
+                shard_placement_fn=partial(_split_dim, shards=mesh.size(-1)),
+            )
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         self._root = self._units[0]
         for unit in self._units:
             # The loss is divided by the global token count already: reductions are plain sums.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            self._set_communication(unit, groups)
+            wrapped: Any = unit
+            self._set_communication(unit, meshes[wrapped])
         self._set_prefetch(policy.overlap_param_gather)
 
     def _set_prefetch(self, early: bool) -> None:
@@ -62,17 +84,19 @@ class ShardedStage:
         of further tokens, which an evaluation leaves out, are gathered when they run.
         """
         root, *layers = self._units
-        for unit, before in zip(layers, self._units, strict=False):
-            unit.set_modules_to_backward_prefetch([before if early else root])
-        root.set_modules_to_backward_prefetch([self._units[-1] if early else root])
-        always = [unit for unit in layers if not isinstance(unit, FurtherToken)]
+        backward = [root, *_last_layer_first(layers)]
+        for unit, following in zip(backward, [*backward[1:], root], strict=True):
+            unit.set_modules_to_backward_prefetch([following if early else root])
+        predict = [m for m in self._units if isinstance(m, FurtherToken)]
+        sometimes = {inner for module in predict for inner in module.modules()}
+        always = [unit for unit in layers if unit not in sometimes]
         for unit, following in pairwise(always if early else ()):
             unit.set_modules_to_forward_prefetch([following])
 
-    def _set_communication(self, unit: FSDPModule, groups: Groups) -> None:
-        on_cpu = groups.mesh.device_type == "cpu"
+    def _set_communication(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
+        on_cpu = mesh.device_type == "cpu"
         module: Any = unit  # FSDP2 asks for `Work`, of which it only uses `wait`
-        if not self._policy.shards or groups.mesh.size(1) == 1:
+        if not self._policy.shards or mesh.size(-1) == 1:
             return
         if on_cpu:
             module.set_custom_all_gather(AllGather())
@@ -147,6 +171,33 @@ class ShardedStage:
         """Free gathered parameters, as after an evaluation or before they are written."""
         for unit in self._units:
             unit.reshard()
+
+
+def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:
+    """The axes of replicas and shards of a parameter mesh; replicas only where there are some."""
+    assert mesh.mesh_dim_names is not None
+    axes = mesh.mesh_dim_names[:2]
+    return mesh[axes if mesh.size(0) > 1 or not policy.shards else axes[1]]
+
+
+def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
+    """The dim that shards divide; of fewer experts than shards another one, where it divides."""
+    local = local_tensor(parameter)
+    if local.dim() < 3 or local.shape[0] % shards == 0 or local.shape[1] % shards:
+        return None
+    return Shard(1)
+
+
+def _last_layer_first(units: Sequence[FSDPModule]) -> Iterator[FSDPModule]:
+    """The order of a backward: the last layer before the others, each before its experts."""
+    experts: list[FSDPModule] = []
+    for unit in reversed(units):
+        if isinstance(unit, Experts):
+            experts.append(unit)
+        else:
+            yield unit
+            yield from experts
+            experts = []
 
 
 def _parameter_groups(unit: FSDPModule) -> list:

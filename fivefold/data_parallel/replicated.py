@@ -1,7 +1,7 @@
 """no_shard: every rank holds all parameters, gradients are summed in buckets."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,9 @@ class ReplicatedStage:
     """A stage whose gradients are all-reduced, each bucket as soon as it is complete.
 
     Args:
-        stage: tensor parallelism installed.
-        group: the ranks that hold the same parameters and see other tokens.
+        stage: tensor and expert parallelism installed.
+        group_of: by the name of a parameter, the ranks that hold the same part of it and see other
+            tokens; None for one rank.
         policy: the switches.
         reduces_in_hooks: start a bucket during the last backward; otherwise all in `reduce`.
     """
@@ -29,22 +30,28 @@ class ReplicatedStage:
     def __init__(
         self,
         stage: Stage,
-        group: dist.ProcessGroup | None,
+        group_of: Mapping[str, dist.ProcessGroup | None],
         policy: Policy,
         *,
         reduces_in_hooks: bool,
     ) -> None:
-        self._group = group
         self._wire = policy.wire_dtype if policy.wire_dtype != policy.master_dtype else None
         self._in_hooks = reduces_in_hooks
         # Gradients arrive from the last layer to the first.
-        self._buckets = list(_buckets(list(stage.parameters())[::-1]))
+        named = [*stage.named_parameters()][::-1]
+        groups = dict.fromkeys(group_of[name] for name, _ in named)
+        self._buckets = [
+            (group, bucket)
+            for group in groups
+            if group is not None
+            for bucket in _buckets([p for name, p in named if group_of[name] is group])
+        ]
         self._bucket_of: dict[Tensor, int] = {
-            p: index for index, bucket in enumerate(self._buckets) for p in bucket
+            p: index for index, (_, bucket) in enumerate(self._buckets) for p in bucket
         }
         self._missing: list[int] = []
         self._started: dict[int, Bucket] = {}
-        if reduces_in_hooks and group is not None:
+        if reduces_in_hooks:
             for parameter, index in self._bucket_of.items():
                 parameter.register_post_accumulate_grad_hook(
                     lambda _, index=index: self._arrived(index)
@@ -53,26 +60,27 @@ class ReplicatedStage:
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Let the gradients of the step's last backward, if it has them, count buckets down."""
         counts = whole and last
-        self._missing = [len(bucket) for bucket in self._buckets] if counts else []
+        self._missing = [len(bucket) for _, bucket in self._buckets] if counts else []
 
     def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
         """Run deferred work; the step's last lets each bucket go that it completes."""
         self._missing = []
-        if last and self._in_hooks and self._group is not None:
-            awaited = Counter(self._bucket_of[p] for work in works for p in work.parameters)
+        if last and self._in_hooks:
+            summed = [p for work in works for p in work.parameters if p in self._bucket_of]
+            awaited = Counter(self._bucket_of[p] for p in summed)
             self._missing = [awaited[index] for index in range(len(self._buckets))]
             for index in range(len(self._buckets)):
                 if not awaited[index]:
                     self._start(index)
         for parameter in run_works(works):
-            self._arrived(self._bucket_of[parameter])
+            if parameter in self._bucket_of:
+                self._arrived(self._bucket_of[parameter])
 
     def reduce(self) -> None:
         """Start every bucket that has not been started."""
-        if self._group is not None:
-            for index in range(len(self._buckets)):
-                if index not in self._started:
-                    self._start(index)
+        for index in range(len(self._buckets)):
+            if index not in self._started:
+                self._start(index)
 
     def finish(self) -> None:
         """Wait for all sums; gradients are then those of the global batch."""
@@ -93,9 +101,9 @@ class ReplicatedStage:
                 self._start(index)
 
     def _start(self, index: int) -> None:
-        assert self._group is not None
-        grads = [local_grad(parameter) for parameter in self._buckets[index]]
-        self._started[index] = start_bucket(grads, self._group, self._wire)
+        group, bucket = self._buckets[index]
+        grads = [local_grad(parameter) for parameter in bucket]
+        self._started[index] = start_bucket(grads, group, self._wire)
 
 
 def local_grad(parameter: nn.Parameter) -> Tensor:

@@ -20,18 +20,13 @@ class HostLink:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def out(self, tensor: Tensor, *, let_go: bool = False) -> tuple[Tensor, Mark]:
-        """Start copying a tensor to the host.
-
-        Args:
-            tensor: tensor of the device.
-            let_go: the caller drops it without waiting: its memory is then given away only once the
-                copy has ended.
-        """
+    def out(self, tensor: Tensor) -> tuple[Tensor, Mark]:
+        """Start copying a tensor of the device to the host; the caller may drop it at once: its
+        memory is given away only once the copy has ended."""
         pinned = self._outward is not None
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         mark = self._copy(self._outward, tensor, host)
-        if let_go and self._outward is not None:
+        if self._outward is not None:
             tensor.record_stream(self._outward)
         return host, mark
 

@@ -5,7 +5,7 @@ and starts what the module before it needs, so that copies run beside compute.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
+from fivefold.model.experts import Experts
 from fivefold.model.layers import LayerBlock, local
 from fivefold.model.transformer import Norm, NormedBlock, Stage
 
@@ -36,9 +37,16 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
         if moved:
             layer.block = _MovingBlock(layer.block, moved, host)
         if "core_attn" in modules:
-            attention.kernel = host.moving(attention.kernel)
+            attention.wrap_kernel(host.moving)
         if "attn_proj" in modules:
             attention.row = host.moving(attention.row)
+    for mixture in stage.mixtures:
+        experts = mixture.experts
+        if "expert_fc1" in modules:
+            for linear in experts.into:
+                linear.multiply = host.moving(linear.multiply)
+        if "moe_act" in modules:
+            experts.second = _MovingSecond(host)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,20 @@ class _MovingBlock:
         """[T, H] -> [T, H]."""
         norm = self.host.moving(norm) if id(norm) in self.moved else norm
         return self.block(norm, module, x_TH, *rest)
+
+
+@dataclass(frozen=True)
+class _MovingSecond:
+    """The `second` seam of experts: their activation leaves its inputs to the host."""
+
+    host: "Host"
+
+    def __call__(
+        self, experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
+    ) -> Tensor:
+        """[R, F] each -> [R, H]."""
+        made_RF = self.host.moving(experts.activate)(inner, weights_R)
+        return experts.last(made_RF, weights_R, rows_E)
 
 
 class Host:
@@ -133,7 +155,7 @@ class _Copy:
 
     def __init__(self, host: Host, flat: Tensor) -> None:
         self._link, self._device = host.link, flat.device
-        self._kept, self._mark = host.link.out(flat, let_go=True)
+        self._kept, self._mark = host.link.out(flat)
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:

@@ -19,8 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.config.memory import MemoryConfig
-from fivefold.model.attention import Kernel
 from fivefold.model.context import Context
+from fivefold.model.experts import Experts
+from fivefold.model.latent_attention import Heads, LatentAttention
 from fivefold.model.layers import LayerBlock
 from fivefold.model.transformer import Norm, RunLayer, Stage, plain_layers
 
@@ -39,7 +40,16 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
     for layer in stage.transformer_layers:
         layer.block = RecomputedBlock(modules)
         if "core_attn" in modules:
-            layer.self_attn.kernel = _recomputed_kernel(layer.self_attn.kernel)
+            layer.self_attn.wrap_kernel(_recomputed_kernel)
+        if "mla_up_proj" in modules and isinstance(layer.self_attn, LatentAttention):
+            layer.self_attn.up = _discarded_up
+    for mixture in stage.mixtures if "moe" not in modules else ():
+        if "moe_act" in modules:
+            mixture.experts.second = _second_again
+        if "routed_experts" in modules:
+            mixture.call_routed = _again
+        if "shared_experts" in modules:
+            mixture.call_shared = _again
 
 
 @dataclass(frozen=True)
@@ -74,32 +84,55 @@ class RecomputedBlock:
         if not ("layernorm" in self.modules and torch.is_grad_enabled()):
             return run(module, norm(x_TH), *rest)
         normed_TH = norm(x_TH)
-        with _Discarded(normed_TH, lambda: norm(x_TH)).hooks():
+        with _Discarded((normed_TH,), lambda: (norm(x_TH),)).hooks():
             return run(module, normed_TH, *rest)
 
 
+def _discarded_up(make: Callable[[], Heads], attend: Callable[..., Tensor]) -> Tensor:
+    """The `up` seam: queries, keys and values are made again of their latents."""
+    made = make()
+    if not torch.is_grad_enabled():
+        return attend(*made)
+    with _Discarded(made, make).hooks():
+        return attend(*made)
+
+
 class _Discarded:
-    """A tensor that the graph gives up, and makes again when it needs it.
+    """Tensors that the graph gives up, and makes again, all at once, when it needs one of them.
+
+    They are held until what was saved of them has been taken.
 
     Args:
-        tensor: recognised by its memory, for as long as `hooks` is entered.
-        make: makes it again.
+        tensors: recognised by their memory, for as long as `hooks` is entered.
+        make: makes them again.
     """
 
-    def __init__(self, tensor: Tensor, make: Callable[[], Tensor]) -> None:
-        self._memory = tensor.untyped_storage().data_ptr()
+    def __init__(self, tensors: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> None:
+        self._places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(tensors)}
         self._make = make
+        self._again: Sequence[Tensor] = ()
+        self._saved = self._taken = 0
 
     def hooks(self) -> saved_tensors_hooks:
-        """In this context the graph saves the tensor, and views of it, as how to make them."""
+        """In this context the graph saves the tensors, and views of them, as how to make them."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        if saved.untyped_storage().data_ptr() != self._memory:
+        place = self._places.get(saved.untyped_storage().data_ptr())
+        if place is None:
             return saved
+        self._saved += 1
         size, stride, offset = saved.size(), saved.stride(), saved.storage_offset()
-        make = self._make
-        return lambda: make().as_strided(size, stride, offset)
+        return lambda: self._take(place).as_strided(size, stride, offset)
+
+    def _take(self, place: int) -> Tensor:
+        if not self._again:
+            self._again = self._make()
+        tensor = self._again[place]
+        self._taken += 1
+        if self._taken % self._saved == 0:
+            self._again = ()
+        return tensor
 
     def _unpack(self, packed: Tensor | Callable[[], Tensor]) -> Tensor:
         if isinstance(packed, Tensor):
@@ -108,7 +141,18 @@ class _Discarded:
             return packed()
 
 
-def _recomputed_kernel(kernel: Kernel) -> Kernel:
+def _second_again(
+    experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
+) -> Tensor:
+    """The `second` seam: the activation's output is discarded."""
+    made_RF = experts.activate(inner, weights_R)
+    if not torch.is_grad_enabled():
+        return experts.last(made_RF, weights_R, rows_E)
+    with _Discarded([made_RF], lambda: [experts.activate(inner, weights_R)]).hooks():
+        return experts.last(made_RF, weights_R, rows_E)
+
+
+def _recomputed_kernel(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def again(*arguments: Any) -> Tensor:
         return _again(kernel, *arguments)
 

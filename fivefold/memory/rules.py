@@ -3,32 +3,39 @@
 import os
 
 from fivefold.config.config import Config
-from fivefold.config.memory import MemoryConfig, vocab_split_sizes
+from fivefold.config.memory import vocab_split_sizes
 from fivefold.errors import Mistakes
 
 
 def check_techniques(config: Config, mistakes: Mistakes) -> None:
     """Add what the engine cannot recompute, move away or fuse, though it may be planned with."""
-    _check_modules(config.memory, mistakes)
+    _check_modules(config, mistakes)
     _check_recompute(config, mistakes)
+    _check_latents(config, mistakes)
     _check_compile(config, mistakes)
     if config.memory.cross_entropy_loss_fusion:
         with mistakes.collecting():
             vocab_split_sizes(os.environ)
 
 
-def _check_modules(memory: MemoryConfig, mistakes: Mistakes) -> None:
+_RECOMPUTED = ("core_attn", "mlp", "layernorm", "mla_up_proj")
+_OF_EXPERTS = ("moe", "moe_act", "shared_experts", "routed_experts")
+_MOVED = ("attn_norm", "core_attn", "attn_proj", "mlp_norm")
+
+
+def _check_modules(config: Config, mistakes: Mistakes) -> None:
     """Modules of lists, of which some are not built yet."""
+    memory = config.memory
     for name, used, built in (
         (
             "recompute_modules",
             memory.recompute_granularity == "selective",
-            ("core_attn", "mlp", "layernorm"),
+            (*_RECOMPUTED, *(_OF_EXPERTS if config.model.num_experts else ())),
         ),
         (
             "offload_modules",
             memory.fine_grained_activation_offloading,
-            ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+            (*_MOVED, *(("expert_fc1", "moe_act") if config.model.num_experts else ())),
         ),
     ):
         others = [module for module in getattr(memory, name) if module not in built]
@@ -36,8 +43,36 @@ def _check_modules(memory: MemoryConfig, mistakes: Mistakes) -> None:
             mistakes.add(
                 f"{name} {', '.join(others)}: this version of Fivefold plans with them, and does "
                 "not train with them yet",
-                works=[f"--{name.replace('_', '-')} {' '.join(built)}"],
+                works=[f"--{name.replace('_', '-')} {' '.join(built[:3])}"],
             )
+
+
+def _check_latents(config: Config, mistakes: Mistakes) -> None:
+    """Queries, keys and values that are made again of latents, and what else would hold them."""
+    memory, parallel = config.memory, config.parallel
+    if memory.recompute_granularity != "selective" or "mla_up_proj" not in memory.recompute_modules:
+        return
+    others = " ".join(module for module in memory.recompute_modules if module != "mla_up_proj")
+    without = f"--recompute-modules {others}" if others else "--recompute-granularity none"
+    kinds = [kind for kind in dict.fromkeys(parallel.cp_comm_type) if kind != "p2p"]
+    if parallel.context_parallel_size > 1 and kinds:
+        mistakes.add(
+            f"recompute_modules mla_up_proj discards what p2p sends; {' '.join(kinds)} keeps what "
+            "other ranks have sent",
+            works=["--cp-comm-type p2p", without],
+        )
+    if memory.fine_grained_activation_offloading and "core_attn" in memory.offload_modules:
+        mistakes.add(
+            "queries, keys and values cannot be both moved away (offload_modules core_attn) and "
+            "made again (recompute_modules mla_up_proj)",
+            works=[without],
+        )
+    if config.model.q_lora_rank is None and "layernorm" in memory.recompute_modules:
+        mistakes.add(
+            "recompute_modules mla_up_proj makes queries of the norm's output, which layernorm "
+            "discards; a q_lora_rank would compress them",
+            works=["--recompute-modules mla_up_proj"],
+        )
 
 
 def _check_recompute(config: Config, mistakes: Mistakes) -> None:
@@ -62,7 +97,7 @@ def _check_compile(config: Config, mistakes: Mistakes) -> None:
     """Memory techniques whose hooks lie inside of what would be compiled."""
     memory, hooks, others = config.memory, set[str](), []
     if memory.recompute_granularity == "selective":
-        hooks |= {"mlp", "layernorm"}.intersection(memory.recompute_modules)
+        hooks |= {"mlp", "moe", "layernorm", "mla_up_proj"}.intersection(memory.recompute_modules)
         others += ["--recompute-modules core_attn"] if hooks else []
     if memory.fine_grained_activation_offloading:
         norms = {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)

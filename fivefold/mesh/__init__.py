@@ -1,1 +1,1 @@
-"""Ranks, groups, and what of a global tensor lies where."""
+"""Ranks and their coordinates, process groups, collectives, and slices of global tensors."""

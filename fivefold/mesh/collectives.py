@@ -1,4 +1,4 @@
-"""Collectives on local tensors, each started now and waited for later.
+"""Asynchronous collectives on local tensors.
 
 On CUDA these are NCCL's. On the CPU gloo's own all-gather and reduce-scatter take about twice the
 CPU time of pairwise exchanges from 1 MiB on (about the same below), and its sums depend on the
@@ -17,20 +17,20 @@ from torch import Tensor
 
 @dataclass
 class Pending:
-    """A collective under way; `wait()` returns its result and may be called once."""
+    """A collective in progress; `wait()` returns its result, and may be called once."""
 
     works: list[dist.Work]
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
-        """The result, once it is there."""
+        """Wait for the result and return it."""
         for work in self.works:
             work.wait()
         return self.finish()
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks, 1 for None."""
+    """Number of ranks of a group; 1 for None."""
     return 1 if group is None else group.size()
 
 
@@ -113,17 +113,17 @@ def start_reduce_scatter(
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`start_all_reduce`, waited for."""
+    """Blocking `start_all_reduce`."""
     return start_all_reduce(x, group).wait()
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`start_all_gather`, waited for."""
+    """Blocking `start_all_gather`."""
     return start_all_gather(x, group).wait()
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`start_reduce_scatter`, waited for."""
+    """Blocking `start_reduce_scatter`."""
     return start_reduce_scatter(x, group).wait()
 
 
@@ -144,13 +144,13 @@ def _exchange(
 
 @dataclass
 class Messages:
-    """Messages between pairs of ranks under way; `wait()` returns once all are received."""
+    """Messages in progress between pairs of ranks; `wait()` returns when all are received."""
 
     works: list[dist.Work]
     sent: list[Tensor]  # alive until they have left
 
     def wait(self) -> None:
-        """Until everything has been sent and received."""
+        """Wait until everything has been sent and received."""
         for work in self.works:
             work.wait()
 
@@ -161,13 +161,14 @@ def start_messages(
     group: dist.ProcessGroup,
     tag: int = 0,
 ) -> Messages:
-    """Send tensors to ranks of a group and receive others; the empty ones do not travel.
+    """Send tensors to ranks of a group and receive others; empty tensors are not sent.
 
     Args:
-        sends: sends by rank of the group.
+        sends: tensors to send, by rank of the group.
         receives: contiguous tensors to fill, by rank of the group.
-        group: group that both count in.
-        tag: tells messages apart that the same two ranks have under way; on CUDA order does.
+        group: group in which ranks are counted.
+        tag: number that distinguishes messages in progress between the same two ranks; on CUDA
+            their order does.
     """
     kept = {peer: tensor.contiguous() for peer, tensor in sends.items() if tensor.numel()}
     ops = [
@@ -182,24 +183,32 @@ def start_messages(
     return Messages(dist.batch_isend_irecv(ops) if ops else [], list(kept.values()))
 
 
-def all_to_all(sends: list[Tensor], receives: list[Tensor], group: dist.ProcessGroup) -> None:
+def start_all_to_all(
+    sends: list[Tensor], receives: list[Tensor], group: dist.ProcessGroup
+) -> Messages:
     """Send the i-th tensor to rank i and fill the i-th from it; sizes may differ.
 
     Args:
-        sends: one per rank.
-        receives: contiguous, one per rank; that of this rank is copied.
+        sends: one tensor per rank.
+        receives: one contiguous tensor per rank; that of this rank is copied.
         group: group whose ranks take part.
     """
     rank = group.rank()
     if sends[rank].is_cuda:
-        dist.all_to_all(receives, [tensor.contiguous() for tensor in sends], group=group)
-        return
+        kept = [tensor.contiguous() for tensor in sends]
+        work = dist.all_to_all(receives, kept, group=group, async_op=True)
+        return Messages([work] if work is not None else [], kept)
     others = [peer for peer in range(group.size()) if peer != rank]
     messages = start_messages(
         {peer: sends[peer] for peer in others}, {peer: receives[peer] for peer in others}, group
     )
     receives[rank].copy_(sends[rank])
-    messages.wait()
+    return messages
+
+
+def all_to_all(sends: list[Tensor], receives: list[Tensor], group: dist.ProcessGroup) -> None:
+    """`start_all_to_all`, waited for."""
+    start_all_to_all(sends, receives, group).wait()
 
 
 def sum_in_buckets(
@@ -212,10 +221,10 @@ def sum_in_buckets(
     """Sum tensors over a group in place, flattened into few large messages.
 
     Args:
-        tensors: this rank's tensors, in the same order on every rank.
-        group: over whose ranks to sum.
-        wire_dtype: type in which they travel and are summed (default: their own).
-        bucket_bytes: size at which a bucket is closed.
+        tensors: tensors of this rank, in the same order on every rank.
+        group: group over which to sum.
+        wire_dtype: type in which tensors are sent and summed (default: their own).
+        bucket_bytes: size in bytes at which a bucket is closed.
     """
     if group is None:
         return
@@ -225,7 +234,7 @@ def sum_in_buckets(
 
 @dataclass
 class Bucket:
-    """Tensors that travel as one message."""
+    """Tensors that are sent as one message."""
 
     tensors: list[Tensor]
     flat: Tensor

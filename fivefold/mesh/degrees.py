@@ -1,4 +1,4 @@
-"""How many ranks each axis of the mesh has: what is inferred, and what the world allows."""
+"""Determines the size of each mesh axis, and checks it against the number of ranks."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -18,22 +18,23 @@ DEGREES = {
     "dp_replicate": "num_distributed_optimizer_instances",
     "dp_shard": "data_parallel_shard_size",
 }
-"""The setting of each axis whose sizes multiply to the world."""
+"""The setting of each mesh axis; the product of their values is the number of ranks."""
 
 
 def infer_degrees(
     config: Config, world_size: int, passes: Callable[[Config], bool], mistakes: Mistakes
 ) -> ParallelConfig:
-    """Fill in the degree that is -1, and see that the product is the world.
+    """Infer the degree that is -1, and check that the product of all is the number of ranks.
 
     Args:
-        config: configuration that is asked for.
-        world_size: ranks.
-        passes: whether another configuration passes every check, to name those that do.
-        mistakes: collection to which every mistake is added.
+        config: the configuration.
+        world_size: number of ranks.
+        passes: function that tells whether another configuration passes every check, so that only
+            such ones are suggested.
+        mistakes: collection to which mistakes are added.
 
     Returns:
-        The degrees; those that cannot be known are 1.
+        The degrees; those that cannot be determined are 1.
     """
     parallel = config.parallel
     sizes = {axis: getattr(parallel, name) for axis, name in DEGREES.items()}
@@ -69,7 +70,7 @@ def _explain_world(
     passes: Callable[[Config], bool],
     mistakes: Mistakes,
 ) -> None:
-    """Say why the ranks cannot be split so, and how they can."""
+    """Add the mistake that the ranks cannot be split like this, with splits that work."""
     unknown = [axis for axis, size in sizes.items() if size == -1]
     given = {axis: size for axis, size in sizes.items() if size != -1}
     known = prod(given.values())
@@ -92,7 +93,7 @@ def _explain_world(
 def _splits_near(
     config: Config, sizes: dict[str, int], world_size: int, passes: Callable[[Config], bool]
 ) -> list[str]:
-    """Up to three splits of the world that pass every check and change tp and pp least."""
+    """Up to three splits of the ranks that pass every check and change tp and pp least."""
     tp, pp = max(sizes["tp"], 1), max(sizes["pp"], 1)
     rest = max(sizes["cp"], 1) * max(sizes["dp_replicate"], 1)
     near = sorted(
@@ -122,14 +123,14 @@ def _splits_near(
 
 
 def _with_whole_batch(config: Config) -> Config:
-    """With the global batch that its data-parallel ranks can share, if its own is none."""
+    """The configuration, with a global batch that its data-parallel ranks can share."""
     training = config.training
     unit = training.micro_batch_size * _data_parallel(config.parallel)
     return config.with_values(global_batch_size=max(training.global_batch_size // unit, 1) * unit)
 
 
 def _in_words(config: Config, asked: Config, others: Iterable[str]) -> str:
-    """The split as flags, with its batch and replicas if they are not those that were asked for."""
+    """The flags of a split, including batch and replicas if these differ from the given ones."""
     parallel, batch = config.parallel, config.training.global_batch_size
     words = [
         f"--tp {parallel.tensor_model_parallel_size} --pp {parallel.pipeline_model_parallel_size}",

@@ -1,4 +1,4 @@
-"""Who talks to whom: rank arithmetic of the attention mesh and the expert mesh.
+"""Rank arithmetic of the attention mesh and the expert mesh.
 
 One world is read in two ways (parallel folding). Attention and dense layers see
 `[pp, dp_replicate, dp_shard, cp, tp]`, expert layers see `[pp, edp, ep, etp]`; both have the same
@@ -18,8 +18,8 @@ class Grid:
     """Sizes of every mesh axis; `edp` follows from the rest.
 
     Raises:
-        ValueError: the expert axes do not divide a pipeline stage's ranks (`check` says it better
-            and earlier to users).
+        ValueError: the expert axes do not divide the ranks of a pipeline stage (`check` reports
+            this to users earlier).
     """
 
     pp: int = 1
@@ -36,22 +36,22 @@ class Grid:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that hold one pipeline rank's stages between them."""
+        """Number of ranks in one pipeline rank."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.pp * self.ranks_per_stage
 
     @property
     def dp(self) -> int:
-        """Data-parallel ranks: those that read different samples."""
+        """Number of data-parallel ranks, which read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same expert weights."""
+        """Number of ranks that hold the same expert weights."""
         return self.ranks_per_stage // (self.ep * self.etp)
 
     def size(self, axis: str) -> int:
@@ -61,7 +61,7 @@ class Grid:
         return int(getattr(self, axis))
 
     def coordinates(self, rank: int, axes: Sequence[str] = ATTENTION_AXES) -> dict[str, int]:
-        """Where a rank sits on the attention mesh, or on the expert mesh with `EXPERT_AXES`."""
+        """The coordinates of a rank on the attention mesh, or on the mesh of `axes`."""
         found: dict[str, int] = {}
         for axis in reversed(axes):
             rank, found[axis] = divmod(rank, self.size(axis))
@@ -110,7 +110,7 @@ class Grid:
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def name(self, rank: int) -> str:
-        """A rank's coordinates for people: 'PP(1) DP(0) CP(0) TP(1)'."""
+        """The coordinates of a rank as text: 'PP(1) DP(0) CP(0) TP(1)'."""
         at = self.coordinates(rank)
         name = f"PP({at['pp']}) DP({self.dp_rank(rank)}) CP({at['cp']}) TP({at['tp']})"
         if self.ep > 1:
@@ -118,7 +118,7 @@ class Grid:
         return name
 
     def describe(self) -> list[str]:
-        """The mesh map, a line an axis: size, stride and the first group."""
+        """The mesh as text, with a line for each axis: size, stride and the first group."""
         lines = []
         for axis in ATTENTION_AXES:
             stride = self.rank({axis: 1}) if self.size(axis) > 1 else 1

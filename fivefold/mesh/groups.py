@@ -1,4 +1,4 @@
-"""The process groups of one rank, built from the grid and handed to whoever needs them."""
+"""Creates the process groups of one rank from the grid."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fivefold.mesh.grid import Grid
+from fivefold.mesh.grid import EXPERT_AXES, Grid
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard_cp", "tp")
+EXPERT_PARAMETER_AXES = ("edp_replicate", "edp_shard", "ep", "etp")
 
 _CONNECTION_LOST = (  # what gloo says in a plain RuntimeError when another rank is gone or silent
     "connection closed by peer",
@@ -23,13 +24,13 @@ _CONNECTION_LOST = (  # what gloo says in a plain RuntimeError when another rank
 def new_group(
     ranks: Sequence[int] | None = None, *, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A group that waits for its members as long as the world's group does.
+    """Create a group with the timeout of the world's group.
 
-    torch gives each new group its own default of half an hour, whatever the world was given.
+    torch would give each new group its default of half an hour.
 
     Args:
-        ranks: its members, who alone take part and know of it; None: every rank.
-        backend: as in torch; None: that of the world.
+        ranks: members of the group, the only ranks that take part; None: every rank.
+        backend: backend as in torch; None: that of the world's group.
     """
     world = dist.group.WORLD
     assert world is not None, "the world's group comes first"
@@ -42,7 +43,7 @@ def new_group(
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether `error` is only how a rank notices that another one is gone or silent."""
+    """Whether `error` only means that another rank is gone or does not answer."""
     if isinstance(error, ConnectionError | dist.DistError):
         return True
     message = str(error).lower()
@@ -51,23 +52,24 @@ def lost_connection(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Groups:
-    """What one rank communicates over; a group of one rank is None.
+    """The process groups of one rank; a group of one rank is None.
 
     Attributes:
-        grid: sizes and arithmetic of the axes.
-        rank: rank of this process in the world.
-        world: every rank.
-        pp: the ranks that hold the other stages of this replica.
-        tp: the ranks that hold the other parts of this rank's matrices.
-        data: the ranks that see other tokens of the same batch (DP x CP).
-        cp: the ranks that hold the other parts of this rank's sequences.
-        cp_inner: those of them that exchange heads for tokens, where attention is hierarchical.
-        cp_outer: those that then hold the other parts.
-        tied: the pipeline ranks that hold copies of the embedding, where there are several.
-        mirror: this pipeline rank and the one that holds the same stages of the other copy of the
-            model, where there are two.
-        mesh: [dp_replicate, dp_shard_cp, tp] of this pipeline rank, on which parameters are laid
-            out; without sharding all of DP x CP counts as replicas.
+        grid: sizes of the mesh axes.
+        rank: number of this process among all ranks.
+        world: group of all ranks.
+        pp: group of the ranks that hold the stages of this replica.
+        tp: group of the ranks that hold the parts of the same matrices.
+        data: group of the ranks that see other tokens of the same batch (DP x CP).
+        cp: group of the ranks that hold the parts of the same sequences.
+        cp_inner: subgroup of `cp` that exchanges heads for tokens in hierarchical attention.
+        cp_outer: subgroup of `cp` that forms the ring in hierarchical attention.
+        tied: group of the pipeline ranks that hold copies of the embedding, if several do.
+        mirror: group of the two pipeline ranks that hold the same stages, if the pipeline holds two
+            copies of the model.
+        mesh: [dp_replicate, dp_shard_cp, tp] mesh of this pipeline rank, on which parameters are
+            laid out; without sharding all ranks of DP x CP are replicas.
+        experts: groups that a model with experts needs in addition; None without experts.
     """
 
     grid: Grid
@@ -82,16 +84,46 @@ class Groups:
     tied: dist.ProcessGroup | None
     mirror: dist.ProcessGroup | None
     mesh: DeviceMesh
+    experts: "ExpertGroups | None" = None
 
     @property
     def at(self) -> dict[str, int]:
-        """This rank's coordinates on the attention mesh."""
+        """The coordinates of this rank on the attention mesh."""
         return self.grid.coordinates(self.rank)
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
-        """The 1-D mesh of tensor parallelism, None if it has one rank."""
+        """The 1-D mesh of tensor parallelism; None if it has one rank."""
         return self.mesh["tp"] if self.tp is not None else None
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """What one rank communicates over because of experts; a group of one rank is None.
+
+    Attributes:
+        ep: the ranks that hold the other experts.
+        etp: the ranks that hold the other parts of this rank's experts.
+        both: all of these.
+        edp: the ranks that hold the same experts, and get other tokens for them.
+        microbatch: the ranks that share the tokens of a microbatch (CP x TP).
+        stage: all ranks with other tokens of the same layers (DP x CP x TP).
+        mesh: [edp_replicate, edp_shard, ep, etp] of this pipeline rank, on which the parameters of
+            experts are laid out; without sharding all of EDP counts as replicas.
+    """
+
+    ep: dist.ProcessGroup | None
+    etp: dist.ProcessGroup | None
+    both: dist.ProcessGroup | None
+    edp: dist.ProcessGroup | None
+    microbatch: dist.ProcessGroup | None
+    stage: dist.ProcessGroup | None
+    mesh: DeviceMesh
+
+    @property
+    def split_mesh(self) -> DeviceMesh | None:
+        """The 2-D mesh over which experts are split, None if each rank holds them all whole."""
+        return self.mesh["ep", "etp"] if self.both is not None else None
 
 
 def build_groups(
@@ -100,18 +132,25 @@ def build_groups(
     device_type: str,
     *,
     sharded: bool,
+    expert_shards: int | None = None,
     cp_sizes: tuple[int, ...] = (),
     tied_ranks: Sequence[tuple[int, ...]] = (),
     mirrored: bool = False,
 ) -> Groups:
-    """Create the groups of this rank; only their members take part, so thousands of ranks can.
+    """Create the groups of this rank.
+
+    Only the members of a group take part in its creation, so that this scales to thousands of
+    ranks.
 
     Args:
-        grid: the world.
-        rank: rank of this process.
+        grid: grid of all ranks.
+        rank: number of this process.
         device_type: "cpu" or "cuda".
-        sharded: whether dp_shard x cp splits anything; if not, those ranks are replicas.
-        cp_sizes: ranks of the inner and of the outer groups of context parallelism, if it has any.
+        sharded: whether dp_shard x cp splits anything; otherwise these ranks are replicas.
+        expert_shards: number of ranks that share the state of an expert's parameter; None without
+            experts.
+        cp_sizes: sizes of the inner and outer groups of hierarchical context parallelism; empty if
+            it is not hierarchical.
         tied_ranks: sets of pipeline ranks, each of which holds copies of the embedding.
         mirrored: whether the pipeline holds a second copy of the model, in reverse.
     """
@@ -144,35 +183,69 @@ def build_groups(
         tied=tied,
         mirror=made.group(tuple(pair)) if mirrored else None,
         mesh=_parameter_mesh(grid, rank, device_type, sharded, made.group),
+        experts=None
+        if expert_shards is None
+        else _expert_groups(grid, rank, device_type, expert_shards, made),
+    )
+
+
+def _expert_groups(
+    grid: Grid, rank: int, device_type: str, shards: int, made: "_Made"
+) -> ExpertGroups:
+    def among(*axes: str) -> tuple[int, ...]:
+        return grid.group_of(rank, axes, EXPERT_AXES)
+
+    stage = grid.group_of(rank, ("dp_replicate", "dp_shard", "cp", "tp"))
+    ep, etp, both, edp = among("ep"), among("etp"), among("ep", "etp"), among("edp")
+    ep_group = _apart(ep)  # tokens must not wait for gradients' messages
+    etp_group = _apart(etp)
+    both_group = _apart(both) if len(ep) > 1 and len(etp) > 1 else ep_group or etp_group
+    block, place = divmod(edp.index(rank), shards)
+    parts = (edp[place::shards], edp[block * shards : (block + 1) * shards], ep, etp)
+    first = grid.coordinates(rank)["pp"] * grid.ranks_per_stage
+    ranks = torch.arange(first, first + grid.ranks_per_stage).view([len(part) for part in parts])
+    return ExpertGroups(
+        ep=ep_group,
+        etp=etp_group,
+        both=both_group,
+        edp=made.unless_alone(edp),
+        microbatch=_apart(grid.group_of(rank, ("cp", "tp"))),
+        stage=_apart(stage),
+        mesh=DeviceMesh.from_group(
+            [made.group(part) for part in parts],
+            device_type,
+            mesh=ranks,
+            mesh_dim_names=EXPERT_PARAMETER_AXES,
+        ),
     )
 
 
 class _Made:
-    """Groups that several axes may share: the same ranks get the same group."""
+    """Groups by their ranks, so that axes with the same ranks share a group."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Of these ranks."""
+        """The group of these ranks."""
         if ranks not in self._groups:
             self._groups[ranks] = new_group(ranks)
         return self._groups[ranks]
 
     def unless_alone(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Of these ranks, if there are several."""
+        """The group of these ranks; None if there is only one."""
         return self.group(ranks) if len(ranks) > 1 else None
 
 
 def _apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group that is not shared: what attention sends must not wait for gradients' messages."""
+    """A group that is not shared, so that attention's messages never wait for gradients."""
     return new_group(ranks) if len(ranks) > 1 else None
 
 
 def _hierarchy(
     cp_ranks: tuple[int, ...], rank: int, sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The inner group of a rank, of neighbours, and the outer one, of those in the same place."""
+    """The inner group of a rank, of neighbours, and its outer group, one rank per inner group."""
     if not sizes:
         return (), ()
     group, place = divmod(cp_ranks.index(rank), sizes[0])
@@ -186,7 +259,7 @@ def _parameter_mesh(
     sharded: bool,
     group: Callable[[tuple[int, ...]], dist.ProcessGroup],
 ) -> DeviceMesh:
-    """The mesh of one pipeline rank's parameters, made of groups that exist already."""
+    """The mesh of one pipeline rank's parameters, from groups that exist already."""
     replicas = ("dp_replicate",) if sharded else ("dp_replicate", "dp_shard", "cp")
     shards = ("dp_shard", "cp") if sharded else ()
     shape = [len(grid.group_of(rank, axes)) for axes in (replicas, shards, ("tp",))]

@@ -1,4 +1,4 @@
-"""Which sizes the axes of a mesh may have for a model: tensor, expert and context parallelism."""
+"""Checks the degrees of tensor, expert and context parallelism against the model."""
 
 from collections.abc import Callable, Collection, Iterable
 from math import isqrt, prod
@@ -32,7 +32,7 @@ def tensor_parallel_sizes(model: ModelConfig) -> list[int]:
 
 
 def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
-    """(name, size) of what tensor parallelism splits."""
+    """Name and size of everything that tensor parallelism splits."""
     dense = not all(model.is_moe(layer) for layer in range(model.num_layers))
     sizes = {
         "num_attention_heads": model.num_attention_heads,
@@ -47,7 +47,7 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
 
 
 def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Heads, inner features, vocabulary and tokens divide over the tensor-parallel ranks.
+    """Check that tensor parallelism divides heads, inner features, vocabulary and tokens.
 
     Args:
         config: configuration that is asked for.
@@ -88,7 +88,7 @@ def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mi
 
 
 def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Experts divide over their mesh, and their mesh over the ranks of a pipeline stage.
+    """Check that expert parallelism divides the experts, and its mesh the ranks of a stage.
 
     Args:
         config: configuration that is asked for.
@@ -129,6 +129,7 @@ def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "moe_token_dispatcher_type",
+        "moe_shared_expert_overlap",
         "overlap_moe_expert_parallel_comm",
     ):
         value, setting = getattr(parallel, name), SETTINGS[name]
@@ -140,7 +141,7 @@ def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_folding(num_experts: int, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Expert ranks are taken from the data, context and tensor ranks: they multiply nothing."""
+    """Check the expert mesh, which is laid over the same data, context and tensor ranks."""
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     axes = {
         "dp": parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances,
@@ -183,7 +184,7 @@ def _check_overlap(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 
 def check_context(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Tokens and heads divide over the context-parallel ranks.
+    """Check that context parallelism divides tokens and heads.
 
     Args:
         config: configuration that is asked for.
@@ -244,15 +245,15 @@ def _check_heads(
     mistakes: Mistakes,
     among: Collection[int] | None = None,
 ) -> None:
-    """Heads are exchanged for tokens: each rank must get whole ones; few keys are repeated.
+    """Check that an exchange of heads for tokens gives each rank whole query heads.
 
     Args:
         model: model whose heads are exchanged.
-        parallel: tp splits them already.
-        ranks: ranks that exchange them.
-        typed: the flags for another number of these ranks.
-        mistakes: collection to which every mistake is added.
-        among: the numbers that there may be; None: any.
+        parallel: degrees; tensor parallelism splits the heads first.
+        ranks: number of ranks that exchange heads.
+        typed: function that gives the flags for another number of these ranks.
+        mistakes: collection to which mistakes are added.
+        among: possible numbers of these ranks; None: any.
     """
     tp = parallel.tensor_model_parallel_size
     heads, kv_heads = model.num_attention_heads // tp, max(model.num_kv_heads // tp, 1)

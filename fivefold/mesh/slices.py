@@ -1,4 +1,4 @@
-"""Which part of a global tensor lies on this rank, whatever laid it out."""
+"""Finds the part of a global tensor that a rank holds, for any kind of sharding."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ class Piece:
     """A rank's part of a global tensor.
 
     Attributes:
-        local: what the rank holds; `local.shape` is the extent of `slices`.
+        local: tensor that the rank holds, with the shape of `slices`.
         shape: shape of the global tensor.
-        slices: one per dim; an empty part has a slice of no length.
+        slices: slice of the global tensor, one per dim; of length 0 if the part is empty.
     """
 
     local: Tensor
@@ -33,7 +33,7 @@ def piece_of(tensor: Tensor) -> Piece:
 
 
 def global_shape(tensor: Tensor) -> torch.Size:
-    """Shape of the whole tensor, not of this rank's shard."""
+    """The shape of the global tensor."""
     return tensor.shape
 
 
@@ -71,7 +71,7 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def _chunk(whole: slice, parts: int, index: int) -> slice:
-    """The `index`-th of the parts that `torch.chunk` cuts."""
+    """The `index`-th part of `whole`, as `torch.chunk` splits it."""
     size = -((whole.start - whole.stop) // parts)
     start = min(whole.start + index * size, whole.stop)
     return slice(start, min(start + size, whole.stop))

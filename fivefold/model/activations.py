@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.description import describe, layer_kind
+from fivefold.model.latent_operations import LatentDown
 from fivefold.model.operations import Kept, Norm
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts, has_final_norm
@@ -65,11 +66,10 @@ def saved_activations(
         size = running.element_bytes * model.hidden_size / running.token_parts
         first = {"layer_input": Saved(kept=size)} if starts_group else {}
         return first | {item.name: Saved(remade=item.size) for item in whole}
-    again = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
     moved = memory.offload_modules if memory.fine_grained_activation_offloading else ()
     saved = {}
     for item in whole:
-        if set(again) & set(item.remade_by):
+        if set(running.remade) & set(item.remade_by):
             saved[item.name] = Saved(remade=item.size)
         else:
             away = _large_enough(item, running) if item.module in moved else 0.0
@@ -159,8 +159,10 @@ def bookkeeping_bytes(
             if isinstance(operation, Norm):
                 queries, keys = operation.heads or (0, 0)
                 size += wide * (queries / tp + max(keys / tp, 1)) if queries else norm
+            if isinstance(operation, LatentDown):
+                size += norm * operation.norms
     if model.position_embedding_type == "rope" and (parts.layers or parts.mtp):
-        size += running.element_bytes * 1.5 * model.head_dim  # cosines of all, sines of half
+        size += running.element_bytes * 1.5 * model.rotary_dim  # cosines of all, sines of half
     if tp > 1:
         size += parts.embedding + parts.mtp
     if has_final_norm(model, parts):

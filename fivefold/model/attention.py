@@ -6,20 +6,21 @@ values may be of L >= S tokens, of which the queries are the last: a slice of a 
 what came before it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Documents
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.layers import LayerBlock, Linear, RMSNorm
+from fivefold.model.layers import LayerBlock, Linear, RMSNorm, local
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -32,12 +33,15 @@ class Scope:
         window: how many tokens before itself it sees; None: all.
         part: what this rank holds of rows that are divided over ranks; None if it has all of them.
         causal: it sees nothing after itself. False: all of its document, then without a window.
+        sinks: [N], a score of each query head that takes part in the softmax and has no value, as
+            if it were one more key that every query sees; None: there is none.
     """
 
     documents: Documents | None = None
     window: int | None = None
     part: MicrobatchShare | None = None
     causal: bool = True
+    sinks: Tensor | None = None
 
 
 class Kernel(Protocol):
@@ -60,14 +64,19 @@ def attention(
 ) -> Tensor:
     """The kernel by rule: PyTorch's fused one unless it cannot drop, or would compute in vain.
 
-    Probabilities are dropped by the plain one; beyond a window nothing is computed.
+    Probabilities are dropped by the plain one; beyond a window nothing is computed. Blocks are for
+    what the fused one lacks: sinks, and values of other sizes than keys.
     """
     if drop is not None:
         return plain_attention(q_BSND, k_BLGD, v_BLGD, scope, drop)
     documents, window = scope.documents, scope.window
-    if window is not None and window + 1 < k_BLGD.shape[1] == q_BSND.shape[1]:
+    limited = window is not None and window + 1 < k_BLGD.shape[1]
+    other = scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
+    if (limited or other) and k_BLGD.shape[1] == q_BSND.shape[1]:
         starts = None if documents is None else documents.starts
-        return local_attention(q_BSND, k_BLGD, v_BLGD, starts, window)
+        return local_attention(q_BSND, k_BLGD, v_BLGD, starts, window, scope.sinks)
+    if scope.sinks is not None:
+        return plain_attention(q_BSND, k_BLGD, v_BLGD, scope)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
 
 
@@ -83,8 +92,13 @@ def plain_attention(
     q_BNSD, k_BNLD, v_BNLD = (_per_query_head(x, N) for x in (q_BSND, k_BLGD, v_BLGD))
     scores = (q_BNSD * D**-0.5) @ k_BNLD.transpose(2, 3)
     scores = scores.masked_fill(~_seen(S, k_BLGD, scope), float("-inf"))
+    if scope.sinks is not None:
+        sinks = scope.sinks[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks.to(scores.dtype)), dim=-1)
     softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
     probabilities = scores.softmax(dim=-1, dtype=softmax_dtype).to(v_BNLD.dtype)
+    if scope.sinks is not None:
+        probabilities = probabilities[..., :-1]
     if drop is not None:
         probabilities = drop(probabilities)
     return (probabilities @ v_BNLD).transpose(1, 2)
@@ -106,7 +120,7 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
     outputs = [
         _fused(q[None], k[None], v[None], scope.causal)[0] for q, k, v in zip(*pieces, strict=True)
     ]
-    return torch.cat(outputs).view(q_BSND.shape)
+    return torch.cat(outputs).view(*q_BSND.shape[:3], -1)
 
 
 def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
@@ -140,25 +154,73 @@ def _per_query_head(x_BSGD: Tensor, num_query_heads: int) -> Tensor:
     return x_BGSD if repeats == 1 else x_BGSD.repeat_interleave(repeats, dim=1)
 
 
+Up = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Latents [B, L, C] -> keys [B, L, N, Dk] and values [B, L, N, Dv]."""
+
+
+class LatentKernel(Protocol):
+    """Attention to the keys and values that are made of latents where they are needed."""
+
+    def __call__(
+        self,
+        q_BSND: Tensor,
+        latent_BSC: Tensor,
+        up: Up,
+        parameters: tuple[Tensor, ...],
+        scope: Scope,
+        drop: HeadDropout | None,
+        /,
+    ) -> Tensor:
+        """[B, S, N, Dv] from q, and latents of the same tokens; `up` uses `parameters`."""
+
+
+class Sinks(nn.Module):
+    """A learned score of each query head that takes part in its softmax and has no value."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+
 class AttentionBlock(LayerBlock):
     """What every kind of attention has: heads, a kernel, and a place in the model.
 
     Attributes:
         kernel: seam around softmax(q k^T) v.
+        latent_kernel: the same from latents, in the place of `kernel`; None: keys and values are
+            made first.
+        has_latents: whether a `latent_kernel` can be put there.
         layer: number of its layer in the model.
         head_offset: number of this rank's first query head among all; keys dropout masks.
     """
+
+    has_latents = False
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.model, self.layer = model, layer
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
+        self.latent_kernel: LatentKernel | None = None
+        learned = model.softmax_type == "learnable"
+        self.sinks = Sinks(model.num_attention_heads) if learned else None
         self.head_offset = 0
+
+    def wrap_kernel(self, wrap: Callable[[Any], Any]) -> None:
+        """Put something around whichever kernel computes."""
+        if self.latent_kernel is not None:
+            self.latent_kernel = wrap(self.latent_kernel)
+        self.kernel = wrap(self.kernel)
 
     def split(self, rank: int, ranks: int) -> None:
         """Take this rank's query heads."""
         self.head_offset = rank * self.model.num_attention_heads // ranks
+
+    def _scope(self, context: Context) -> Scope:
+        window, part = self.model.window_of(self.layer), context.part
+        sinks = None if self.sinks is None else local(self.sinks.weight)
+        share = None if part is None else part.seeing(window)
+        return Scope(context.packing, window, share, sinks=sinks)
 
     def _drop(self, context: Context) -> HeadDropout | None:
         p, all_heads = self.model.attention_dropout, self.model.num_attention_heads
@@ -199,6 +261,5 @@ class Attention(AttentionBlock):
             q, k = context.rotary.rotate(q), context.rotary.rotate(k)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
-        scope = Scope(context.packing, self.model.window_size, context.part)
-        out_BSND = self.kernel(q, k, v, scope, self._drop(context))
+        out_BSND = self.kernel(q, k, v, self._scope(context), self._drop(context))
         return self.row(out_BSND.reshape(projected[0].shape), self.o_proj)

@@ -66,11 +66,13 @@ class Queries:
         """In which outputs are merged and gradients summed."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
-    def begin(self, value_dim: int) -> None:
-        """No key has been met."""
+    def begin(self, value_dim: int, sinks: Tensor | None = None) -> None:
+        """No key has been met, but for a sink [N] of each head that adds to the sums alone."""
         B, S, N, _ = self.q.shape
         self.out = self.q.new_zeros((B, S, N, value_dim), dtype=self.wide)
         self.lse = self.q.new_full((B, N, S), float("-inf"), dtype=self.wide)
+        if sinks is not None:
+            self.lse.copy_(sinks.detach()[:, None].expand(B, N, S))
 
     def meet(self, keys: Keys) -> None:
         """Merge the outputs over more keys."""
@@ -110,6 +112,13 @@ class Queries:
                 total += grad
         return dk, dv
 
+    def sink_grads(self, sinks: Tensor) -> Tensor:
+        """The gradients of the sinks [N], once a backward has begun: of a probability that takes
+        from all others and gives nothing."""
+        share_BNS = (sinks.detach().to(self.wide)[:, None] - self.lse).exp_()
+        given_BSN = (self.grad * self.out).sum(-1, dtype=self.wide)
+        return -(share_BNS * given_BSN.transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
+
     def _heads(self, keys: Keys) -> slice:
         """The query heads that attend with these keys."""
         shared = self.q.shape[2] // self.num_kv_heads
@@ -145,6 +154,7 @@ def local_attention(
     v_BSGD: Tensor,
     starts: tuple[int, ...] | None,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of whole rows on one rank, of which only what is seen is computed.
 
@@ -154,9 +164,10 @@ def local_attention(
         v_BSGD: values.
         starts: where documents begin in the B * S tokens, and their number; None: rows are whole.
         window: tokens before itself that a query sees; None: all.
+        sinks: see `model.attention.Scope`.
 
     Returns:
-        [B, S, N, D].
+        [B, S, N, Dv].
     """
     length = q_BSND.shape[1] if starts is None else starts[-1]
     sight = Sight((0, length) if starts is None else starts, window)
@@ -164,19 +175,26 @@ def local_attention(
     shape = q_BSND.shape
     if starts is not None:
         q_BSND, k_BSGD, v_BSGD = (x.flatten(0, 1)[None] for x in (q_BSND, k_BSGD, v_BSGD))
-    out: Tensor = _Local.apply(q_BSND, k_BSGD, v_BSGD, blocks)
+    out: Tensor = _Local.apply(q_BSND, k_BSGD, v_BSGD, sinks, blocks)
     return out.reshape(*shape[:3], -1)
 
 
 class _Local(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[Block, ...]) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        blocks: tuple[Block, ...],
+    ) -> Tensor:
         queries = Queries(q, k.shape[2])
-        queries.begin(v.shape[-1])
+        queries.begin(v.shape[-1], sinks)
         queries.meet(Keys(k, v, blocks, ((0, k.shape[1]),)))
         out = queries.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, queries.lse)
-        ctx.blocks = blocks
+        ctx.sinks, ctx.blocks = sinks, blocks
         return out
 
     @staticmethod
@@ -185,4 +203,5 @@ class _Local(torch.autograd.Function):
         queries = Queries(q, k.shape[2])
         queries.begin_backward(grad, out, lse)
         dk, dv = queries.meet_backward(Keys(k, v, ctx.blocks, ((0, k.shape[1]),)))
-        return queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        sinks = None if ctx.sinks is None else queries.sink_grads(ctx.sinks)
+        return queries.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks, None

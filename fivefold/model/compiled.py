@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from fivefold.model.layers import plain_column, plain_row
+from fivefold.model.layers import plain_column, plain_row, plain_spread
 from fivefold.model.transformer import Stage
 
 
@@ -20,10 +20,16 @@ def compile_layers(stage: Stage, backend: str) -> None:
     """
     outside: Any = torch.compiler.disable
     for layer in stage.transformer_layers:
-        layer.self_attn.kernel = outside(layer.self_attn.kernel)
+        layer.self_attn.wrap_kernel(outside)
+        if not layer.mlp.compiles:
+            layer.mlp.forward = outside(layer.mlp.forward)
         for module in (layer.self_attn, layer.mlp):
             if module.column is not plain_column:
                 module.column = outside(module.column)
             if module.row is not plain_row:
                 module.row = outside(module.row)
+            if module.whole is not plain_column:
+                module.whole = outside(module.whole)
+            if module.spread is not plain_spread:
+                module.spread = outside(module.spread)
         layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]

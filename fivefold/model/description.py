@@ -11,13 +11,18 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from fivefold.config.model import ModelConfig
-from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router, SharedOut
+from fivefold.model.expert_operations import (
+    Dispatch,
+    ExpertsIn,
+    ExpertsOut,
+    RouterLinear,
+    SharedOut,
+)
+from fivefold.model.latent_operations import LatentDown, LatentUp
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
     CoreAttention,
-    LatentDown,
-    LatentUp,
     Norm,
     Operation,
     PredictionInput,
@@ -207,22 +212,32 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
     unrotated = model.num_attention_heads * model.qk_head_dim
     up += _column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
     return (
-        LatentDown("qkv", down, inputs=h),
+        LatentDown("qkv", down, inputs=h, norms=1 if model.q_lora_rank is None else 2),
         LatentUp(
             "mla_up",
             up,
             ("mla_up_proj",),
             latents=(model.q_lora_rank or 0) + rank,
+            uncompressed=h if model.q_lora_rank is None else 0,
+            shared=model.qk_pos_emb_head_dim,
             outputs=model.q_size + model.k_size + model.v_size,
         ),
     )
+
+
+def _mlp_norm(model: ModelConfig) -> Norm:
+    """Its input is that of attention's where both read the same hidden state."""
+    weights = _norm("post_attention_layernorm", model)
+    read = model.parallel_residual
+    features = model.hidden_size
+    return Norm("mlp_norm", weights, ("layernorm",), features=features, shared_input=read)
 
 
 def _dense(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner = model.hidden_size, model.ffn_size
     first, last = _mlp("mlp", model, inner)
     return (
-        Norm("mlp_norm", _norm("post_attention_layernorm", model), ("layernorm",), features=h),
+        _mlp_norm(model),
         ColumnLinear(
             "fc1",
             first,
@@ -252,8 +267,8 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     first, last = (tuple(_of_experts(weight, experts) for weight in part) for part in each)
     router = _whole("mlp.router", h, experts, model.add_bias_linear)
     return (
-        Norm("mlp_norm", _norm("post_attention_layernorm", model), ("layernorm",), features=h),
-        Router("router", router, ("moe",), inputs=h, experts=experts),
+        _mlp_norm(model),
+        RouterLinear("router", router, ("moe",), inputs=h, experts=experts),
         Dispatch("dispatch", rerun_by=("moe",), copies=copies),
         ExpertsIn(
             "expert_fc1",
@@ -282,8 +297,11 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
     first, last = _mlp("mlp.shared_experts", model, inner)
     outputs, widths = inner * _gates(model), _kept_widths(model)
+    gate = _whole("mlp.shared_expert_gate", h, 1, False) if model.moe_shared_expert_gate else ()
     return (
-        ColumnLinear("shared_fc1", first, again, inputs=h, outputs=outputs, shared_input=True),
+        ColumnLinear(
+            "shared_fc1", (*first, *gate), again, inputs=h, outputs=outputs, shared_input=True
+        ),
         Activation("shared_act", rerun_by=again, features=inner, widths=widths),
         SharedOut("shared_fc2", last, inputs=inner, outputs=h, widths=widths, features=h),
     )
@@ -315,11 +333,11 @@ def _gates(model: ModelConfig) -> int:
 def _kept_widths(model: ModelConfig) -> int:
     """Tensors as wide as the MLP that its activation keeps, its output apart.
 
-    A fused SwiGLU keeps gate and up; any other gate also its activated form.
+    A fused gate keeps gate and up; any other also its activated form.
     """
     if not model.gated_linear_unit:
         return 1
-    return 2 if model.activation_func == "silu" else 3
+    return 2 if model.activation_func in ("silu", "quick_gelu") else 3
 
 
 def _norm(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:

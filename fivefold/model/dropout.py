@@ -69,6 +69,13 @@ class Dropout:
         mask_TH = drop_mask(self.rows_T[:, None], columns_H, p, self._key(site))
         return x_TH.masked_fill(mask_TH, 0.0) * (1.0 / (1.0 - p))
 
+    def uniform(self, features: int, site: str) -> Tensor:
+        """A number in [0, 1) for each feature of the residual stream, [T, features] fp64."""
+        columns_H = torch.arange(features, device=self.rows_T.device)
+        mixed = hash64(self.rows_T[:, None], self._key(site)) ^ hash64(columns_H)
+        mixed = _xor_shift_(mixed.mul_(_MULTIPLY_1), 32).mul_(_MULTIPLY_2)
+        return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
     def heads(self, p: float, site: str, first_head: int, all_heads: int) -> "HeadDropout":
         """What drops the attention probabilities of this rank's heads."""
         return HeadDropout(self.token_ids_BL, p, self._key(site), first_head, all_heads)

@@ -9,7 +9,7 @@ ROUTING = 9  # bytes per token and expert: fp32 scores, fp32 probabilities, a bi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router(Operation):
+class RouterLinear(Operation):
     """Scores of all experts for each token, and the choice among them.
 
     Attributes:

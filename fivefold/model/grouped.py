@@ -13,25 +13,46 @@ from fivefold.model.layers import local
 
 
 class GroupedLinear(nn.Module):
-    """y = x W_e^T for the rows of each group e, with W [E, out, in]. Left uninitialised.
+    """y = x W_e^T + b_e for the rows of each group e, with W [E, out, in]. Left uninitialised.
 
     Attributes:
         multiply: seam around the multiplication.
     """
 
-    def __init__(self, groups: int, in_features: int, out_features: int) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, groups: int, in_features: int, out_features: int, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(groups, out_features)) if bias else None
         self.multiply: Callable[[Tensor, Tensor, GroupedLinear], Tensor] = plain_multiply
 
-    def forward(self, x_TH: Tensor, rows_E: Tensor) -> Tensor:
+    def forward(
+        self,
+        x_TH: Tensor,
+        rows_E: Tensor,
+        weights_T: Tensor | None = None,
+        *,
+        adds_bias: bool = True,
+    ) -> Tensor:
         """[T, in] -> [T, out].
 
         Args:
             x_TH: rows sorted by group.
             rows_E: int64, how many rows each group has; some may have none.
+            weights_T: weight of each row's bias; None: 1.
+            adds_bias: whether the bias is added here; its gradient is the same if not.
         """
-        return self.multiply(x_TH, rows_E, self)
+        y_TF = self.multiply(x_TH, rows_E, self)
+        if self.bias is None:
+            return y_TF
+        bias_TF = local(self.bias).repeat_interleave(rows_E, 0, output_size=len(x_TH))
+        if weights_T is not None:
+            weights_T = weights_T if adds_bias else weights_T.detach()
+            bias_TF = (bias_TF * weights_T[:, None]).to(y_TF.dtype)
+        return y_TF + (bias_TF if adds_bias else bias_TF - bias_TF.detach())
 
 
 def plain_multiply(x_TH: Tensor, rows_E: Tensor, linear: GroupedLinear) -> Tensor:

@@ -30,7 +30,8 @@ def init_slice(
     rank makes only the blocks it holds part of.
 
     Args:
-        name: global name of the parameter, for example `layers.3.mlp.up_proj.weight`.
+        name: global name of the parameter, for example `layers.3.mlp.up_proj.weight`; a parameter
+            of experts, [E, out, in], is made expert by expert.
         global_shape: shape of the whole parameter.
         slices: one per dim, with a step of 1; they may be empty.
         model: gives the standard deviation.
@@ -40,22 +41,40 @@ def init_slice(
     name = canonical_name(model, name)
     spans = [part.indices(size)[:2] for part, size in zip(slices, global_shape, strict=True)]
     shape = [max(0, stop - start) for start, stop in spans]
-    if len(global_shape) == 1:
+    if len(global_shape) == 1 or name.endswith(".bias"):
         value = 1.0 if name.endswith("norm.weight") else 0.0
         return torch.full(shape, value, dtype=dtype)
     std = model.init_method_std
     if name.endswith(_RESIDUAL_OUTPUTS):
         std /= (2 * model.num_layers) ** 0.5
-    out = torch.empty(shape, dtype=dtype)
+    sizes = global_shape[-2], global_shape[-1]
+    if len(global_shape) == 2:
+        return _matrix(name, sizes, spans, std, seed, dtype)
+    matrices = [
+        _matrix(f"{name}.{index}", sizes, spans[1:], std, seed, dtype) for index in range(*spans[0])
+    ]
+    return torch.stack(matrices) if matrices else torch.empty(shape, dtype=dtype)
+
+
+def _matrix(
+    name: str,
+    sizes: tuple[int, int],
+    spans: list[tuple[int, int]],
+    std: float,
+    seed: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Some rows and columns of a normal matrix of these sizes."""
+    (first, last), (left, right) = spans
+    out = torch.empty(max(0, last - first), max(0, right - left), dtype=dtype)
     if out.numel() == 0:
         return out
-    (first, last), (left, right) = spans
     generator = torch.Generator()
     for block in range(first // _ROWS_PER_BLOCK, -(-last // _ROWS_PER_BLOCK)):
         start = block * _ROWS_PER_BLOCK
-        stop = min(start + _ROWS_PER_BLOCK, global_shape[0])
+        stop = min(start + _ROWS_PER_BLOCK, sizes[0])
         generator.manual_seed(derive_seed(seed, name, block))
-        rows = torch.randn(stop - start, global_shape[1], generator=generator)
+        rows = torch.randn(stop - start, sizes[1], generator=generator)
         top, bottom = max(first, start), min(last, stop)
         piece = rows[top - start : bottom - start, left:right]
         torch.mul(piece, std, out=piece)

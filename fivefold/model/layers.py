@@ -58,6 +58,15 @@ def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     return tuple(linear(x_TH) for linear in linears)
 
 
+Spread = Callable[[Tensor], Tensor]
+"""Features [T, F] that the heads of all ranks share, of all tokens of these ranks."""
+
+
+def plain_spread(x_TF: Tensor) -> Tensor:
+    """The features themselves: the seam of heads that ranks divide."""
+    return x_TF
+
+
 def plain_row(x_TF: Tensor, linear: Linear) -> Tensor:
     """The linear itself: the seam of input-sharded (row) parallelism."""
     y_TH: Tensor = linear(x_TF)
@@ -70,15 +79,21 @@ class LayerBlock(nn.Module):
     Attributes:
         column: seam around the linears that read the hidden states.
         row: seam around the linear that gives them.
+        whole: seam around linears of the hidden states that every rank holds whole.
+        spread: seam around what all heads share and no linear of a rank's heads reads.
         recomputed_as: recomputed module (Megatron's name) that runs it again; empty: none.
+        compiles: whether torch.compile can see it as a whole.
     """
 
     recomputed_as = ""
+    compiles = True
 
     def __init__(self) -> None:
         super().__init__()
         self.column: Column = plain_column
         self.row: Row = plain_row
+        self.whole: Column = plain_column
+        self.spread: Spread = plain_spread
 
     def split(self, rank: int, ranks: int) -> None:
         """Take one rank's heads, where `ranks` split them; most blocks have none."""
@@ -134,10 +149,10 @@ class RMSNorm(nn.Module):
         return y
 
 
-def make_norm(model: ModelConfig) -> LayerNorm | RMSNorm:
-    """The normalisation of the residual stream."""
+def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
+    """The model's kind of normalisation, by default of the residual stream."""
     kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
-    return kind(model.hidden_size, model.norm_epsilon)
+    return kind(features or model.hidden_size, model.norm_epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -162,22 +177,3 @@ class _RMSNorm(torch.autograd.Function):
         mean = (product @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
         grad_x = (grad * wide_weight).addcmul_(normed, mean, value=-1.0).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, which saves its two inputs only."""
-    y: Tensor = _SwiGLU.apply(gate, up)
-    return y
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)

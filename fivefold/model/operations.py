@@ -122,9 +122,9 @@ class Operation:
         """Bytes per token that its weight gradients need when they are computed later."""
         return 0.0
 
-    def tensor_units(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """What tensor-parallel ranks send in the forward and in the backward, in units of
-        (t-1)/t of the hidden state."""
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
+        """What tensor-parallel ranks send in the forward and in the backward: features of a token,
+        of which each rank sends (t-1)/t for all tokens."""
         return 0, 0
 
 
@@ -135,13 +135,17 @@ class Norm(Operation):
     Attributes:
         features: features of a token that are normalised on all ranks together.
         heads: (all query heads, all key heads), where each head is normalised by itself.
+        shared_input: whether another item counts the input.
     """
 
     features: int
     heads: tuple[int, int] | None = None
+    shared_input: bool = False
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Its input: the residual stream, or queries and keys."""
+        if self.shared_input:
+            return ()
         if self.heads is None:
             size = running.element_bytes * self.features / running.token_parts
             return (Kept(self.name, (size,)),)
@@ -208,9 +212,9 @@ class ColumnLinear(Operation):
         around = h / running.token_parts + (2 * h if running.sequence_parallel else h)
         return running.element_bytes * (around + self.outputs / running.tensor_parallel)
 
-    def tensor_units(self, *, sequence_parallel: bool) -> tuple[int, int]:
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """The input is gathered, again for dW, and dX reduced; or dX is summed."""
-        return (1, 2) if sequence_parallel else (0, 2)
+        return (self.inputs if sequence_parallel else 0), 2 * self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,56 +241,9 @@ class RowLinear(Operation):
         x = running.input_bytes * self.inputs / running.tensor_parallel
         return x + running.element_bytes * self.outputs
 
-    def tensor_units(self, *, sequence_parallel: bool) -> tuple[int, int]:
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """The result is reduced and dY gathered; or the result is summed."""
-        return (1, 1) if sequence_parallel else (2, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentDown(Operation):
-    """Linear layers into the latents of queries, and of keys and values: whole on every rank.
-
-    Attributes:
-        inputs: features of a token.
-    """
-
-    inputs: int
-
-    def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Its input, as the multiplication reads it."""
-        size = running.input_bytes * self.inputs / running.token_parts
-        return (Kept(self.name, (size,), ("layernorm",)),)
-
-    def deferred(self, running: Running) -> float:
-        """Its input; gradients of latents are small beside those of heads."""
-        return running.input_bytes * self.inputs / running.token_parts
-
-    def tensor_units(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """As of a column-parallel layer: the latents of all tokens are gathered."""
-        return (1, 2) if sequence_parallel else (0, 2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentUp(Operation):
-    """Linear layers from latents to the heads of a rank.
-
-    Attributes:
-        latents: features of all latents together.
-        outputs: features of queries, keys and values together.
-    """
-
-    latents: int
-    outputs: int
-
-    def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The latents before and after their norms."""
-        before = running.element_bytes * self.latents / running.token_parts
-        after = running.input_bytes * self.latents / running.token_parts
-        return Kept("latents", (before,)), Kept("mla_up_proj", (after,))
-
-    def deferred(self, running: Running) -> float:
-        """Gradients of queries, keys and values."""
-        return running.element_bytes * self.outputs / running.tensor_parallel
+        return (self.outputs, self.outputs) if sequence_parallel else (2 * self.outputs, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +253,7 @@ class CoreAttention(Operation):
     Attributes:
         model: heads and their features.
         from_latents: whether queries, keys and values can be made again from latents.
-        sent_latent: features of a latent that context-parallel ranks send instead of keys and
+        sent_latent: features of a latent that context-parallel ranks gather instead of keys and
             values; 0: these.
     """
 
@@ -309,11 +266,17 @@ class CoreAttention(Operation):
         """FLOPs of a token for each key that it attends to."""
         return 2 * (self.model.q_size + self.model.attention_size)
 
-    def key_value_features(self, tp: int) -> int:
-        """Features of a token that context-parallel ranks send of keys and values."""
+    def key_value_features(self, tp: int, *, gathered: bool) -> int:
+        """Features of a token that context-parallel ranks send of keys and values.
+
+        Args:
+            tp: ranks that divide the heads.
+            gathered: whether they are gathered, and not sent in turn or for other heads.
+        """
         model = self.model
         heads = max(model.num_kv_heads // tp, 1)
-        return self.sent_latent or heads * (model.query_dim + model.value_dim)
+        whole = heads * (model.query_dim + model.value_dim)
+        return self.sent_latent if self.sent_latent and gathered else whole
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Queries, keys and values; sums of exponentials, or scores and what dropout leaves."""
@@ -394,7 +357,7 @@ class PredictionInput(Operation):
         outputs = running.element_bytes * self.features / running.tensor_parallel
         return 2 * running.input_bytes * self.features / running.token_parts + outputs
 
-    def tensor_units(self, *, sequence_parallel: bool) -> tuple[int, int]:
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """As of a column-parallel layer of two hidden states; without sequence parallelism its
         features are gathered besides."""
-        return (2, 4) if sequence_parallel else (1, 4)
+        return (2 if sequence_parallel else 1) * self.features, 4 * self.features

@@ -1,10 +1,10 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1.
+"""Rotary position embedding (Su et al. 2021), with the frequency scalings of Llama 3.1 and YaRN.
 
-Features are paired as Hugging Face pairs them: feature i with feature i + D/2.
+Of R rotary features, feature i is paired with feature i + R/2, as Hugging Face pairs Llama's.
 """
 
 from dataclasses import dataclass
-from math import pi
+from math import ceil, floor, log, pi
 from typing import Any
 
 import torch
@@ -14,13 +14,16 @@ from fivefold.config.model import ModelConfig
 
 
 def frequencies(model: ModelConfig, device: torch.device | None = None) -> Tensor:
-    """Angle per position of each of the D/2 feature pairs, in radians, fp64.
+    """Angle per position of each rotary feature pair, in radians, fp64.
 
     Llama 3.1's scaling divides the frequencies of wavelengths longer than the original context by
-    a factor, leaves short wavelengths alone, and interpolates in between.
+    a factor, leaves short wavelengths alone, and interpolates in between; YaRN's is `_yarn`.
     """
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float64, device=device)
-    plain = model.rotary_base ** (-exponents / model.head_dim)
+    features = model.rotary_dim
+    exponents = torch.arange(0, features, 2, dtype=torch.float64, device=device)
+    plain = model.rotary_base ** (-exponents / features)
+    if model.rope_type == "yarn":
+        return _yarn(model, plain)
     if not model.use_rope_scaling:
         return plain
     turns_in_context = model.rope_original_max_position_embeddings * plain / (2 * pi)
@@ -29,9 +32,43 @@ def frequencies(model: ModelConfig, device: torch.device | None = None) -> Tenso
     return plain * (kept + (1.0 - kept) / model.rope_scaling_factor)
 
 
+def _yarn(model: ModelConfig, plain: Tensor) -> Tensor:
+    """YaRN (Peng et al. 2023): a ramp over the pairs, from frequencies left alone to stretched."""
+
+    def pair_of(turns: float) -> float:
+        """The pair, a fraction of one too, that makes so many turns in the original context."""
+        length = model.original_max_position_embeddings / (2 * pi * turns)
+        return model.rotary_dim * log(length) / (2 * log(model.rotary_base))
+
+    first, last = pair_of(model.beta_fast), pair_of(model.beta_slow)
+    if model.yarn_correction_range_round_to_int:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, model.rotary_dim - 1)
+    pairs = torch.arange(len(plain), dtype=torch.float64, device=plain.device)
+    stretched = ((pairs - first) / ((last - first) or 1e-3)).clamp(0.0, 1.0)
+    return plain * ((1.0 - stretched) + stretched / model.rotary_scaling_factor)
+
+
+def rotary_scale(model: ModelConfig) -> float:
+    """Factor of rotary features, which sharpens attention over the longer context (YaRN)."""
+    if model.rope_type != "yarn":
+        return 1.0
+    return _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
+
+
+def score_scale(model: ModelConfig) -> float:
+    """Factor of MLA's scores, whose features without positions YaRN sharpens as well."""
+    return _growth(model, model.mscale_all_dim) ** 2 if model.rope_type == "yarn" else 1.0
+
+
+def _growth(model: ModelConfig, share: float) -> float:
+    return 1.0 + 0.1 * share * log(max(model.rotary_scaling_factor, 1.0))
+
+
 @dataclass(frozen=True)
 class RotaryTables:
-    """cos [B, S, 1, D] and sin [B, S, 1, D/2] of every token's angles; made in fp64, then cast."""
+    """cos [B, S, 1, R] and sin [B, S, 1, R/2] of every token's angles, for R rotary features; made
+    in fp64, then cast."""
 
     cos: Tensor
     sin: Tensor
@@ -40,11 +77,13 @@ class RotaryTables:
     def at(model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> "RotaryTables":
         """The tables for these positions."""
         angles = positions_BS[:, :, None, None] * frequencies(model, positions_BS.device)
-        return RotaryTables(angles.cos().to(dtype).repeat(1, 1, 1, 2), angles.sin().to(dtype))
+        scale = rotary_scale(model)
+        cos, sin = angles.cos().mul_(scale), angles.sin().mul_(scale)
+        return RotaryTables(cos.to(dtype).repeat(1, 1, 1, 2), sin.to(dtype))
 
-    def rotate(self, x_BSND: Tensor) -> Tensor:
-        """Turn each feature pair of each head by its token's angle."""
-        rotated: Tensor = _Rotate.apply(x_BSND, self.cos, self.sin)
+    def rotate(self, x_BSND: Tensor, first: int = 0) -> Tensor:
+        """Turn feature pairs of each head, from feature `first` on, by its token's angle."""
+        rotated: Tensor = _Rotate.apply(x_BSND, self.cos, self.sin, first)
         return rotated
 
 
@@ -52,20 +91,27 @@ class _Rotate(torch.autograd.Function):
     """A rotation needs nothing of its input for the backward: it is turned back by the angle."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x_BSND, cos, sin, 1.0)
+        ctx.first = first
+        return _turn(x_BSND, cos, sin, 1.0, first)
 
     @staticmethod
-    def backward(ctx: Any, grad_BSND: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_BSND: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad_BSND, cos, sin, -1.0), None, None
+        return _turn(grad_BSND, cos, sin, -1.0, ctx.first), None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    y = x * cos
-    y_first, y_second = y.chunk(2, dim=-1)
-    y_first.addcmul_(second, sin, value=-sign)
-    y_second.addcmul_(first, sin, value=sign)
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:
+    features = cos.shape[-1]
+    turned = slice(first, first + features)
+    if features == x.shape[-1]:
+        y = x * cos
+    else:  # others pass as they are
+        y = x.clone()
+        y[..., turned].mul_(cos)
+    one, other = x[..., turned].chunk(2, dim=-1)
+    y_one, y_other = y[..., turned].chunk(2, dim=-1)
+    y_one.addcmul_(other, sin, value=-sign)
+    y_other.addcmul_(one, sin, value=sign)
     return y

@@ -61,6 +61,12 @@ class Running:
         )
 
     @property
+    def remade(self) -> tuple[str, ...]:
+        """Modules (Megatron's names) that the backward makes again."""
+        memory = self.memory
+        return memory.recompute_modules if memory.recompute_granularity == "selective" else ()
+
+    @property
     def token_parts(self) -> int:
         """Parts into which tokens are split outside of heads, MLPs and vocabulary."""
         return self.tensor_parallel if self.sequence_parallel else 1

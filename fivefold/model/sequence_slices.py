@@ -66,8 +66,3 @@ class SlicedSequence:
             if kept.leaf.grad is not None:
                 assert kept.edge is not None, "a backward without a forward"
                 yield kept.edge, kept.leaf.grad
-
-    def held(self) -> Iterator[Tensor]:
-        """What later slices still need."""
-        for layers in self._kept.values():
-            yield from (kept.leaf for kept in layers.values())

@@ -10,7 +10,7 @@ Conventions, each as the literature that readers compare with has it:
 What is kept between forward and backward is counted in `model.activations`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -211,20 +211,25 @@ def forward_flops(
     """
     parts = parts or whole_model(model)
     further = [(layer_kind(model, model.num_layers), parts.mtp)] if parts.mtp else []
-    weights, per_key = 0, 0
+    weights, per_key = 0, defaultdict[int | None, int](int)
     for kind, count in (*_kinds(model, parts.layers), *further):
         weights += _size(model, kind, active=True, multiplied=True) * count
-        per_key += describe(model, kind).one(CoreAttention).flops_per_key * count
+    for layer in (*parts.layers, *[model.num_layers] * parts.mtp):
+        core = describe(model, layer_kind(model, layer)).one(CoreAttention)
+        per_key[model.window_of(layer)] += core.flops_per_key
     if parts.head:
         weights += (1 + model.mtp_num_layers) * model.padded_vocab_size * model.hidden_size
-    return Flops(2 * weights, int(per_key * _mean_keys(model, seq_length, causal)))
+    scores = sum(
+        count * _mean_keys(window, seq_length, causal) for window, count in per_key.items()
+    )
+    return Flops(2 * weights, int(scores))
 
 
-def _mean_keys(model: ModelConfig, seq_length: int, causal: bool) -> float:
+def _mean_keys(window: int | None, seq_length: int, causal: bool) -> float:
     """How many keys a query sees in the mean: half of all, or its window where that is less."""
     if not causal:
         return seq_length
-    window = min(model.window_size or seq_length, seq_length)
+    window = min(window or seq_length, seq_length)
     return window - window**2 / (2 * seq_length)
 
 

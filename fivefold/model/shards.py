@@ -1,7 +1,7 @@
 """Which tokens of a microbatch lie on which of the ranks that share its rows; no torch."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fivefold.model.blocks import Block, Sight, Span, common, cut, joined
@@ -30,6 +30,13 @@ class Shards:
         """What rank `target` needs of rank `source`'s keys, ascending."""
         seen = self._once(("seen", target), lambda: self.sight.seen(self.chunks[target]))
         return self._once(("sent", source, target), lambda: common(self.chunks[source], seen))
+
+    def seeing(self, window: int | None) -> "Shards":
+        """The same tokens on the same ranks, of which queries see so many before themselves."""
+        if window == self.sight.window:
+            return self
+        sight = replace(self.sight, window=window)
+        return self._once(("seeing", window), lambda: Shards(self.rows, sight, self.chunks))
 
     def merged(self, inner: int) -> "Shards":
         """The shards of groups of `inner` consecutive ranks, each as one rank."""
@@ -64,3 +71,7 @@ class MicrobatchShare:
     def spans(self) -> tuple[Span, ...]:
         """Of a row, on this rank."""
         return self.shards.chunks[self.rank]
+
+    def seeing(self, window: int | None) -> "MicrobatchShare":
+        """See `Shards.seeing`."""
+        return replace(self, shards=self.shards.seeing(window))

@@ -9,15 +9,17 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.attention import Attention, AttentionBlock
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
 from fivefold.model.description import layer_kind
 from fivefold.model.dropout import Dropout
+from fivefold.model.experts import MoE
+from fivefold.model.latent_attention import LatentAttention
 from fivefold.model.layers import (
     Column,
     Embedding,
@@ -27,44 +29,14 @@ from fivefold.model.layers import (
     RMSNorm,
     make_norm,
     plain_column,
-    swiglu,
 )
 from fivefold.model.loss import cross_entropy
+from fivefold.model.mlp import MLP
 from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import RotaryTables
+from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.shape import StageParts, has_final_norm, whole_model
-
-
-class MLP(LayerBlock):
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
-
-    recomputed_as = "mlp"
-    gate_proj: Linear | None
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        hidden, inner, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
-        self.gate_proj = Linear(hidden, inner, bias) if model.gated_linear_unit else None
-        self.up_proj = Linear(hidden, inner, bias)
-        self.down_proj = Linear(inner, hidden, bias)
-        self.activation = model.activation_func
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
-        if self.gate_proj is None:
-            (up_TF,) = self.column(x_TH, self.up_proj)
-            return self.row(self._activate(up_TF), self.down_proj)
-        gate_TF, up_TF = self.column(x_TH, self.gate_proj, self.up_proj)
-        if self.activation == "silu":
-            return self.row(swiglu(gate_TF, up_TF), self.down_proj)
-        return self.row(self._activate(gate_TF) * up_TF, self.down_proj)
-
-    def _activate(self, x_TF: Tensor) -> Tensor:
-        if self.activation == "silu":
-            return F.silu(x_TF)
-        return F.gelu(x_TF, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -84,14 +56,16 @@ def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Ten
 
 def make_attention(model: ModelConfig, layer: int) -> AttentionBlock:
     """The attention of a layer, by the model's description."""
-    return Attention(model, layer)
+    return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 
-def make_mlp(model: ModelConfig, layer: int) -> LayerBlock:
+def make_mlp(
+    model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
+) -> LayerBlock:
     """What follows attention in a layer, by the layer's kind."""
-    kind = layer_kind(model, layer)
-    assert not kind.experts, "experts are planned only"
-    return MLP(model)
+    if layer_kind(model, layer).experts:
+        return MoE(model, layer, experts, global_batch_size)
+    return MLP(model, model.ffn_size)
 
 
 class TransformerLayer(nn.Module):
@@ -101,22 +75,26 @@ class TransformerLayer(nn.Module):
         block: seam around a norm and the module behind it.
     """
 
-    def __init__(self, model: ModelConfig, layer: int) -> None:
+    def __init__(
+        self, model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
+    ) -> None:
         super().__init__()
         self.input_layernorm = make_norm(model)
         self.self_attn = make_attention(model, layer)
         self.post_attention_layernorm = make_norm(model)
-        self.mlp = make_mlp(model, layer)
+        self.mlp = make_mlp(model, layer, experts, global_batch_size)
         self.dropout = model.hidden_dropout
+        self.side_by_side = model.parallel_residual
         self.site = f"layers.{layer}"
         self.block: NormedBlock = plain_block
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        x_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
-        made_TH = self.block(self.post_attention_layernorm, self.mlp, x_TH)
-        return x_TH + self._drop(made_TH, context, f"{self.site}.mlp")
+        sum_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
+        read_TH = x_TH if self.side_by_side else sum_TH
+        made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
+        return sum_TH + self._drop(made_TH, context, f"{self.site}.mlp")
 
     def _drop(self, x_TH: Tensor, context: Context, site: str) -> Tensor:
         if context.dropout is None or self.dropout == 0.0:
@@ -166,6 +144,8 @@ class Stage(nn.Module):
         seed: int = 0,
         label_smoothing: float = 0.0,
         mtp_loss_scaling_factor: float = 0.1,
+        experts: ExpertsConfig | None = None,
+        global_batch_size: int = 1,
     ) -> None:
         super().__init__()
         parts = parts or whole_model(model)
@@ -173,18 +153,25 @@ class Stage(nn.Module):
         learned = parts.embedding and model.position_embedding_type == "learned_absolute"
         self.embed_tokens = Embedding(vocab, hidden) if parts.embedding else None
         self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
-        self.layers = nn.ModuleDict({str(i): TransformerLayer(model, i) for i in parts.layers})
+        make_layer = partial(
+            TransformerLayer,
+            model,
+            experts=experts or ExpertsConfig(),
+            global_batch_size=global_batch_size,
+        )
+        self.layers = nn.ModuleDict({str(i): make_layer(i) for i in parts.layers})
         self.norm = make_norm(model) if has_final_norm(model, parts) else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
         further = range(model.num_layers, model.num_layers + parts.mtp)
         self.mtp = nn.ModuleDict(
-            {str(d): FurtherToken(model, TransformerLayer(model, i)) for d, i in enumerate(further)}
+            {str(d): FurtherToken(model, make_layer(i)) for d, i in enumerate(further)}
         )
         copies = parts.mtp > 0 and not parts.embedding
         self.mtp_embed_tokens = Embedding(vocab, hidden) if copies else None
         self.model, self.parts = model, parts
         self.seed, self.label_smoothing = seed, label_smoothing
         self.mtp_loss_scaling_factor = mtp_loss_scaling_factor
+        self.jitters = (experts or ExpertsConfig()).moe_input_jitter_eps is not None
         self.tie()
         self.column: Column = plain_column
         self.through: Through = plain_layers
@@ -197,6 +184,11 @@ class Stage(nn.Module):
         """All layers that it holds, in the order in which they run, those of predictions last."""
         layers: list[Any] = [*self.layers.values(), *(each.layer for each in self.predictions)]
         return layers
+
+    @property
+    def mixtures(self) -> list[MoE]:
+        """All mixtures of experts that it holds."""
+        return [module for module in self.modules() if isinstance(module, MoE)]
 
     @property
     def predictions(self) -> list[FurtherToken]:
@@ -225,7 +217,11 @@ class Stage(nn.Module):
         return [module for module in self.modules() if isinstance(module, LayerBlock)]
 
     def forward(
-        self, x_TH: Tensor | None, batch: Batch, sequence: SlicedSequence | None = None
+        self,
+        x_TH: Tensor | None,
+        batch: Batch,
+        sequence: SlicedSequence | None = None,
+        routing: dict[int, Decision] | None = None,
     ) -> Tensor:
         """The stage's hidden states [T, H], or the summed loss (a scalar) if it holds the head.
 
@@ -236,8 +232,9 @@ class Stage(nn.Module):
             x_TH: what the stage before gave; None for the one that holds the embedding.
             batch: the microbatch, or a slice of it.
             sequence: what the slices of the microbatch share in this stage.
+            routing: what its routers decide, by layer: found there when a forward is repeated.
         """
-        states = self._states(*self._run_layers(x_TH, batch, sequence), batch)
+        states = self._states(*self._run_layers(x_TH, batch, sequence, routing), batch)
         if self.parts.head:
             return self.loss(states, batch)
         return states[0] if len(states) == 1 else torch.cat(states)
@@ -245,7 +242,7 @@ class Stage(nn.Module):
     def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
         """Logits [T, V] over the padded vocabulary, of the stage that holds the head."""
         assert self.lm_head is not None, "the last stage has the head"
-        state_TH = self._states(*self._run_layers(x_TH, batch, None), batch)[0]
+        state_TH = self._states(*self._run_layers(x_TH, batch, None, None), batch)[0]
         (logits_TV,) = self.column(state_TH, self.lm_head)
         return logits_TV
 
@@ -262,7 +259,11 @@ class Stage(nn.Module):
         return objective(losses, self.mtp_loss_scaling_factor)
 
     def _run_layers(
-        self, x_TH: Tensor | None, batch: Batch, sequence: SlicedSequence | None
+        self,
+        x_TH: Tensor | None,
+        batch: Batch,
+        sequence: SlicedSequence | None,
+        routing: dict[int, Decision] | None,
     ) -> tuple[Tensor, Context]:
         """Embedding (if here) and layers: [T, H], before the final norm."""
         dropout = self._dropout(batch)
@@ -272,7 +273,18 @@ class Stage(nn.Module):
         rotary = None
         if self.model.position_embedding_type == "rope":
             rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
-        context = Context(len(batch.tokens), rotary, batch.packing, dropout, batch.part, sequence)
+        context = Context(
+            len(batch.tokens),
+            rotary,
+            batch.packing,
+            dropout,
+            batch.part,
+            sequence,
+            {} if routing is None else routing,
+            self.shard_tokens(batch.own_token_ids.flatten()),
+            batch.token_ids[:, 0],
+            batch.step,
+        )
         layers: list[Any] = [*self.layers.values()]
         return self.through(layers, x_TH, context), context
 
@@ -306,7 +318,9 @@ class Stage(nn.Module):
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         model = self.model
-        if not self.training or not (model.hidden_dropout or model.attention_dropout):
+        if not self.training or not (
+            model.hidden_dropout or model.attention_dropout or self.jitters
+        ):
             return None
         rows_T = self.shard_tokens(batch.own_token_ids.flatten())
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.ir import COPIES, Act, Kind
+from fivefold.pipeline.ir import Act, Kind
 
 SHORTEST, LONGEST = 1e-12, 1e12  # times that are given, in whatever unit
 APART = 1e6  # times the shortest that the longest may take: a clock has some 16 digits
@@ -33,7 +33,6 @@ class Costs:
         hop: time from the end of a producer to the arrival of its message on the next rank.
         fb: an overlapped pair, by the stage of its forward and of its backward; None: a pair takes
             the sum of its halves.
-        copy: moving one microbatch of each stage to host memory, or back; None: no time.
         scale: scale of each microbatch, by which all its costs are multiplied; None: 1 each.
     """
 
@@ -42,7 +41,6 @@ class Costs:
     w: tuple[float, ...]
     hop: float = 0.0
     fb: tuple[tuple[float, ...], ...] | None = None
-    copy: tuple[float, ...] | None = None
     scale: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -50,8 +48,8 @@ class Costs:
             raise ConfigError("stage costs must be finite, and so must their sum")
         if min(*self.f, *self.b) <= 0 or min(*self.w, self.hop) < 0:
             raise ConfigError("stage costs f and b must be positive, w and hop not negative")
-        if min(self.scale or (1.0,)) <= 0 or min(self.copy or (0.0,)) < 0:
-            raise ConfigError("microbatch scales must be positive, copies not negative")
+        if min(self.scale or (1.0,)) <= 0:
+            raise ConfigError("microbatch scales must be positive")
 
     @classmethod
     def uniform(
@@ -61,7 +59,7 @@ class Costs:
         return cls((f,) * num_stages, (b,) * num_stages, (w,) * num_stages, hop)
 
     def of(self, act: Act, num_weight_parts: int = 1, num_slices: int = 1) -> float:
-        """The time of a compute act or a copy; slices share the time of their microbatch."""
+        """The time of a compute act; slices share the time of their microbatch."""
         if act.kids:
             forward, backward = act.kids
             if self.fb is None:
@@ -73,8 +71,6 @@ class Costs:
             time = self.b[act.stage]
         elif act.kind is Kind.BW:
             time = self.b[act.stage] + self.w[act.stage]
-        elif act.kind in COPIES:
-            time = self.copy[act.stage] if self.copy else 0.0
         else:
             time = self.w[act.stage] / num_weight_parts
         scale = 1.0 if self.scale is None else self.scale[act.mb]
@@ -88,14 +84,10 @@ class Footprint:
     Attributes:
         activations: activations of each stage (bytes, say); 1 each when None.
         freed_by_b: the share that B frees; W frees the rest, in equal parts.
-        checkpoint: the share that F keeps where R makes the rest anew.
-        offloaded: the share of what F keeps that OFFLOAD moves away.
     """
 
     activations: tuple[float, ...] | None = None
     freed_by_b: float = 0.0
-    checkpoint: float = 0.0
-    offloaded: float = 1.0
 
     def size(self, stage: int) -> float:
         """What one microbatch of a stage holds."""

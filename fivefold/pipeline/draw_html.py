@@ -22,10 +22,6 @@ _GAPS = {
         "what it needs is ready, another message is in its way",
     ),
     Reason.IN_FLIGHT: (Tone("#fbe9c8", "#4f4120"), "what it needs is on its way"),
-    Reason.MEMORY: (
-        Tone("#d3e9ec", "#214248"),
-        "activations are on their way to or from host memory",
-    ),
     Reason.READY: (Tone("#d9d9d9", "#3f434b"), "what it needs is there, and it has not begun"),
 }
 _DIGITS = 7  # significant ones of a time

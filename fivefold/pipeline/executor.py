@@ -1,8 +1,8 @@
 """Runs a lowered program on one rank: the only training (and evaluation) step there is."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,14 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fivefold.mesh.slices import local_tensor
 from fivefold.model.batch import Batch
+from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Message, Program
 from fivefold.pipeline.messages import Mail
-from fivefold.pipeline.offload import HostStore, Piece
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
+
+Piece = tuple[int, int, int]
+"""Stage, microbatch, slice."""
 
 Observer = Callable[[Act], AbstractContextManager[object]]
 """Entered once what a compute act needs is there, left when the act has ended."""
@@ -90,7 +92,7 @@ class Executor:
         """Which of a program's ranks this is."""
         return 0 if self.group is None else self.group.rank()
 
-    def run(self, program: Program, batches: Sequence[Batch], scale: Tensor) -> Tensor:
+    def run(self, program: Program, batches: Sequence[Batch], scale: Tensor) -> "StepSums":
         """Run one step's forwards and backwards.
 
         Args:
@@ -102,10 +104,23 @@ class Executor:
                 batches ask for D further predictions, one for the loss of each depth.
 
         Returns:
-            This rank's part of the loss, shaped as `scale`, in at least fp32, 0 without the head.
-            Gradients are on the parameters, reductions started.
+            This rank's sums. Gradients are on the parameters, reductions started.
         """
         return _Step(self, program, batches, scale).run()
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the forwards of a step on one rank come to.
+
+    Attributes:
+        loss: this rank's part of the loss, shaped as the step's scale, in at least fp32; 0 without
+            the head.
+        routing: sums of its routers' decisions that had a backward, by layer.
+    """
+
+    loss: Tensor
+    routing: Mapping[int, Tensor]
 
 
 class _Step:
@@ -120,18 +135,19 @@ class _Step:
         self._acts = program.ranks[executor.pp_rank]
         self._predicts = batches[0].num_further > 0
         self._mail = Mail(executor.group, executor.hidden_shape, executor.dtype, executor.device)
-        self._host = HostStore(set(_pieces(self._acts, Kind.OFFLOAD)), executor.device)
-        self._recomputed = set(_pieces(self._acts, Kind.R))
+        self._recomputed = {_piece(act) for act in self._acts if act.kind is Kind.R}
         self._forwards: dict[Piece, _Forward] = {}
         self._weights: dict[Piece, list[Work]] = {}
         self._sequences: dict[tuple[int, int], SlicedSequence] = {}
         self._losses: list[Tensor] = []
+        self._decisions: dict[Piece, dict[int, Decision]] = {}
+        self._routing: dict[int, Tensor] = {}
         weights = (
             kid for act in self._acts for kid in act.elementary if kid.kind in (Kind.W, Kind.BW)
         )
         self._last_weights = {kid.stage: kid for kid in weights}
 
-    def run(self) -> Tensor:
+    def run(self) -> StepSums:
         with torch.set_grad_enabled(not self._program.forward_only):
             for act in self._acts:
                 if act.kind in COMPUTE:
@@ -139,9 +155,8 @@ class _Step:
                 else:
                     self._manage(act)
         self._mail.finish()
-        if self._losses:
-            return torch.stack(self._losses).sum(0)
-        return torch.zeros_like(self._scale)
+        loss = torch.stack(self._losses).sum(0) if self._losses else torch.zeros_like(self._scale)
+        return StepSums(loss, self._routing)
 
     def _manage(self, act: Act) -> None:
         """What only starts something; a STEP belongs to the training loop."""
@@ -152,10 +167,6 @@ class _Step:
                     self._mail.send(act.message)
                 else:
                     self._mail.receive(act.message, self._states_of(act.message))
-            case Kind.OFFLOAD:
-                self._host.offload(_piece(act), self._forwards[_piece(act)].x, self._lasting(act))
-            case Kind.RELOAD:
-                self._host.reload(_piece(act))
             case Kind.UNSHARD:
                 self._on.gradients[act.stage].unshard()
             case Kind.RESHARD:
@@ -180,8 +191,6 @@ class _Step:
         for kid in act.elementary:
             with self._on.observe(kid):
                 self._run(kid)
-                if kid is act.elementary[-1]:
-                    self._host.settle()
 
     def _run(self, act: Act) -> None:
         match act.kind:
@@ -200,8 +209,6 @@ class _Step:
         parts = self._on.stages[act.stage].parts
         if act.kind is Kind.F and not parts.embedding:
             self._mail.wait((Direction.FORWARD, *_piece(act)))
-        if act.kind in (Kind.R, Kind.B, Kind.BW):
-            self._host.wait(_piece(act))
         if act.kind in (Kind.B, Kind.BW) and not parts.head:
             self._mail.wait((Direction.BACKWARD, *_piece(act)))
 
@@ -211,7 +218,7 @@ class _Step:
         if not module.parts.embedding:
             x = self._mail.take((Direction.FORWARD, *piece))
         keeps = not self._program.forward_only and piece not in self._recomputed
-        with torch.set_grad_enabled(keeps), self._host.noting(piece):
+        with torch.set_grad_enabled(keeps):
             out = self._run_stage(act, x)
         if module.parts.head:
             self._losses.append(out.detach())
@@ -220,8 +227,10 @@ class _Step:
             self._give(act, Direction.FORWARD, act.stage + 1, out.detach())
         if not self._program.forward_only:
             self._forwards[piece] = _Forward(x, self._edge(act, out) if keeps else None)
-        elif act.slice == self._program.num_slices - 1:
-            self._sequences.pop((act.stage, act.mb), None)
+        else:
+            del self._decisions[piece]
+            if act.slice == self._program.num_slices - 1:
+                self._sequences.pop((act.stage, act.mb), None)
 
     def _recompute(self, act: Act) -> None:
         """Run a forward of which only the input was kept once more, with its graph."""
@@ -243,7 +252,8 @@ class _Step:
         if x is not None:
             x.requires_grad_(torch.is_grad_enabled())
         batch = self._batches[act.mb * program.num_slices + act.slice]
-        out: Tensor = module(x, batch, sequence)
+        decisions = self._decisions.setdefault(_piece(act), {})
+        out: Tensor = module(x, batch, sequence, decisions)
         return out * self._scale if module.parts.head else out
 
     def _backward(self, act: Act) -> None:
@@ -272,6 +282,9 @@ class _Step:
                 edges.append(edge)
                 grads.append(grad)
         torch.autograd.backward(edges, grads)
+        for layer, decision in self._decisions.pop(piece).items():
+            before = self._routing.get(layer)
+            self._routing[layer] = decision.sums if before is None else before + decision.sums
         if forward.x is not None:
             assert forward.x.grad is not None
             self._give(act, Direction.BACKWARD, act.stage - 1, forward.x.grad)
@@ -295,21 +308,6 @@ class _Step:
         else:
             self._mail.post(address, tensor)
 
-    def _lasting(self, act: Act) -> Iterator[Tensor]:
-        """Tensors that others use, too, and that therefore must stay where they are."""
-        yield self._scale
-        yield from map(local_tensor, self._on.stages[act.stage].parameters())
-        batch = self._batches[act.mb * self._program.num_slices + act.slice]
-        values = (getattr(batch, entry.name) for entry in fields(batch))
-        yield from (value for value in values if isinstance(value, Tensor))
-        yield from self._mail.held()
-        for sequence in self._sequences.values():
-            yield from sequence.held()
-
 
 def _piece(act: Act) -> Piece:
     return act.stage, act.mb, act.slice
-
-
-def _pieces(acts: Sequence[Act], kind: Kind) -> Iterator[Piece]:
-    return (_piece(kid) for act in acts for kid in act.elementary if kid.kind is kind)

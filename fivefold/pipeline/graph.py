@@ -1,15 +1,11 @@
 """What waits for what in a program: one graph proves the absence of dead-lock and gives the time.
 
-One node per compute act, one contracted node per message, one per copy to or from host memory. A
-compute act waits for the one before it on its rank and for what it consumes. A message waits for
-its producer; once lowered, also for the last compute act issued before its SEND or RECV on either
-end, and for the message issued before it on each communication stream of both ends. Under
-rendezvous semantics, where a transfer starts only when both ends have reached it, the program
-cannot dead-lock if and only if this graph has no cycle, and its longest path is the time.
-
-An OFFLOAD runs beside the compute act that follows it, and the one after that waits for it: its
-memory is free from then on. What a RELOAD brings back is waited for by the R or B that needs it.
-Each of the two has a stream of its own on every rank.
+One node per compute act, one contracted node per message. A compute act waits for the one before
+it on its rank and for what it consumes. A message waits for its producer; once lowered, also for
+the last compute act issued before its SEND or RECV on either end, and for the message issued
+before it on each communication stream of both ends. Under rendezvous semantics, where a transfer
+starts only when both ends have reached it, the program cannot dead-lock if and only if this graph
+has no cycle, and its longest path is the time.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,7 +17,6 @@ from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import (
     COMMUNICATION,
     COMPUTE,
-    COPIES,
     Act,
     Direction,
     Kind,
@@ -48,19 +43,17 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes 0 .. len(computes)-1 are compute acts, rank by rank in order; then messages, copies.
+    """Nodes 0 .. len(computes)-1 are compute acts, rank by rank in order; then messages.
 
     Attributes:
         computes: (rank, act) of each compute node.
         messages: of each message node.
-        copies: (rank, act) of each copy node.
         producers: the compute node whose result each message carries.
         successors: the nodes that wait for each node.
     """
 
     computes: tuple[tuple[int, Act], ...]
     messages: tuple[Message, ...]
-    copies: tuple[tuple[int, Act], ...]
     producers: tuple[int, ...]
     successors: tuple[list[int], ...]
 
@@ -70,16 +63,11 @@ class Graph:
         return [
             *(costs.of(act, parts, slices) for _, act in self.computes),
             *(costs.hop for _ in self.messages),
-            *(costs.of(act, parts, slices) for _, act in self.copies),
         ]
 
     def is_message(self, node: int) -> bool:
         """Whether a node is a message."""
-        return 0 <= node - len(self.computes) < len(self.messages)
-
-    def is_copy(self, node: int) -> bool:
-        """Whether a node is a copy to or from host memory."""
-        return node >= len(self.computes) + len(self.messages)
+        return node >= len(self.computes)
 
     def order(self) -> list[int]:
         """The nodes, each after all that it waits for.
@@ -131,8 +119,7 @@ class Graph:
     def _name(self, node: int) -> str:
         if self.is_message(node):
             return str(self.messages[node - len(self.computes)])
-        copy = node - len(self.computes) - len(self.messages)
-        rank, act = self.computes[node] if copy < 0 else self.copies[copy]
+        rank, act = self.computes[node]
         return f"{act} on rank {rank}"
 
 
@@ -141,10 +128,14 @@ def dependency_graph(program: Program, stream: Stream | None = None) -> Graph:
 
     With `stream` None, SENDs and RECVs do not count, and a message waits for its producer only.
     """
-    computes = _acts(program, COMPUTE)
+    computes = [
+        (rank, act)
+        for rank, acts in enumerate(program.ranks)
+        for act in acts
+        if act.kind in COMPUTE
+    ]
     messages = program.messages or program.crossings()
-    copies = _acts(program, COPIES)
-    successors: list[list[int]] = [[] for _ in range(len(computes) + len(messages) + len(copies))]
+    successors: list[list[int]] = [[] for _ in range(len(computes) + len(messages))]
     for node in range(len(computes) - 1):
         if computes[node][0] == computes[node + 1][0]:
             successors[node].append(node + 1)
@@ -159,15 +150,7 @@ def dependency_graph(program: Program, stream: Stream | None = None) -> Graph:
         successors[node].append(consumer)
     if stream is not None:
         _link_streams(program, messages, stream, successors, len(computes))
-    if copies:
-        _link_copies(program, successors, len(computes) + len(messages))
-    return Graph(tuple(computes), messages, tuple(copies), tuple(producers), tuple(successors))
-
-
-def _acts(program: Program, kinds: frozenset[Kind]) -> list[tuple[int, Act]]:
-    return [
-        (rank, act) for rank, acts in enumerate(program.ranks) for act in acts if act.kind in kinds
-    ]
+    return Graph(tuple(computes), messages, tuple(producers), tuple(successors))
 
 
 class _Makers:
@@ -204,43 +187,6 @@ def _link_local_stages(program: Program, makers: _Makers, successors: list[list[
                     lower = makers.node(Direction.BACKWARD, stage, mb, piece)
                     upper = makers.node(Direction.BACKWARD, stage + 1, mb, piece)
                     successors[upper].append(lower)
-
-
-def _link_copies(program: Program, successors: list[list[int]], first_copy: int) -> None:
-    """Between the acts of each rank: see the head of this file."""
-    compute, copy = -1, first_copy - 1  # the nodes last issued, over all ranks
-    for acts in program.ranks:
-        issued: dict[Kind, int] = {}
-        reloads: dict[tuple[int, int, int], int] = {}
-        offloads: dict[tuple[int, int, int], int] = {}
-        begun = False
-        young: list[int] = []  # offloads before the compute act issued last
-        fresh: list[int] = []  # and after it
-        for act in acts:
-            piece = (act.stage, act.mb, act.slice)
-            if act.kind in COMPUTE:
-                compute += 1
-                begun = True
-                for node in young:
-                    successors[node].append(compute)
-                young, fresh = fresh, []
-                for kid in act.elementary:
-                    node = reloads.pop((kid.stage, kid.mb, kid.slice), -1)
-                    if node >= 0:
-                        successors[node].append(compute)
-            elif act.kind in COPIES:
-                copy += 1
-                if begun:
-                    successors[compute].append(copy)
-                if act.kind in issued:
-                    successors[issued[act.kind]].append(copy)
-                issued[act.kind] = copy
-                if act.kind is Kind.OFFLOAD:
-                    fresh.append(copy)
-                    offloads[piece] = copy
-                else:
-                    reloads[piece] = copy
-                    successors[offloads[piece]].append(copy)
 
 
 def _link_streams(

@@ -1,82 +1,67 @@
-"""Trade time for memory: recompute activations, or keep them in host memory meanwhile."""
+"""Trade time for memory: keep the activations of few microbatches, and make the others' again."""
 
-from collections.abc import Collection
 from dataclasses import replace
 
-from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, Act, Kind, Program
+from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program
 
-_Piece = tuple[int, int, int]
-_NEEDS_ACTIVATIONS = frozenset({Kind.R, Kind.B, Kind.BW})
+_Piece = tuple[int, int]  # stage, microbatch
 
 
-def with_recompute(program: Program, stages: Collection[int] | None = None) -> Program:
-    """Add an R right before each B or BW of `stages` (all when None).
+def with_recompute(program: Program, limit: int) -> Program:
+    """Let no rank hold the activations of more than `limit` microbatches of its stages at a time.
 
-    An R waits for nothing but its rank: it runs while dY is still on its way.
+    A microbatch that is kept is held from its forward to its dX, one that is recomputed only from
+    the R that stands right before its backward. The fewest that can be are recomputed, and of
+    those that could be, the ones whose backward comes last.
 
     Args:
         program: compute-only; lower it afterwards, so that R does not wait for messages.
-        stages: stages that keep a checkpoint only.
+        limit: microbatches held at most, at least 1 (2 where acts overlap), each stage's counted.
     """
-    wanted = range(program.num_stages) if stages is None else stages
+    if program.forward_only:
+        return program
+    return replace(program, ranks=tuple(_limited(acts, limit) for acts in program.ranks))
 
-    def expanded(act: Act) -> list[Act]:
-        again = [
+
+def _limited(acts: tuple[Act, ...], limit: int) -> tuple[Act, ...]:
+    again = _recomputed([act for act in acts if act.kind in COMPUTE], limit)
+    result: list[Act] = []
+    for act in acts:
+        result += [
             replace(kid, kind=Kind.R)
             for kid in act.elementary
-            if kid.kind in (Kind.B, Kind.BW) and kid.stage in wanted
+            if kid.kind in _BACKWARD and (kid.stage, kid.mb) in again
         ]
-        return [*again, act]
-
-    ranks = tuple(tuple(new for act in acts for new in expanded(act)) for acts in program.ranks)
-    return replace(program, ranks=ranks)
-
-
-def with_offload(program: Program, stages: Collection[int] | None = None) -> Program:
-    """Move activations of `stages` (all when None) to host memory between F and backward.
-
-    OFFLOAD follows the F and the messages issued with it; RELOAD stands one compute act ahead of
-    the R or B that needs it, so that both copies run beside compute. A microbatch stays where
-    fewer than two compute acts would pass between its copies.
-
-    Args:
-        program: compute-only or lowered, after `with_recompute` where both are wanted.
-        stages: stages whose activations move.
-    """
-    wanted = range(program.num_stages) if stages is None else stages
-    ranks = tuple(_with_copies(acts, wanted) for acts in program.ranks)
-    return replace(program, ranks=ranks)
-
-
-def _with_copies(acts: tuple[Act, ...], wanted: Collection[int]) -> tuple[Act, ...]:
-    made: dict[_Piece, int] = {}
-    needed: dict[_Piece, int] = {}
-    computes = [act for act in acts if act.kind in COMPUTE]
-    for place, act in enumerate(computes):
-        for kid in act.elementary:
-            piece = (kid.stage, kid.mb, kid.slice)
-            if kid.kind is Kind.F and kid.stage in wanted:
-                made[piece] = place
-            elif kid.kind in _NEEDS_ACTIVATIONS:
-                needed.setdefault(piece, place)
-    offloads: dict[int, list[Act]] = {}
-    reloads: dict[int, list[Act]] = {}
-    for piece, place in made.items():
-        # F, two acts during which the copy leaves and is gone, one beside which it returns.
-        if needed.get(piece, 0) - place > 3:
-            stage, mb, index = piece
-            offloads.setdefault(place, []).append(Act(Kind.OFFLOAD, stage, mb, index))
-            reloads.setdefault(needed[piece] - 1, []).append(Act(Kind.RELOAD, stage, mb, index))
-    result: list[Act] = []
-    pending: list[Act] = []  # offloads, until the messages of their F are issued
-    place = 0
-    for act in acts:
-        if act.kind not in COMMUNICATION:
-            result += pending
-            pending = []
-        if act.kind in COMPUTE:
-            result += reloads.get(place, [])
-            pending = offloads.get(place, [])
-            place += 1
         result.append(act)
-    return (*result, *pending)
+    return tuple(result)
+
+
+_BACKWARD = (Kind.B, Kind.BW)
+
+
+def _recomputed(acts: list[Act], limit: int) -> set[_Piece]:
+    """What a rank cannot keep.
+
+    Each forward is kept at first. Whenever more are held than may be, the one that would be held
+    for longest is given up: as for a cache (Belady, 1966), nothing else gives up fewer.
+    """
+    ends: dict[_Piece, int] = {}  # where the last dX of each is computed
+    for place, act in enumerate(acts):
+        ends |= {(kid.stage, kid.mb): place for kid in act.elementary if kid.kind in _BACKWARD}
+    held: set[_Piece] = set()  # kept, and not yet in their backward
+    running: set[_Piece] = set()  # in their backward, kept or made again
+    again: set[_Piece] = set()
+    for place, act in enumerate(acts):
+        for kid in act.elementary:
+            piece = kid.stage, kid.mb
+            if kid.kind is Kind.F and piece not in again:
+                held.add(piece)
+            elif kid.kind in _BACKWARD:
+                held.discard(piece)
+                running.add(piece)
+        while held and len(held) + len(running) > limit:
+            longest = max(held, key=ends.__getitem__)
+            held.remove(longest)
+            again.add(longest)
+        running = {piece for piece in running if ends[piece] > place}
+    return again

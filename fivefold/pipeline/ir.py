@@ -36,15 +36,12 @@ class Kind(StrEnum):
     UNSHARD = "UNSHARD"  # gather the stage's parameters
     RESHARD = "RESHARD"  # free the gathered parameters
     REDUCE = "REDUCE"  # start reducing the stage's gradients over the data-parallel ranks
-    OFFLOAD = "OFFLOAD"  # start moving the activations of a microbatch to host memory
-    RELOAD = "RELOAD"  # start moving them back
     STEP = "STEP"  # all gradients are there: clip and update; belongs to the rank, stage -1
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.FB})
 READS_PARAMETERS = frozenset({Kind.F, Kind.R, Kind.B, Kind.BW})  # W needs inputs and dY only
 COMMUNICATION = frozenset({Kind.SEND, Kind.RECV})
-COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 
 
 class Direction(StrEnum):
@@ -103,7 +100,7 @@ class Act:
             return f"{self.kind} {self.message}"
         if self.kind is Kind.STEP:
             return "STEP"
-        if self.kind not in COMPUTE | COPIES:
+        if self.kind not in COMPUTE:
             return f"{self.kind} of stage {self.stage}"
         piece = f" slice {self.slice}" if self.slice else ""
         return f"{self.kind} of stage {self.stage} microbatch {self.mb}{piece}"

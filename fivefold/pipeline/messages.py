@@ -1,7 +1,5 @@
 """What passes between stages on one rank: to the stage beside it here, or over the group."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -74,12 +72,6 @@ class Mail:
         buffer = torch.empty(states * tokens, features, dtype=self._dtype, device=self._device)
         work = dist.irecv(buffer, group=self._group, group_src=message.src_rank, tag=message.id)
         self._incoming[address_of(message)] = (work, buffer)
-
-    def held(self) -> Iterator[Tensor]:
-        """Every tensor that is on its way."""
-        yield from (tensor for _, tensor in self._incoming.values())
-        yield from self._outgoing.values()
-        yield from (tensor for _, tensor in self._sending)
 
     def finish(self) -> None:
         """Wait for the sends that are still under way."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from fivefold.pipeline.holding import with_recompute
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import executed
@@ -20,6 +21,7 @@ class Order:
         group_size: as `build_program` has it.
         num_slices: slices of each sequence.
         problem: what the schedule is searched for; None: it is not.
+        recompute_limit: microbatches whose activations a rank holds at most; None: all in flight.
     """
 
     schedule: str
@@ -28,6 +30,7 @@ class Order:
     group_size: int | None = None
     num_slices: int = 1
     problem: Problem | None = None
+    recompute_limit: int | None = None
 
     def program(self, *, forward_only: bool = False) -> Program:
         """As its schedule makes it: no messages yet, both halves of a backward in one.
@@ -61,4 +64,6 @@ class Order:
         Raises:
             ConfigError: the schedule cannot take so many microbatches.
         """
-        return executed(self.program(forward_only=forward_only), pairs=pairs, eager=eager)
+        program = executed(self.program(forward_only=forward_only), pairs=pairs, eager=eager)
+        limit = self.recompute_limit
+        return program if limit is None else with_recompute(program, limit)

@@ -28,7 +28,6 @@ class Reason(StrEnum):
     UPSTREAM = "late upstream"  # the rank that makes what it needs is not ready
     STREAM = "stream head-of-line"  # the message is ready, another one is in its way
     IN_FLIGHT = "message in flight"
-    MEMORY = "memory stall"  # activations are on their way to or from host memory
     READY = "ready, not started"  # in measured times only: nothing that is known is in the way
 
 
@@ -44,7 +43,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A link of the critical path: a compute act or copy of a rank, or a message."""
+    """A link of the critical path: a compute act of a rank, or a message."""
 
     rank: int | None
     act: Act | None
@@ -150,7 +149,7 @@ class Simulation:
 
     def _explained(self, rank: int, start: float, end: float, cause: int) -> Iterator[Gap]:
         """The wait for node `cause`, cut into its reasons."""
-        marks = [(Reason.MEMORY if self._graph.is_copy(cause) else Reason.READY, end)]
+        marks = [(Reason.READY, end)]
         if self._graph.is_message(cause):
             producer = self._graph.producers[cause - len(self._graph.computes)]
             marks = [
@@ -168,10 +167,7 @@ class Simulation:
         computes, messages = self._graph.computes, self._graph.messages
         if node < len(computes):
             return Step(*computes[node], None, *times)
-        if self._graph.is_message(node):
-            return Step(None, None, messages[node - len(computes)], *times)
-        rank, act = self._graph.copies[node - len(computes) - len(messages)]
-        return Step(rank, act, None, *times)
+        return Step(None, None, messages[node - len(computes)], *times)
 
 
 def simulate(program: Program, costs: Costs, stream: Stream | None = None) -> Simulation:
@@ -274,33 +270,26 @@ def memory_curve(
 def _holdings(program: Program, rank: int, footprint: Footprint) -> Iterator[tuple[float, float]]:
     """What each compute act of a rank takes as it starts, and frees as it ends.
 
-    What a RELOAD takes counts with the compute act that follows it; what an OFFLOAD frees counts
-    as freed at the end of that act (see `graph`).
+    A forward that is recomputed takes nothing: R takes it all.
     """
     acts = program.ranks[rank]
     recomputed = {(act.stage, act.mb, act.slice) for act in acts if act.kind is Kind.R}
-    waiting_take = waiting_free = 0.0
     for act in acts:
-        taken, freed = waiting_take, waiting_free
+        if act.kind not in COMPUTE:
+            continue
+        taken = freed = 0.0
         for kid in () if program.forward_only else act.elementary:
-            size = footprint.size(kid.stage) / program.num_slices if kid.stage >= 0 else 0.0
-            again = (kid.stage, kid.mb, kid.slice) in recomputed
-            kept = size * (footprint.checkpoint if again else 1.0)
+            size = footprint.size(kid.stage) / program.num_slices
             match kid.kind:
                 case Kind.F:
-                    taken += kept
+                    again = (kid.stage, kid.mb, kid.slice) in recomputed
+                    taken += 0.0 if again else size
                 case Kind.R:
-                    taken += size - kept
+                    taken += size
                 case Kind.BW:
                     freed += size
                 case Kind.B:
                     freed += footprint.freed_by_b * size
                 case Kind.W:
                     freed += (1 - footprint.freed_by_b) * size / program.num_weight_parts
-                case Kind.RELOAD:
-                    waiting_take += footprint.offloaded * kept
-                case Kind.OFFLOAD:
-                    waiting_free += footprint.offloaded * kept
-        if act.kind in COMPUTE:
-            yield taken, freed
-            waiting_take = waiting_free = 0.0
+        yield taken, freed

@@ -1,7 +1,7 @@
 """Is this program right, does it fit, and can it not hang? Seven rules.
 
 1. Each stage does each microbatch (and slice) once: F, and BW or B with all parts of W.
-2. On a rank, F before OFFLOAD before RELOAD before R before B before W; the slices of a sequence
+2. On a rank, F before R before B before W; the slices of a sequence
    forward from the first to the last, and backward from the last to the first.
 3. Every stage is worked on by its own rank.
 4. Both ends of every message exist; SEND after its producer, RECV before its consumer.
@@ -20,7 +20,6 @@ from fivefold.pipeline.graph import Stream, dependency_graph
 from fivefold.pipeline.ir import (
     COMMUNICATION,
     COMPUTE,
-    COPIES,
     READS_PARAMETERS,
     Act,
     Direction,
@@ -105,7 +104,7 @@ def _check_bounds(program: Program) -> None:
                 f"rank {rank}: {act.kind} of stage {act.stage} microbatch {act.mb}, but there are "
                 f"{program.num_stages} stages and {program.num_microbatches} microbatches"
             )
-        if act.kind in COMPUTE | COPIES and act.stage not in program.path(act.mb):
+        if act.kind in COMPUTE and act.stage not in program.path(act.mb):
             raise ProgramError(f"rank {rank}: {act}, a microbatch of the other copy of the model")
 
 
@@ -124,7 +123,7 @@ def _check_once(program: Program) -> None:
     count = Counter(
         (act.kind, act.stage, act.mb, act.slice, act.part if act.kind is Kind.W else 0)
         for _, _, act in _acts(program)
-        if act.kind in COMPUTE | COPIES
+        if act.kind in COMPUTE
     )
     backwards = 0 if program.forward_only else 1
     for piece in _pieces(program):
@@ -136,9 +135,6 @@ def _check_once(program: Program) -> None:
             _expect(count[Kind.W, *piece, part], halves, f"W part {part}", where)
         recomputes = count[Kind.R, *piece, 0]
         _expect(recomputes, min(recomputes, backwards), "R", where)
-        copies = count[Kind.OFFLOAD, *piece, 0]
-        _expect(copies, min(copies, backwards), "OFFLOAD", where)
-        _expect(count[Kind.RELOAD, *piece, 0], copies, "RELOAD", where)
 
 
 def _expect(found: int, wanted: int, kind: str, where: str) -> None:
@@ -156,8 +152,6 @@ def _pieces(program: Program) -> Iterator[tuple[int, int, int]]:
 
 _PHASES = (
     (Kind.F,),
-    (Kind.OFFLOAD,),
-    (Kind.RELOAD,),
     (Kind.R,),
     (Kind.B, Kind.BW),
     (Kind.W,),

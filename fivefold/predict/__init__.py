@@ -1,1 +1,1 @@
-"""Time and memory of one layout on one cluster."""
+"""Predicts the time and the memory of one layout on one cluster."""

@@ -1,9 +1,9 @@
-"""What a plan is made for: GPUs, the links between them, and how often they fail.
+"""Clusters: GPUs, the links between them, and how often they fail.
 
-A cluster comes from the name of its GPU (in the machines that it is usually sold in) or from a TOML
-file:
+A cluster is given by the name of its GPU, which stands for the machines usually built with it, or
+by a TOML file:
 
-    preset = "H100"         # what is not given here is taken from it
+    preset = "H100"         # gives the values that this file leaves out
     num_gpus = 1024
     [gpu]
     sustained = 0.9
@@ -12,7 +12,7 @@ file:
     [network_link]
     bandwidth = 50e9
 
-A file that names no preset gives everything, as `to_toml` does.
+A file without a preset must give all values, as `to_toml` writes them.
 """
 
 import json
@@ -31,12 +31,12 @@ from fivefold.hardware import GB, GPUS, Gpu, Rates
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a key or a column of a file may have, bounds included.
+    """The range of numbers that a key or a column of a file may have.
 
     Attributes:
-        low: the smallest.
-        high: the largest: beyond it, it is not what the place is for.
-        whole: a count.
+        low: smallest number, included.
+        high: largest plausible number, included.
+        whole: whether the number must be an integer.
     """
 
     low: float
@@ -44,7 +44,7 @@ class Range:
     whole: bool = False
 
     def holds(self, value: object) -> bool:
-        """Whether a value is such a number; NaN is none, and neither is a truth value."""
+        """Whether a value is a number in the range; NaN and booleans are not."""
         kinds = (int,) if self.whole else (int, float)
         return type(value) in kinds and self.low <= cast(float, value) <= self.high
 
@@ -55,11 +55,11 @@ class Range:
 
 @dataclass(frozen=True)
 class Link:
-    """How one GPU reaches others.
+    """The link from one GPU to others.
 
     Attributes:
-        bandwidth: bytes/s that a GPU can send while it receives as much, data sheet.
-        latency: seconds of one hop: launch, wire and protocol.
+        bandwidth: bytes/s that a GPU can send while it receives as much, by the data sheet.
+        latency: seconds of one hop, including launch, wire and protocol.
         efficiency: share of the bandwidth that large collectives reach.
     """
 
@@ -79,19 +79,19 @@ class Cluster:
 
     Attributes:
         name: name for people.
-        gpu: GPU, all of one kind.
-        num_gpus: GPUs in all.
-        gpus_per_node: GPUs that reach each other over `node_link` (the NVLink domain).
-        node_link: inside a node.
-        network_link: between nodes, a GPU's share of its node's network.
+        gpu: kind of the GPUs.
+        num_gpus: total number of GPUs.
+        gpus_per_node: number of GPUs connected by `node_link` (the NVLink domain).
+        node_link: link between GPUs of a node.
+        network_link: link between nodes, as one GPU's share of the node's network.
         host_bandwidth: bytes/s between a GPU and its host's memory, each way.
-        reserved_bytes: bytes of device memory that the driver, NCCL and fragmentation keep.
-        jitter: jitter of a step, the standard deviation of one GPU's time; every step waits for the
-            slowest of all GPUs, sqrt(2 ln n) of it later.
-        host_operation: seconds in which the host issues one operation of the framework; where many
-            small ones follow each other, as in layers with experts, the GPU waits for it.
-        interruptions_per_gpu_day: unexpected ends of a job; None: not known.
-        price_per_gpu_hour: price in any currency; None: not known.
+        reserved_bytes: bytes of device memory that the driver, NCCL and fragmentation take.
+        jitter: standard deviation of a GPU's step time, as a share of it; the slowest of n GPUs is
+            sqrt(2 ln n) standard deviations late.
+        host_operation: seconds that the host needs to issue one operation; the GPU waits for the
+            host in series of small operations, such as layers with experts.
+        interruptions_per_gpu_day: unexpected interruptions per GPU and day; None: not known.
+        price_per_gpu_hour: price of a GPU hour in any currency; None: not known.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Machine:
-    """How a GPU is usually sold: GB/s, and microseconds of its host."""
+    """The machine usually built with a GPU; rates in GB/s, host times in microseconds."""
 
     gpus_per_node: int
     node: float
@@ -158,10 +158,10 @@ INTERRUPTIONS_PER_GPU_DAY = 419 / 54 / 16384
 
 
 def preset(name: str, num_gpus: int | None = None) -> Cluster:
-    """The usual cluster of a kind of GPU, one node of it unless told.
+    """The usual cluster with a kind of GPU; one node, unless `num_gpus` is given.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: the name is not known.
     """
     known = {key.lower(): key for key in GPUS} | dict(_ALIASES)
     key = known.get(name.lower())
@@ -191,11 +191,11 @@ def load_cluster(name_or_path: str | Path, num_gpus: int | None = None) -> Clust
     """A cluster by the name of its GPU, or from a TOML file.
 
     Args:
-        name_or_path: such as "H100", or the path of a file as this module's head shows it.
-        num_gpus: replaces the file's, or the preset's one node.
+        name_or_path: name of a GPU such as "H100", or path of a file as described above.
+        num_gpus: number of GPUs; None: that of the file, or one node.
 
     Raises:
-        ConfigError: everything that is wrong with the name or the file.
+        ConfigError: the name is not known, or the file has mistakes.
     """
     path = Path(name_or_path)
     if path.suffix != ".toml" and not os.path.isfile(path):
@@ -207,7 +207,7 @@ def load_cluster(name_or_path: str | Path, num_gpus: int | None = None) -> Clust
 
 
 def to_toml(cluster: Cluster) -> str:
-    """The file that `load_cluster` reads back as this cluster."""
+    """The text of a file that `load_cluster` reads as this cluster."""
     scalars, tables = [], []
     for key, value in asdict(cluster).items():
         if isinstance(value, dict):
@@ -231,12 +231,12 @@ def _tables(tables: list[tuple[str, dict[str, Any]]]) -> list[str]:
 
 
 def _written(value: float | str) -> str:
-    """A value as TOML, which knows JSON's numbers and texts, but no escapes of half characters."""
+    """A value as TOML: JSON without its surrogate escapes, which TOML does not allow."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _from_table(table: dict[str, Any], path: Path) -> Cluster:
-    """Start from the preset that the file names, or from nothing, and replace what it gives."""
+    """The cluster of a file: its preset, if it names one, with the values of the file."""
     mistakes = Mistakes()
     names = [table.pop(key) for key in ("preset", "gpu") if isinstance(table.get(key), str)]
     if len(names) > 1:
@@ -256,7 +256,7 @@ def _from_table(table: dict[str, Any], path: Path) -> Cluster:
 
 
 def _check_together(cluster: Cluster, mistakes: Mistakes) -> None:
-    """What contradicts something else."""
+    """Collect values that contradict each other."""
     gpu = cluster.gpu
     if cluster.reserved_bytes >= gpu.memory_bytes:
         mistakes.add(
@@ -269,7 +269,7 @@ def _check_together(cluster: Cluster, mistakes: Mistakes) -> None:
             mistakes.add(f"gpu.matmul.{name} {reached:g} exceeds gpu.peak.{name} {peak:g}")
 
 
-ABOVE_PEAK = 1.1  # times a data sheet's rate that a measurement may reach
+ABOVE_PEAK = 1.1  # largest plausible measured rate, relative to the data sheet
 _SHARE = Range(1e-6, 2)  # of a data sheet's figure, which a measurement may exceed
 _SECONDS = Range(0, 1)  # of one small operation
 _BANDWIDTH, _FLOPS, _BYTES = Range(1e3, 1e18), Range(1e6, 1e21), Range(1e6, 1e18)
@@ -310,7 +310,7 @@ T = TypeVar("T")
 
 
 def _read(kind: type[T], table: Any, base: T | None, where: str, mistakes: Mistakes) -> T | None:
-    """A dataclass from its table; what the table leaves out is taken from `base`, or a default."""
+    """A dataclass read from a table; values it leaves out come from `base`, or from defaults."""
     if not isinstance(table, dict):
         mistakes.add(f"{where.rstrip('.')} must be a table, not {_shown(table)}")
         return None
@@ -342,7 +342,7 @@ def _check_value(where: str, name: str, value: object, mistakes: Mistakes) -> No
 
 
 def _shown(value: object) -> str:
-    """A value in a few characters; Python writes no number of thousands of digits."""
+    """A short text for a value, also for integers that Python refuses to print."""
     try:
         return shortened(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How long collectives take on the links that a group of ranks really has.
+"""Predicts the times of collectives on the links between the ranks of a group.
 
 Ranks lie on GPUs in order, so a group of `size` ranks that are `stride` apart has
 min(size, gpus_per_node / stride) of them in each node. A ring (or a hierarchy of rings) then passes
@@ -16,11 +16,11 @@ from fivefold.predict.cluster import Cluster
 
 @dataclass(frozen=True)
 class GroupSpan:
-    """Where the ranks of a group lie.
+    """The placement of a group's ranks on nodes.
 
     Attributes:
-        size: ranks.
-        inner: ranks of the group in one node.
+        size: number of ranks.
+        inner: number of ranks in each node.
     """
 
     size: int
@@ -28,17 +28,17 @@ class GroupSpan:
 
     @property
     def nodes(self) -> int:
-        """Nodes that the group spans."""
+        """The number of nodes that the group spans."""
         return -(-self.size // self.inner)
 
 
 def span(cluster: Cluster, size: int, stride: int) -> GroupSpan:
-    """A group of `size` ranks, `stride` apart."""
+    """The placement of `size` ranks that are `stride` apart."""
     return GroupSpan(size, max(1, min(size, cluster.gpus_per_node // stride)))
 
 
 def _rate(cluster: Cluster, group: GroupSpan) -> float:
-    """Bytes/s at which a ring over the group runs."""
+    """Bytes/s of a ring over the group."""
     network = group.inner * cluster.network_link.rate
     if group.nodes == 1:
         return cluster.node_link.rate
@@ -46,7 +46,7 @@ def _rate(cluster: Cluster, group: GroupSpan) -> float:
 
 
 def _ring_latency(cluster: Cluster, group: GroupSpan) -> float:
-    """A piece visits every rank in turn, one node after the other (as NCCL's own tuner counts)."""
+    """Seconds of latency of a ring that visits one node after the other, as in NCCL's tuner."""
     inside = (group.size - group.nodes) * cluster.node_link.latency
     return inside + (group.nodes - 1) * cluster.network_link.latency
 
@@ -60,7 +60,7 @@ def gather(cluster: Cluster, group: GroupSpan, size: float) -> float:
 
 
 def all_reduce(cluster: Cluster, group: GroupSpan, size: float) -> float:
-    """Seconds of an all-reduce of `size` bytes: a ring, or a tree where latency counts for more."""
+    """Seconds of an all-reduce of `size` bytes, by a ring or a tree, whichever is faster."""
     if group.size == 1:
         return 0.0
     ring = 2 * gather(cluster, group, size)
@@ -70,13 +70,13 @@ def all_reduce(cluster: Cluster, group: GroupSpan, size: float) -> float:
 
 
 def all_to_all(cluster: Cluster, group: GroupSpan, inside: float, across: float) -> float:
-    """Seconds in which every rank sends to all others; both kinds of link work at once.
+    """Seconds of an all-to-all, in which both kinds of link work at the same time.
 
     Args:
         cluster: cluster with the links.
-        group: the ranks.
+        group: placement of the ranks.
         inside: bytes that a rank sends to ranks of its node.
-        across: bytes that it sends to other nodes.
+        across: bytes that a rank sends to other nodes.
     """
     if group.size == 1:
         return 0.0
@@ -92,14 +92,14 @@ def send(cluster: Cluster, stride: int, size: float) -> float:
 
 
 def token_copies(model: ModelConfig, group: GroupSpan, dispatcher: str) -> tuple[float, float]:
-    """Of a token, the copies that stay in its node and those that leave it.
+    """Mean number of copies of a token that are sent within its node, and to other nodes.
 
-    alltoall sends one to each expert; flex one to each rank, and one to each node.
+    alltoall sends one copy to each chosen expert; flex one to each rank, and one to each node.
 
     Args:
         model: model with the experts.
-        group: over which they are spread.
-        dispatcher: a value of moe_token_dispatcher_type.
+        group: placement of the expert-parallel ranks.
+        dispatcher: value of moe_token_dispatcher_type.
     """
     topk = model.moe_router_topk
     if dispatcher == "allgather":

@@ -1,8 +1,8 @@
-"""How long kernels take: multiplications by shape, attention, and what memory traffic bounds.
+"""Predicts the times of kernels: multiplications, attention, and elementwise kernels.
 
-A multiplication [m, k] x [k, n] is cut into tiles that are dealt out over the multiprocessors in
-waves. Its time is the largest of what the arithmetic takes with the last wave partly empty, and
-what its operands take from memory. Everything elementwise takes as long as its bytes.
+A multiplication [m, k] x [k, n] is cut into tiles, which run on the multiprocessors in waves. Its
+time is the larger of the time of the arithmetic, with the last wave partly empty, and the time to
+read its operands from memory. The time of an elementwise kernel follows from its memory traffic.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ RECIPE_RATE = {
     "rowwise": 0.6,
     "nvfp4": 0.8,
 }
-"""Of the 8-bit rate with one scale a tensor, the share that finer scales leave."""
+"""Rate of each 8- or 4-bit recipe, relative to one scale per tensor in the same format."""
 CAST = {
     "delayed": 4.0,
     "tensorwise": 5.0,
@@ -54,7 +54,7 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """All three."""
+        """The sum of all three phases."""
         return self.forward + self.dx + self.dw
 
 
@@ -65,13 +65,13 @@ def matmul(
     """Seconds of `batch` multiplications [m, k] x [k, n] that run as one kernel.
 
     Args:
-        gpu: GPU that computes.
+        gpu: the GPU.
         m: rows of the result.
         n: columns of the result.
         k: depth.
         precision: precision of the operands: bf16, fp8, fp4, fp32, fp64.
-        batch: batch of equal multiplications (a grouped one, of experts).
-        result: bytes that an element of the result is read and written with.
+        batch: number of equal multiplications (of experts, for example).
+        result: bytes read and written for each element of the result.
     """
     if not min(m, n, k, batch):
         return 0.0
@@ -93,7 +93,7 @@ def matmul(
 
 
 def elementwise(gpu: Gpu, size: float, kernels: int = 1) -> float:
-    """Seconds to move `size` bytes to and from memory, in so many kernels."""
+    """Seconds to move `size` bytes to and from memory in this number of kernels."""
     return size / _memory_rate(gpu) + kernels * gpu.launch
 
 
@@ -102,11 +102,11 @@ def _memory_rate(gpu: Gpu) -> float:
 
 
 def attention_share(length: int, head: float) -> float:
-    """Of the rate on long sequences with heads of 128, what is left.
+    """The rate of attention, relative to long sequences with heads of 128 features.
 
-    Beside the multiplications every score costs an exponential, which weighs more the smaller the
-    heads are; short sequences fill the device less. Both follow the figures of FlashAttention-3
-    (Shah et al., 2024).
+    Besides its multiplications every score costs an exponential, which matters more for smaller
+    heads, and short sequences do not fill the device. Both effects follow the figures of
+    FlashAttention-3 (Shah et al., 2024).
 
     Args:
         length: length of the queries that a kernel sees, in tokens.
@@ -122,11 +122,10 @@ def attention(
     """Seconds of fused attention; its backward does 2.5 times the arithmetic.
 
     Args:
-        gpu: GPU that computes.
-        flops: FLOPs of the forward, as done: causal attention counts half.
+        gpu: the GPU.
+        flops: FLOPs of the forward; causal attention counts half.
         length: length of the queries that a kernel sees, in tokens.
-        precision: precision of its operands, which 8- and 4-bit training leaves alone: bf16, fp32,
-            fp64.
+        precision: precision of the operands: bf16, fp32 or fp64; bf16 in 8- and 4-bit training.
         head: features of a head, the mean of queries' and values'.
     """
     peak = gpu.peak.of(precision) * attention_share(length, head)
@@ -141,8 +140,8 @@ def score_matrices(
     """Attention with its [S, S] scores in memory: products, masked softmax, dropout.
 
     Args:
-        gpu: GPU that computes.
-        batch: batch of matrices: sequences times heads.
+        gpu: the GPU.
+        batch: number of score matrices: sequences times heads.
         length: length of a sequence, in tokens.
         dims: features of a head of queries, and of values.
         precision: precision of the operands.
@@ -157,5 +156,5 @@ def score_matrices(
 
 
 def overlapped(gpu: Gpu, work: float, hidden: float) -> float:
-    """Seconds by which communication of `hidden` seconds makes `work` beside it longer."""
+    """Seconds by which overlapping with `hidden` seconds of communication lengthens `work`."""
     return max(0.0, hidden - work) + gpu.overlap_slowdown * min(work, hidden)

@@ -1,9 +1,10 @@
-"""How context parallelism communicates: what each way sends, what of it is exposed, which is best.
+"""Predicts the cost of each kind of context-parallel communication, and chooses the fastest.
 
-A ring, inside or outside of an exchange of heads, sends each hop beside the attention on what came
-with the hop before; gathers and exchanges are waited for. With s/c tokens of a sequence on a rank,
-a and k query and key/value heads, F the attention's FLOP/s and B the link's bytes/s, causal hops
-hide when s/c >= 2 (k/a) F/B: the balanced order leaves half of every block to compute.
+A ring, alone or combined with an exchange of heads, overlaps each hop with the attention on the
+block that the hop before has brought. Gathers and exchanges are exposed. With s/c tokens of a
+sequence on a rank, a and k query and key/value heads, F the FLOP/s of attention and B the bytes/s
+of the link, causal hops are hidden when s/c >= 2 (k/a) F/B: the balanced order leaves half of every
+block to compute.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,11 +27,11 @@ ELEMENT, SUMMED = 2, 4  # bytes of keys and values, and of gradients that a ring
 
 @dataclass(frozen=True)
 class ContextWay:
-    """One way on one layout, for a layer and microbatch.
+    """One kind of context-parallel communication in a layout, for one layer and microbatch.
 
     Attributes:
-        kind: kind of communication.
-        sizes: ranks of the inner and outer group of a2a+p2p.
+        kind: kind of communication, a value of cp_comm_type.
+        sizes: sizes of the inner and outer group of a2a+p2p.
         sent: bytes that a rank sends.
         attention: seconds of attention itself.
         exposed: seconds of communication that nothing hides.
@@ -47,24 +48,24 @@ class ContextWay:
 
     @property
     def name(self) -> str:
-        """'a2a+p2p 8x2'."""
+        """The kind with the sizes of its groups, such as 'a2a+p2p 8x2'."""
         return self.kind + (f" {self.sizes[0]}x{self.sizes[1]}" if self.sizes else "")
 
     @property
     def settings(self) -> dict[str, Any]:
-        """That ask for it."""
+        """The settings that select it, by field name."""
         return {"cp_comm_type": (self.kind,), "hierarchical_context_parallel_sizes": self.sizes}
 
     @property
     def seconds(self) -> float:
-        """Of attention and what is exposed, forward and backward."""
+        """Seconds of attention and exposed communication, forward and backward."""
         return self.attention.total + self.exposed.total
 
 
 def context_ways(
     config: Config, cluster: Cluster, given: frozenset[str] = frozenset()
 ) -> list[ContextWay]:
-    """Every way that the rules let pass on this layout, the fastest first."""
+    """Every legal kind of communication for this layout, the fastest first."""
     ways = [
         context_way(config, cluster, kinds[0], sizes) for kinds, sizes in legal_ways(config, given)
     ]
@@ -74,14 +75,14 @@ def context_ways(
 def best_context(
     config: Config, cluster: Cluster, given: frozenset[str] = frozenset()
 ) -> Mapping[str, Any]:
-    """The settings of the fastest way that is legal and leaves those that were given."""
+    """The settings of the fastest legal kind of communication, with the given settings kept."""
     fastest = context_ways(config, cluster, given)[0]
     kinds = config.parallel.cp_comm_type
     return fastest.settings | ({"cp_comm_type": kinds} if len(kinds) > 1 else {})
 
 
 def configured_way(config: Config, cluster: Cluster) -> ContextWay:
-    """The way that a configuration asks for in its first layer."""
+    """The kind of communication that the configuration selects for the first layer."""
     parallel = config.parallel
     kind, sizes = parallel.cp_comm_type[0], parallel.hierarchical_context_parallel_sizes
     return context_way(config, cluster, kind, sizes if kind == "a2a+p2p" else ())
@@ -90,11 +91,11 @@ def configured_way(config: Config, cluster: Cluster) -> ContextWay:
 def legal_ways(
     config: Config, given: frozenset[str]
 ) -> Iterator[tuple[tuple[CpCommType, ...], tuple[int, ...]]]:
-    """Kinds of communication with sizes of their groups that the rules let pass.
+    """The legal kinds of communication with the sizes of their groups.
 
     Args:
         config: configuration with the degrees.
-        given: names of the settings that stay as they are.
+        given: names of the settings that must stay as they are.
     """
     parallel, cp = config.parallel, config.parallel.context_parallel_size
     kinds: list[tuple[CpCommType, ...]] = [("p2p",), ("all_gather",), ("a2a",), ("a2a+p2p",)]
@@ -118,13 +119,13 @@ def legal_ways(
 def context_way(
     config: Config, cluster: Cluster, kind: CpCommType, sizes: tuple[int, ...] = ()
 ) -> ContextWay:
-    """What a way of communication costs a layer of a layout.
+    """The cost of a kind of communication for one layer and microbatch.
 
     Args:
         config: configuration with the degrees.
-        cluster: cluster that runs it.
+        cluster: the hardware.
         kind: kind of communication.
-        sizes: sizes of a2a+p2p.
+        sizes: sizes of the groups of a2a+p2p.
     """
     cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
     inner = {"a2a": cp, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
@@ -156,7 +157,7 @@ def context_way(
 
 
 def _exchange(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
-    """Seconds in which each of some ranks sends `size` bytes to all others."""
+    """Seconds of an all-to-all in which each rank sends `size` bytes in total."""
     if ranks == 1:
         return 0.0
     group = span(cluster, ranks, stride)
@@ -165,7 +166,7 @@ def _exchange(cluster: Cluster, ranks: int, stride: int, size: float) -> float:
 
 
 def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
-    """Seconds of a rank's causal attention, whose kernels see sequences in so many pieces."""
+    """Seconds of a rank's causal attention, with each sequence split into this many pieces."""
     model, training, parallel = config.model, config.training, config.parallel
     tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
@@ -176,7 +177,7 @@ def _attention(config: Config, cluster: Cluster, pieces: int) -> Phases:
 
 
 def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVolumes:
-    """Bytes that a rank sends for a layer and microbatch."""
+    """Bytes that a rank sends for one layer and microbatch."""
     model, training, parallel = config.model, config.training, config.parallel
     tp = parallel.tensor_model_parallel_size
     tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
@@ -186,7 +187,7 @@ def _volumes(config: Config, kind: CpCommType, ranks: int, inner: int) -> PassVo
         kind,
         ranks,
         query=tokens * (model.q_size + model.attention_size) / tp,
-        key_value=tokens * core.key_value_features(tp),
+        key_value=tokens * core.key_value_features(tp, gathered=kind == "all_gather"),
         element=ELEMENT,
         grad_element=ELEMENT if kind == "all_gather" else SUMMED,
         key_value_heads=heads,

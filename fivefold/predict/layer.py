@@ -1,7 +1,7 @@
-"""How long whole layers of a model take on one rank, for one microbatch, by cause.
+"""Predicts the times of whole layers on one rank for one microbatch, split by cause.
 
-The sum of a layer's operations, with what recomputation runs again, what the host takes to issue
-them, and what offloaded activations wait for.
+The time of a layer is the sum of its operations, plus recomputation, plus the time that the GPU
+waits for the host and for offloaded activations.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,18 @@ from fivefold.predict.operation_times import OperationTimes
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times, repeated
 
-Blocks = dict[tuple[object, ...], dict[str, Times]]
-"""Times of operations by what they depend on."""
+TimesCache = dict[tuple[object, ...], dict[str, Times]]
+"""Times of layers and operations, by the kinds and degrees that they depend on."""
 
 
 class LayerTimes(OperationTimes):
-    """The times of a layout's layers and ends on a cluster; each is computed once.
+    """The times of a layout's layers, embedding and head on a cluster; each is computed once.
 
     Args:
-        layout: layout of the run.
-        cluster: cluster that runs it.
-        software: framework and kernels.
-        known: times by the degrees that they depend on, to share among layouts of one model on one
-            cluster.
+        layout: the layout.
+        cluster: the hardware.
+        software: the framework's kernels and habits.
+        known: times that layouts of the same model and cluster share; new times are added to it.
     """
 
     def __init__(
@@ -38,14 +37,14 @@ class LayerTimes(OperationTimes):
         layout: Layout,
         cluster: Cluster,
         software: Software,
-        known: Blocks | None = None,
+        known: TimesCache | None = None,
     ) -> None:
         super().__init__(layout, cluster, software)
         self._known: dict[tuple[LayerKind, bool], Times] = {}
-        self._blocks = {} if known is None else known
+        self._times_cache = {} if known is None else known
 
     def layer(self, kind: LayerKind, recomputed: bool) -> Times:
-        """One layer; `recomputed`: full recomputation runs its forward again."""
+        """The times of a layer, with its forward run again if it is `recomputed`."""
         if (kind, recomputed) not in self._known:
             modules = None if recomputed else self._rerun
             key = ("layer", kind, modules, *self._degrees(kind))
@@ -60,7 +59,7 @@ class LayerTimes(OperationTimes):
         return tuple(self.memory.recompute_modules) if selective else ()
 
     def _with_again(self, kind: LayerKind, modules: tuple[str, ...] | None) -> Times:
-        """A layer, with these of its modules run again; None: all."""
+        """The times of a layer with these of its modules recomputed; None: all."""
         times, key = self._operations(kind), ("sum", kind, *self._degrees(kind))
         plain = self._once(key, lambda: {"layer": sum(times.values(), Times())})["layer"]
         if modules is None:
@@ -81,7 +80,7 @@ class LayerTimes(OperationTimes):
         return operations * self.cluster.host_operation
 
     def _issued(self, times: Times, kind: LayerKind) -> Times:
-        """No phase is shorter than the host takes to issue its operations."""
+        """The times, with each phase at least as long as the host needs to issue it."""
         host, total = self.host(kind), times.total
         wait = Phases(
             max(0.0, host - total.forward),
@@ -90,7 +89,7 @@ class LayerTimes(OperationTimes):
         return times + Times(compute=wait)
 
     def _copied(self, times: Times, kind: LayerKind) -> Times:
-        """What offloaded activations wait for the host's link, while a layer's own work lasts."""
+        """The times, plus the part of offloading that does not overlap with the layer's work."""
         if not self.memory.fine_grained_activation_offloading:
             return times
         layer = layer_kinds(self.model)[kind]
@@ -101,7 +100,7 @@ class LayerTimes(OperationTimes):
         return times + Times(offload=wait)
 
     def _degrees(self, kind: LayerKind) -> tuple[object, ...]:
-        """What the operations of a layer depend on, beside the model and the cluster."""
+        """The settings that a layer's operations depend on, for one model and cluster."""
         attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
         if not kind.experts:
             return attention
@@ -124,6 +123,6 @@ class LayerTimes(OperationTimes):
     def _once(
         self, key: tuple[object, ...], block: Callable[[], dict[str, Times]]
     ) -> dict[str, Times]:
-        if key not in self._blocks:
-            self._blocks[key] = block()
-        return self._blocks[key]
+        if key not in self._times_cache:
+            self._times_cache[key] = block()
+        return self._times_cache[key]

@@ -1,7 +1,7 @@
-"""What a rank holds while each act of a program runs, in microbatches: apart from any sizes.
+"""Counts the microbatches that a rank holds during each pipeline action, independent of sizes.
 
-The same program serves thousands of layouts, and in steady state it repeats itself. So it is swept
-once for all of them, cut to a length at which the steady state is reached.
+The same program serves thousands of layouts, and in steady state it repeats itself. So it is
+analysed once for all of them, at a length at which it reaches the steady state.
 """
 
 from collections.abc import Iterator
@@ -20,21 +20,21 @@ WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "stead
 
 _PHASES = (WARM_UP, FIRST_BACKWARD, STEADY)
 
-Acts = tuple[tuple[tuple[Kind, int], ...], bool]
-"""The elementary act that runs, or the two that overlap, as (kind, stage); and whether an R has
-made activations anew."""
+Acts = tuple[tuple[Kind, int, bool], ...]
+"""The running action, or the two that overlap, as (kind, stage, whether it is a forward that keeps
+only its input)."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What a rank holds while its acts run: N of them, in order, and S stages of the rank.
+    """The microbatches that a rank with S stages holds during each of its N actions, in order.
 
     Attributes:
-        running: what runs, each kind of act once.
-        which: [N] of these.
-        backwards: [N] how many there have been, this one included, up to 2.
-        kept: [N, S] microbatches between their forward and the end of their B.
-        remade: [N, S] of these, those that an R act has made anew.
+        running: the distinct kinds of running actions.
+        which: [N] index into `running`.
+        backwards: [N] number of backwards so far, this action included, counted up to 2.
+        kept: [N, S] microbatches between their forward, or R, and the end of their B.
+        inputs: [N, S] microbatches between a forward that keeps only its input, and their R.
         waiting: [N, S] microbatches between their B and the end of their W.
     """
 
@@ -42,40 +42,30 @@ class Moments:
     which: NDArray[np.intp]
     backwards: NDArray[np.intp]
     kept: NDArray[np.float64]
-    remade: NDArray[np.float64]
+    inputs: NDArray[np.float64]
     waiting: NDArray[np.float64]
 
     def phases(self) -> Iterator[tuple[str, NDArray[np.intp]]]:
-        """The phases of the step that occur, and the moments of each."""
+        """The phases of the step that occur, with the indices of their actions."""
         for number, name in enumerate(_PHASES):
             found = np.flatnonzero(self.backwards == number)
             if len(found):
                 yield name, found
 
     def phase(self, moment: int) -> str:
-        """In which a moment falls."""
+        """The phase of the step to which an action belongs."""
         return _PHASES[int(self.backwards[moment])]
 
 
 def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
-    """What each pipeline rank holds.
+    """The microbatches that each pipeline rank holds during its actions.
 
     Args:
-        layout: layout whose schedule runs.
-        splits_backward: whether dX leaves before dW is computed.
+        layout: layout whose program is analysed.
+        splits_backward: whether dX is sent before dW is computed.
     """
-    order = layout.order(_enough(layout))
+    order = layout.order(layout.enough_microbatches)
     return _moments(order, pairs=layout.overlaps_pairs, eager=splits_backward)
-
-
-def _enough(layout: Layout) -> int:
-    """Microbatches after which nothing new happens; all, where no steady state is reached."""
-    count = layout.num_microbatches
-    group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    round_of = group or layout.grid.pp
-    if not layout.known.steady or count % round_of:
-        return count
-    return min(count, 3 * max(layout.grid.pp, round_of))
 
 
 @lru_cache(maxsize=256)
@@ -85,13 +75,13 @@ def _moments(order: Order, *, pairs: bool, eager: bool) -> tuple[Moments, ...]:
 
 
 def _swept(program: Program, rank: int) -> Moments:
-    """What is held while each compute act of a rank runs."""
+    """The microbatches held during each compute action of a rank."""
     acts = [act for act in program.ranks[rank] if act.kind in COMPUTE]
     place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
     splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
-    made: set[tuple[int, int, int]] = set()
-    # Where (kept, remade or waiting; act; stage) a slice comes before an act, or comes and goes
-    # after it, and where a part of its dW goes.
+    again = {_piece(act) for act in acts if act.kind is Kind.R}
+    # Cells (kept, inputs or waiting; action; stage) in which a slice is added before the action,
+    # is added after it, is removed after it, and in which a part of its dW is removed.
     before: list[int] = []
     after: list[int] = []
     gone: list[int] = []
@@ -101,30 +91,27 @@ def _swept(program: Program, rank: int) -> Moments:
     running: list[Acts] = []
     which, backwards, count = [], [], 0
     for number, act in enumerate(acts):
-        anew = bool(made)
+        light = False  # a forward that keeps no more than its input
         for kid in act.elementary:
-            cell = number * len(place) + place[kid.stage]
+            cell, piece = number * len(place) + place[kid.stage], _piece(kid)
             if kid.kind is Kind.F:
-                before.append(cell)
+                light = piece in again
+                before.append(size + cell if light else cell)
             elif kid.kind is Kind.W:
                 parts.append(2 * size + cell)
             elif kid.kind is Kind.R:
-                before.append(size + cell)
-                made.add(_piece(kid))
+                before.append(cell)
+                gone.append(size + cell)
             else:
                 count += 1
                 gone.append(cell)
-                piece = _piece(kid)
                 if piece in splits:
                     after.append(2 * size + cell)
-                if piece in made:
-                    gone.append(size + cell)
-                    made.remove(piece)
-        anew = anew or bool(made)
-        key = (act.kind, act.stage, act.kids and act.kids[1].stage, anew)
+        key = (act.kind, act.stage, act.kids and act.kids[1].stage, light)
         if key not in numbers:
             numbers[key] = len(numbers)
-            running.append((tuple((kid.kind, kid.stage) for kid in act.elementary), anew))
+            kids = act.elementary
+            running.append(tuple((k.kind, k.stage, light and k.kind is Kind.F) for k in kids))
         which.append(numbers[key])
         backwards.append(min(count, 2))
     share = 1 / program.num_slices
@@ -133,9 +120,9 @@ def _swept(program: Program, rank: int) -> Moments:
         for cells in (before, after, gone, parts)
     )
     come[:, 1:] += (later - left - done / program.num_weight_parts)[:, :-1]
-    kept, remade, waiting = np.cumsum(come, axis=1)
+    kept, inputs, waiting = np.cumsum(come, axis=1)
     index = np.array(which, np.intp), np.array(backwards, np.intp)
-    return Moments(tuple(running), *index, kept, remade, waiting)
+    return Moments(tuple(running), *index, kept, inputs, waiting)
 
 
 def _piece(act: Act) -> tuple[int, int, int]:

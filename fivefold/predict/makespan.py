@@ -1,9 +1,9 @@
-"""How long a program takes, for many costs at once: what a search asks some thousand times.
+"""Computes the makespan of a pipeline program for many sets of costs at once.
 
-The graph of a program does not depend on its costs, so it is built once and walked once for all
-of them: level by level, a level being the acts that wait for none of each other. A program is
-built for few microbatches only: beyond its warm-up every further round of microbatches adds the
-same time.
+A search needs some thousand makespans. The dependency graph of a program does not depend on its
+costs, so it is built once and walked once for all of them, level by level: the actions of a level
+do not depend on each other. Only programs of few microbatches are built, since after the warm-up
+every further round of microbatches adds the same time.
 """
 
 from collections import deque
@@ -28,18 +28,18 @@ from fivefold.pipeline.schedules.registry import known_of
 Index = NDArray[np.intp]
 
 _START, _NOTHING = 0, 1
-"""Rows that stand for the start of the step, and for a message that is not needed."""
+"""Rows of the table of end times: the start of the step, and a message that is not needed."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """Acts that wait only for acts of earlier levels; R of them.
+    """R actions that depend only on actions of earlier levels.
 
     Attributes:
-        before: [R] rows of the acts before them on their ranks.
-        messages: [R] rows of the acts on other ranks whose results they wait for; a pair's
-            backward may wait for a second one, in a further array.
-        kinds: [R] of the acts.
+        before: [R] row of the action before each action on its rank.
+        messages: [R] row of the action on another rank whose result each action waits for; there
+            is a second array if some paired actions wait for two.
+        kinds: [R] kind of each action.
     """
 
     before: Index
@@ -48,13 +48,16 @@ class Level:
 
 
 @dataclass(frozen=True, eq=False)
-class Timetable:
-    """A program as levels of rows to be walked once, after two rows for `_START` and `_NOTHING`.
+class LeveledProgram:
+    """A program whose actions are grouped into levels, for one walk over all of them.
+
+    The table of end times has a row for each action, in the order of the levels, after the two
+    rows `_START` and `_NOTHING`.
 
     Attributes:
-        program: program that is estimated.
-        kinds: an act of every cost that occurs.
-        levels: levels in order.
+        program: the program.
+        kinds: one example of each kind of action; all actions of a kind have the same cost.
+        levels: the levels in order.
     """
 
     program: Program
@@ -62,8 +65,8 @@ class Timetable:
     levels: tuple[Level, ...]
 
     @classmethod
-    def of(cls, program: Program) -> "Timetable":
-        """The timetable of a compute-only program."""
+    def of(cls, program: Program) -> "LeveledProgram":
+        """The levels of a compute-only program."""
         acts = [(rank, act) for rank, row in enumerate(program.ranks) for act in row]
         waits = _waits(program, [act for _, act in acts])
         before = [
@@ -96,7 +99,7 @@ class Timetable:
         return cls(program, tuple(examples), tuple(found))
 
     def makespans(self, costs: Sequence[Costs]) -> NDArray[np.float64]:
-        """Of each of some costs, as `simulate(program, costs).makespan`."""
+        """The makespan for each set of costs, equal to `simulate(program, costs).makespan`."""
         parts, slices = self.program.num_weight_parts, self.program.num_slices
         times = np.array([[each.of(act, parts, slices) for each in costs] for act in self.kinds])
         hops = np.array([each.hop for each in costs])
@@ -117,24 +120,35 @@ class Timetable:
         return latest
 
     def hidden(self, costs: Costs) -> float:
-        """Seconds of all ranks by which pairs are shorter than their halves in turn."""
+        """Seconds that pairing saves compared with running the halves in turn, over all ranks."""
         slices = self.program.num_slices
         return sum(
             count * (sum(costs.of(kid, 1, slices) for kid in act.kids) - costs.of(act, 1, slices))
             for act, count in self._pairs
         )
 
+    def repeated(self, costs: Costs) -> float:
+        """Seconds of all ranks in forwards of whole stages that run again."""
+        slices = self.program.num_slices
+        again = (each for each in self._counts if each[0].kind is Kind.R)
+        return sum(count * costs.of(act, 1, slices) for act, count in again)
+
     @cached_property
     def _pairs(self) -> list[tuple[Act, int]]:
-        """An example of each kind of pair, and how many there are."""
+        """An example of each kind of paired action, and the number of its actions."""
+        return [(act, count) for act, count in self._counts if act.kids]
+
+    @cached_property
+    def _counts(self) -> list[tuple[Act, int]]:
+        """An example of each kind of action, and the number of its actions."""
         counts = np.bincount(np.concatenate([level.kinds for level in self.levels])).tolist()
-        return [(act, n) for act, n in zip(self.kinds, counts, strict=True) if act.kids]
+        return list(zip(self.kinds, counts, strict=True))
 
 
 def _waits(program: Program, acts: Sequence[Act]) -> list[Index]:
-    """Of each act the one on another rank whose forward it waits for, and whose backward; or -1.
+    """For each action, the action on another rank whose forward it waits for, and whose backward.
 
-    What acts of the same rank wait for comes before them in its order.
+    -1 means none. Dependencies within a rank need no entry: they follow from its order.
     """
     slices, placement = program.num_slices, program.placement
     length = program.num_stages // program.num_copies
@@ -160,13 +174,13 @@ _SENT = frozenset({Kind.F, Kind.B, Kind.BW})
 
 
 def _levels(program: Program, before: Sequence[int], waits: Sequence[Index]) -> list[int]:
-    """How many acts in a row each act waits for, at most.
+    """The level of each action: the length of the longest chain of actions that it waits for.
 
     Raises:
-        ProgramError: some wait for each other.
+        ProgramError: actions wait for each other in a circle.
     """
     one, other = (column.tolist() for column in waits)
-    levels = [-2] * len(before) + [-1]  # not known yet; and of what -1 stands for
+    levels = [-2] * len(before) + [-1]  # -2: not known yet; the last entry is for "none"
     nodes = iter(range(len(before)))
     queues = [deque(islice(nodes, len(row))) for row in program.ranks]
     while any(queues):
@@ -180,49 +194,52 @@ def _levels(program: Program, before: Sequence[int], waits: Sequence[Index]) -> 
                 levels[node] = 1 + max(levels[before[node]], sent, back)
                 queue.popleft()
         if known == len(levels) - sum(map(len, queues)):
-            dependency_graph(program).order()  # spells out which
+            dependency_graph(program).order()  # raises, and names the circle
     return levels[:-1]
 
 
 @lru_cache(maxsize=256)
-def timetable(order: Order, *, pairs: bool, eager: bool) -> Timetable:
-    """The timetable of a program; `pairs` and `eager` as `Order.executed` has them."""
-    return Timetable.of(order.executed(pairs=pairs, eager=eager))
+def leveled_program(order: Order, *, pairs: bool, eager: bool) -> LeveledProgram:
+    """The levels of a program; `Order.executed` describes `pairs` and `eager`."""
+    return LeveledProgram.of(order.executed(pairs=pairs, eager=eager))
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Tells the times of a layout's program, of which no more than a few rounds are walked.
+    """Times the program of a layout by extrapolation from a few rounds of microbatches.
 
     Attributes:
         schedule: schedule of the program.
-        group: group of microbatches, where the settings give one.
+        group: microbatches in a group; None if the settings do not give it.
         microbatches: microbatches of the program.
-        tables: shorter programs and how often each counts: the sum is what the program takes.
+        tables: shorter programs with their weights: the weighted sum of their makespans is the
+            makespan of the program.
     """
 
     schedule: str
     group: int | None
     microbatches: int
-    tables: tuple[tuple[Timetable, float], ...]
+    tables: tuple[tuple[LeveledProgram, float], ...]
 
     @classmethod
     def of(cls, layout: Layout, *, eager: bool) -> "Clock":
         """The clock of a layout.
 
-        A round is as many microbatches as a schedule takes before it repeats: its group where
-        there are some, two where the model lies on the ranks twice, else one. A program
-        that was searched for repeats nothing: all of it is walked.
+        A round is the number of microbatches after which a schedule repeats itself: a group if the
+        schedule has groups, two if the pipeline holds two copies of the model, else one. A
+        synthesised schedule does not repeat itself, so all of it is walked.
 
         Args:
-            layout: layout whose pairs overlap where experts' messages are to hide in them.
-            eager: whether a dX leaves before its dW is computed.
+            layout: the layout.
+            eager: whether a dX is sent before its dW is computed.
         """
         parallel, placement = layout.config.parallel, layout.split.placement
         total = layout.num_microbatches
 
-        def table_of(microbatches: int) -> Timetable:
-            return timetable(layout.order(microbatches), pairs=layout.overlaps_pairs, eager=eager)
+        def table_of(microbatches: int) -> LeveledProgram:
+            return leveled_program(
+                layout.order(microbatches), pairs=layout.overlaps_pairs, eager=eager
+            )
 
         if layout.schedule == SYNTHESISED:
             return cls(layout.schedule, None, total, ((table_of(total), 1.0),))
@@ -230,9 +247,15 @@ class Clock:
         ranks = layout.split.num_ranks
         in_groups = layout.known.groups or (len(placement) > ranks and placement[ranks] == 0)
         a_round = (group or ranks) if in_groups else layout.num_copies
-        # Where the halves of a pair take turns, what they wait for each other adds up only late.
+        # If the halves of a pair run in turn, their waits for each other accumulate only late.
         in_turn = layout.runs_pairs and not layout.overlaps_pairs
         rounds = 2 if in_groups else -(-(2 * ranks + 2) * (4 if in_turn else 1) // a_round)
+        if layout.config.memory.recompute_in_flight_limit is not None:
+            # Which microbatches run again repeats after another number of them on each rank, and
+            # so on all ranks only late: over so many it is the same within a per cent.
+            warm_up = a_round * rounds
+            a_round *= -(-4 * ranks // a_round)
+            rounds = -(-warm_up // a_round)
         short = total % a_round + a_round * rounds
         if total <= short + a_round:
             return cls(layout.schedule, group, total, ((table_of(total), 1.0),))
@@ -241,7 +264,7 @@ class Clock:
         return cls(layout.schedule, group, total, tables)
 
     def makespans(self, costs: Sequence[Costs]) -> list[float]:
-        """Seconds of a step's program with each of some costs."""
+        """Seconds of the program for each set of costs."""
         told = sum(share * table.makespans(costs) for table, share in self.tables)
         found: list[float] = np.asarray(told).tolist()
         program = self.tables[0][0].program
@@ -252,15 +275,19 @@ class Clock:
         return list(map(max, found, least))
 
     def hidden(self, costs: Costs) -> float:
-        """Seconds of all ranks by which pairs are shorter than their halves in turn."""
+        """Seconds that pairing saves compared with running the halves in turn, over all ranks."""
         return sum(share * table.hidden(costs) for table, share in self.tables)
+
+    def repeated(self, costs: Costs) -> float:
+        """Seconds of all ranks in forwards of whole stages that run again."""
+        return sum(share * table.repeated(costs) for table, share in self.tables)
 
 
 def _least(schedule: str, group: int | None, program: Program, total: int, costs: Costs) -> float:
-    """What `search.time_bound` says that every rank needs for so many microbatches.
+    """The largest lower bound of any rank for this number of microbatches, in seconds.
 
-    Its work after its first input, its last dX on its way to stage 0, and every chunk to the end
-    of the model and back, of which it may keep but a few: the slowest may rule only late.
+    These are the bounds of `search.time_bound`. The extrapolation from short programs may miss a
+    limit that shows only after many microbatches.
     """
     placement, slices, limits = program.placement, program.num_slices, known_of(schedule).limits
     crossed = [0, *accumulate(a != b for a, b in pairwise(placement))]

@@ -1,12 +1,13 @@
-"""How much memory each pipeline rank needs, when in the step, and for what.
+"""Predicts the peak memory of each pipeline rank, its parts, and when in the step it occurs.
 
-A liveness sweep over the program: what is kept between forward and backward (counted in
-`model.activations`), what waits for a deferred weight gradient, and what exists only while one act
-runs, on top of the state that stays (`counts.state`). All sizes are bytes on one device.
+A liveness analysis of the program adds up, at every pipeline action, the model state
+(`counts.state`), the activations kept between forward and backward (`model.activations`), what
+deferred weight gradients keep, and what exists only during the action. All sizes are bytes on one
+device.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -29,12 +30,12 @@ class RankMemory:
     """The peak of one pipeline rank.
 
     Attributes:
-        pp_rank: pipeline rank that is described.
-        phase: phase of the step in which the peak falls.
-        act: act that runs then, in words.
-        parts: what the peak is made of; they add up to it.
-        phases: peak of each phase of the step.
-        host: bytes in host memory, at most: optimizer state and activations that are offloaded.
+        pp_rank: number of the pipeline rank.
+        phase: phase of the step in which the peak occurs.
+        act: description of the pipeline action at which the peak occurs.
+        parts: bytes of each part of the peak; their sum is the peak.
+        phases: peak bytes of each phase of the step.
+        host: most bytes in host memory: offloaded optimizer state and activations.
     """
 
     pp_rank: int
@@ -46,7 +47,7 @@ class RankMemory:
 
     @cached_property
     def peak(self) -> float:
-        """Bytes that are allocated at the same time, at most: torch's `max_memory_allocated`."""
+        """Most bytes allocated at the same time, as torch's `max_memory_allocated` counts them."""
         return sum(self.parts.values())
 
 
@@ -76,12 +77,12 @@ class MemoryPrediction:
 
     @property
     def device_total(self) -> float:
-        """The highest peak with what the allocator does not count, as `nvidia-smi` does."""
+        """The highest peak plus `reserved`, as `nvidia-smi` shows it."""
         return self.max_allocated + self.reserved
 
     @cached_property
     def host(self) -> float:
-        """Bytes in host memory of the rank that has most there."""
+        """Most bytes of any rank in host memory."""
         return max(rank.host for rank in self.ranks)
 
     @property
@@ -97,14 +98,14 @@ def peak_memory(
     policy: StatePolicy | None = None,
     imbalance: float = 1.0,
 ) -> MemoryPrediction:
-    """The memory that each pipeline rank needs.
+    """Predict the peak memory of each pipeline rank.
 
     Args:
-        layout: layout of the run.
-        cluster: cluster whose devices hold it.
-        policy: policy of the framework that runs it; None: Fivefold, which also sends dX before it
-            computes dW where it can.
-        imbalance: tokens of the fullest rank's experts, over their even share.
+        layout: the layout.
+        cluster: the hardware.
+        policy: the framework's policy for model state; None: that of Fivefold, which also sends dX
+            before it computes dW if it can.
+        imbalance: tokens of the busiest rank's experts, relative to an even share.
     """
     running = Running.of(layout.config, imbalance=imbalance)
     splits = policy is None and layout.defers_weights
@@ -142,7 +143,7 @@ def _rank_peak(
     }
     start = sum(always.values())
     points = [_worst_points(running, sizes) for running in found.running]
-    buffers = [sum(sizes[s % len(sizes)].buffers for _, s in acts) for acts, _ in found.running]
+    buffers = [sum(sizes[s % len(sizes)].buffers for _, s, _ in acts) for acts in found.running]
     worst = [
         buffer + sum(point.size for point in each)
         for buffer, each in zip(buffers, points, strict=True)
@@ -171,24 +172,22 @@ def _rank_peak(
 
 
 def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
-    """Of each act that runs the point that needs most, a second copy of the model included."""
-    acts, remade = running
-    found = [
-        max(sizes[stage % len(sizes)].points[kind], key=lambda point: point.size)
-        for kind, stage in acts
-    ]
-    if remade:  # an R has made it anew already
-        return [replace(point, remade=0.0) for point in found]
+    """The point of highest memory within each of the running actions."""
+    found = []
+    for kind, stage, light in running:
+        size = sizes[stage % len(sizes)]
+        points = (size.passing,) if light else size.points[kind]
+        found.append(max(points, key=lambda point: point.size))
     return found
 
 
 def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64]]:
-    """What was there before the act that runs, of every moment."""
-    kept, remade, loss, waiting = np.array(
-        [(size.kept, size.remade, size.loss, size.waiting) for size in own]
+    """Bytes held since before the running action, for every moment."""
+    kept, entry, loss, waiting = np.array(
+        [(size.kept, size.entry, size.loss, size.waiting) for size in own]
     ).T
     return {
-        "activations": found.kept @ kept + found.remade @ remade,
+        "activations": found.kept @ kept + found.inputs @ entry,
         "loss": found.kept @ loss,
         "deferred weight gradients": found.waiting @ waiting,
     }
@@ -196,7 +195,7 @@ def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64
 
 def _in_words(running: Acts, points: list[ActPoint]) -> str:
     words = []
-    for (kind, stage), point in zip(running[0], points, strict=True):
+    for (kind, stage, _), point in zip(running, points, strict=True):
         backward = kind in (Kind.B, Kind.BW)
         what = f"backward at {point.where}" if backward else point.where
         words.append(f"{what} of stage {stage}")

@@ -1,20 +1,19 @@
-"""How long single operations of a layer, and the ends of a model, take on one rank.
+"""Predicts the times of a layer's operations, the embedding and the head on one rank.
 
-For one microbatch, by cause. Every multiplication follows from the description of the layer; every
-transfer from the group that `mesh.grid` lays out.
+Times are for one microbatch and split by cause. Multiplications follow from the description of the
+layer, transfers from the process groups of `mesh.grid`.
 """
 
 from functools import cached_property
 
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, describe
-from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, Router
+from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
+from fivefold.model.latent_operations import LatentDown, LatentUp
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
     CoreAttention,
-    LatentDown,
-    LatentUp,
     Norm,
     Operation,
     Residual,
@@ -36,16 +35,17 @@ from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
-UNFUSED_TRAFFIC = 2.0  # times the bytes of a fused elementwise kernel
+UNFUSED_TRAFFIC = 2.0  # bytes moved by unfused elementwise kernels, relative to a fused one
 TP_OVERLAP = 0.6
-"""Share of a collective that cutting it and its multiplication into pieces hides: the first piece
-has nothing beside it, and small pieces run slower."""
+"""Share of a collective that can be hidden by cutting it and its multiplication into pieces: the
+first piece overlaps with nothing, and small pieces run slower."""
 
 
 class OperationTimes:
     """The times of a layout's operations on a cluster.
 
-    Long, as it has a method for every kind of operation; nothing in it changes.
+    One class because the methods, one for each kind of operation, share the same constants of
+    layout, cluster and software; nothing in it changes after construction.
 
     Args:
         layout: layout of the run.
@@ -71,14 +71,14 @@ class OperationTimes:
 
     @cached_property
     def hidden_bytes(self) -> float:
-        """Of the hidden state of all the microbatch's tokens on this rank's tensor group."""
+        """Bytes of the hidden state of a microbatch's tokens in one tensor-parallel group."""
         return self.tokens * self.model.hidden_size * ELEMENT
 
     def operation(self, op: Operation) -> Times:
-        """What one operation of a layer takes."""
+        """The times of one operation of a layer."""
         weights = [weight.local(self.grid.tp) for weight in op.multiplied]
         match op:
-            case Norm():  # those of heads are fused with the rotation
+            case Norm():  # norms of single heads are fused with the rotation
                 return self._norm() if op.heads is None else Times()
             case Residual():
                 return self._residual()
@@ -101,7 +101,7 @@ class OperationTimes:
                     return self._activation(self.tokens * (op.features // self.grid.tp))
                 reached = self._rows(op.copies) * self.software.imbalance
                 return self._activation(reached * (op.features // self.grid.etp))
-            case Router():
+            case RouterLinear():
                 moved = self._own * (op.experts * 12 + op.inputs * ELEMENT)
                 return self._elementwise(moved, moved)
             case Dispatch():
@@ -119,7 +119,7 @@ class OperationTimes:
         batch: int = 1,
         precision: str | None = None,
     ) -> Phases:
-        """A linear layer [out, in] on `tokens` rows (each of a batch of them has)."""
+        """A linear layer [out, in] on `tokens` rows; with `batch`, that many such layers."""
         n, k = weight
         gpu, kind = self.gpu, precision or self.precision
         forward = matmul(gpu, tokens, n, k, kind, batch)
@@ -134,7 +134,7 @@ class OperationTimes:
         return Phases(forward, dx, dw)
 
     def _joined(self, rows: list[int], tokens: int) -> Phases:
-        """Linear layers of the hidden state with so many rows each, as one if they are joined."""
+        """Linear layers of the hidden state with these numbers of output rows, joined or not."""
         parts = [sum(rows)] if self.software.joins_linears else rows
         hidden = self.model.hidden_size
         return sum((self._linear((n, hidden), tokens) for n in parts), Phases())
@@ -171,14 +171,14 @@ class OperationTimes:
         return Times(linear, tp=Phases(all_reduce(self.cluster, self.tp, whole)))
 
     def _beside(self, work: float, move: float) -> float:
-        """What is exposed of a collective that the multiplication it serves may hide, in pieces."""
+        """Exposed seconds of a collective that may be cut up to overlap its multiplication."""
         if not self.parallel.tp_comm_overlap:
             return move
         hidden = TP_OVERLAP * move
         return move - hidden + overlapped(self.gpu, work, hidden)
 
     def _elementwise(self, forward: float, backward: float) -> Times:
-        """Kernels that read and write so many bytes."""
+        """Elementwise kernels that read and write these numbers of bytes."""
         times = 1.0 if self.software.fused else UNFUSED_TRAFFIC
         kernels = 1 if self.software.fused else 4
         gpu = self.gpu
@@ -194,7 +194,7 @@ class OperationTimes:
         return self._elementwise(2 * size, 3 * size)
 
     def _residual(self) -> Times:
-        """The sum, a bias and dropout before it; their gradients."""
+        """The residual sum with the bias and dropout before it, forward and backward."""
         size = self.hidden_bytes / self.parts
         mask = size / 2 if self.model.hidden_dropout else 0.0
         return self._elementwise(3 * size + mask, (5 if mask else 3) * size + mask)
@@ -223,27 +223,27 @@ class OperationTimes:
 
     @cached_property
     def _own(self) -> int:
-        """Tokens of this rank, where sequence parallelism splits them."""
+        """Tokens on this rank after the split by sequence parallelism."""
         return self.tokens // self.parts
 
     def _rows(self, copies: int) -> int:
-        """Rows that reach the experts of a rank, if these are used evenly."""
+        """Rows that reach the experts of a rank if all experts are used evenly."""
         return self._own * copies * self.grid.etp
 
     def _grouped(self, outputs: int, inputs: int, copies: int) -> Phases:
-        """A linear layer [out, in] of each of a rank's experts, on the rows that reach it."""
+        """A linear layer [out, in] in each expert of a rank, on the rows that reach the expert."""
         local = (self.model.num_experts or 0) // self.grid.ep
         each = max(1, round(self._rows(copies) * self.software.imbalance / local))
         return self._linear((outputs, inputs), each, local)
 
     def _dispatched(self, copies: int) -> Times:
-        """Rows are permuted, sent to their experts, and return."""
+        """The permutation of rows, and their all-to-alls to the experts and back."""
         size = 4 * self._rows(copies) * self.model.hidden_size * ELEMENT
         moved = 2 * self._dispatch(self._own)
         return self._elementwise(size, size) + Times(ep=Phases(moved, moved))
 
     def _dispatch(self, own: int) -> float:
-        """Seconds in which a rank's tokens reach their experts, or return from them."""
+        """Seconds for a rank's tokens to reach their experts, or to return from them."""
         model, grid = self.model, self.grid
         row = model.hidden_size * ELEMENT
         tensor = gather(self.cluster, self.etp, own * model.moe_router_topk * row * grid.etp)
@@ -254,7 +254,7 @@ class OperationTimes:
         return sent * self.software.imbalance + tensor
 
     def embedding(self) -> Times:
-        """The look-up, and its sum over the tensor-parallel ranks."""
+        """The embedding lookup, and its reduction over the tensor-parallel ranks."""
         size = self.hidden_bytes
         moved = 0.0
         if self.grid.tp > 1:
@@ -263,7 +263,7 @@ class OperationTimes:
         return self._elementwise(2 * size, 3 * size) + Times(tp=Phases(moved, 0.0))
 
     def head(self) -> Times:
-        """Final norm, output layer and loss, for each token that is predicted."""
+        """Final norm, output layer and loss, once for the model and once per prediction layer."""
         model, fusion = self.model, self.memory.cross_entropy_loss_fusion
         entries = model.padded_vocab_size // self.grid.tp
         logits = float(self.tokens) * entries
@@ -278,9 +278,10 @@ class OperationTimes:
         return once * (1 + model.mtp_num_layers)
 
     def every_second(self) -> Times:
-        """Of q, k, v, o, gate, up and down the even ones, and what is no multiplication.
+        """Recomputation of every second multiplication, and of all that is not a multiplication.
 
-        With tensor parallelism not o, whose sum over the ranks is kept.
+        These are k, o and up among q, k, v, o, gate, up and down; with tensor parallelism not o,
+        whose sum over the ranks is kept.
         """
         layer = {weight.name: weight for weight in describe(self.model, LayerKind()).weights}
         local = {name: weight.local(self.grid.tp) for name, weight in layer.items()}

@@ -1,8 +1,8 @@
-"""A forward and a backward that run beside each other, so that experts' messages are hidden.
+"""Predicts the time of a forward paired with a backward, which hides the messages of experts.
 
-DualPipe (DeepSeek-AI, 2024, figure 4) and Megatron-LM's combined 1F1B order a pair so that each
-half's all-to-alls run beside the other half's computation, or beside dW, for which nothing waits.
-A half without a partner, in the warm-up and the drain, hides nothing.
+DualPipe (DeepSeek-AI, 2024, figure 4) and Megatron-LM's combined 1F1B order a pair so that the
+all-to-alls of each half run in parallel to the computation of the other half, or to dW, on which
+nothing depends. A half without a partner, in the warm-up and the drain, hides nothing.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,10 +22,10 @@ V = TypeVar("V", float, NDArray[np.float64])
 
 @dataclass(frozen=True)
 class Paired:
-    """What of a stage takes part in pairs: its layers, not the embedding and the head.
+    """The layers of a stage, which take part in pairs; the embedding and the head do not.
 
     Attributes:
-        layers: their times, with nothing hidden.
+        layers: times of the layers, with nothing hidden.
         host: seconds in which the host issues their forwards; backwards take twice that.
     """
 
@@ -36,13 +36,13 @@ class Paired:
 def pair_seconds(
     gpu: Gpu, costs: Costs, kinds: Sequence[K], layers: Mapping[K, Paired]
 ) -> tuple[tuple[float, ...], ...]:
-    """Seconds of each stage's forward beside each stage's backward, as `Costs.fb` has them.
+    """Seconds of each stage's forward paired with each stage's backward, for `Costs.fb`.
 
     Args:
-        gpu: GPU that computes.
-        costs: costs of each half alone.
-        kinds: kinds of the stages; those of a kind take the same time.
-        layers: layers of each kind.
+        gpu: the GPU.
+        costs: times of each half alone.
+        kinds: kinds of the stages; stages of the same kind take the same time.
+        layers: layers of each kind of stage.
     """
     at = {kind: stage for stage, kind in enumerate(kinds)}
 
@@ -59,9 +59,9 @@ def pair_seconds(
 
 
 def hidden(gpu: Gpu, forward: Paired, backward: Paired) -> float:
-    """Seconds by which a pair is shorter than its halves in turn.
+    """Seconds that a pair saves compared with its halves in turn.
 
-    It is not shorter than the host takes to issue both.
+    A pair cannot take less time than the host needs to issue both halves.
     """
     ahead, back = forward.layers, backward.layers
     beside = min(cuts(ahead.work.forward, back.work.dx, back.work.dw, ahead.ep.forward, back.ep.dx))
@@ -71,15 +71,16 @@ def hidden(gpu: Gpu, forward: Paired, backward: Paired) -> float:
 
 
 def cuts(forward: V, dx: V, dw: V, sent: V, returned: V) -> tuple[V, V, V, V]:
-    """Limits on how much of a pair's messages can lie beside its computation.
+    """Upper limits on the time of a pair's messages that its computation can hide.
 
-    The forward's messages may lie beside dX and dW, the backward's beside the forward and dW. The
-    largest flow from one to the other is the smallest cut between them (Ford and Fulkerson, 1956).
+    The forward's messages can run in parallel to dX and dW, the backward's to the forward and dW.
+    The most that can be hidden is a maximum flow, and equals the smallest of these cuts (Ford and
+    Fulkerson, 1956). All times are seconds, as numbers or as arrays.
 
     Args:
-        forward: seconds of its computation; one number each, or arrays of them.
-        dx: time of the backward's computation.
-        dw: time of the weights' gradients.
+        forward: time of the forward's computation.
+        dx: time of the dX computation.
+        dw: time of the dW computation.
         sent: time of the forward's messages.
         returned: time of the backward's messages.
     """

@@ -1,4 +1,4 @@
-"""What is predicted of a step, how sure that is, and what makes it less so."""
+"""A predicted step time: its parts, its uncertainty, and what makes it more uncertain."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,25 +7,23 @@ from functools import cached_property
 from fivefold.hardware import GPUS
 from fivefold.layout import Layout
 from fivefold.pipeline.costs import Costs
-from fivefold.pipeline.lowering import lower
-from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.simulate import Simulation, simulate
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.software import Software
 
-# Half-widths of the 80 % interval, as logarithms: of the published rows of a kind, four in five lie
-# within them (fivefold plan --score). Dense bf16 rows are the oldest and most varied.
+# Half-widths of the 80 % interval, as logarithms: four in five of the published runs of each kind
+# lie within them (fivefold plan --score). Dense bf16 runs are the oldest and most varied.
 _INTERVAL = {"dense": 0.12, "narrow": 0.08, "experts": 0.26}
 _FITTED = frozenset(
     {"A100-80", "H100", "H100-96", "H800", "H200", "B200", "B300", "GB200", "GB300"}
 )
-_SEEN_GPUS = 16384  # of the largest published run
+_SEEN_GPUS = 16384  # GPUs of the largest published run
 _SEEN_SCHEDULES = ("1f1b", "interleaved_1f1b")
 
 
 @dataclass(frozen=True)
 class TimePart:
-    """A part of the step's time and what it is."""
+    """A part of the step time: its name, and its length in seconds."""
 
     name: str
     seconds: float
@@ -33,16 +31,17 @@ class TimePart:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the planner expects of a layout.
+    """The predicted step time of a layout.
 
     Attributes:
-        layout: layout that is estimated.
-        cluster: cluster that runs it.
-        software: software that runs it.
-        costs: costs of the pipeline program's acts, in seconds.
-        step_time: seconds of a step.
-        low: and `high`: the step takes between them with a probability of 80 %.
-        parts: the waterfall: seconds that add up to step_time.
+        layout: the layout whose step time is predicted.
+        cluster: the hardware it runs on.
+        software: the framework's kernels and habits.
+        costs: times of the pipeline actions, in seconds.
+        step_time: predicted time of one step, in seconds.
+        low: lower end of the 80 % interval of the step time, in seconds.
+        high: upper end of the 80 % interval of the step time, in seconds.
+        parts: parts of the step time, in seconds, which add up to `step_time`.
         model_flops: model FLOPs of a step, forward and backward: causal attention counts half,
             nothing is added for recomputation (`model.shape`).
         notes: ways in which the layout lies outside of what the planner was fitted on.
@@ -61,51 +60,53 @@ class Prediction:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Of the global batch, over the step and all GPUs."""
+        """Tokens of the global batch, divided by the step time and the number of GPUs."""
         training = self.layout.config.training
         tokens = training.global_batch_size * training.seq_length
         return tokens / self.step_time / self.layout.grid.world_size
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the GPUs could do at the peak of the precision they multiply in."""
+        """Model FLOPs of a step, divided by the GPUs' peak in the precision they multiply in."""
         peak = self.cluster.gpu.peak.of(precision_of(self.layout))
         return self.model_flops / (self.step_time * self.layout.grid.world_size * peak)
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The whole program, event by event."""
-        layout = self.layout
-        eager = sends_dx_early(layout, self.software)
-        program = layout.order().executed(pairs=layout.overlaps_pairs, eager=eager)
-        return simulate(with_sharding_actions(lower(program, self.costs)), self.costs)
+        """An event-by-event simulation of the whole pipeline program."""
+        program = self.layout.program(
+            pairs=self.layout.overlaps_pairs,
+            eager=sends_dx_early(self.layout, self.software),
+            costs=self.costs,
+        )
+        return simulate(program, self.costs)
 
 
 def precision_of(layout: Layout) -> str:
-    """In which most multiplications run."""
+    """The precision of most multiplications."""
     training = layout.config.training
     return "fp4" if training.fp4_format else "fp8" if training.fp8_format else training.precision
 
 
 def sends_dx_early(layout: Layout, software: Software) -> bool:
-    """Whether a dX that is not in a pair leaves before its dW is computed."""
+    """Whether a dX that is not in a pair is sent before its dW is computed."""
     return layout.defers_weights if software.eager_dx is None else software.eager_dx
 
 
 def interval(layout: Layout, notes: Sequence[str]) -> float:
-    """Half-width of the interval of 80 %, as a logarithm; wider if there is something to note."""
+    """Half-width of the 80 % interval, as a logarithm; half as wide again if there are notes."""
     return _INTERVAL[_kind(layout)] * (1.5 if notes else 1.0)
 
 
 def _kind(layout: Layout) -> str:
-    """Which published rows a layout is like."""
+    """The kind of published runs that the layout belongs to."""
     if layout.config.model.num_experts:
         return "experts"
     return "narrow" if precision_of(layout) in ("fp8", "fp4") else "dense"
 
 
 def unusual(layout: Layout, cluster: Cluster) -> Iterator[str]:
-    """In what a layout lies outside of the published runs that the constants were fitted on."""
+    """The ways in which a layout lies outside of the published runs that were fitted on."""
     gpu, grid = cluster.gpu, layout.grid
     if GPUS.get(gpu.name) == gpu and gpu.name not in _FITTED:
         yield f"no run on {gpu.name} was fitted: its kernels are taken to be like others"

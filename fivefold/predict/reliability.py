@@ -1,8 +1,8 @@
-"""What failures cost a long run: expected goodput and the best interval between checkpoints.
+"""Predicts the effect of failures on a long run: goodput, and the best checkpoint interval.
 
 The rate is that of the 54-day snapshot of Llama 3's pre-training on 16,384 H100s ("The Llama 3 Herd
-of Models", table 5): 419 unexpected interruptions, 78 % of them of hardware. Failures are taken to
-be independent of each other and of age, so that a run on n devices fails n times as often as one.
+of Models", table 5): 419 unexpected interruptions, 78 % of them of hardware. Failures are assumed
+to be independent of each other and of age, so a run on n devices fails n times as often as one.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ DAYS = 24 * HOURS
 DEVICE_MTBF = DAYS / INTERRUPTIONS_PER_GPU_DAY
 """Seconds between two interruptions of one device: 5.8 years."""
 CHECKPOINT_BYTES = 12
-"""Per parameter: the fp32 master weight and both moments of AdamW."""
+"""Bytes of a checkpoint per parameter: the fp32 master weight and both moments of AdamW."""
 STORAGE_BANDWIDTH = 1e9
-"""Bytes a second and node that reach storage; 16,384 GPUs then write the 2 TB/s of Llama 3's."""
+"""Bytes/s that one node writes to storage; 16,384 GPUs then reach the 2 TB/s of Llama 3's."""
 RESTART_SECONDS = 600.0
-"""From a failure to the next training step: noticing it, a new node, starting, loading."""
+"""Seconds from a failure to the next training step: detection, a new node, starting, loading."""
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What is left of the time of a run that is interrupted now and then.
+    """The share of time in which a run with interruptions makes progress.
 
     Attributes:
-        mtbf: seconds between two interruptions of the whole run.
-        checkpoint: seconds that writing a checkpoint stops training.
-        restart: seconds from an interruption to training again.
+        mtbf: mean seconds between interruptions of the whole run.
+        checkpoint: seconds for which writing a checkpoint stops training.
+        restart: seconds from an interruption until training continues.
         interval: seconds of training between two checkpoints.
-        share: share of the wall-clock time that goes into training that counts, 0 to 1.
+        share: share of the wall-clock time that advances the training, 0 to 1.
     """
 
     mtbf: float
@@ -42,7 +42,7 @@ class Goodput:
 
 
 def checkpoint_seconds(parameters: int, nodes: int) -> float:
-    """How long `nodes` nodes take to write the state of so many parameters."""
+    """Seconds that these nodes need to write the state of these parameters."""
     return parameters * CHECKPOINT_BYTES / (nodes * STORAGE_BANDWIDTH)
 
 
@@ -61,8 +61,8 @@ def goodput(
     between interruptions, M e^(R/M) (e^((tau + delta)/M) - 1) seconds on average.
 
     Args:
-        devices: devices that must all work.
-        checkpoint: delta, the seconds that a checkpoint stops training.
+        devices: number of devices, all of which must work.
+        checkpoint: delta, the seconds for which a checkpoint stops training.
         interval: tau, the seconds of training between checkpoints; None: the best.
         restart: R, the seconds from an interruption to training again.
         device_mtbf: seconds between two interruptions of one device.
@@ -75,10 +75,9 @@ def goodput(
 
 
 def best_interval(mtbf: float, checkpoint: float) -> float:
-    """Seconds of training between checkpoints that lose the least: Daly's estimate.
+    """The interval between checkpoints that loses the least time, in seconds: Daly's estimate.
 
-    Young's sqrt(2 delta M) is its leading term; beyond delta = 2 M a checkpoint takes longer than
-    what it guards, and M is the best there is.
+    Young's sqrt(2 delta M) is its leading term; for delta above 2 M the best interval is M.
     """
     if checkpoint >= 2 * mtbf:
         return mtbf

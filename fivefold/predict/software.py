@@ -1,4 +1,4 @@
-"""What a framework does that no setting says: Fivefold's own habits, and those of others."""
+"""Properties of frameworks that no setting describes: those of Fivefold and of others."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -8,37 +8,39 @@ from fivefold.predict.cluster import Cluster
 
 @dataclass(frozen=True)
 class Software:
-    """What a framework does, as far as Fivefold's settings do not say it.
+    """Properties of a framework that Fivefold's settings do not describe.
 
     Attributes:
-        fused: norms, residuals, activations and the loss are one kernel each; otherwise each
-            elementwise operation reads and writes memory by itself.
-        attention: the kernel: the best that there is, FlashAttention-2 or the first one, or none
-            that is fused: the matrix of scores is held in memory where probabilities are dropped.
-        overlaps_backward_tp: the backward of column-parallel layers gathers X again behind dX, and
-            sums dX behind dW; otherwise X is kept whole, and the sum is exposed.
-        eager_dx: the gradient of a stage's input leaves before that of its weights is computed;
-            None: as the layout says (`Layout.defers_weights`).
-        gradient_bytes: bytes of a gradient on the wire; None: as the settings say.
-        reduces_once: with a pipeline, parameters are gathered and gradients reduced once a step,
-            however they are sharded; Fivefold does so for each microbatch under ZeRO-2 and ZeRO-3.
-        joins_linears: queries, keys and values are one multiplication, and a gated MLP's two
-            projections another.
-        keeps_every_second: selective recomputation keeps the results of attention and of every
-            second multiplication, and runs everything else again (torchtitan's "op").
-        by_tensor: each parameter is gathered, its gradient reduced and its optimizer run by itself;
-            otherwise a layer's together.
-        gathers_to_recompute: with sharded parameters, they are gathered for the forward, again to
-            run it again, and again for the backward: four passes of parameters and gradients over
-            the network (ZeRO-Infinity, Rajbhandari et al., 2021, section 4); otherwise what runs
-            again is kept until the backward is done with it.
-        gather_rate: bytes/s at which parameters are gathered and gradients reduced, however fast
-            the links are; the forward's gathers run beside nothing. None: as the links allow.
-        waits_for_hops: a stage computes nothing while a message travels to it.
-        scatters_hops: where activations are whole on every tensor-parallel rank, each sends its
-            share to the next pipeline rank's node, where they are gathered (Narayanan et al., 2021,
-            section 4.1).
-        imbalance: tokens of the busiest rank's experts, over their even share.
+        fused: whether norms, residuals, activations and the loss are one kernel each; otherwise
+            each elementwise operation reads and writes memory separately.
+        attention: the attention kernel: the best one, FlashAttention-2, the first FlashAttention,
+            or an unfused one, which holds the matrix of scores in memory if attention has dropout.
+        overlaps_backward_tp: whether the backward of column-parallel layers gathers X again in
+            parallel to dX, and reduces dX in parallel to dW; otherwise X is kept whole, and the
+            reduction is exposed.
+        eager_dx: whether the gradient of a stage's input is sent before those of its weights are
+            computed; None: as in the layout (`Layout.defers_weights`).
+        gradient_bytes: bytes of a gradient element on the wire; None: as in the settings.
+        reduces_once: whether, with a pipeline, parameters are gathered and gradients reduced once a
+            step for every sharding strategy; Fivefold does it in each microbatch under ZeRO-2 and
+            ZeRO-3.
+        joins_linears: whether queries, keys and values are computed in one multiplication, and so
+            are the two projections of a gated MLP.
+        keeps_every_second: whether selective recomputation keeps the results of attention and of
+            every second multiplication, and recomputes everything else (torchtitan's "op").
+        by_tensor: whether each parameter is gathered, reduced and updated separately; otherwise the
+            parameters of a layer are handled together.
+        gathers_to_recompute: whether sharded parameters are gathered for the forward, for its
+            recomputation, and for the backward: four passes of parameters and gradients over the
+            network (ZeRO-Infinity, Rajbhandari et al., 2021, section 4); otherwise parameters
+            gathered for the recomputation are kept for the backward.
+        gather_rate: bytes/s at which parameters are gathered and gradients reduced, whatever the
+            links; the gathers of the forward are then exposed. None: as the links allow.
+        waits_for_hops: whether a stage is idle while a message travels to it.
+        scatters_hops: whether tensor-parallel ranks that hold the same activations send a share
+            each to the next pipeline rank's node, where the shares are gathered (Narayanan et al.,
+            2021, section 4.1).
+        imbalance: tokens of the busiest rank's experts, relative to an even share.
     """
 
     fused: bool = True
@@ -57,7 +59,7 @@ class Software:
     imbalance: float = 1.0
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster as this software can use it: its attention may be slower than the best."""
+        """The cluster with the attention rate that this software reaches."""
         gpu = cluster.gpu
         share = {"flash1": gpu.flash1, "flash2": gpu.flash2}.get(self.attention, 1.0)
         if share == 1.0:

@@ -1,4 +1,4 @@
-"""What one microbatch of a stage holds, and what its acts need beside that while they run.
+"""The memory of one microbatch in a stage: what it keeps, and what its actions need temporarily.
 
 All sizes are bytes on one device; what is kept between forward and backward is counted in
 `model.activations`.
@@ -28,16 +28,16 @@ from fivefold.pipeline.ir import Kind
 
 @dataclass(frozen=True)
 class ActPoint:
-    """A point of time in an act, by what is there beyond, or no longer, at the act's start.
+    """A point of time within a pipeline action, in bytes relative to the action's start.
 
     Attributes:
-        where: description in words.
-        activations: activations that are freed by then (negative), of those kept or made anew.
-        loss: loss that is freed by then (negative).
-        remade: activations made anew.
-        working: gradients of activations, and what the loss computes.
-        gradients: gradients of weights, on their way to the accumulated ones.
-        waiting: bytes that wait for their weight gradients, where these are computed later.
+        where: description of the point.
+        activations: kept activations freed by then (negative).
+        loss: memory of the loss freed by then (negative).
+        remade: recomputed activations.
+        working: gradients of activations, and intermediate results of the loss.
+        gradients: weight gradients that are not yet accumulated.
+        waiting: memory kept for deferred weight gradients.
     """
 
     where: str
@@ -50,38 +50,40 @@ class ActPoint:
 
     @cached_property
     def size(self) -> float:
-        """All of it."""
+        """The sum of all parts, in bytes."""
         freed = self.activations + self.loss
         return freed + self.remade + self.working + self.gradients + self.waiting
 
 
 @dataclass(frozen=True)
 class StageBytes:
-    """What one microbatch of a stage holds, and what only exists while an act of the stage runs.
+    """The memory of one microbatch in a stage, in bytes.
 
     Attributes:
-        kept: between forward and backward, the loss apart.
-        loss: the same, of logits and what else the loss keeps.
-        remade: what R makes anew.
-        waiting: between B and W.
-        buffers: buffers of communication, while an act runs.
-        moved: bytes moved to host memory between forward and backward.
-        points: points of each kind of act.
+        kept: activations kept between forward and backward, without those of the loss.
+        loss: logits and other activations of the loss kept between forward and backward.
+        entry: input of the stage alone.
+        waiting: memory kept between B and W.
+        buffers: communication buffers while an action runs.
+        moved: activations offloaded to host memory between forward and backward.
+        points: candidates for the point of highest memory, for each kind of action.
+        passing: the point of highest memory in a forward that keeps only its input.
     """
 
     kept: float
     loss: float
-    remade: float
+    entry: float
     waiting: float
     buffers: float
     moved: float
     points: Mapping[Kind, tuple[ActPoint, ...]]
+    passing: ActPoint
 
 
 def stage_bytes(
     layout: Layout, stage: StageParts, running: Running, policy: StatePolicy
 ) -> StageBytes:
-    """Sizes of one microbatch of a stage, and of what its acts need while they run."""
+    """The memory of one microbatch in a stage."""
     model, training = layout.config.model, layout.config.training
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
     layers = _saved_by_layer(layout, stage, running)
@@ -97,12 +99,14 @@ def stage_bytes(
     kept = tokens * (whole.kept + total(ends).kept)
     points = _backward_points(layout, stage, running, policy)
     forward = ActPoint("forward", working=tokens * loss.remade + moving)
+    hidden = running.element_bytes * model.hidden_size / running.token_parts
+    largest = max((layer.kept for layer in layers), default=0.0)
     fresh = max((point.gradients for point in points), default=0.0)
     end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting)
     return StageBytes(
         kept=kept,
         loss=tokens * loss.kept,
-        remade=tokens * whole.remade,
+        entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
         buffers=tokens * _buffer_bytes(layout, stage, running),
         moved=tokens * whole.offloaded,
@@ -113,13 +117,14 @@ def stage_bytes(
             Kind.B: (*(replace(p, working=p.working + moving, gradients=0.0) for p in points), end),
             Kind.W: (ActPoint("weight gradients", gradients=fresh),),
         },
+        passing=replace(forward, working=forward.working + tokens * (loss.kept + largest)),
     )
 
 
 def _backward_points(
     layout: Layout, stage: StageParts, running: Running, policy: StatePolicy
 ) -> list[ActPoint]:
-    """Where in the backward of a stage memory may peak.
+    """The points in the backward of a stage at which memory may peak.
 
     At the output layer, whose weight gradient is large while nothing is freed yet; in the last
     layer, where a gated MLP's gradients and weight gradient meet; in the layer before, while the
@@ -143,7 +148,7 @@ def _backward_points(
         last = stage.layers[-1]
         layer = describe(model, layer_kind(model, last))
         saved = saved_activations(model, last, running, position=len(stage.layers) - 1)
-        # What the backward is done with when it comes to the MLP's first weight.
+        # Activations that are no longer needed when the backward reaches the MLP's first weight.
         done = {item.name for op in layer.after_mlp_input for item in op.kept(running)}
         freed = sum(item.kept + item.remade for name, item in saved.items() if name in done)
         point = ActPoint(
@@ -181,7 +186,7 @@ def _first_linear(layout: Layout, layer: Layer) -> float:
 
 
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
-    """Bytes per token of each layer of a stage, layers of further prediction last."""
+    """Bytes per token of each layer of a stage, multi-token prediction layers last."""
     model = layout.config.model
     numbers = [*stage.layers, *range(model.num_layers, model.num_layers + stage.mtp)]
     by_place = running.memory.recompute_granularity == "full"
@@ -198,7 +203,7 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
 
 
 def _remade_at_once(layout: Layout, layers: list[Saved]) -> float:
-    """The most that is made anew at a time: a group of layers, or parts of one."""
+    """Most bytes recomputed at a time: those of a group of layers, or of parts of a layer."""
     memory = layout.config.memory
     full = memory.recompute_granularity == "full" and memory.recompute_method == "uniform"
     group = memory.recompute_num_layers if full else 1
@@ -210,12 +215,12 @@ def _remade_at_once(layout: Layout, layers: list[Saved]) -> float:
 
 
 def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> float:
-    """Per token, what the weight gradients of a layer need: x and dY of each linear layer."""
+    """Bytes per token that the weight gradients of a layer need: x and dY of its linear layers."""
     return sum(operation.deferred(running) for operation in describe(model, kind).operations)
 
 
 def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
-    """Per token, what messages, gathered keys and values and dispatched tokens occupy."""
+    """Bytes per token of messages, gathered keys and values, and dispatched tokens."""
     model, grid = layout.config.model, layout.grid
     element, size = running.element_bytes, 0.0
     if grid.pp > 1:
@@ -223,7 +228,7 @@ def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
     if grid.cp > 1 and stage.layers:
         keys = element * (model.k_size + model.v_size) / running.tensor_parallel
         gathers = "all_gather" in layout.config.parallel.cp_comm_type
-        # A ring holds the block that it works on and the one that arrives, and their gradients.
+        # A ring holds the current block and the arriving one, and the gradients of both.
         size += keys * (2 * grid.cp if gathers else 4)
     if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
         rows = model.moe_router_topk * running.imbalance / running.token_parts

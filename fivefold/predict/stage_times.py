@@ -1,4 +1,4 @@
-"""Seconds of a stage by what they are spent on, to be added up."""
+"""The time of a stage for one microbatch, split by cause."""
 
 from dataclasses import dataclass, fields
 
@@ -8,15 +8,15 @@ _NOTHING = Phases()
 
 
 def _plus(a: Phases, b: Phases) -> Phases:
-    """The sum, which is often one of the two."""
+    """The sum of two times, one of which is often zero."""
     return a if b is _NOTHING else b if a is _NOTHING else a + b
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds by cause: computation, its repetition, and communication that nothing hides.
+    """Seconds by cause: computation, recomputation, and exposed communication.
 
-    `offload` is the part of copies to the host's memory and back that nothing hides.
+    `offload` is the exposed part of copies to host memory and back.
     """
 
     compute: Phases = _NOTHING
@@ -28,7 +28,7 @@ class Times:
     offload: Phases = _NOTHING
 
     def __add__(self, other: "Times") -> "Times":
-        # Written out: a search adds them some hundred thousand times, most of them nothing.
+        # Written out for speed: a search adds some hundred thousand of these, mostly zeros.
         return Times(
             _plus(self.compute, other.compute),
             _plus(self.recompute, other.recompute),
@@ -44,12 +44,12 @@ class Times:
 
     @property
     def work(self) -> Phases:
-        """Computation, first or again."""
+        """Seconds of computation, including recomputation."""
         return _plus(self.compute, self.recompute)
 
     @property
     def total(self) -> Phases:
-        """All causes together."""
+        """The sum over all causes."""
         communication = (self.tp, self.cp, self.ep, self.dp)
         causes = (self.compute, self.recompute, *communication, self.offload)
         return Phases(
@@ -60,7 +60,7 @@ class Times:
 
 
 def repeated(times: Times) -> Times:
-    """The forward again, in the backward: its communication counts where it belongs."""
+    """The times of a forward that the backward runs again; communication keeps its cause."""
 
     def again(phases: Phases) -> Phases:
         return Phases(0.0, phases.forward)

@@ -1,7 +1,7 @@
-"""How long a training step takes: the pipeline program of its stages' times, and what surrounds it.
+"""Predicts the time of a training step: its pipeline program, and the work before and after it.
 
-The program is run event by event with the times of `predict.layer`; before it lies the gathering of
-parameters, after it the reduction of gradients and the optimizer, each as far as it is not hidden.
+The program is simulated event by event with the layer times of `predict.layer`. The exposed parts
+of gathering parameters, reducing gradients and the optimizer are added to it.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ from fivefold.pipeline.costs import Costs
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, gather, send, span
 from fivefold.predict.compute import Phases, overlapped
-from fivefold.predict.layer import Blocks, LayerTimes
+from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.makespan import Clock
 from fivefold.predict.overlap import Paired, pair_seconds
 from fivefold.predict.prediction import (
@@ -36,12 +36,12 @@ from fivefold.predict.update import offload_seconds, update_seconds
 
 
 def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:
-    """The time of a step.
+    """Predict the time of a training step.
 
     Args:
-        layout: checked, if only with `planned=True`.
-        cluster: cluster with as many GPUs as the layout has ranks, or more.
-        software: software that runs it; None: Fivefold.
+        layout: a checked layout; `planned=True` suffices.
+        cluster: the hardware; it needs at least as many GPUs as the layout has ranks.
+        software: the framework's kernels and habits; None: those of Fivefold.
     """
     (prediction,) = predict_all([layout], cluster, software)
     return prediction
@@ -51,33 +51,35 @@ def predict_all(
     layouts: Sequence[Layout],
     cluster: Cluster,
     software: Software | None = None,
-    blocks: Blocks | None = None,
+    times_cache: TimesCache | None = None,
 ) -> list[Prediction]:
-    """As `predict` of each; a program that several of them run is walked once.
+    """Predict the step times of several layouts; a program that they share is simulated once.
 
     Args:
-        layouts: checked, if only with `planned=True`.
-        cluster: cluster with as many GPUs as the layouts have ranks, or more.
-        software: software that runs them; None: Fivefold.
-        blocks: as `LayerTimes` shares them.
+        layouts: checked layouts; `planned=True` suffices.
+        cluster: the hardware; it needs at least as many GPUs as the layouts have ranks.
+        software: the framework's kernels and habits; None: those of Fivefold.
+        times_cache: times to share with other layouts, as `LayerTimes` takes them.
     """
-    predictors = [_Predictor(each, cluster, software or Software(), blocks) for each in layouts]
+    predictors = [
+        _Predictor(each, cluster, software or Software(), times_cache) for each in layouts
+    ]
     costs = [[each.costs, replace(each.costs, hop=0.0)] for each in predictors]
     walked = _walk([each.clock for each in predictors], costs)
     return [each.prediction(*times) for each, times in zip(predictors, walked, strict=True)]
 
 
 def program_times(
-    layouts: Sequence[Layout], cluster: Cluster, software: Software, blocks: Blocks
+    layouts: Sequence[Layout], cluster: Cluster, software: Software, times_cache: TimesCache
 ) -> list[float]:
-    """Of the steps of `predict_all`, the pipeline's programs alone, in seconds."""
-    predictors = [_Predictor(each, cluster, software, blocks) for each in layouts]
+    """Predicted seconds of each layout's pipeline program, without the rest of the step."""
+    predictors = [_Predictor(each, cluster, software, times_cache) for each in layouts]
     walked = _walk([each.clock for each in predictors], [[each.costs] for each in predictors])
     return [seconds for (seconds,) in walked]
 
 
 def _walk(clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]]) -> list[list[float]]:
-    """Seconds of each layout's program with each of its costs, one walk for layouts alike."""
+    """Seconds of each layout's program for each set of costs; layouts share one walk if equal."""
     alike: dict[Clock, list[int]] = {}
     for number, clock in enumerate(clocks):
         alike.setdefault(clock, []).append(number)
@@ -92,20 +94,24 @@ def _walk(clocks: Sequence[Clock], costs: Sequence[Sequence[Costs]]) -> list[lis
 def stage_costs(
     layout: Layout, cluster: Cluster, software: Software | None = None
 ) -> tuple[Costs, tuple[Times, ...]]:
-    """The costs of the pipeline program's acts, and the times of each stage by cause."""
+    """The costs of the pipeline actions, and the times of each stage by cause."""
     predictor = _Predictor(layout, cluster, software or Software(), None)
     return predictor.costs, predictor.stages
 
 
 class _Predictor:
-    """The pieces of one prediction."""
+    """The computation of one predicted step time.
+
+    One class because its parts (stages, sharding, messages, optimizer) all follow from the same
+    layout, cluster and software, and cache what they share.
+    """
 
     def __init__(
-        self, layout: Layout, cluster: Cluster, software: Software, blocks: Blocks | None
+        self, layout: Layout, cluster: Cluster, software: Software, times_cache: TimesCache | None
     ) -> None:
         self.layout, self.cluster, self.software = layout, cluster, software
         self.grid, self.parallel = layout.grid, layout.config.parallel
-        self.times = LayerTimes(layout, cluster, software, blocks)
+        self.times = LayerTimes(layout, cluster, software, times_cache)
         self.policy = engine_policy(layout.config)
         known: dict[StageKind, Times] = {}
         self._paired: dict[StageKind, Paired] = {}
@@ -118,17 +124,17 @@ class _Predictor:
 
     @cached_property
     def clock(self) -> Clock:
-        """Of the pipeline's program."""
+        """The timer of the layout's pipeline program."""
         return Clock.of(self.layout, eager=sends_dx_early(self.layout, self.software))
 
     @cached_property
     def _ranks(self) -> Collection[tuple[int, ...]]:
-        """The stages of a rank, for every kind of rank: others hold stages of the same kinds."""
+        """The stages of one rank of each kind; all other ranks hold stages of the same kinds."""
         ranks = (stages_held(self.layout, rank) for rank in range(self.grid.pp))
         return {tuple(self.kinds[stage] for stage in own): own for own in ranks}.values()
 
     def _kind(self, spec: StageParts) -> "StageKind":
-        """Stages of a kind take the same time."""
+        """The kind of a stage; stages of the same kind take the same time."""
         memory = self.layout.config.memory
         model = self.layout.config.model
         full = memory.recompute_granularity == "full"
@@ -155,7 +161,7 @@ class _Predictor:
         return total + Times(dp=self._sharded(total, kind, spec))
 
     def _data_groups(self) -> tuple[GroupSpan, GroupSpan, GroupSpan]:
-        """Shards of dense parameters, their replicas, and shards of experts."""
+        """The groups of dense shards, of their replicas, and of experts' shards."""
         grid, cluster = self.grid, self.cluster
         shard = span(cluster, grid.dp_shard * grid.cp, grid.tp)
         replica = span(cluster, grid.dp_replicate, grid.tp * grid.cp * grid.dp_shard)
@@ -194,13 +200,13 @@ class _Predictor:
 
     @property
     def _sharding(self) -> Sharding:
-        """What is communicated when, which may be less often than what is sharded would ask for."""
+        """The strategy by which the software communicates, perhaps less often than it shards."""
         sharding = self.parallel.sharding
         once = self.software.reduces_once and self.grid.pp > 1 and sharding.splits_optimizer
         return SHARDING["optim"] if once else sharding
 
     def _sharded(self, times: Times, kind: "StageKind", spec: StageParts) -> Phases:
-        """What gathering and reducing in every microbatch leave exposed (ZeRO-2 and ZeRO-3)."""
+        """Exposed seconds of the transfers in every microbatch (ZeRO-2 and ZeRO-3)."""
         sharding = self._sharding
         if not sharding.splits_gradients:
             return Phases()
@@ -229,9 +235,9 @@ class _Predictor:
 
     @cached_property
     def costs(self) -> Costs:
-        """Of the program's acts; a recomputation is part of its backward."""
+        """Times of the pipeline actions; a backward includes its recomputation."""
         totals = [stage.total for stage in self.stages * self.layout.num_copies]
-        smallest = 1e-9  # of an empty stage
+        smallest = 1e-9  # seconds of an empty stage
         waits = self.hop if self.software.waits_for_hops else 0.0
         costs = Costs(
             tuple(max(t.forward, smallest) + waits for t in totals),
@@ -245,7 +251,7 @@ class _Predictor:
         return replace(costs, fb=pair_seconds(self.cluster.gpu, costs, kinds, self._paired))
 
     def _around(self) -> float:
-        """What gathering and reducing once a step leave exposed (no sharding, ZeRO-1)."""
+        """Exposed seconds of the transfers made once a step (no sharding, ZeRO-1)."""
         sharding = self._sharding
         if sharding.splits_parameters:
             return 0.0
@@ -267,14 +273,14 @@ class _Predictor:
         return worst
 
     def _exposed(self, move: float, work: float, pieces: int, overlaps: bool) -> float:
-        """Of a transfer in pieces beside one pass over the layers: the first or last is alone."""
+        """Exposed seconds of a transfer in pieces, of which the first or last is never hidden."""
         if not overlaps:
             return move
         alone = move / pieces
         return alone + overlapped(self.cluster.gpu, work, move - alone)
 
     def _optimizer(self) -> float:
-        """AdamW on a rank's shard; before it, the gradients' norm."""
+        """Seconds of the gradient norm and of AdamW on the fullest rank's shard."""
         shard, _, expert = self._data_groups()
         sharded = self.policy.splits_optimizer
         worst, most = 0.0, 0
@@ -294,13 +300,19 @@ class _Predictor:
         return max(here, host) + offload_seconds(self.cluster, self.policy, worst)
 
     def prediction(self, whole: float, still: float) -> Prediction:
-        """From seconds of the program, and of the same with messages that take no time."""
+        """The prediction of a step.
+
+        Args:
+            whole: seconds of the pipeline program.
+            still: seconds of the same program if its messages took no time.
+        """
         layout, grid = self.layout, self.grid
         training = layout.config.training
         count = layout.num_microbatches
         each = sum(self.stages, Times()) * (count / grid.pp)
         paired = self.clock.hidden(self.costs) / grid.pp
-        busy = each.total.total - paired
+        repeated = self.clock.repeated(self.costs) / grid.pp
+        busy = each.total.total - paired + repeated
         flops = training_flops(layout.config.model, training.seq_length).total
         flops *= training.global_batch_size * training.seq_length
         peak = self.cluster.gpu.peak.of(precision_of(layout))
@@ -310,7 +322,7 @@ class _Predictor:
         parts = (
             TimePart("ideal", ideal),
             TimePart("kernel efficiency", each.compute.total - ideal),
-            TimePart("recompute", each.recompute.total),
+            TimePart("recompute", each.recompute.total + repeated),
             TimePart("offloading", each.offload.total),
             TimePart("bubble", still - busy),
             TimePart("TP communication", each.tp.total),
@@ -338,12 +350,19 @@ class _Predictor:
         )
 
 
-_TENSOR_OPERATIONS = 15  # of AdamW, the norm and the copies of one tensor
+_TENSOR_OPERATIONS = 15  # kernels per tensor in AdamW, the norm and the copies
 
 
 @dataclass(frozen=True)
 class StageKind:
-    """What decides how long a stage takes: its ends, and its layers by (kind, recomputed)."""
+    """The parts of a stage that decide its time.
+
+    Attributes:
+        embedding: whether it holds the embedding.
+        head: whether it holds the head.
+        mtp: number of multi-token prediction layers.
+        layers: number of layers by (kind, whether it is recomputed).
+    """
 
     embedding: bool
     head: bool

@@ -1,9 +1,9 @@
-"""How long the optimizer's update takes: on the device, and where its state is in host memory.
+"""Predicts the time of the optimizer update, on the device and with state in host memory.
 
-An update is bound by memory: on the device by its own, on the host by a GPU's share of the host's.
-That share is taken to be as fast as the GPU's link, which it nearly is in machines that are sold:
-of 614 GB/s of DDR5 in a DGX H100 a GPU has 77, an update keeps two thirds of them, and the link
-has 50.
+The update is limited by memory bandwidth: that of the device, or a GPU's share of the host's. This
+share is assumed to equal the bandwidth of the GPU's link, which is nearly true in current machines:
+in a DGX H100 with 614 GB/s of DDR5, each GPU has a share of 77 GB/s, of which an update reaches two
+thirds, and a link of 50 GB/s.
 """
 
 from fivefold.counts.state import StatePolicy
@@ -11,10 +11,10 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.compute import elementwise
 
 NORM = 4.0
-"""Bytes a parameter that the norm of the gradients reads."""
+"""Bytes per parameter that the gradient norm reads."""
 TRAFFIC = 30.0 + NORM
-"""Bytes a parameter that AdamW moves, the norm before it included: gradient, master and moments are
-read, all but the gradient are written, and the copy in the compute type."""
+"""Bytes per parameter that AdamW and the norm before it move: gradient, master and moments are
+read; master, moments and the copy in the compute type are written."""
 KERNELS = 20
 
 
@@ -24,18 +24,20 @@ def update_seconds(
     """Seconds of a rank's update on its device.
 
     Args:
-        cluster: cluster that runs it.
-        policy: what is kept of a parameter, and where.
-        parameters: parameters whose state the rank keeps.
-        kernels: kernels that are launched.
+        cluster: the hardware.
+        policy: the model state per parameter, and where it is kept.
+        parameters: number of parameters whose state the rank keeps.
+        kernels: number of kernels.
     """
     kept = (1 - policy.offloaded) * TRAFFIC + policy.offloaded * NORM
     return elementwise(cluster.gpu, parameters * kept, kernels)
 
 
 def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
-    """Seconds of a rank's update in host memory, after its gradients have come and before its
-    weights return: Megatron-LM's, which unless told lets none of the three run beside another."""
+    """Seconds to copy a rank's gradients to the host, update there, and copy the weights back.
+
+    The three do not overlap, as in Megatron-LM by default.
+    """
     state = policy.master + policy.moments
     moved = policy.gradient + policy.compute
     touched = policy.gradient + 2 * state + policy.compute

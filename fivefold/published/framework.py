@@ -1,4 +1,4 @@
-"""What a framework does that no column of a published run says."""
+"""Properties of a framework that no column of a published run gives."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,25 +11,29 @@ from fivefold.published.replay.step import Replay
 
 @dataclass(frozen=True)
 class Framework:
-    """Habits of a framework; unless said otherwise, those of Megatron-LM.
+    """Properties of a framework; the defaults are those of Megatron-LM.
 
     Attributes:
-        mark: what is found in the sources of its rows, in lower case: a regular expression.
-        attention: the kernel, as `Software` has it.
-        fused: as `Software` has it, and so are joins_linears, overlaps_backward_tp and by_tensor.
-        overlaps_tp: whether tensor-parallel collectives run in pieces beside multiplications, also
-            where the row does not say so.
-        overlaps_shards: whether gradients that are sharded once a step (ZeRO-1) are reduced beside
-            the backward.
-        overlaps_gather: whether parameters are gathered beside the next forward.
-        fp8_recipe: where the row does not name one.
-        expert_settings: settings of models with experts.
-        microbatch_a_rank: whether, unless told, a step has a microbatch for each pipeline rank.
-        divide: configuration and number of stages -> their layout; None: even ones where layers
-            divide.
-        whole_attention: whether its FLOP/s count causal attention in full, not by half.
-        gigabyte: bytes of what it calls GB.
-        replay: its steps, if what its allocator reserves is published.
+        mark: regular expression for the names of its sources, in lower case.
+        attention: attention kernel, as in `Software`.
+        fused: whether elementwise operations are fused, as in `Software`.
+        joins_linears: whether linear layers are joined, as in `Software`.
+        overlaps_backward_tp: whether tensor-parallel communication overlaps with the backward, as
+            in `Software`.
+        by_tensor: whether each parameter is handled separately, as in `Software`.
+        overlaps_tp: whether tensor-parallel collectives overlap with multiplications in pieces,
+            even if the row does not say so.
+        overlaps_shards: whether gradients that are sharded once a step (ZeRO-1) are reduced in
+            parallel to the backward.
+        overlaps_gather: whether parameters are gathered in parallel to the next forward.
+        fp8_recipe: recipe if the row does not name one.
+        expert_settings: settings of models with experts, by field name.
+        microbatch_a_rank: whether a step has one microbatch per pipeline rank by default.
+        divide: function from configuration and number of stages to a layout string; None: even
+            stages if layers divide.
+        whole_attention: whether its FLOP/s count causal attention in full instead of half.
+        gigabyte: bytes of the unit that it calls GB.
+        replay: class that replays its steps, if it publishes what the allocator has reserved.
     """
 
     mark: str

@@ -1,4 +1,4 @@
-"""The frameworks that published runs used, by what the source of a row is called."""
+"""The frameworks of published runs, found by the name of a row's source."""
 
 import re
 from types import MappingProxyType
@@ -43,9 +43,9 @@ FRAMEWORKS = (
     REGRESSION_TESTS,
     MEGATRON,
 )
-"""The first whose mark is found counts; that of Megatron-LM is in every source."""
+"""The first framework whose mark matches is used; the mark of Megatron-LM matches every source."""
 
 
 def framework_of(source: str) -> Framework:
-    """The framework that a row's source names; Megatron-LM where it names none."""
+    """The framework of a source; Megatron-LM if its name tells none."""
     return next(each for each in FRAMEWORKS if re.search(each.mark, source.lower()))

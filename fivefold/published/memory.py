@@ -1,8 +1,8 @@
-"""What a published run's framework would have reported of its memory, and whether it fits.
+"""Predicts the memory that the framework of a published run reports, and whether the run fits.
 
-Megatron-LM publishes `max_memory_allocated`, which `predict.memory` counts. nanotron and torchtitan
-publish what the allocator had reserved, which depends on the order in which tensors come and go:
-their steps are replayed, of models without experts.
+Megatron-LM publishes `max_memory_allocated`, which `predict.memory` predicts. nanotron and
+torchtitan publish the memory that the allocator has reserved, which depends on the order of
+allocations: their steps are replayed, for models without experts.
 """
 
 from dataclasses import dataclass, replace
@@ -20,11 +20,11 @@ _COMMUNICATOR = 1e9  # of NCCL, on H100s: 0.7 to 3.3 GB in its issues 964 and 16
 
 @dataclass(frozen=True)
 class Peak:
-    """What a run needs.
+    """The predicted peak memory of a published run.
 
     Attributes:
-        reported: bytes that the framework reports, of the rank that it looks at.
-        fits: whether all ranks have enough.
+        reported: bytes that the framework reports, for the rank that it reports.
+        fits: whether all ranks have enough memory.
     """
 
     reported: float
@@ -32,7 +32,7 @@ class Peak:
 
 
 def published_peak(row: PublishedRow, layout: Layout, cluster: Cluster) -> Peak:
-    """The peak of a row's run in a layout."""
+    """The peak memory of a row's run in a layout."""
     replay = framework_of(row.source).replay
     if replay is not None and not layout.config.model.num_experts:
         left = cluster.gpu.memory_bytes - cluster.reserved_bytes
@@ -47,18 +47,17 @@ def published_peak(row: PublishedRow, layout: Layout, cluster: Cluster) -> Peak:
 
 
 def _extremes(layout: Layout) -> list[int]:
-    """Pipeline ranks of which one holds most: the first two, in flight, and the last, the loss."""
+    """The pipeline ranks of which one is fullest: the first two, and the last with the loss."""
     return sorted({0, min(1, layout.grid.pp - 1), layout.grid.pp - 1})
 
 
 def _policy_of(layout: Layout) -> StatePolicy | None:
-    """What Megatron-LM keeps of weights, gradients and optimizer state; who shards weights, too,
-    keeps what Fivefold does."""
+    """The state policy of Megatron-LM; that of Fivefold if weights are sharded, too."""
     sharding = layout.config.parallel.sharding
     return None if sharding.splits_parameters else megatron_policy(sharding.splits_optimizer)
 
 
 def _loss_of(row: PublishedRow) -> dict[str, Any]:
-    """Megatron-LM's loss works in one fp32 copy of the logits; fused, in the logits themselves."""
+    """The kind of Megatron-LM's loss: in an fp32 copy of the logits, or fused, in the logits."""
     fused = "te" if "ce fusion" in row.text("note") else "native"
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": fused}

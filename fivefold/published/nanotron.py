@@ -1,4 +1,4 @@
-"""nanotron as of its sweep of early 2025 (v0.5): its Llama, its ZeRO-1, DistributedDataParallel.
+"""A replay of nanotron v0.5 (early 2025): its Llama, its ZeRO-1, DistributedDataParallel.
 
 Sources: nanotron's models/llama.py, parallel/tensor_parallel/functional.py,
 optim/gradient_accumulator.py, optim/zero.py and trainer.py. It reports
@@ -21,11 +21,12 @@ _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", 
 
 
 class Nanotron(Replay):
-    """Gradients in bf16 until a backward has ended, then added to one fp32 buffer.
+    """A replay of the memory of one nanotron step.
 
-    With ZeRO-1 that buffer is summed as a whole and the updated shards are gathered through flat
+    Gradients are in bf16 until the end of a backward, and are then added to one fp32 buffer. With
+    ZeRO-1 that buffer is reduced as a whole, and the updated shards are gathered through flat
     copies; without it DistributedDataParallel has buckets in bf16. Asynchronous tensor parallelism
-    sends through tensors that are recorded on NCCL's stream.
+    sends tensors that are recorded on NCCL's stream.
     """
 
     communicators = 8  # world, data, tensor, pipeline, model, expert, context, tied weights
@@ -38,7 +39,7 @@ class Nanotron(Replay):
 
     @cached_property
     def weights(self) -> dict[Hashable, float]:
-        """Elements of each parameter."""
+        """Number of elements of each parameter."""
         found: dict[Hashable, float] = {}
         for stage, parts in self.stages.items():
             for place, layer in enumerate(parts.layers):
@@ -146,17 +147,17 @@ class Nanotron(Replay):
         self.memory.allocate("masters", 4 * whole / self.shards)
 
     def after_backward(self, stage: int, place: int, mb: int, weights: list[Hashable]) -> None:
-        """Gradients wait for the end of the backward."""
+        """Keep the gradients until the end of the backward."""
         self._fresh += weights
 
     def end_backward(self, stage: int, mb: int, weights: list[Hashable]) -> None:
-        """All gradients are added to the fp32 buffer."""
+        """Add all gradients to the fp32 buffer."""
         for name in (*self._fresh, *weights):
             self.memory.release(name)
         self._fresh.clear()
 
     def update(self, *, is_first: bool) -> None:
-        """The moments' first appearance; ZeRO-1 gathers all weights through flat copies, twice."""
+        """Create the moments in the first step; with ZeRO-1 gather weights through two copies."""
         self.memory.reset()  # its logs of memory do so
         if is_first:
             for name, size in self.weights.items():
@@ -174,8 +175,8 @@ class Nanotron(Replay):
 
 
 def by_weights(config: Config, stages: int) -> str:
-    """Stages of equal shares of all weights but the embedding's; a layer belongs to the
-    share in which it begins."""
+    """The layout of stages with equal shares of all weights except the embedding's; a layer belongs
+    to the share in which it begins."""
     model = config.model
     layer = sum(weight.size for weight in layer_weights(model, 0).values() if weight.multiplies)
     whole = model.num_layers * layer + model.padded_vocab_size * model.hidden_size

@@ -1,7 +1,7 @@
-"""A published run: a row of a CSV, the model that it trained and the machines that it ran on.
+"""Reads published runs from a CSV file: the cells of a row, its model and its cluster.
 
-The columns are those of benchmarks/data/README.md. Cells are as people write them: "1 (2)" gives a
-value and an alternative, of which the first counts; "n/a" and an empty cell were not published.
+benchmarks/data/README.md describes the columns. A cell such as "1 (2)" gives a value and an
+alternative, of which the first counts; "n/a" and an empty cell mean not published.
 """
 
 import csv
@@ -76,15 +76,15 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "mem": Range(1e-3, 1e15),
     }
 )
-"""What the numbers of a column may be."""
-OUT_OF_MEMORY = "oom"  # stands where the memory of a run would, had it run
+"""The range of the numbers in a column."""
+OUT_OF_MEMORY = "oom"  # given in place of the memory of a run that failed
 _CELL = re.compile(r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?\(.*\))?")
-MOST_TOLD = 10  # mistakes of a file
+MOST_TOLD = 10  # most mistakes of a file that are reported
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One published run: its cells by column, and the line of the file that it stands in."""
+    """One published run: its cells by column, and its line in the file."""
 
     line: int
     cells: Mapping[str, str]
@@ -99,18 +99,18 @@ class PublishedRow:
         return float(found[1]) if found else None
 
     def whole(self, column: str) -> int | None:
-        """The first number of a cell as a whole one."""
+        """The first number of a cell as an integer, or None."""
         number = self.number(column)
         return None if number is None else int(number)
 
     @property
     def source(self) -> str:
-        """Where it was published."""
+        """The name of the publication."""
         return self.cells["src"].strip()
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A description of the run for messages."""
         layout = " ".join(
             f"{axis}{self.cells[axis]}"
             for axis in ("tp", "pp", "cp", "ep", "mbs")
@@ -120,7 +120,7 @@ class PublishedRow:
 
     @property
     def is_old_megatron(self) -> bool:
-        """Of 2021 and 2022: attention with its scores in memory, dropout, nothing overlapped."""
+        """Whether it is a Megatron-LM of 2021 or 2022: unfused attention, dropout, no overlap."""
         return self.text("flops_conv") == "hfu96" or (
             self.text("prec") == "fp16" and self.text("gpu").startswith("a100")
         )
@@ -130,8 +130,8 @@ def read_rows(path: Path) -> list[PublishedRow]:
     """The rows of a file.
 
     Raises:
-        DataError: it cannot be read, its columns are not those of `COLUMNS`, or a cell is not what
-            its column is for.
+        DataError: the file cannot be read, its columns are not those of `COLUMNS`, or a cell is not
+            valid in its column.
     """
     text = read_text(path, DataError).removeprefix("\ufeff")
     if "\0" in text:
@@ -170,7 +170,7 @@ def _check_columns(path: Path, names: Sequence[str]) -> None:
 
 
 def _wrong(names: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> Iterator[str]:
-    """Lines of the wrong length, and cells that no number of their column are."""
+    """Descriptions of lines of the wrong length, and of cells that are not valid numbers."""
     for line, cells in lines:
         if len(cells) != len(names):
             yield f"{line}: {len(cells)} cells, and there are {len(names)} columns"
@@ -183,7 +183,7 @@ def _wrong(names: Sequence[str], lines: Sequence[tuple[int, list[str]]]) -> Iter
 
 
 def _holds(column: str, text: str) -> bool:
-    """Whether a cell, in lower case, is one of its column."""
+    """Whether a cell, in lower case, is valid in its column."""
     if text in ("", "n/a") or (column == "mem" and text == OUT_OF_MEMORY):
         return True
     found, range_ = _CELL.fullmatch(text), RANGES[column]
@@ -194,10 +194,10 @@ def _holds(column: str, text: str) -> bool:
 
 
 def model_of(row: PublishedRow) -> ModelConfig:
-    """The architecture: from its shape where the row gives it, else the preset of that name.
+    """The model of a row: from its shape if the row gives it, else the preset of that name.
 
     Raises:
-        DataError: neither is possible.
+        DataError: the row has neither a shape nor a known name.
     """
     base = _preset(row.text("model"))
     layers, hidden, heads = row.whole("L"), row.whole("h"), row.whole("heads")
@@ -227,7 +227,7 @@ def _preset(name: str) -> ModelConfig | None:
 
 
 def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:
-    """With fewer layers; of a model whose first layers have no experts one stays so."""
+    """The model with fewer layers; one layer stays dense if the first layers are dense."""
     changes: dict[str, Any] = {"num_layers": layers}
     if model.num_experts and not model.is_moe(0):
         changes |= {"moe_layer_freq": f"[0]*1+[1]*{layers - 1}", "mtp_num_layers": 0}
@@ -235,7 +235,7 @@ def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:
 
 
 def _from_shape(row: PublishedRow, layers: int, hidden: int, heads: int) -> ModelConfig:
-    """A dense model; what the columns do not say is chosen to meet the parameters in its name."""
+    """A dense model of this shape; other settings are chosen to match the size in its name."""
     name = row.text("model")
     gpt = any(word in name for word in ("gpt", "mt-nlg", "mpt", "opt", "bloom"))
     length = row.whole("seq") or 4096
@@ -272,10 +272,10 @@ def _from_shape(row: PublishedRow, layers: int, hidden: int, heads: int) -> Mode
 
 
 def cluster_of(row: PublishedRow) -> Cluster:
-    """The cluster of a row's GPUs, under the planner's name for them or their driver's.
+    """The cluster of a row, by the planner's or the driver's name of the GPU.
 
     Raises:
-        ConfigError: they are not known.
+        ConfigError: the GPU is not known.
     """
     name = row.cells["gpu"].strip()
     try:

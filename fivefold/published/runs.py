@@ -1,8 +1,8 @@
-"""What a published run may have been: configurations, its framework's habits, what was measured.
+"""Turns a published run into configurations, properties of its framework, and measurements.
 
-What a row leaves open (micro-batch, stages per rank, recomputation) becomes several configurations;
-what no column can say (kernels of an era, a framework's habits) follows from general marks of the
-row, never from its figures.
+If a row leaves settings open (micro-batch, stages per rank, recomputation), there are several
+configurations. Properties that have no column (kernels of the time, habits of the framework) follow
+from general marks of the row, never from its results.
 """
 
 import re
@@ -28,7 +28,7 @@ _TERA = 1e12
 
 
 def software_of(row: PublishedRow) -> Software:
-    """Habits of a framework that its era and the row's notes tell."""
+    """Properties of the framework, from the time of the run and the row's notes."""
     note, framework = row.text("note"), framework_of(row.source)
     # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
     # forward to gather 10 GB inside a machine with NVLink (its issue 1174).
@@ -55,7 +55,7 @@ def software_of(row: PublishedRow) -> Software:
 
 
 def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
-    """Of a step, from whatever the row reports; None if that says nothing."""
+    """Seconds of a step, from the figure that the row reports; None if it reports none."""
     training = layout.config.training
     tokens = training.global_batch_size * training.seq_length
     world = layout.grid.world_size
@@ -71,7 +71,7 @@ def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
 
 
 def measured_bytes(row: PublishedRow) -> float | None:
-    """Peak memory, of the rank that the framework reports; None where it was not published."""
+    """Peak memory in bytes, as the framework reports it; None if it was not published."""
     held, unit = row.number("mem"), row.text("mem_unit")
     if held is None:
         return None
@@ -84,7 +84,7 @@ def measured_bytes(row: PublishedRow) -> float | None:
 
 
 def ran_out_of_memory(row: PublishedRow) -> bool:
-    """Whether the run failed for want of memory: its memory is "OOM"."""
+    """Whether the run ran out of memory: its memory is given as "OOM"."""
     return row.text("mem") == OUT_OF_MEMORY
 
 
@@ -105,8 +105,8 @@ class Choice:
     """One configuration that a row may mean.
 
     Attributes:
-        layout: checked.
-        complete: nothing that matters had to be guessed.
+        layout: the checked layout.
+        complete: whether no important setting had to be guessed.
     """
 
     layout: Layout
@@ -117,7 +117,7 @@ def row_layouts(row: PublishedRow) -> tuple[Choice, ...]:
     """Every configuration that a row may mean.
 
     Raises:
-        FivefoldError: there is none: something is missing that cannot be guessed, or does not fit.
+        FivefoldError: there is none, because a setting is missing or settings contradict.
     """
     model = model_of(row)
     world, batch, length = row.whole("ngpu"), row.whole("gbs"), row.whole("seq")
@@ -142,7 +142,7 @@ def row_layouts(row: PublishedRow) -> tuple[Choice, ...]:
 
 
 def _check_ranks(row: PublishedRow, world: int) -> None:
-    """Degrees that are all given must make up the GPUs."""
+    """Check that degrees which are all given multiply to the number of GPUs."""
     degrees = [row.whole(axis) for axis in ("tp", "pp", "cp", "dp")]
     known = prod(degree or 1 for degree in degrees)
     if degrees[-1] and known != world:
@@ -150,7 +150,7 @@ def _check_ranks(row: PublishedRow, world: int) -> None:
 
 
 def _layout(config: Config, world: int, divides: Callable[[Config, int], str] | None) -> Layout:
-    """Checked; stages are balanced where layers do not divide, and by frameworks that always do."""
+    """The checked layout; stages are balanced if layers do not divide, or if `divides` does it."""
     parallel = config.parallel
     pp, virtual = (
         parallel.pipeline_model_parallel_size,
@@ -243,7 +243,7 @@ def _precision(row: PublishedRow) -> dict[str, Any]:
 
 
 def _open(row: PublishedRow, config: Config, world: int) -> Iterator[dict[str, Any]]:
-    """Settings of every way to fill in what the row does not say."""
+    """Every combination of the settings that the row does not give."""
     parallel = config.parallel
     pp = parallel.pipeline_model_parallel_size
     dp = world // (parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size) or 1
@@ -263,7 +263,7 @@ def _open(row: PublishedRow, config: Config, world: int) -> Iterator[dict[str, A
 
 
 def _virtual(row: PublishedRow, layers: int, pp: int) -> list[int]:
-    """Stages per rank. Whoever left out the micro-batch left out this, too: all that divide."""
+    """Possible stages per rank; all that divide, if the row gives no micro-batch size either."""
     given = row.whole("vpp")
     if pp == 1 or given:
         return [given or 1]

@@ -1,4 +1,4 @@
-"""How far the planner is off on published runs, beside a model that knows nothing but one MFU."""
+"""Scores the planner on published runs, against a model that assumes one MFU per kind of GPU."""
 
 import json
 from collections import defaultdict
@@ -32,7 +32,7 @@ MEMORY_DOUBT = 1.2  # a configuration that ran may be predicted to need so much 
 
 @dataclass(frozen=True)
 class Case:
-    """A row that can be predicted: its configurations that fit the memory, or else all of them."""
+    """A row that can be predicted, with its possible configurations: those that fit, else all."""
 
     row: PublishedRow
     choices: tuple[Choice, ...]
@@ -40,14 +40,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Scored:
-    """A row, and what the planner says of it.
+    """A published run and its prediction.
 
     Attributes:
         row: row of the file.
-        prediction: prediction of the fastest of its configurations that fit.
-        measured: seconds of a step.
-        complete: the row says micro-batch, stages and recomputation.
-        memory: predicted and measured bytes of what was reported; None where that was nothing.
+        prediction: prediction for the fastest of its configurations that fit.
+        measured: published step time, in seconds.
+        complete: whether the row gives micro-batch size, stages and recomputation.
+        memory: predicted and published memory in bytes; None if none was published.
     """
 
     row: PublishedRow
@@ -58,7 +58,7 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Predicted over measured time, less 1."""
+        """Predicted time relative to the measured one, minus 1."""
         return self.prediction.step_time / self.measured - 1
 
     @property
@@ -68,7 +68,7 @@ class Scored:
 
     @property
     def kind(self) -> str:
-        """Of its multiplications and layers: bf16 dense, 8-bit dense, 4-bit dense, experts."""
+        """Kind of the run: bf16 dense, fp8 dense, fp4 dense, or experts."""
         if self.prediction.layout.config.model.num_experts:
             return "experts"
         return {"fp8": "fp8 dense", "fp4": "fp4 dense"}.get(
@@ -77,17 +77,17 @@ class Scored:
 
     @property
     def predicted_rate(self) -> float:
-        """Tokens per second and GPU."""
+        """Predicted tokens per second and GPU."""
         return self.prediction.tokens_per_second_per_gpu
 
     @property
     def measured_rate(self) -> float:
-        """Tokens per second and GPU."""
+        """Measured tokens per second and GPU."""
         return self.predicted_rate * self.prediction.step_time / self.measured
 
     @property
     def measured_mfu(self) -> float:
-        """Model FLOPs over the peak of the precision, in the measured time."""
+        """Model FLOPs in the measured time, relative to the peak of the precision."""
         return self.prediction.mfu * self.prediction.step_time / self.measured
 
 
@@ -107,14 +107,14 @@ class Summary:
 
 @dataclass(frozen=True)
 class Ranking:
-    """How well a source's sweeps are put in order: runs of one model on one kind of GPU.
+    """How well the planner orders the sweeps of a source: runs of one model on one kind of GPU.
 
     Attributes:
-        source: source of the sweeps.
-        sweeps: sweeps of at least three runs each.
-        pairs: pairs of runs of the same sweep.
-        tau: Kendall's over these pairs, of predicted against measured tokens per second and GPU.
-        regret: how much slower, at most, the run that the planner puts first is than the best one.
+        source: name of the source.
+        sweeps: number of sweeps, of at least three runs each.
+        pairs: number of pairs of runs in the same sweep.
+        tau: Kendall's tau over these pairs, for predicted and measured tokens per second and GPU.
+        regret: largest share by which the planner's first run of a sweep is slower than the best.
     """
 
     source: str
@@ -126,12 +126,12 @@ class Ranking:
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """All of it.
+    """The score on a file of published runs.
 
     Attributes:
         rows: rows that could be predicted.
-        skipped: those that could not, and why.
-        failed: runs that were out of memory, and whether that was predicted.
+        skipped: rows that could not be predicted, with the reasons.
+        failed: runs that ran out of memory, and whether this was predicted.
     """
 
     rows: tuple[Scored, ...]
@@ -140,7 +140,7 @@ class ScoreReport:
 
     @cached_property
     def null_errors(self) -> dict[int, float]:
-        """Relative errors, by line, of the median MFU of the rows of the same kind of GPU."""
+        """Relative errors by line if the median MFU of the same kind of GPU is assumed."""
         by_gpu: defaultdict[str, list[float]] = defaultdict(list)
         for row in self.rows:
             by_gpu[row.prediction.cluster.name].append(row.measured_mfu)
@@ -150,7 +150,7 @@ class ScoreReport:
         }
 
     def summary(self, rows: Iterable[Scored]) -> Summary:
-        """Of some of the rows, at least one."""
+        """The errors of these rows, of which there is at least one."""
         rows = list(rows)
         errors = [row.error for row in rows]
         memory = [abs(m[0] / m[1] - 1) for row in rows if (m := row.memory)]
@@ -166,7 +166,7 @@ class ScoreReport:
         )
 
     def groups(self) -> dict[str, list[Scored]]:
-        """By source and by how much of the row was published, then by kind, then all."""
+        """Groups of rows: by source and completeness, then by kind, then all."""
         found: defaultdict[str, list[Scored]] = defaultdict(list)
         for row in self.rows:
             found[row.row.source + ("" if row.complete else ", open")].append(row)
@@ -177,7 +177,7 @@ class ScoreReport:
         return dict(found)
 
     def rankings(self) -> list[Ranking]:
-        """Of every source that has sweeps."""
+        """The rankings of all sources that have sweeps."""
         sweeps: defaultdict[str, defaultdict[tuple[str, ...], list[Scored]]]
         sweeps = defaultdict(lambda: defaultdict(list))
         for row in self.rows:
@@ -190,7 +190,7 @@ class ScoreReport:
         ]
 
     def table(self) -> str:
-        """For people."""
+        """The score as text."""
         lines = [
             f"{'source':<40}{'rows':>5}{'MAPE':>8}{'worst':>8}{'bias':>8}{'null':>8}"
             f"{'in 80 %':>9}{'memory':>8}"
@@ -226,7 +226,7 @@ class ScoreReport:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """For programs: summaries, rankings, and every row with its parts."""
+        """The score as JSON: summaries, rankings, and every row with the parts of its step."""
         return json.dumps(
             {
                 "summaries": {n: vars(self.summary(rows)) for n, rows in self.groups().items()},
@@ -263,7 +263,7 @@ def report(path: Path, hardware: Hardware = cluster_of) -> ScoreReport:
 
     Args:
         path: path of a CSV with the columns of `row.COLUMNS`.
-        hardware: the cluster of a row, where it is not the preset.
+        hardware: function that gives the cluster of a row; None: the preset of its GPU.
 
     Raises:
         DataError: the file cannot be read.
@@ -281,14 +281,14 @@ def report(path: Path, hardware: Hardware = cluster_of) -> ScoreReport:
 
 
 def _predicts_failure(row: PublishedRow, cluster: Cluster) -> bool:
-    """Whether no configuration that a row may mean fits the memory."""
+    """Whether none of the configurations that a row may mean fits the memory."""
     return not any(published_peak(row, choice.layout, cluster).fits for choice in row_layouts(row))
 
 
 def prepare(
     rows: Sequence[PublishedRow], hardware: Hardware = cluster_of
 ) -> tuple[list[Case], list[tuple[PublishedRow, str]]]:
-    """The rows that can be predicted, and why the others cannot."""
+    """The rows that can be predicted, and the reasons for which the others cannot."""
     cases, skipped = [], []
     for row in rows:
         try:
@@ -313,7 +313,7 @@ def _that_fit(row: PublishedRow, choices: Sequence[Choice], cluster: Cluster) ->
 
 
 def score(case: Case, hardware: Hardware = cluster_of, *, with_memory: bool = True) -> Scored:
-    """Predict a row: of several configurations its authors took the fastest that fits."""
+    """Predict a row; of several configurations, its authors are assumed to use the fastest."""
     cluster, software = hardware(case.row), software_of(case.row)
     predictions = [predict(choice.layout, cluster, software) for choice in case.choices]
     best = min(predictions, key=lambda prediction: prediction.step_time)

@@ -1,4 +1,4 @@
-"""torchtitan as of December 2024: FSDP2, DTensor's tensor parallelism, PyTorch's pipelines.
+"""A replay of torchtitan of December 2024: FSDP2, DTensor's tensor parallelism, pipelines.
 
 Sources: torchtitan's parallelisms/parallelize_llama.py, models/llama/model.py, train.py and
 metrics.py; PyTorch's _fsdp_collectives.py, pipelining/stage.py and tensor/parallel/loss.py. It
@@ -22,10 +22,14 @@ _ROOT = -1  # in the place of a layer: embedding, final norm and output layer ar
 
 
 class Torchtitan(Replay):
-    """Sharded fp32 state; units are gathered, and their gradients reduced, on streams of their own.
+    """A replay of the memory of one torchtitan step.
 
-    Under a pipeline they stay gathered, and gradients accumulate in fp32, until the last
+    The state is sharded in fp32. Units are gathered, and their gradients reduced, on separate
+    streams. Under a pipeline, units stay gathered and gradients accumulate in fp32 until the last
     microbatch. Layers may be compiled; the final norm and the loss are not.
+
+    One class because it is one sequence of allocations: every method extends the same tape in the
+    order of the framework's code.
     """
 
     communicators = 4  # data, tensor, pipeline, context
@@ -40,23 +44,26 @@ class Torchtitan(Replay):
         compiled: bool = True,
         selects: bool = False,
     ) -> None:
-        """As given.
+        """Prepare the replay of one pipeline rank.
 
         Args:
             layout: layout of the run.
-            pp_rank: of the rank.
-            capacity: bytes of the device that are left to the allocator.
-            compiled: whether layers are.
-            selects: recompute every second multiplication, and all that is not one or attention.
+            pp_rank: number of the pipeline rank.
+            capacity: bytes of the device that the allocator may use.
+            compiled: whether layers are compiled.
+            selects: whether every second multiplication is recomputed, and everything that is
+                neither a multiplication nor attention.
         """
         super().__init__(layout, pp_rank, capacity)
-        if self._pipelined:  # each microbatch has buffers of its own
+        if self._pipelined:  # each microbatch has separate buffers
             self.num_microbatches = layout.num_microbatches
         self.compiled = compiled
         self.selects = selects
         self._gathered: dict[tuple[int, int], list[Hashable]] = {}
-        self._arrived: list[Hashable] = []  # of the last all-gather, until the next has been copied
-        self._leaving: list[Hashable] = []  # of the last reduce-scatter, until the next starts
+        # Buffers of the last all-gather, kept until the next one has been copied.
+        self._arrived: list[Hashable] = []
+        # Buffers of the last reduce-scatter, kept until the next one starts.
+        self._leaving: list[Hashable] = []
         self._grown: dict[tuple[int, int], list[Hashable]] = {}
         self._reduced: dict[tuple[int, int], Hashable] = {}
         self._backwards: Counter[int] = Counter()
@@ -70,7 +77,7 @@ class Torchtitan(Replay):
 
     @cached_property
     def units(self) -> dict[tuple[int, int], list[tuple[int, ...]]]:
-        """(stage, place) -> shapes of the parameters that are gathered together."""
+        """Shapes of the parameters that are gathered together, by (stage, place)."""
         found: dict[tuple[int, int], list[tuple[int, ...]]] = {}
         hidden = self.layout.config.model.hidden_size
         table = (int(self.vocabulary) // hidden, hidden)
@@ -84,8 +91,8 @@ class Torchtitan(Replay):
 
     @property
     def kept(self) -> frozenset[str]:
-        """With operations selected: every second product from the first on, attention, and sums
-        over the tensor-parallel ranks."""
+        """Names of kept tensors; if `selects`, every second product from the first on, attention,
+        and sums over the tensor-parallel ranks."""
         if not self.selects:
             return super().kept
         products = [op.out for op in self.layer if op.is_matmul]
@@ -201,12 +208,12 @@ class Torchtitan(Replay):
         self._gather(stage, place)
 
     def after_forward(self, stage: int, place: int) -> None:
-        """They are freed, but for those of the last layer, which comes next."""
+        """Free the weights, except for the last layer's, which the backward needs next."""
         if not self._pipelined and place < len(self.stages[stage].layers) - 1:
             self._free(self._gathered.pop((stage, place), ()))
 
     def after_backward(self, stage: int, place: int, mb: int, weights: list[Hashable]) -> None:
-        """Gradients are reduced; under a pipeline they grow in fp32 up to the last microbatch."""
+        """Reduce gradients; in a pipeline, accumulate them in fp32 up to the last microbatch."""
         unit = (stage, place)
         if self._pipelined:
             self._grow(unit, weights)
@@ -228,7 +235,7 @@ class Torchtitan(Replay):
                 self._reduce(unit, self._grown.pop(unit, []))
 
     def update(self, *, is_first: bool) -> None:
-        """Moments, made at the first step; a root of each second moment is there for a moment."""
+        """Create the moments in the first step; allocate the root of each second moment briefly."""
         if self._results:  # the last stage joins the logits of all microbatches
             self._free([self.tape.make(2 * self.sizes.entries * len(self._results))])
             self._free(self._results)
@@ -265,13 +272,13 @@ class Torchtitan(Replay):
         self._arrived = arrived
 
     def _grow(self, unit: tuple[int, int], gradients: list[Hashable]) -> None:
-        """Gradients are added to those of earlier microbatches, in fp32."""
+        """Add gradients to those of earlier microbatches, in fp32."""
         if unit in self.units and unit not in self._grown:
             self._grown[unit] = [self.tape.make(4 * prod(shape)) for shape in self.units[unit]]
         self._free(gradients)
 
     def _reduce(self, unit: tuple[int, int], gradients: Iterable[Hashable]) -> None:
-        """One fp32 tensor goes out, a shard of it comes back and stays until the next step."""
+        """Reduce one fp32 tensor to a shard, which is kept until the next step."""
         if unit not in self.units:
             return
         self._free(self._leaving)

@@ -1,1 +1,1 @@
-"""Which layout to use: legal ones, bounds on them, close looks, the best."""
+"""Layout search: enumerate the legal layouts, bound their memory and time, find the fastest."""

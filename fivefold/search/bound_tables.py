@@ -1,9 +1,10 @@
-"""What bounds on memory and time have in common, for a million layouts at once.
+"""Tables shared by the lower bounds on memory and on time, for a million layouts at once.
 
-Every candidate is reduced to the ranks of its pipeline that matter (the first, the last, the one
-with the most work), to how many layers of each kind they hold, and to what one such layer costs
-under its degrees. What depends on few columns is computed once for each of their combinations and
-gathered by index; the rest is arithmetic on whole columns.
+Each layout is reduced to the pipeline ranks that can be the limit (the first, the last, those with
+the most layers), to the number of modules of each kind on these ranks, and to the cost of one such
+module under the layout's degrees of parallelism. A cost that depends on few columns is computed
+once for each combination of their values and looked up by index; the rest is arithmetic on whole
+columns.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,18 +31,19 @@ from fivefold.model.description import (
 from fivefold.model.operations import Weight
 from fivefold.model.shape import StageParts
 from fivefold.search.columns import Column
-from fivefold.search.partitions import Way
+from fivefold.search.partitions import Partition
 from fivefold.search.space import Space
 
 Values = NDArray[np.float64]
 
 DENSE, EXPERTS, PREDICTION, EMBEDDING, HEAD = range(5)
-"""Kinds of blocks that stages are made of."""
+"""Kinds of modules in a pipeline stage: a dense layer, a layer with experts, a multi-token
+prediction layer, the embedding, the head."""
 KINDS = 5
 
 
-def block_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]:
-    """How many blocks of each kind some stages hold."""
+def module_counts(model: ModelConfig, stages: Iterable[StageParts]) -> list[int]:
+    """The number of modules of each kind in these stages."""
     counts = [0] * KINDS
     for stage in stages:
         for layer in stage.layers:
@@ -58,38 +60,42 @@ def _place(kind: LayerKind) -> int:
 
 @lru_cache(maxsize=16)
 def sample_layers(model: ModelConfig) -> Mapping[int, LayerKind]:
-    """The kinds of layers that a model has, by the kinds of their blocks."""
+    """One kind of layer of the model for each kind of module: DENSE, EXPERTS, PREDICTION."""
     return MappingProxyType({_place(kind): kind for kind in layer_kinds(model)})
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The pipeline ranks that bounds look at, for every way; W ways, 4 ranks, K kinds of blocks.
+    """The pipeline ranks that the bounds consider, for every partition.
 
-    The first, the last, and of those with the most layers the first, which has the most in flight,
-    and the last, for which the others wait longest.
+    Four ranks of each partition: the first one; the last one; the first of those with the most
+    layers, which has the most microbatches in flight; and the last of those, for which the others
+    wait longest. Shapes: W partitions, 4 ranks, C stages on a rank, K kinds of modules.
 
     Attributes:
-        held: [W, 4, K] blocks on the rank, those of a second copy of the model with them.
-        chunk: [W, 4, C, K] blocks of each of its stages; none where it has fewer than C.
-        before: [W, 4, K] blocks of the stages that lead to the rank's first one.
-        own: [W, 4, K] blocks of the rank's first stage.
-        first: [W, K] blocks of stage 0.
-        final: [W, K] blocks of the last stage.
-        thinnest: [W, 4] fewest layers in a stage of the rank.
-        index: [W, 4] which ranks they are, counted from the nearest stage 0.
-        chunks: [W] stages a rank, of one copy.
-        copies: [W] of the model: each has its share of the microbatches.
+        held: [W, 4, K] modules on the rank, including those of a second copy of the model.
+        chunk: [W, 4, C, K] modules of each stage on the rank; 0 where it has fewer than C stages.
+        before: [W, 4, K] modules of all stages before the rank's first stage.
+        own: [W, 4, K] modules of the rank's first stage.
+        first: [W, K] modules of the first stage of the model.
+        final: [W, K] modules of the last stage of the model.
+        thinnest: [W, 4] fewest layers in one stage of the rank.
+        index: [W, 4] number of the rank, counted from the nearest rank that holds stage 0.
+        chunks: [W] stages on a rank, for one copy of the model.
+        copies: [W] copies of the model in the pipeline; they share the microbatches.
         size: [W] pipeline ranks.
-        deferred: [W, 4] dW of a stage that the rank leaves for later, at most.
-        most: [W, 4] chunks that it keeps at once for their backwards, at most.
-        kept: [W, 4, C] microbatches of each of its stages that it keeps at some time, if there are
-            enough; 0: not known.
-        drained: [W, 4, 2, C] those that it keeps, and whose dW waits, in the end; 0: not known.
-        alone: [W, 4] forwards that are in no pair, at least.
-        largest: [W, 4, K] most blocks of a kind in one of its stages.
-        ahead: [W, 4, K] blocks from each of its stages to the end of the model, added up.
-        crossings: [W, 4] messages on these ways.
+        deferred: [W, 4] most weight gradients (dW) of a stage that the schedule defers at once.
+        most: [W, 4] most chunks whose activations the rank keeps at once.
+        kept: [W, 4, C] microbatches of each stage that the rank keeps at one moment, given enough
+            microbatches; 0 where the schedule does not tell.
+        drained: [W, 4, 2, C] microbatches of each stage, at one moment of the drain, that are kept
+            for their backward, and whose dW is deferred; 0 where the schedule does not tell.
+        alone: [W, 4] fewest forwards that run without a paired backward.
+        largest: [W, 4, K] most modules of each kind in one stage of the rank.
+        ahead: [W, 4, K] modules from each stage of the rank to the end of the model, summed over
+            these stages.
+        crossings: [W, 4] messages between ranks from each stage of the rank to the end of the
+            model, summed over these stages.
     """
 
     held: Values
@@ -113,11 +119,14 @@ class Ranks:
     crossings: Values
 
     @classmethod
-    def of(cls, model: ModelConfig, ways: Sequence[Way]) -> "Ranks":
-        """The ranks of some ways."""
-        most = max((way.split.num_virtual * way.known.num_copies for way in ways), default=1)
-        rows = [_ranks_of(model, way, most) for way in ways]
-        each = zip(ways, rows, strict=True)
+    def of(cls, model: ModelConfig, partitions: Sequence[Partition]) -> "Ranks":
+        """The tables of these partitions."""
+        most = max(
+            (partition.split.num_virtual * partition.known.num_copies for partition in partitions),
+            default=1,
+        )
+        rows = [_ranks_of(model, partition, most) for partition in partitions]
+        each = zip(partitions, rows, strict=True)
 
         def column(name: str) -> Any:
             return np.array([row[name] for row in rows])
@@ -131,9 +140,9 @@ class Ranks:
             final=column("final").astype(float),
             thinnest=column("thinnest").astype(float),
             index=column("index"),
-            chunks=np.array([way.split.num_virtual for way in ways]),
-            copies=np.array([way.known.num_copies for way in ways]),
-            size=np.array([way.pp for way in ways]),
+            chunks=np.array([partition.split.num_virtual for partition in partitions]),
+            copies=np.array([partition.known.num_copies for partition in partitions]),
+            size=np.array([partition.pp for partition in partitions]),
             deferred=np.array(
                 [[w.known.limits.deferred(w.place(r)) for r in row["index"]] for w, row in each]
             ),
@@ -144,7 +153,7 @@ class Ranks:
             most=np.array(
                 [
                     [w.known.limits.in_flight(w.place(r)) for r in row["index"]]
-                    for w, row in zip(ways, rows, strict=True)
+                    for w, row in zip(partitions, rows, strict=True)
                 ]
             ),
             ahead=column("ahead").astype(float),
@@ -152,62 +161,69 @@ class Ranks:
         )
 
 
-def _ranks_of(model: ModelConfig, way: Way, chunks: int) -> dict[str, Any]:
-    split, limits = way.split, way.known.limits
+def _ranks_of(model: ModelConfig, partition: Partition, chunks: int) -> dict[str, Any]:
+    split, limits = partition.split, partition.known.limits
     stages = split.stages
     # The second copy lies on the ranks in reverse.
-    seen = [(rank, way.pp - 1 - rank)[: way.known.num_copies] for rank in range(way.pp)]
+    seen = [
+        (rank, partition.pp - 1 - rank)[: partition.known.num_copies]
+        for rank in range(partition.pp)
+    ]
     on = [[stages[s] for of in places for s in split.stages_of(of)] for places in seen]
     layers = [sum(len(s.layers) + s.mtp for s in held) for held in on]
-    fullest = [rank for rank in range(way.pp) if layers[rank] == max(layers)]
-    chosen = (0, way.pp - 1, fullest[0], fullest[-1])
+    fullest = [rank for rank in range(partition.pp) if layers[rank] == max(layers)]
+    chosen = (0, partition.pp - 1, fullest[0], fullest[-1])
     nearest = [min(seen[rank]) for rank in chosen]
     starts = [split.stages_of(rank)[0] for rank in nearest]
     lies = split.placement
     crossed = [0, *accumulate(a != b for a, b in pairwise(lies))]
     own = [split.stages_of(rank) for rank in chosen]
     return {
-        "held": [block_counts(model, on[rank]) for rank in chosen],
+        "held": [module_counts(model, on[rank]) for rank in chosen],
         "chunk": [
-            [block_counts(model, on[rank][c : c + 1]) for c in range(chunks)] for rank in chosen
+            [module_counts(model, on[rank][c : c + 1]) for c in range(chunks)] for rank in chosen
         ],
-        "before": [block_counts(model, stages[:start]) for start in starts],
-        "own": [block_counts(model, stages[start : start + 1]) for start in starts],
-        "first": block_counts(model, stages[:1]),
-        "final": block_counts(model, stages[-1:]),
+        "before": [module_counts(model, stages[:start]) for start in starts],
+        "own": [module_counts(model, stages[start : start + 1]) for start in starts],
+        "first": module_counts(model, stages[:1]),
+        "final": module_counts(model, stages[-1:]),
         "thinnest": [min(len(s.layers) for s in on[rank]) for rank in chosen],
         "index": nearest,
-        "kept": [_filled(limits.kept_at_once(way.place(rank)), chunks) for rank in chosen],
+        "kept": [_filled(limits.kept_at_once(partition.place(rank)), chunks) for rank in chosen],
         "drained": [
-            [_filled(held, chunks) for held in limits.drained(way.place(rank)) or (None, None)]
+            [
+                _filled(held, chunks)
+                for held in limits.drained(partition.place(rank)) or (None, None)
+            ]
             for rank in chosen
         ],
-        "alone": [limits.alone(way.place(rank)) for rank in chosen],
-        "ahead": [block_counts(model, chain(*(stages[s:] for s in held))) for held in own],
+        "alone": [limits.alone(partition.place(rank)) for rank in chosen],
+        "ahead": [module_counts(model, chain(*(stages[s:] for s in held))) for held in own],
         "crossings": [sum(crossed[-1] - crossed[s] for s in held) for held in own],
     }
 
 
 def _filled(found: list[int] | None, count: int) -> list[int]:
-    """So many numbers, the last of which are 0."""
+    """The numbers, zero-padded to `count`."""
     return [*(found or []), *[0] * (count - len(found or []))]
 
 
 Summand = tuple[Sequence[str], Callable[[Config], Sequence[float]]]
-"""Columns, and what depends on no others: the configuration of a candidate -> numbers."""
+"""Names of columns, and a function from a candidate's configuration to numbers that depend on
+these columns only."""
 
 
 FOR_MEMORY, FOR_TIME = (0, 1, 2), (0, 1, 3)
-"""Of the ranks, those whose memory, and whose time, is bounded."""
+"""Indices of the four ranks of `Ranks` that bound memory, and of those that bound time."""
 
 
 class Cells:
-    """What depends on few columns, computed once for each of their combinations.
+    """Numbers that depend on few columns, computed once for each combination of their values.
 
     Args:
-        space: the candidates, of which there may be none.
-        count: numbers of each part.
-        parts: parts whose numbers are added up.
+        space: the candidates; there may be none.
+        count: how many numbers each part computes.
+        parts: parts, whose numbers are summed.
     """
 
     def __init__(self, space: Space, count: int, *parts: Summand) -> None:
@@ -220,12 +236,12 @@ class Cells:
             self.table += np.array(values, float).reshape(-1, count)[of_few]
 
     def column(self, number: int) -> Values:
-        """One of the numbers, for every candidate."""
+        """The number at this position, for every candidate."""
         found: Values = self.table[self.index, number]
         return found
 
     def weighted(self, weights: Values, start: int = 0) -> Values:
-        """Sum over kinds of weights [N, K] times the numbers from `start` on."""
+        """The sum over kinds of module of weights [N, K] times the K numbers from `start` on."""
         kinds = weights.shape[-1]
         found: Values = np.einsum(
             "nk,nk->n", weights, self.table[self.index, start : start + kinds]
@@ -233,12 +249,12 @@ class Cells:
         return found
 
 
-SHARDING = ("way", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
-"""The columns that model state depends on."""
+SHARDING = ("partition", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
+"""Columns that the memory of weights, gradients and optimizer state depends on."""
 
 
-def block_parameters(config: Config) -> list[float]:
-    """Parameters of a block of each kind on one rank, without experts; then those of experts."""
+def module_parameters(config: Config) -> list[float]:
+    """Parameters on one rank of a module of each kind: first all but experts', then experts'."""
     model, parallel = config.model, config.parallel
     weights: dict[int, Sequence[Weight]] = {
         place: describe(model, kind).weights for place, kind in sample_layers(model).items()

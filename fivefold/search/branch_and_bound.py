@@ -1,9 +1,10 @@
-"""Close looks at the rows of a space, in the order of bounds that rise as more is known.
+"""Branch and bound over candidate layouts, lowest time bound first.
 
-Branch and bound: of the row with the lowest bound first the program is timed, together with those
-of other rows that run the same one; that time holds for all rows that differ in sharding alone, and
-raises their bounds. A row whose bound is still the lowest is then looked at: what memory it needs,
-and what it takes in all. Where one does not fit, neither does a like one that shards less.
+The pipeline program of the candidate with the lowest bound is simulated first, together with other
+candidates that run the same program. That time holds for every candidate that differs only in
+sharding, and raises their bounds. If the candidate still has the lowest bound, its memory and its
+whole step are predicted. If it does not fit, neither do the same layouts with less sharding, and
+they are closed too.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import Grid
 from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.pipeline.schedules.registry import Shape
-from fivefold.predict.layer import Blocks
+from fivefold.predict.layer import TimesCache
 from fivefold.predict.software import Software
 from fivefold.predict.step import program_times
 from fivefold.search.bound_tables import Values
@@ -25,26 +26,28 @@ from fivefold.search.request import Request
 from fivefold.search.space import SHARDINGS, Space
 from fivefold.search.time_bound import TIMING, TimeBound, waits
 
-TOGETHER = 48  # programs' costs that are timed in one walk, at most
-APIECE = 600  # acts that take as long to walk for any number of costs as one cost more does
-UNTIL_ONE = 2_000_000  # acts more that may be spent until a layout fits
-TO_IMPROVE = 200_000  # acts that may be spent afterwards, at least
-TO_TRADE = 25_000  # acts that may be spent to find the fastest layout within some memory
-SOUGHT = 300_000  # acts that take as long as the search for one program
-LOOK, TIMED = 500, 200  # acts that take as long to build and walk as one look, and one timing
+# Work is counted in pipeline actions that are built and simulated.
+TOGETHER = 48  # most sets of costs that one walk over a program times
+APIECE = 600  # actions whose walk takes as long as timing one more set of costs
+UNTIL_ONE = 2_000_000  # further actions allowed until a first layout fits
+TO_IMPROVE = 200_000  # actions allowed after the first layout that fits, at least
+TO_TRADE = 25_000  # actions allowed to find the fastest layout within a memory limit
+SOUGHT = 300_000  # actions that take as long as synthesising one schedule
+LOOK, TIMED = 500, 200  # actions that take as long as one memory prediction, and one timing
 
 
 @dataclass
 class Ledger:
-    """What the looks of a search have found, and what they may still cost.
+    """The findings of a search, and the work that it may still spend.
 
     Attributes:
-        work: acts that may still be built, swept and walked.
-        found: layouts that fit, with their times.
-        rejected: layouts that do not fit, with the least that they would take.
-        timed: programs' times that were computed.
-        looks: layouts whose memory was swept.
-        blocks: times of modules, for all layouts of the search.
+        work: pipeline actions that may still be built and simulated.
+        found: layouts that fit, with their predicted times.
+        rejected: layouts that do not fit, with lower bounds on their times.
+        timed: number of pipeline programs that were timed.
+        looks: number of layouts whose memory was predicted.
+        times_cache: times of layers and operations, shared by all layouts of the search.
+        programs: programs that were paid for already.
     """
 
     work: float
@@ -52,34 +55,34 @@ class Ledger:
     rejected: list[Candidate] = field(default_factory=list)
     timed: int = 0
     looks: int = 0
-    blocks: Blocks = field(default_factory=dict)
+    times_cache: TimesCache = field(default_factory=dict)
     programs: set[tuple[object, ...]] = field(default_factory=set)
 
     @property
     def best(self) -> float:
-        """Seconds of the fastest that was found."""
+        """Step time of the fastest layout found, in seconds; infinite if there is none."""
         return min((c.seconds for c in self.found), default=np.inf)
 
     @property
     def spent(self) -> bool:
-        """Whether no more may be looked at: a first layout that fits may take longer."""
+        """Whether the work is used up; finding a first layout that fits may overdraw it."""
         return self.work <= 0 and (bool(self.found) or self.work <= -UNTIL_ONE)
 
     def charge(self, program: tuple[object, ...], acts: float) -> None:
-        """Count a program's acts, the first time that it is needed."""
+        """Subtract a program's actions from the work left, the first time it is needed."""
         if program not in self.programs:
             self.programs.add(program)
             self.work -= acts
 
 
-class Frontier:
-    """The rows of a space that have not been looked at.
+class OpenCandidates:
+    """The candidates that have neither been evaluated nor ruled out.
 
     Args:
-        request: the question.
-        space: space whose memory bounds allow them to fit.
-        bounds: bounds of their times.
-        ledger: ledger to which looks are added.
+        request: the model, the cluster and the settings to plan for.
+        space: candidates that fit as far as their memory bounds tell.
+        bounds: lower bounds on their times.
+        ledger: findings and work of the whole search, which exploring adds to.
     """
 
     def __init__(self, request: Request, space: Space, bounds: TimeBound, ledger: Ledger) -> None:
@@ -87,19 +90,19 @@ class Frontier:
         self.program, self.around = bounds.program.copy(), bounds.around
         self.lower: Values = self.program + self.around
         self._timing = _Groups(space.distinct(TIMING)[1])
-        self._programs = _Groups(space.distinct(("way", "microbatches", "pairs"))[1])
+        self._programs = _Groups(space.distinct(("partition", "microbatches", "pairs"))[1])
         self._timed: set[int] = set()
 
     @property
     def unseen(self) -> float:
-        """Seconds that a row that was not looked at takes at least."""
+        """The lowest time bound of an open candidate, in seconds."""
         return float(self.lower.min(initial=np.inf))
 
-    def close_in(self, rows: Column | None = None) -> None:
-        """Look until no bound is below the best, or the work is used up.
+    def explore(self, rows: Column | None = None) -> None:
+        """Evaluate candidates until no bound is below the best time, or the work is used up.
 
         Args:
-            rows: rows to look at; None: all.
+            rows: rows of the candidates to evaluate; None: all.
         """
         here = np.arange(len(self.space)) if rows is None else rows
         while len(here) and not self.ledger.spent:
@@ -109,14 +112,14 @@ class Frontier:
             if self._timing.of[row] in self._timed:
                 self.look(row)
             else:
-                self.time(self._alike(row))
+                self.time(self._of_same_program(row))
 
-    def within(self, rows: Column, size: float) -> None:
-        """Look for the fastest of some rows that allocates no more than so many bytes, for a while.
+    def explore_within(self, rows: Column, size: float) -> None:
+        """Search for the fastest of some candidates within a memory limit, up to TO_TRADE work.
 
         Args:
-            rows: rows of the space.
-            size: bytes of the fullest rank.
+            rows: rows of the candidates.
+            size: most bytes that any rank may allocate.
         """
         until = self.ledger.work - TO_TRADE
         while self.ledger.work > until:
@@ -133,8 +136,8 @@ class Frontier:
             else:
                 self.time([row])
 
-    def learn(self, other: "Frontier") -> None:
-        """Raise bounds to those of another frontier's rows, to which these add only offloading."""
+    def raise_bounds_from(self, other: "OpenCandidates") -> None:
+        """Raise each bound to that of the same layout in `other`, where only offloading differs."""
         bases = np.array([-1 if c.base is None else c.base for c in self.space.memory], np.intp)
         base = bases[self.space.columns["memory"]]
         mine = np.flatnonzero(base >= 0)
@@ -149,8 +152,8 @@ class Frontier:
         self.program[mine] = np.maximum(self.program[mine], least[alike[len(plain) :]])
         self.lower = self.program + self.around
 
-    def _alike(self, row: int) -> list[int]:
-        """The row, and others of its program that may be faster than the best and are not timed."""
+    def _of_same_program(self, row: int) -> list[int]:
+        """The candidate, and untimed ones with the same program that may beat the best."""
         together = np.clip(_acts(layout_of(self.space, row), 5) // APIECE, 2, TOGETHER)
         rows = self._programs.members(row)
         rows = rows[self.lower[rows] < self.ledger.best]
@@ -165,14 +168,14 @@ class Frontier:
         return list(chosen.values())
 
     def time(self, rows: Sequence[int]) -> None:
-        """Time the programs of some rows of one program, and raise the bounds of all like them."""
+        """Time one program with the costs of some candidates; raise bounds of all it holds for."""
         ledger, cluster = self.ledger, self.request.cluster
         layouts = [layout_of(self.space, row, sharded=False) for row in rows]
         acts, key = _acts(layouts[0], 5), (self._program(layouts[0]), "walk")
         ledger.charge(key, acts)
         ledger.work -= len(rows) * (TIMED + acts / 100)
         ledger.timed += len(rows)
-        times = program_times(layouts, cluster, Software(), ledger.blocks)
+        times = program_times(layouts, cluster, Software(), ledger.times_cache)
         slowest = waits(self.space, cluster)
         for row, seconds in zip(rows, times, strict=True):
             alike = self._timing.members(row)
@@ -182,7 +185,7 @@ class Frontier:
             self.lower[open_] = self.program[open_] + self.around[open_]
 
     def look(self, row: int) -> Candidate:
-        """Sweep the memory of a row, and predict it if it fits."""
+        """Predict the memory of a candidate, and its step time if it fits."""
         if int(self._timing.of[row]) not in self._timed:
             self.time([row])
         ledger, bound = self.ledger, float(self.lower[row])
@@ -192,7 +195,8 @@ class Frontier:
         ledger.work -= LOOK
         ledger.looks += 1
         candidate = replace(
-            evaluate(self.request, layout.config, layout=layout, blocks=ledger.blocks), bound=bound
+            evaluate(self.request, layout.config, layout=layout, times_cache=ledger.times_cache),
+            bound=bound,
         )
         if candidate.prediction is not None:
             if not ledger.found:
@@ -200,11 +204,11 @@ class Frontier:
             ledger.found.append(candidate)
         else:
             ledger.rejected.append(candidate)
-            self._miss(row)
+            self._close_smaller_sharding(row)
         return candidate
 
-    def _miss(self, row: int) -> None:
-        """Close the rows that differ from one that does not fit in sharding less."""
+    def _close_smaller_sharding(self, row: int) -> None:
+        """Close the candidates that equal one that does not fit, but shard less."""
         strategy, instances = self.space.columns["strategy"], self.space.columns["instances"]
         if SHARDINGS[strategy[row]].splits_parameters:  # it gathers what others keep: maybe more
             return
@@ -219,18 +223,18 @@ class Frontier:
 
 
 def layout_of(space: Space, row: int, *, sharded: bool = True) -> Layout:
-    """What a row stands for; it is known, so that `check` need not find it again.
+    """The layout of a candidate, built from its row without running `check`.
 
     Args:
         space: the candidates.
-        row: row of the space.
-        sharded: False: without what sharding adds to every microbatch.
+        row: row of the candidate.
+        sharded: whether to keep the sharding strategy; False replaces it by no_shard.
     """
     config = space.config_of(row)
     if not sharded:
         config = config.with_values(data_parallel_sharding_strategy="no_shard")
     at = {name: int(column[row]) for name, column in space.columns.items()}
-    way = space.ways[at["way"]]
+    partition = space.partitions[at["partition"]]
     grid = Grid(
         pp=at["pp"],
         dp_replicate=at["instances"],
@@ -240,11 +244,11 @@ def layout_of(space: Space, row: int, *, sharded: bool = True) -> Layout:
         ep=at["ep"],
         etp=at["etp"],
     )
-    return Layout(config, grid, way.split, way.schedule, at["microbatches"])
+    return Layout(config, grid, partition.split, partition.schedule, at["microbatches"])
 
 
 class _Groups:
-    """Rows that agree in some columns."""
+    """Rows grouped by their values in some columns."""
 
     def __init__(self, of: Column) -> None:
         self.of = of
@@ -252,14 +256,14 @@ class _Groups:
         self._starts = np.searchsorted(of[self._order], np.arange(int(of.max(initial=-1)) + 2))
 
     def members(self, row: int) -> Column:
-        """The rows that agree with one."""
+        """The rows in the same group as this one."""
         group = int(self.of[row])
         found: Column = self._order[self._starts[group] : self._starts[group + 1]]
         return found
 
 
 def _acts(layout: Layout, rounds: int) -> float:
-    """How many acts a few rounds of a layout's program have, at most; some are hard to order."""
+    """Most actions in a few rounds of a layout's program, plus the work of a schedule search."""
     stages = len(layout.split.stages)
     each = 9 if layout.known.shape is Shape.V else 3
     sought = SOUGHT if layout.schedule == SYNTHESISED else 0

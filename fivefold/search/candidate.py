@@ -1,4 +1,4 @@
-"""One layout, looked at closely: what memory it needs, whether it fits, and what it takes."""
+"""The evaluation of one layout: its memory, whether it fits, and its step time."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,7 +6,7 @@ from functools import cached_property
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.layout import Layout
-from fivefold.predict.layer import Blocks
+from fivefold.predict.layer import TimesCache
 from fivefold.predict.memory import MemoryPrediction, peak_memory
 from fivefold.predict.prediction import Prediction
 from fivefold.predict.step import predict_all
@@ -15,13 +15,14 @@ from fivefold.search.request import Request
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that was looked at closely.
+    """A layout with its predicted memory and time.
 
     Attributes:
-        layout: layout that is estimated.
-        memory: what each pipeline rank needs.
-        prediction: its time; None: it does not fit, and was not timed.
-        bound: seconds that it takes at least; for layouts that were not enumerated, its time.
+        layout: the layout.
+        memory: predicted memory of each pipeline rank.
+        prediction: predicted step time; None if the layout does not fit and was not timed.
+        bound: lower bound on the step time in seconds; the predicted time itself if the layout was
+            not part of the enumeration.
     """
 
     layout: Layout
@@ -31,18 +32,18 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step, or at least."""
+        """Predicted seconds of a step, or their lower bound if the layout was not timed."""
         return self.bound if self.prediction is None else self.prediction.step_time
 
     @property
     def mesh(self) -> tuple[int, ...]:
-        """Degrees by which layouts are told apart."""
+        """Degrees of parallelism (tp, cp, pp, ep, etp) by which layouts are grouped."""
         grid = self.layout.grid
         return (grid.tp, grid.cp, grid.pp, grid.ep, grid.etp)
 
     @cached_property
     def complexity(self) -> tuple[int, ...]:
-        """What has to be understood and to work; less is preferred among equals."""
+        """A measure of how many techniques the layout uses; on ties, the lower one is preferred."""
         grid, parallel = self.layout.grid, self.layout.config.parallel
         memory = self.layout.config.memory
         plain = self.layout.schedule in ("1f1b", "interleaved_1f1b")
@@ -50,6 +51,7 @@ class Candidate:
             sum(size > 1 for size in (grid.tp, grid.cp, grid.pp, grid.etp)),
             not plain,
             memory.recompute_granularity is not None,
+            memory.recompute_in_flight_limit is not None,
             memory.fine_grained_activation_offloading,
             parallel.num_distributed_optimizer_instances > 1,
             parallel.pipeline_model_parallel_layout is not None,
@@ -64,28 +66,28 @@ def evaluate(
     *,
     always: bool = False,
     layout: Layout | None = None,
-    blocks: Blocks | None = None,
+    times_cache: TimesCache | None = None,
 ) -> Candidate:
-    """A close look at one layout.
+    """Predict the memory and the time of one layout.
 
     Args:
-        request: where it would run.
+        request: the model, the cluster and the settings to plan for.
         config: configuration of the layout.
-        always: predict its time even if it does not fit.
-        layout: what `config` means, if that is known.
-        blocks: as `LayerTimes` shares them.
+        always: whether to predict the time even if the layout does not fit.
+        layout: the checked layout of `config`, if there is one already.
+        times_cache: times to share with other layouts, as `LayerTimes` takes them.
 
     Raises:
-        ConfigError: it is not legal.
+        ConfigError: the layout is not legal.
     """
     layout = layout or check(config, request.world, planned=True)
     memory = peak_memory(layout, request.cluster)
     if not always and not memory.fits:
         return Candidate(layout, memory, None, 0.0)
-    (prediction,) = predict_all([layout], request.cluster, blocks=blocks)
+    (prediction,) = predict_all([layout], request.cluster, times_cache=times_cache)
     return Candidate(layout, memory, prediction, prediction.step_time)
 
 
 def capacity(request: Request) -> float:
-    """Bytes that a layout may allocate on a device."""
+    """Bytes that a layout may allocate on one device."""
     return request.cluster.gpu.memory_bytes - request.cluster.reserved_bytes

@@ -1,4 +1,4 @@
-"""Tables of whole numbers: columns by name, numpy arrays with one number a row each."""
+"""Tables of integers: a dict from column name to a numpy array with one value per row."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ Columns = dict[str, Column]
 
 
 def codes(column: Column) -> tuple[Column, int]:
-    """Each value's place among those that occur, and how many there are; faster than sorting."""
+    """Each value's index among the distinct values, and their number; faster than sorting."""
     if not len(column):
         return column, 0
     occurs = np.zeros(int(column.max()) + 1, bool)
@@ -21,7 +21,7 @@ def codes(column: Column) -> tuple[Column, int]:
 
 
 def table(columns: Mapping[str, Iterable[int]]) -> Columns:
-    """A table of these columns."""
+    """A table with these columns."""
     return {name: np.array(list(values), np.int32) for name, values in columns.items()}
 
 
@@ -36,6 +36,6 @@ def join(left: Columns, right: Mapping[str, Iterable[int]]) -> Columns:
 
 
 def where(columns: Columns, holds: NDArray[np.bool_]) -> Columns:
-    """The rows for which something holds."""
+    """The rows where `holds` is true."""
     rows = np.flatnonzero(holds)
     return {name: column[rows] for name, column in columns.items()}

@@ -1,8 +1,8 @@
-"""The legal layouts of a model on a number of devices.
+"""Enumerates the legal layouts of a model on a number of devices.
 
-Columns are joined axis by axis (a cross product and a filter at a time), so that a million
-candidates take a second. What is legal along one axis is asked of `check`, which has the last word
-on every layout that is looked at closely.
+The table of candidates is built axis by axis, each time a cross product followed by a filter, so
+that a million candidates take a second. `check` decides which sizes of one axis are legal, and
+checks again every layout that is recommended.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -16,16 +16,19 @@ from fivefold.config.dependence import leaves_idle
 from fivefold.config.parallel import TokenDispatcher
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.rules import check_experts, divisors
+from fivefold.pipeline.ir import Kind
+from fivefold.pipeline.order import Order
+from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.predict.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices
-from fivefold.search.partitions import Way, ways
+from fivefold.search.partitions import Partition, enumerate_partitions
 from fivefold.search.space import FIELDS, SHARDINGS, Space
 
 SHARD = "data_parallel_shard_size"
-MAX_MICRO_BATCH = 16  # sequences that are tried
-MIN_SLICE = 256  # tokens of a sequence that context-parallel ranks keep at least
-FEW = 2  # numbers of sharding groups, besides one, that are tried
+MAX_MICRO_BATCH = 16  # largest micro-batch size that is tried, in sequences
+MIN_SLICE = 256  # fewest tokens of a sequence on a context-parallel rank
+FEW = 2  # numbers of sharding groups that are tried besides one
 
 
 def enumerate_space(
@@ -39,21 +42,23 @@ def enumerate_space(
 
     Args:
         config: the model, the batch, and the settings that were given.
-        world: devices.
+        world: number of devices.
         given: names of the settings that must stay as they are.
-        widest: tensor-parallel size that is tried at most: two nodes, say.
-        shortest: tokens of a sequence that context-parallel ranks keep at least.
+        widest: largest tensor-parallel size to try, for example two nodes.
+        shortest: fewest tokens of a sequence on a context-parallel rank.
     """
     axes = _Axes(config, world, given, widest, shortest)
     columns = _meshes(axes)
     pps = sorted({int(pp) for pp in columns["pp"]})
-    found = ways(config, given, pps)
-    # Each filter as early as its columns are there: the last tables have millions of rows.
+    found = enumerate_partitions(config, given, pps)
+    # Each filter runs as soon as its columns exist: the last tables have millions of rows.
     columns = join(columns, axes.sharding())
     columns = where(columns, axes.sharding_holds(columns))
-    columns = join(columns, {"way": range(len(found)), "_pp": [way.pp for way in found]})
+    columns = join(
+        columns, {"partition": range(len(found)), "_pp": [partition.pp for partition in found]}
+    )
     columns = where(columns, columns["pp"] == columns.pop("_pp"))
-    columns = _runnable(columns, config, found)
+    columns = _recomputing(_runnable(columns, config, found), config, found)
     columns = join(columns, axes.experts(set(columns["tp"].tolist())))
     if FIELDS["etp"] not in given:
         columns = where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
@@ -62,13 +67,13 @@ def enumerate_space(
     choices = memory_choices(config, given)
     columns = join(columns, {"memory": range(len(choices))})
     columns = _paired(columns, config, given, found, choices)
-    # No other sends fewer rows: none twice to a rank or a node.
+    # The flex dispatcher sends the fewest rows: none twice to the same rank or node.
     dispatcher: TokenDispatcher | None = None if "moe_token_dispatcher_type" in given else "flex"
     return Space(config, world, found, choices, columns, dispatcher=dispatcher)
 
 
 class _Axes:
-    """The values that each axis may take."""
+    """The legal values of each axis of parallelism."""
 
     def __init__(
         self, config: Config, world: int, given: frozenset[str], widest: int, shortest: int
@@ -79,7 +84,7 @@ class _Axes:
     def sizes(
         self, axis: str, legal: Callable[[int], bool] = bool, tried: Callable[[int], bool] = bool
     ) -> list[int]:
-        """The legal ones of the divisors of the world that are tried, or of the one given."""
+        """Legal sizes of an axis: the given size, else every tried divisor of the device count."""
         sizes = [size for size in divisors(self.world) if tried(size)]
         if FIELDS[axis] in self.given:
             size = getattr(self.config.parallel, FIELDS[axis])
@@ -87,7 +92,7 @@ class _Axes:
         return [size for size in sizes if legal(size)]
 
     def tensor(self) -> list[int]:
-        """Tensor-parallel sizes: `check` lets them pass where tokens are no hindrance."""
+        """Tensor-parallel sizes that `check` accepts for the model, whatever the batch."""
         experts = self.config.model.num_experts is not None
 
         def passes(size: int) -> bool:
@@ -106,7 +111,7 @@ class _Axes:
         return self.sizes("tp", passes, lambda n: n <= self.widest)
 
     def context(self) -> list[int]:
-        """Context-parallel sizes; what they need of the heads depends on tensor parallelism."""
+        """Context-parallel sizes; `context_holds` checks the heads, which depend on tp."""
         length, name = self.config.training.seq_length, FIELDS["cp"]
         sliced = self.config.parallel.num_sequence_slices > 1  # every sequence already
         idle = leaves_idle(self.config, name, **{name: 1})
@@ -117,7 +122,7 @@ class _Axes:
         )
 
     def context_holds(self, columns: Columns) -> NDArray[np.bool_]:
-        """Where keys and values can travel in some way, of those that were not ruled out."""
+        """The rows for which at least one allowed kind of context-parallel communication works."""
 
         def holds(tp: int, cp: int) -> bool:
             sizes = {FIELDS["tp"]: tp, FIELDS["cp"]: cp}
@@ -128,13 +133,13 @@ class _Axes:
         return np.array([known[pair] for pair in pairs], bool)
 
     def pipeline(self) -> list[int]:
-        """Pipeline-parallel sizes: at least a layer a rank, unless stages are written out."""
+        """Pipeline-parallel sizes: at most one rank per layer, unless a layout string is given."""
         layers = self.config.model.num_layers
         written = "pipeline_model_parallel_layout" in self.given
         return self.sizes("pp", tried=lambda n: written or n <= layers)
 
     def experts(self, tensor: Collection[int]) -> dict[str, list[int]]:
-        """Pairs of expert-parallel and expert-tensor-parallel sizes, these 1 or of `tensor`."""
+        """Pairs of expert-parallel and expert-tensor-parallel sizes; etp is 1 or in `tensor`."""
         experts, inner = self.config.model.num_experts, self.config.model.expert_ffn_size
         if experts is None:
             mistakes = Mistakes()
@@ -147,7 +152,7 @@ class _Axes:
 
     @property
     def strategies(self) -> list[int]:
-        """Numbers of the sharding strategies that go with what was given."""
+        """Indices in `SHARDINGS` of the strategies that are compatible with the given settings."""
         parallel = self.config.parallel
         found = list(SHARDINGS)
         if "data_parallel_sharding_strategy" in self.given:
@@ -161,11 +166,11 @@ class _Axes:
 
     @property
     def shard_size(self) -> int | None:
-        """Data-parallel ranks of a sharding group, if that was given."""
+        """Given number of data-parallel ranks in a sharding group; None if it was not given."""
         return self.config.parallel.data_parallel_shard_size if SHARD in self.given else None
 
     def sharding(self) -> dict[str, list[int]]:
-        """Pairs of a strategy and a number of sharding groups."""
+        """Pairs of a sharding strategy and a number of sharding groups."""
         instances = self.sizes("instances")
         if self.shard_size is None and len(instances) > 1:
             instances = [*instances[:1], *instances[1 :: -(-len(instances) // FEW)]]
@@ -180,7 +185,7 @@ class _Axes:
         return {"strategy": [s for s, _ in pairs], "instances": [n for _, n in pairs]}
 
     def sharding_holds(self, columns: Columns) -> NDArray[np.bool_]:
-        """Groups divide dp, are as large as was asked for, or else have something to shard."""
+        """The rows whose sharding groups divide dp, and have the given size or several ranks."""
         dp, instances = columns["dp"], columns["instances"]
         ranks = dp * columns["cp"]
         holds: NDArray[np.bool_] = dp % instances == 0
@@ -194,7 +199,7 @@ class _Axes:
         return holds
 
     def micro_batches(self) -> list[int]:
-        """Sequences a microbatch."""
+        """Micro-batch sizes to try, in sequences."""
         sizes = [1 << n for n in range(MAX_MICRO_BATCH.bit_length())]
         if FIELDS["mbs"] in self.given:
             sizes = [self.config.training.micro_batch_size]
@@ -202,12 +207,12 @@ class _Axes:
 
 
 def _plain(config: Config) -> Config:
-    """The model and the sequence with no parallelism and no memory technique at all."""
+    """The model and its training settings, without parallelism or memory techniques."""
     return Config(config.model, training=config.training)
 
 
 def _meshes(axes: _Axes) -> Columns:
-    """tp x cp x pp x dp = world, with microbatches that fill the global batch."""
+    """Meshes with tp x cp x pp x dp = world, and micro-batch sizes that divide the batch."""
     config, world = axes.config, axes.world
     columns = table({"tp": axes.tensor() if _can_be_sliced(config) else []})
     columns = join(columns, {"cp": axes.context()})
@@ -226,16 +231,16 @@ def _meshes(axes: _Axes) -> Columns:
 
 
 def _can_be_sliced(config: Config) -> bool:
-    """Whether every sequence can be cut into as many slices as were asked for."""
+    """Whether the model and the sequence length allow the given number of sequence slices."""
     slices, model = config.parallel.num_sequence_slices, config.model
     whole = not (model.multi_latent_attention or model.mtp_num_layers)
     return slices == 1 or (config.training.seq_length % slices == 0 and whole)
 
 
 def _with_sequence_parallel(columns: Columns, config: Config, given: frozenset[str]) -> Columns:
-    """With the column of sequence parallelism: wherever it can be, unless it was given.
+    """Add the column of sequence parallelism: on wherever it is possible, unless it was given.
 
-    Beside tensor parallelism experts need it.
+    Models with experts require it together with tensor parallelism.
     """
     asked, slices = config.parallel.sequence_parallel, config.parallel.num_sequence_slices
     sequences = columns["mbs"].astype(np.int64)
@@ -248,30 +253,58 @@ def _with_sequence_parallel(columns: Columns, config: Config, given: frozenset[s
     return where(columns, np.where(chosen, can, without))
 
 
-def _runnable(columns: Columns, config: Config, found: Sequence[Way]) -> Columns:
-    """Where the schedule of the way takes the number of microbatches."""
-    way, microbatches = columns["way"], columns["microbatches"]
+def _runnable(columns: Columns, config: Config, found: Sequence[Partition]) -> Columns:
+    """The rows whose schedule accepts their number of microbatches."""
+    partition, microbatches = columns["partition"], columns["microbatches"]
     group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    if not len(way):
+    if not len(partition):
         return columns
     takes = np.zeros((len(found), int(microbatches.max()) + 1), bool)
     for number in set(microbatches.tolist()):
         takes[:, number] = [w.known.takes(w.pp, number, group) for w in found]
-    return where(columns, takes[way, microbatches])
+    return where(columns, takes[partition, microbatches])
+
+
+def _recomputing(columns: Columns, config: Config, found: Sequence[Partition]) -> Columns:
+    """The rows with more microbatches in flight than the given recomputation limit allows."""
+    limit = config.memory.recompute_in_flight_limit
+    if limit is None:
+        return columns
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    slices = config.parallel.num_sequence_slices
+    known: dict[Order, bool] = {}
+
+    def exceeds(partition: Partition, count: int) -> bool:
+        if partition.schedule == SYNTHESISED:
+            return True  # it has a limit of its own; `check` has the last word
+        count = partition.known.enough(partition.pp, count, group)
+        order = Order(
+            partition.schedule, partition.split.placement, count, group, slices, None, limit
+        )
+        if order not in known:
+            program = order.executed(pairs=False, eager=True)
+            known[order] = any(act.kind is Kind.R for acts in program.ranks for act in acts)
+        return known[order]
+
+    pairs = list(zip(columns["partition"].tolist(), columns["microbatches"].tolist(), strict=True))
+    holds = {
+        (partition, count): exceeds(found[partition], count) for partition, count in set(pairs)
+    }
+    return where(columns, np.array([holds[pair] for pair in pairs], bool))
 
 
 def _paired(
     columns: Columns,
     config: Config,
     given: frozenset[str],
-    found: Sequence[Way],
+    found: Sequence[Partition],
     choices: Sequence[MemoryChoice],
 ) -> Columns:
-    """With the column of pairs; without 1F1B in pairs that have nothing to hide.
+    """Add the column of pairs, and drop combined 1F1B where there is nothing to overlap.
 
-    Full recomputation starts a backward with a forward of its own, which forms no pair.
+    Full recomputation starts each backward with a forward of its own, so it cannot be paired.
     """
-    pairs = np.array([way.known.pairs for way in found], bool)[columns["way"]]
+    pairs = np.array([partition.known.pairs for partition in found], bool)[columns["partition"]]
     whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
     hides = (columns["ep"] > 1) & ~whole & pairs
     if config.parallel.moe_token_dispatcher_type == "allgather":  # has no all-to-alls to hide
@@ -283,5 +316,7 @@ def _paired(
         return where(columns, hides)
     if asked or "pipeline_schedule" in given:
         return columns
-    alone = np.array([way.schedule != "combined_1f1b" for way in found], bool)[columns["way"]]
+    alone = np.array([partition.schedule != "combined_1f1b" for partition in found], bool)[
+        columns["partition"]
+    ]
     return where(columns, hides | alone)

@@ -1,4 +1,4 @@
-"""A lower bound on the memory of a million layouts at once: `search.bound_tables` says how."""
+"""Lower bounds on the memory of a million layouts at once; `search.bound_tables` has the method."""
 
 import numpy as np
 
@@ -27,18 +27,18 @@ from fivefold.search.bound_tables import (
     Cells,
     Ranks,
     Values,
-    block_parameters,
+    module_parameters,
     sample_layers,
 )
 from fivefold.search.space import SHARDINGS, Space
 
 
 def memory_bound(space: Space, ranks: Ranks) -> Values:
-    """Bytes that no placement of tensors in time can get below.
+    """A lower bound on the allocated bytes of the fullest rank, for every candidate.
 
-    The state of the blocks on a rank, with the larger of what is in flight when its warm-up ends,
-    and of what is there while the gradients of a layer's weights arrive: one chunk less, what its
-    schedule leaves waiting for dW, and those gradients.
+    It is the state of the modules on a rank, plus the larger of two sums: the activations in flight
+    at the end of the warm-up; or those with one chunk less, what deferred weight gradients (dW)
+    keep, and the gradients of one layer.
     """
     sharded, of_sharded = space.distinct(SHARDING)
     run, of_run = space.distinct(_RUNNING)
@@ -54,8 +54,8 @@ def memory_bound(space: Space, ranks: Ranks) -> Values:
     return best
 
 
-_RUNNING = ("way", "tp", "sp", "cp", "etp", "mbs", "microbatches", "memory")
-"""The columns that activations depend on."""
+_RUNNING = ("partition", "tp", "sp", "cp", "etp", "mbs", "microbatches", "memory")
+"""Columns that the bytes of activations depend on."""
 
 
 class _State:
@@ -63,7 +63,7 @@ class _State:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), block_parameters))
+        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), module_parameters))
         c = space.columns
         experts = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         inside = experts // c["instances"]
@@ -73,23 +73,23 @@ class _State:
         }
 
     def on(self, ranks: Ranks, which: int) -> Values:
-        """Of one of the ranks."""
-        held = ranks.held[self.space.columns["way"], which]
+        """Bytes of model state on one of the ranks."""
+        held = ranks.held[self.space.columns["partition"], which]
         dense = self.sizes.weighted(held)
         expert = self.sizes.weighted(held, KINDS)
         return dense * self._per_parameter("dense") + expert * self._per_parameter("expert")
 
     def arriving(self, ranks: Ranks, which: int) -> Values:
-        """Gradients of a layer's weights, fresh and being reduced, where shards are summed."""
-        way = self.space.columns["way"]
+        """Bytes of one layer's gradients, new and being reduced, where gradients are sharded."""
+        partition = self.space.columns["partition"]
         sharded = self.space.config.with_values(data_parallel_sharding_strategy="optim")
         reducing = engine_policy(sharded).reducing
-        held = ranks.held[way, which]
+        held = ranks.held[partition, which]
         smallest = np.full(len(self.space), np.inf)
         for kind in (DENSE, EXPERTS):
             size = self.sizes.column(kind) + self.sizes.column(KINDS + kind)
             smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)
-        several = (ranks.thinnest[way, which] > 1) & self.space.sharded("splits_optimizer")
+        several = (ranks.thinnest[partition, which] > 1) & self.space.sharded("splits_optimizer")
         return np.where(several, smallest * reducing, 0.0)
 
     def _per_parameter(self, kind: str) -> Values:
@@ -111,65 +111,72 @@ class _State:
 
 
 class _KeptBytes:
-    """Bytes kept between forward and backward."""
+    """Bytes of activations kept between forward and backward."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
         names = ("tp", "sp", "etp", "memory")
         self.per_token = Cells(space, 2 * KINDS, (names, _saved))
+        self._limited = space.config.memory.recompute_in_flight_limit is not None
         c = space.columns
         self.tokens = c["mbs"] * (space.config.training.seq_length / c["cp"])
 
     def _chunks(self, ranks: Ranks, which: int, start: int) -> Values:
-        """[N, C] bytes of one microbatch in each stage of one of the ranks, the loss apart."""
-        way = self.space.columns["way"]
+        """[N, C] bytes that a microbatch keeps in each stage of a rank, without the loss."""
+        partition = self.space.columns["partition"]
         per_token = self.per_token.table[self.per_token.index, start : start + PREDICTION + 1]
-        blocks = ranks.chunk[way, which][:, :, : PREDICTION + 1]
-        found: Values = np.einsum("nck,nk->nc", blocks, per_token) * self.tokens[:, None]
+        counts = ranks.chunk[partition, which][:, :, : PREDICTION + 1]
+        found: Values = np.einsum("nck,nk->nc", counts, per_token) * self.tokens[:, None]
         return found
 
     def _smallest(self, ranks: Ranks, chunks: Values) -> Values:
-        """Of the stages that there are."""
-        way = self.space.columns["way"]
-        there = np.arange(chunks.shape[1]) < (ranks.chunks * ranks.copies)[way][:, None]
+        """The fewest bytes of any stage that exists on the rank."""
+        partition = self.space.columns["partition"]
+        there = np.arange(chunks.shape[1]) < (ranks.chunks * ranks.copies)[partition][:, None]
         found: Values = np.where(there, chunks, np.inf).min(axis=1)
         return found
 
     def flying(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
-        """All chunks in flight on one of the ranks; and without one whose backward runs."""
-        way, count = self.space.columns["way"], self.space.columns["microbatches"]
-        p, chunks = ranks.size[way], self._chunks(ranks, which, 0)
-        each = np.minimum(ranks.kept[way, which], count[:, None])
-        in_v = np.array([w.known.shape is Shape.V for w in self.space.ways], bool)[way]
+        """Bytes of all chunks in flight on a rank; and of all but those in their backward."""
+        partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
+        p, chunks = ranks.size[partition], self._chunks(ranks, which, 0)
+        each = np.minimum(ranks.kept[partition, which], count[:, None])
+        in_v = np.array([w.known.shape is Shape.V for w in self.space.partitions], bool)[partition]
         known = each.any(axis=1) & (~in_v | (count >= 2 * p))
         few = in_flight_in_v(self.space, ranks, which) * self._smallest(ranks, chunks)
         kept = np.where(known, (each * chunks).sum(axis=1), few)
+        if self._limited:  # any backward needs one of them
+            kept = self._smallest(ranks, chunks)
         # The first dW may come after some more backwards, and no forwards be left for these.
         late = np.where(count >= 2 * p, 0, _deferring(self.space, ranks, which))
         waits = np.where(np.isfinite(late), late, 0)
         less = np.maximum(kept - (1 + waits) * chunks.max(axis=1), 0) * np.isfinite(late)
-        held = ranks.held[way, which]
+        held = ranks.held[partition, which]
         return kept + self.per_token.column(HEAD) * held[:, HEAD] * self.tokens, less
 
     def drained(self, ranks: Ranks, which: int) -> Values:
-        """What is kept and what waits in the end, where most waits."""
-        way, count = self.space.columns["way"], self.space.columns["microbatches"]
+        """Bytes of activations and deferred dW in the drain, when most dW are deferred."""
+        partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
+        if self._limited:
+            return np.zeros(len(self.space))
         found: Values = sum(
-            (ranks.drained[way, which, n] * self._chunks(ranks, which, start)).sum(axis=1)
+            (ranks.drained[partition, which, n] * self._chunks(ranks, which, start)).sum(axis=1)
             for n, start in enumerate((0, KINDS))
         )
-        return np.where(count >= 2 * ranks.size[way], found, 0)
+        return np.where(count >= 2 * ranks.size[partition], found, 0)
 
     def waiting(self, ranks: Ranks, which: int) -> Values:
-        """What waits for its dW."""
-        way, count = self.space.columns["way"], self.space.columns["microbatches"]
-        chunks = np.where(count >= 2 * ranks.size[way], _deferring(self.space, ranks, which), 0)
+        """Bytes kept for deferred dW."""
+        partition, count = self.space.columns["partition"], self.space.columns["microbatches"]
+        chunks = np.where(
+            count >= 2 * ranks.size[partition], _deferring(self.space, ranks, which), 0
+        )
         chunks = np.where(np.isfinite(chunks), chunks, 0)
         return chunks * self._smallest(ranks, self._chunks(ranks, which, KINDS))
 
 
 def _saved(config: Config) -> list[float]:
-    """Bytes per token that a block of each kind keeps, then those that wait for its dW."""
+    """Bytes per token that a module of each kind keeps, then those kept until its dW."""
     model, running = config.model, Running.of(config)
     saved: dict[int, Saved] = {
         place: total(saved_activations(model, layer_kinds(model)[kind], running))
@@ -188,30 +195,28 @@ def _saved(config: Config) -> list[float]:
 
 
 def in_flight_in_v(space: Space, ranks: Ranks, which: int) -> Values:
-    """Chunks that one of the ranks holds at once, at least, where stages lie in a V.
+    """Fewest chunks that a rank must hold at some time in a V schedule; 1 for other schedules.
 
-    The first rank fills with its first stage, the last with both; others only in the end.
+    The first rank fills up with its first stage and the last rank with both of its stages; the
+    other ranks reach their peak only with enough microbatches.
     """
-    way, count = space.columns["way"], space.columns["microbatches"]
-    p, r = ranks.size[way], ranks.index[way, which]
-    names = np.array([w.schedule for w in space.ways])[way]
+    partition, count = space.columns["partition"], space.columns["microbatches"]
+    p, r = ranks.size[partition], ranks.index[partition, which]
+    names = np.array([w.schedule for w in space.partitions])[partition]
     peak = np.select([names == "v_half", names == "v_min"], [p, 2 * p // 3], 2 * p)
     both = 2 * np.minimum(count, peak // 2)
     some = np.where(r == 0, np.minimum(count, peak), np.where(count >= 2 * p, peak, 1))
-    in_v = np.array([w.known.shape is Shape.V for w in space.ways], bool)[way]
+    in_v = np.array([w.known.shape is Shape.V for w in space.partitions], bool)[partition]
     found: Values = np.where(in_v, np.maximum(np.where(r == p - 1, both, some), 1), 1)
     return found
 
 
 def _deferring(space: Space, ranks: Ranks, which: int) -> Values:
-    """Chunks whose dW one of the ranks has left for later when the first of them runs.
-
-    inf: not known.
-    """
-    way = space.columns["way"]
+    """Chunks whose dW a rank has deferred when the first of these dW runs; inf: not known."""
+    partition = space.columns["partition"]
     table = [
         [w.known.limits.deferred(w.place(int(rank))) - 1 for rank in at]
-        for w, at in zip(space.ways, ranks.index, strict=True)
+        for w, at in zip(space.partitions, ranks.index, strict=True)
     ]
-    found: Values = np.array(table)[way, which]
+    found: Values = np.array(table)[partition, which]
     return found

@@ -1,7 +1,8 @@
-"""What a plan may recompute, offload or fuse to save memory."""
+"""The memory techniques that the layout search tries: recomputation, offloading, a fused loss."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import ceil
 from types import MappingProxyType
 from typing import Any
 
@@ -10,19 +11,23 @@ from fivefold.config.memory import MemoryConfig, check_memory
 from fivefold.config.model import ModelConfig
 from fivefold.errors import Mistakes
 
-RECOMPUTE = tuple(f.name for f in fields(MemoryConfig) if f.name.startswith("recompute_"))
+LIMIT = "recompute_in_flight_limit"
+RECOMPUTE = tuple(
+    f.name for f in fields(MemoryConfig) if f.name.startswith("recompute_") and f.name != LIMIT
+)
 OFFLOAD = ("fine_grained_activation_offloading", "offload_modules")
 
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """One set of memory techniques.
+    """One combination of memory techniques.
 
     Attributes:
-        name: name for people.
-        settings: settings that ask for it.
-        is_full: whether it repeats whole layers.
-        base: the number of the choice to which it only adds offloading, and so no time less.
+        name: description for people.
+        settings: settings that select it, by field name.
+        is_full: whether it recomputes whole layers.
+        base: index of the choice that equals this one without offloading, and so is no slower;
+            None if there is none.
     """
 
     name: str
@@ -32,7 +37,7 @@ class MemoryChoice:
 
 
 def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
-    """What the search tries everywhere: nothing, cheap modules, costly modules, whole layers."""
+    """The choices tried for every layout: recompute nothing, cheap, costly modules, or all."""
     if given & set(RECOMPUTE):
         is_full = config.memory.recompute_granularity == "full"
         return _legal(config, [MemoryChoice(describe(config.memory), {}, is_full)])
@@ -51,7 +56,7 @@ def memory_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
 
 
 def _legal(config: Config, choices: Iterable[MemoryChoice]) -> list[MemoryChoice]:
-    """Those that go with the model, with its slices and with what was given."""
+    """The choices that are legal for the model, its sequence slices and the given settings."""
     sliced, found = config.parallel.num_sequence_slices > 1, []
     for choice in choices:
         mistakes = Mistakes()
@@ -63,10 +68,10 @@ def _legal(config: Config, choices: Iterable[MemoryChoice]) -> list[MemoryChoice
 
 
 def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]:
-    """What is tried where those choices leave a fast layout too large.
+    """Further choices, tried where a fast layout does not fit with `memory_choices`.
 
-    Each of them with activations that are moved to the host, with a loss that is fused with the
-    output layer, and with both.
+    Each of those with activations offloaded to the host, with the loss fused with the output
+    layer, and with both.
     """
     fused = MemoryChoice(
         "loss fused with the output layer",
@@ -83,7 +88,7 @@ def further_choices(config: Config, given: frozenset[str]) -> list[MemoryChoice]
 
 
 def _with_moved(config: Config, choice: MemoryChoice) -> list[MemoryChoice]:
-    """The choice with the largest activations that it leaves moved to the host."""
+    """The choice with its largest remaining activations offloaded to the host."""
     if choice.is_full:
         return []
     again = set(config.with_values(**choice.settings).memory.recompute_modules)
@@ -98,7 +103,7 @@ def _with_moved(config: Config, choice: MemoryChoice) -> list[MemoryChoice]:
 
 
 def refinements(given: frozenset[str], layers_per_stage: int) -> Iterator[MemoryChoice]:
-    """What is worth a try around a good layout: recomputing some layers of a stage."""
+    """Variations of a good layout: full recomputation of only some layers of each stage."""
     if given & set(RECOMPUTE):
         return
     for share in (0.25, 0.5, 0.75):
@@ -114,8 +119,28 @@ def refinements(given: frozenset[str], layers_per_stage: int) -> Iterator[Memory
             )
 
 
+def in_flight_limits(
+    given: frozenset[str], in_flight: int, each: float, excess: float
+) -> Iterator[MemoryChoice]:
+    """What makes a layout fit that is a little too large: fewer microbatches are held.
+
+    Args:
+        given: names of the settings that were given.
+        in_flight: microbatches that the fullest rank holds.
+        each: bytes of one of them.
+        excess: bytes by which the rank is too large.
+    """
+    if given & {LIMIT, *RECOMPUTE} or each <= 0:
+        return
+    fewer = in_flight - ceil(excess / each)
+    for limit in (fewer, fewer - 1):  # where the peak comes with another act, one more has to go
+        if limit >= 1:
+            settings = _settings(recompute_in_flight_limit=limit)
+            yield MemoryChoice(f"recompute beyond {limit} in flight", settings)
+
+
 def describe(memory: MemoryConfig) -> str:
-    """Recompute settings in a few words."""
+    """A short description of the recompute settings."""
     if memory.recompute_granularity is None:
         return "no recompute"
     if memory.recompute_granularity == "selective":
@@ -133,7 +158,7 @@ def _selective(modules: tuple[str, ...]) -> MemoryChoice:
 
 
 def _module_sets(model: ModelConfig) -> list[tuple[str, ...]]:
-    """Modules by what their recomputation costs for the bytes that it saves."""
+    """Sets of modules to recompute, those with the least cost per byte saved first."""
     cheap: tuple[str, ...] = ("layernorm",)
     if model.multi_latent_attention:
         cheap += ("mla_up_proj",)

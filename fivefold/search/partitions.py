@@ -1,4 +1,4 @@
-"""The ways to cut a model into pipeline stages, and the schedules that can run them."""
+"""Enumerates partitions: ways to cut a model into pipeline stages, with schedules that run them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from fivefold.pipeline.schedules.registry import SCHEDULES, Schedule, Shape, kno
 from fivefold.pipeline.stages import Split, layout_string
 
 PP = "pipeline_model_parallel_size"
-MAX_VIRTUAL = 16  # stages a rank that are tried; finer ones send more than they save
+MAX_VIRTUAL = 16  # most stages per rank to try; beyond, messages cost more than the bubble saves
 CUTTING = (
     "num_virtual_stages_per_pipeline_rank",
     "num_layers_per_virtual_pipeline_stage",
@@ -30,26 +30,26 @@ CUTTING = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""The settings that cut; where one is given, no other way of cutting is tried."""
+"""Settings that cut the model into stages; if one is given, the search tries no other cut."""
 
 TRIED = (
     *("1f1b", "zb_h1", "zb_h2"),
     *("interleaved_1f1b", "interleaved_zb", "combined_1f1b"),
     *("zb_v", "v_half", "v_min", "dualpipe_v"),
 )
-"""The schedules that are tried, unless one is given: the others are worse than one of these, or ask
-for what few trainers have."""
+"""Schedules to try unless one is given. The others are worse than one of these, or need features
+that few trainers have."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to cut the model, and a schedule.
+class Partition:
+    """A cut of the model into pipeline stages, with the schedule that runs them.
 
     Attributes:
-        pp: pipeline ranks.
-        schedule: a key of `SCHEDULES`.
-        split: the stages.
-        settings: settings that ask for it.
+        pp: number of pipeline ranks.
+        schedule: name of the schedule, a key of `SCHEDULES`.
+        split: the stages and their ranks.
+        settings: settings that produce this partition, by field name.
     """
 
     pp: int
@@ -59,26 +59,28 @@ class Way:
 
     @property
     def known(self) -> Schedule:
-        """What is known of its schedule."""
+        """The properties of the schedule."""
         return known_of(self.schedule)
 
     def place(self, rank: int) -> Place:
-        """One of its ranks, as limits of its schedule take it."""
+        """The position of one of its ranks, in the form that the limits of a schedule take."""
         return Place(self.pp, self.split.num_virtual, rank)
 
 
-def ways(config: Config, given: frozenset[str], sizes: Sequence[int]) -> list[Way]:
-    """Every way to run the model on pipelines of these sizes.
+def enumerate_partitions(
+    config: Config, given: frozenset[str], sizes: Sequence[int]
+) -> list[Partition]:
+    """Every partition of the model for pipelines of these sizes.
 
     Args:
         config: the model, and the settings that were given.
-        given: names of the settings to leave as they are.
+        given: names of the settings that must stay as they are.
         sizes: pipeline-parallel sizes.
     """
-    return [way for pp in sizes for way in _ways_on(config, given, pp)]
+    return [partition for pp in sizes for partition in _partitions_on(config, given, pp)]
 
 
-def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
+def _partitions_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Partition]:
     seen, names = set(), _schedules(config, given, pp)
     for settings, split, in_a_v in _cuts(config, given, pp):
         for schedule in names:
@@ -89,13 +91,13 @@ def _ways_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Way]:
                 seen.add(key)
                 plain = pp == 1 and schedule == "1f1b"
                 chosen = {} if plain else {"pipeline_schedule": schedule}
-                way = Way(pp, schedule, split, MappingProxyType({**settings, **chosen}))
-                if pp > 1 or not leaves_idle(config, PP, **{PP: pp}, **way.settings):
-                    yield way
+                partition = Partition(pp, schedule, split, MappingProxyType({**settings, **chosen}))
+                if pp > 1 or not leaves_idle(config, PP, **{PP: pp}, **partition.settings):
+                    yield partition
 
 
 def _schedules(config: Config, given: frozenset[str], pp: int) -> list[str]:
-    """The schedules to try, in all of which every setting that was given has an effect."""
+    """The schedules to try; every given setting has an effect in each of them."""
     asked, slices = config.parallel.pipeline_schedule, config.parallel.num_sequence_slices
     if "pipeline_schedule" in given and asked != AUTO:
         names: tuple[str, ...] = (asked,)
@@ -116,7 +118,10 @@ def _schedules(config: Config, given: frozenset[str], pp: int) -> list[str]:
 
 
 def _fits(name: str, config: Config, split: Split, *, alone: bool) -> bool:
-    """Whether a schedule can run stages; one of many should also be made for so many a rank."""
+    """Whether a schedule can run these stages.
+
+    Unless it is the only one, an interleaved schedule must also have several stages per rank.
+    """
     slices = config.parallel.num_sequence_slices
     if name == SYNTHESISED:
         return slices == 1 and _searchable(config, split)
@@ -127,14 +132,14 @@ def _fits(name: str, config: Config, split: Split, *, alone: bool) -> bool:
 
 
 def _goes_with_all_else(schedule: str, config: Config) -> bool:
-    """Whether every setting that was given has an effect in the order of the schedule."""
+    """Whether every given setting has an effect with this schedule."""
     mistakes = Mistakes()
     check_order(config.with_values(pipeline_schedule=schedule).parallel, mistakes)
     return not mistakes.found
 
 
 def _searchable(config: Config, split: Split) -> bool:
-    """Whether a microbatch fits under the limit of a schedule that is searched for."""
+    """Whether one microbatch fits under the in-flight limit of a synthesised schedule."""
     length, limit = config.training.seq_length, config.parallel.pipeline_in_flight_limit
     try:
         modelled_problem(config.model, length, split.stages, split.placement, 1, limit)
@@ -144,12 +149,12 @@ def _searchable(config: Config, split: Split) -> bool:
 
 
 _Cut = tuple[dict[str, Any], Split, bool | None]
-"""Settings, the stages that they ask for, and whether only of schedules in a V, or only of others,
-since these lay the stages out; None: of any."""
+"""Settings, the stages that they produce, and for which schedules: True for V schedules only, False
+for all others, None for any."""
 
 
 def _turns(schedule: str) -> bool:
-    """Whether a schedule lays stages there and back again, unless a layout says otherwise."""
+    """Whether a schedule places stages in a V by default: to the last rank and back again."""
     return known_of(schedule).shape is Shape.V
 
 
@@ -170,12 +175,12 @@ def _cuts(config: Config, given: frozenset[str], pp: int) -> Iterator[_Cut]:
         return
     for virtual in _virtual_sizes(model.num_layers, pp):
         for settings, split, in_a_v in _cuts_of(config, pp, virtual):
-            if not given & set(settings):  # those are to stay as they are: unsaid
+            if not given & set(settings):  # given settings must stay as they are
                 yield settings, split, in_a_v
 
 
 def _cuts_of(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
-    """Stages of equal numbers of layers, with and without the ends counted, and of equal times."""
+    """Cuts into equal numbers of layers, with and without counting both ends, and equal times."""
     stages = {"num_virtual_stages_per_pipeline_rank": virtual} if virtual > 1 else {}
     ends = {
         "account_for_embedding_in_pipeline_split": True,
@@ -187,12 +192,12 @@ def _cuts_of(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
 
 
 def _says(value: object) -> bool:
-    """Whether a value of one of `CUTTING` cuts: it is neither None nor False; 0 does."""
+    """Whether a value of one of `CUTTING` asks for a cut: any but None and False, 0 included."""
     return value is not None and value is not False
 
 
 def _balanced_cuts(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
-    """Stages of nearly equal times, in a loop, and in a V where there are two a rank."""
+    """Cuts into stages of nearly equal times: in a loop, and with two per rank also in a V."""
     balanced = balanced_layout(config, pp * virtual)
     for prefix in ("", "v:")[: 2 if virtual == 2 else 1]:
         settings = {"pipeline_model_parallel_layout": prefix + balanced}
@@ -200,7 +205,7 @@ def _balanced_cuts(config: Config, pp: int, virtual: int) -> Iterator[_Cut]:
 
 
 def _automatic_cuts(config: Config, asked: Mapping[str, Any], pp: int) -> Iterator[_Cut]:
-    """What "auto" asks for: balanced stages, written out; as many a rank as was asked for."""
+    """The cuts for the layout "auto": balanced stages as an explicit layout string."""
     virtual = asked["num_virtual_stages_per_pipeline_rank"]
     said = {"pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"}
     if any(value for name, value in asked.items() if name not in said):
@@ -221,7 +226,7 @@ def _virtual_sizes(layers: int, pp: int) -> list[int]:
 def _if_legal(
     model: ModelConfig, pp: int, settings: dict[str, Any], *, in_a_v: bool | None = None
 ) -> Iterator[_Cut]:
-    """The cut, unless the layers do not divide so."""
+    """The cut with these settings; nothing if the layers cannot be divided like that."""
     chosen = {name: value for name, value in settings.items() if _says(value)}
     arguments = {_ARGUMENTS[name]: value for name, value in chosen.items()}
     if in_a_v and not {"virtual", "layers_per_virtual_stage", "layout"} & set(arguments):
@@ -253,9 +258,9 @@ _ARGUMENTS: Mapping[str, str] = MappingProxyType(
 
 
 def balanced_layout(config: Config, stages: int) -> str:
-    """The layout of consecutive stages that take, by their arithmetic, as equal times as can be.
+    """The layout string of consecutive stages with the most equal times, as far as FLOPs tell.
 
-    Prediction layers and the head share the last stage.
+    Multi-token prediction layers and the head share the last stage.
     """
     return _balanced(config.model, config.training.seq_length, stages)
 

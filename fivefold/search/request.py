@@ -1,4 +1,4 @@
-"""What is asked of the planner: a model, a batch, a cluster, and what may not be changed."""
+"""A request to the planner: a model, a batch, a cluster, and the settings that must not change."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -14,24 +14,24 @@ from fivefold.mesh.degrees import DEGREES
 from fivefold.predict.cluster import MAX_GPUS, Cluster
 
 ASSUMED_TOKENS = 1 << 22
-"""Of a step, where nothing is said: 4 Mi, as pre-training runs of billions of parameters take."""
+"""Tokens of a step unless the batch is given: 4 Mi, usual for models of billions of parameters."""
 ASSUMED_LENGTH = 4096
 LAYOUT = frozenset(f.name for cls in (ParallelConfig, MemoryConfig) for f in fields(cls))
 FIXABLE = LAYOUT | {"micro_batch_size"}
-"""What a plan searches, unless it is given."""
-LARGEST = (1 << 31) - 1  # sequences and tokens: what columns of candidates can count
+"""Names of the settings that a plan searches unless they are given."""
+LARGEST = (1 << 31) - 1  # largest batch and sequence length: the table's columns are int32
 _COUNTED = ("micro_batch_size", "global_batch_size", "seq_length")
 
 
 @dataclass(frozen=True)
 class Request:
-    """A question for the planner.
+    """A request to the planner.
 
     Attributes:
-        config: the model and the batch; of the layout, what was given.
-        given: names of layout settings that must stay as `config` has them.
-        cluster: cluster that runs it.
-        assumes: names of settings that nobody gave, and that the cluster decides.
+        config: the model, the batch, and the layout settings that were given.
+        given: names of the layout settings that must stay as `config` has them.
+        cluster: the hardware to plan for.
+        assumes: names of the settings that were not given and that the planner assumed.
     """
 
     config: Config
@@ -41,12 +41,12 @@ class Request:
 
     @property
     def world(self) -> int:
-        """Devices, all of which take part."""
+        """Number of devices; all of them take part."""
         return self.cluster.num_gpus
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What nobody said, in words."""
+        """Descriptions of the settings that the planner assumed, with their flags."""
         training = self.config.training
         batch, length = training.global_batch_size, training.seq_length
         words = {
@@ -57,7 +57,7 @@ class Request:
         return tuple(text for name, text in words.items() if name in self.assumes)
 
     def fixed(self) -> dict[str, Any]:
-        """The layout settings that were given, with their values."""
+        """The values of the given layout settings, by name."""
         return {
             setting.name: getattr(section, setting.name)
             for _, section in self.config.sections()
@@ -66,14 +66,14 @@ class Request:
         }
 
     def but(self, num_gpus: int | None = None, **settings: Any) -> "Request":
-        """The question that is asked if some flags are typed besides.
+        """The same request with some more flags.
 
         Args:
-            num_gpus: --gpus; None: it stays.
-            settings: other flags, by field name.
+            num_gpus: number of GPUs; None keeps it.
+            settings: values of further flags, by field name.
 
         Raises:
-            ConfigError: settings that no layout can have.
+            ConfigError: the settings are wrong for every layout.
         """
         cluster = replace(self.cluster, num_gpus=num_gpus or self.world)
         return _request(
@@ -84,7 +84,7 @@ class Request:
         )
 
     def without(self, names: Iterable[str]) -> "Request":
-        """The question in which some of the layout settings are left to the search."""
+        """The same request with these layout settings left to the search."""
         usual = Config(self.config.model)
         defaults = {
             setting.name: getattr(section, setting.name)
@@ -104,20 +104,20 @@ def request(
     by_flag: Iterable[str] = (),
     by_recipe: Iterable[str] = (),
 ) -> Request:
-    """The question that a configuration asks.
+    """The request that a configuration makes.
 
-    Flags that lay out the work are kept; a recipe's are not, since its layout is what is being
-    looked for. Batch and length count wherever they were given. A degree of -1 is to be inferred:
-    that is left to the search.
+    Layout settings given by flags are kept. Those of a recipe are ignored, because the layout is
+    what the search is for. Batch size and sequence length count wherever they were given. A degree
+    of -1 means inferred, and is left to the search.
 
     Args:
         config: configuration with everything that was given.
-        cluster: cluster to plan for.
-        by_flag: names of the settings that flags gave.
-        by_recipe: names of those that a recipe gave.
+        cluster: the hardware to plan for.
+        by_flag: names of the settings that were given by flags.
+        by_recipe: names of the settings that were given by a recipe.
 
     Raises:
-        ConfigError: settings that no layout can have, whatever else it has.
+        ConfigError: some settings are wrong for every layout.
     """
     flags, recipe = frozenset(by_flag), frozenset(by_recipe)
     inferred = {n for n in DEGREES.values() if getattr(config.parallel, n) == -1}
@@ -143,7 +143,7 @@ def request(
 def _request(
     config: Config, given: frozenset[str], cluster: Cluster, assumes: frozenset[str]
 ) -> Request:
-    """A question whose assumptions are filled in, or what is wrong with it."""
+    """The request with assumed settings filled in; raises if its settings are wrong."""
     if "seq_length" in assumes:
         length = min(ASSUMED_LENGTH, config.model.max_position_embeddings)
         config = config.with_values(seq_length=length)
@@ -173,7 +173,7 @@ def _check_sizes(asked: Request, mistakes: Mistakes) -> None:
 
 
 def _check_units(config: Config, cluster: Cluster, mistakes: Mistakes) -> None:
-    """The device multiplies in the types that are asked for, at rates that are known."""
+    """Check that the device multiplies in the given precision, at a rate that is known."""
     training, gpu = config.training, cluster.gpu
     narrow = {"fp8": training.fp8_format, "fp4": training.fp4_format}
     asked = {name: f"--{name}-format {kind}" for name, kind in narrow.items() if kind}
@@ -198,9 +198,9 @@ def _check_units(config: Config, cluster: Cluster, mistakes: Mistakes) -> None:
 
 
 def _batch(length: int, devices: int) -> int:
-    """Sequences of a step: some four million tokens, a whole number of sequences for each device.
+    """The assumed batch size: about four million tokens, and a multiple of the device count.
 
-    Many devices get one sequence for every eight of them, which is what the largest runs have.
+    Very many devices get one sequence for every eight of them, as in the largest published runs.
     """
     sequences = max(ASSUMED_TOKENS // length, devices // 8, 1)
     if sequences >= devices:

@@ -1,9 +1,9 @@
-"""The fastest layouts that fit: enumerate, bound, look closely at the promising ones, refine.
+"""Finds the fastest layouts that fit, by branch and bound.
 
-Branch and bound: every legal layout gets a quick lower bound on its time; those that it leaves get
-lower bounds on memory and time, and are looked at in the order of the latter, until no bound is
-below the best that was found, or the work that may be spent is used up. Where a layout that could
-be faster does not fit, it is tried again with finer techniques to save memory.
+Every legal layout gets a quick lower bound on its step time. The layouts that this bound cannot
+rule out get closer lower bounds on memory and time, and are evaluated in the order of the latter,
+until no bound is below the best time found, or the allowed work is used up. A layout that could be
+faster but does not fit is tried again with finer memory techniques.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -15,50 +15,57 @@ from time import perf_counter
 import numpy as np
 
 from fivefold.check import check
+from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.predict.context import best_context
+from fivefold.predict.liveness import moments
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.software import Software
 from fivefold.search.bound_tables import Ranks, Values
-from fivefold.search.branch_and_bound import Frontier, Ledger, layout_of
+from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of
 from fivefold.search.candidate import Candidate, capacity, evaluate
 from fivefold.search.columns import Column
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.memory_bound import memory_bound
-from fivefold.search.memory_choices import MemoryChoice, further_choices, refinements
+from fivefold.search.memory_choices import (
+    MemoryChoice,
+    further_choices,
+    in_flight_limits,
+    refinements,
+)
 from fivefold.search.request import Request
 from fivefold.search.space import Space
 from fivefold.search.time_bound import TimeBound, quick_time_bound, time_bound
 
-WORK = 450_000  # acts of programs that are built, swept and walked at most, or as much other work
-LONG = 15_000  # acts of a program that is looked at only after all shorter ones
-REACH = 1.5  # times the best, up to which layouts are shown
-MESHES = 10  # of which the best layout is shown
-TRIES = 4  # plain layouts of each of them that are looked at first
-LESS_MEMORY = 1e10  # bytes; what a device with so much less would take is found out, too
-SHARES = (0.75, 0.6, 0.45)  # of the memory, for each of which the fastest layout is looked for
-WORTH = 0.02  # share of the memory that a slower layout must save to be told
-SMALLEST = 3  # layouts of least memory that are looked at where nothing fits
+WORK = 450_000  # most pipeline actions to build and simulate, or as much other work
+LONG = 15_000  # actions of a program that is evaluated only after all shorter ones
+REACH = 1.5  # evaluate layouts up to this multiple of the best step time
+MESHES = 10  # meshes whose best layout is shown
+TRIES = 4  # plain layouts of each mesh that are evaluated first
+LESS_MEMORY = 1e10  # bytes; also find the fastest layout for a device with this much less memory
+SHARES = (0.75, 0.6, 0.45)  # also find the fastest layout within these shares of device memory
+WORTH = 0.02  # share of the memory that a slower layout must save to be listed
+SMALLEST = 3  # layouts with the least memory to evaluate if nothing fits
 ALIKE = 0.004  # share of a step by which a simpler layout may be slower and still be preferred
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a layout search.
 
     Attributes:
-        request: the question.
+        request: the request that was searched for.
         found: layouts that fit, the best first.
-        rejected: promising ones that do not fit.
-        legal: layouts that were enumerated.
-        bounded: layouts near enough to the best for bounds on memory and time.
-        too_large: layouts whose memory bound exceeds the device.
-        timed: pipeline programs that were timed, event by event.
-        looked_at: layouts whose memory was swept.
-        gap: share by which a layout that was not looked at could at most be faster than the best.
-        smallest: bytes that the smallest of the legal layouts needs at least, if none fits.
-        seconds: seconds that the search took.
+        rejected: layouts that could be faster, but do not fit.
+        legal: number of legal layouts.
+        bounded: number of layouts that got the closer bounds on memory and time.
+        too_large: number of layouts whose memory bound exceeds the device.
+        timed: number of pipeline programs that were simulated.
+        looked_at: number of layouts whose memory was predicted.
+        gap: largest share by which a layout that was not evaluated could be faster than the best.
+        smallest: lower bound on the bytes of the smallest legal layout, if none fits.
+        seconds: time that the search took, in seconds.
     """
 
     request: Request
@@ -79,13 +86,13 @@ class SearchResult:
         return self.found[0]
 
     def by_mesh(self) -> list[Candidate]:
-        """The best layout of every mesh, the best first."""
+        """The best layout of each mesh, the best first."""
         return _distinct(self.found, len(self.found))
 
     def pareto(self) -> list[Candidate]:
-        """Layouts than which none is both faster and smaller, the fastest first.
+        """The Pareto front of step time and memory, the fastest first.
 
-        Of some that need nearly the same, one: each saves a share of memory that is worth telling.
+        Each layout needs at least 2 % less memory than the one before.
         """
         front: list[Candidate] = []
         for candidate in sorted(self.found, key=lambda c: (c.seconds, c.memory.max_allocated)):
@@ -106,7 +113,7 @@ def search(request: Request) -> SearchResult:
 
 
 def legal_space(request: Request) -> Space:
-    """Every legal layout that is worth a try; where none is, every legal one."""
+    """The legal layouts within the usual sizes; if there are none, all legal layouts."""
     question = request.config, request.world, request.given
     space = enumerate_space(*question, widest=2 * request.cluster.gpus_per_node)
     if not len(space):
@@ -116,7 +123,7 @@ def legal_space(request: Request) -> Space:
 
 @dataclass
 class _Search:
-    """One run: the space, what has been found so far, and what was left."""
+    """One run of the search: its candidates, and its findings so far."""
 
     request: Request
     space: Space
@@ -127,12 +134,14 @@ class _Search:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Of every way, what bounds look at."""
-        return Ranks.of(self.request.config.model, self.space.ways)
+        """The tables of pipeline ranks that the bounds use."""
+        return Ranks.of(self.request.config.model, self.space.partitions)
 
     def run(self) -> SearchResult:
         request, ledger = self.request, self.ledger
-        quick = quick_time_bound(self.space, self.ranks, request.cluster, Software(), ledger.blocks)
+        quick = quick_time_bound(
+            self.space, self.ranks, request.cluster, Software(), ledger.times_cache
+        )
         start, end = 0.0, REACH * float(quick.min())
         while start < REACH * ledger.best and not ledger.spent:
             rows = np.flatnonzero((quick >= start) & (quick < end))
@@ -144,11 +153,13 @@ class _Search:
                 break
         self.unseen = min(self.unseen, start)
         smallest = 0.0
-        if not ledger.found:  # the work was used up among fast layouts that do not fit
+        if not ledger.found:  # the work was used up on fast layouts that do not fit
             sizes = memory_bound(self.space, self.ranks)
             smallest = float(sizes.min())
             for layout in smallest_of(self.space, sizes):
-                candidate = evaluate(request, layout.config, layout=layout, blocks=ledger.blocks)
+                candidate = evaluate(
+                    request, layout.config, layout=layout, times_cache=ledger.times_cache
+                )
                 ledger.found += [candidate] if candidate.prediction is not None else []
         self._refine()
         found = self._checked(ledger.found)
@@ -167,55 +178,55 @@ class _Search:
         )
 
     def _look(self, space: Space) -> None:
-        """At layouts whose quick bounds are near each other, and at finer techniques for them."""
+        """Evaluate layouts with similar quick bounds, also with further memory techniques."""
         bounds, fits = self._bounded(space)
         self.bounded += len(space)
         self.too_large += len(space) - len(fits)
-        frontier = self._frontier(space, bounds, fits)
+        candidates = self._open(space, bounds, fits)
         known = {candidate.mesh for candidate in self.ledger.found}
-        for rows in _plain_first(frontier, known):
+        for rows in _plain_first(candidates, known):
             for row in rows:
-                if frontier.look(row).prediction is not None:
+                if candidates.look(row).prediction is not None:
                     break
-        frontier.close_in(short_programs(frontier.space))
+        candidates.explore(short_programs(candidates.space))
         least = bounds.seconds
-        least[fits] = frontier.program + frontier.around
-        frontiers = [frontier]
+        least[fits] = candidates.program + candidates.around
+        rounds = [candidates]
         faster = np.flatnonzero(least < self.ledger.best)
         if len(faster):
             choices = further_choices(self.request.config, self.request.given)
             more = space.take(faster).with_memory(choices)
-            frontiers.append(self._frontier(more, *self._bounded(more)))
-            frontiers[-1].learn(frontier)
-            frontiers[-1].close_in(short_programs(frontiers[-1].space))
-        for each in frontiers:
-            each.close_in()
+            rounds.append(self._open(more, *self._bounded(more)))
+            rounds[-1].raise_bounds_from(candidates)
+            rounds[-1].explore(short_programs(rounds[-1].space))
+        for each in rounds:
+            each.explore()
             self.unseen = min(self.unseen, each.unseen)
-        self._trade(frontier)
+        self._trade(candidates)
 
-    def _trade(self, frontier: Frontier) -> None:
-        """Time for memory: the fastest of the layouts that need less of it."""
-        if not len(frontier.space):
+    def _trade(self, candidates: OpenCandidates) -> None:
+        """Find the fastest layouts that need less memory than the device has."""
+        if not len(candidates.space):
             return
         room = capacity(self.request)
-        sizes = memory_bound(frontier.space, self.ranks)
-        sizes[np.setdiff1d(np.arange(len(sizes)), short_programs(frontier.space))] = np.inf
+        sizes = memory_bound(candidates.space, self.ranks)
+        sizes[np.setdiff1d(np.arange(len(sizes)), short_programs(candidates.space))] = np.inf
         for size in (room - LESS_MEMORY, *(room * share for share in SHARES)):
-            frontier.within(np.flatnonzero(sizes <= size), size)
+            candidates.explore_within(np.flatnonzero(sizes <= size), size)
 
     def _bounded(self, space: Space) -> tuple[TimeBound, Column]:
-        """Bounds on time, and the layouts whose bounds on memory fit."""
-        cluster, blocks = self.request.cluster, self.ledger.blocks
-        bounds = time_bound(space, self.ranks, cluster, Software(), blocks)
+        """Lower bounds on time, and the rows whose lower bounds on memory fit the device."""
+        cluster, cache = self.request.cluster, self.ledger.times_cache
+        bounds = time_bound(space, self.ranks, cluster, Software(), cache)
         sizes = memory_bound(space, self.ranks)
         return bounds, np.flatnonzero(sizes <= capacity(self.request))
 
-    def _frontier(self, space: Space, bounds: TimeBound, fits: Column) -> Frontier:
+    def _open(self, space: Space, bounds: TimeBound, fits: Column) -> OpenCandidates:
         bounds = TimeBound(bounds.program[fits], bounds.around[fits])
-        return Frontier(self.request, space.take(fits), bounds, self.ledger)
+        return OpenCandidates(self.request, space.take(fits), bounds, self.ledger)
 
     def _refine(self) -> None:
-        """Finer memory techniques, on the best layouts and on faster ones that do not fit."""
+        """Try finer memory techniques on the best layouts, and on faster ones that do not fit."""
         ledger = self.ledger
         best = ledger.best
         missed = sorted((c for c in ledger.rejected if c.bound < best), key=lambda c: c.bound)
@@ -226,21 +237,46 @@ class _Search:
         ]
         for base in bases:
             for choice in self._choices(base):
-                with_choice = base.layout.config.with_values(**choice.settings)
-                try:
-                    candidate = evaluate(self.request, with_choice, blocks=ledger.blocks)
-                except ConfigError:
-                    continue
-                ledger.looks += 1
-                if candidate.prediction is not None:
-                    ledger.found.append(candidate)
+                self._try(base.layout.config.with_values(**choice.settings))
+        for base in bases:
+            for choice in self._limits(base):
+                config = base.layout.config.with_values(**choice.settings)
+                if self._try(config, replace(base.layout, config=config)):
+                    break
+
+    def _try(self, config: Config, layout: Layout | None = None) -> bool:
+        """Evaluate a configuration, whose checked layout may be given; return whether it fits."""
+        ledger = self.ledger
+        try:
+            candidate = evaluate(
+                self.request, config, layout=layout, times_cache=ledger.times_cache
+            )
+        except ConfigError:
+            return False
+        ledger.looks += 1
+        if candidate.prediction is None:
+            return False
+        ledger.found.append(candidate)
+        return True
 
     def _choices(self, base: Candidate) -> Iterator[MemoryChoice]:
         layers = max(len(stage.layers) for stage in base.layout.split.stages)
         yield from refinements(self.request.given, layers)
 
+    def _limits(self, base: Candidate) -> Iterator[MemoryChoice]:
+        """Limits on microbatches in flight with which a layout that is too large may fit."""
+        layout = base.layout
+        if base.memory.fits or layout.config.memory.recompute_granularity == "full":
+            return
+        worst = base.memory.worst
+        held = moments(layout, splits_backward=layout.defers_weights)[worst.pp_rank].kept
+        in_flight = round(held.sum(axis=1).max())
+        each = (worst.parts.get("activations", 0.0) + worst.parts.get("loss", 0.0)) / in_flight
+        excess = worst.peak - capacity(self.request)
+        yield from in_flight_limits(self.request.given, in_flight, each, excess)
+
     def _checked(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """In the order of preference, and only what `check` lets pass."""
+        """The layouts in order of preference, from the first one that `check` accepts."""
         ordered = sorted(found, key=lambda c: c.seconds)
         if ordered:
             limit = ordered[0].seconds * (1 + ALIKE)
@@ -252,11 +288,11 @@ class _Search:
 
 
 def smallest_layouts(request: Request) -> list[Candidate]:
-    """The legal layouts whose memory bounds are lowest, fit or not; none of them is timed."""
+    """The legal layouts with the lowest memory bounds, fit or not; none of them is timed."""
     space = legal_space(request)
     if not len(space):
         return []
-    sizes = memory_bound(space, Ranks.of(request.config.model, space.ways))
+    sizes = memory_bound(space, Ranks.of(request.config.model, space.partitions))
     return [
         Candidate(layout, peak_memory(layout, request.cluster), None, 0.0)
         for layout in smallest_of(space, sizes)
@@ -264,15 +300,15 @@ def smallest_layouts(request: Request) -> list[Candidate]:
 
 
 def smallest_of(space: Space, sizes: Values) -> list[Layout]:
-    """Those of some layouts whose memory bounds are lowest."""
+    """The layouts with the lowest memory bounds."""
     rows = np.argsort(sizes, kind="stable")[:SMALLEST].tolist()
     return [layout_of(space, row) for row in rows]
 
 
 def with_context(space: Space, request: Request) -> Space:
-    """The space, in which context parallelism communicates in the fastest way, unless it is given.
+    """The candidates with the fastest kind of context-parallel communication, unless it is given.
 
-    How fast a way is depends on few columns, and on nothing that is added around attention.
+    The time of each kind depends on few columns, and on nothing but attention.
     """
     few, _ = space.distinct(("tp", "cp", "mbs"))
     context = {}
@@ -282,18 +318,19 @@ def with_context(space: Space, request: Request) -> Space:
     return replace(space, context=context)
 
 
-def _plain_first(frontier: Frontier, known: Set[tuple[int, ...]]) -> Iterator[list[int]]:
-    """A few layouts of each promising mesh that is not known, with usual schedules and one group.
+def _plain_first(candidates: OpenCandidates, known: Set[tuple[int, ...]]) -> Iterator[list[int]]:
+    """A few plain layouts of each promising mesh that is not in `known`, the fastest mesh first.
 
-    They nearly always fit where their bounds do, and so soon give a time for others to beat.
+    Plain layouts have a common schedule and one sharding group. They nearly always fit if their
+    memory bounds do, and so quickly give a time to beat.
     """
-    space = frontier.space
+    space = candidates.space
     c = space.columns
-    usual = np.array([way.known.fused for way in space.ways])[c["way"]]
+    usual = np.array([partition.known.fused for partition in space.partitions])[c["partition"]]
     plain = usual & (c["instances"] == 1) & (c["strategy"] <= 1)
     short = short_programs(space)
     rows = short[plain[short]]
-    rows = rows[np.argsort(frontier.lower[rows], kind="stable")]
+    rows = rows[np.argsort(candidates.lower[rows], kind="stable")]
     few, of = space.take(rows).distinct(("tp", "cp", "pp", "ep", "etp"))
     columns = (few.columns[name].tolist() for name in ("tp", "cp", "pp", "ep", "etp"))
     new = [mesh not in known for mesh in zip(*columns, strict=True)]
@@ -303,15 +340,17 @@ def _plain_first(frontier: Frontier, known: Set[tuple[int, ...]]) -> Iterator[li
 
 
 def short_programs(space: Space) -> Column:
-    """The layouts whose programs take little time to build and to walk."""
+    """The rows of the layouts whose programs are quick to build and simulate."""
     c = space.columns
-    stages = np.array([len(way.split.stages) for way in space.ways])[c["way"]]
+    stages = np.array([len(partition.split.stages) for partition in space.partitions])[
+        c["partition"]
+    ]
     acts = np.minimum(c["microbatches"], 4 * c["pp"]) * stages * 3
     return np.flatnonzero(acts <= LONG)
 
 
 def _distinct(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
-    """The first so many of different meshes."""
+    """The first `count` candidates with different meshes."""
     seen: dict[tuple[int, ...], Candidate] = {}
     for candidate in candidates:
         seen.setdefault(candidate.mesh, candidate)
@@ -319,10 +358,10 @@ def _distinct(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def _legal(candidates: list[Candidate], request: Request) -> list[Candidate]:
-    """The candidates from the first one on that `check` lets pass: it has the last word.
+    """The candidates from the first one that `check` accepts.
 
     Raises:
-        ConfigError: it lets none pass, and says why.
+        ConfigError: `check` accepts none of them.
     """
     refusal = None
     for number, candidate in enumerate(candidates):

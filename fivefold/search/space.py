@@ -1,4 +1,4 @@
-"""Candidates for a layout, as columns of whole numbers, and what the numbers stand for."""
+"""The candidate layouts of a search, as a table of integers, and the meaning of each column."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from fivefold.config.parallel import TokenDispatcher
 from fivefold.config.sharding import SHARDING
 from fivefold.search.columns import Column, Columns, codes, join, where
 from fivefold.search.memory_choices import MemoryChoice
-from fivefold.search.partitions import Way
+from fivefold.search.partitions import Partition
 
 SHARDINGS = tuple(SHARDING.values())
 
@@ -29,27 +29,29 @@ FIELDS: Mapping[str, str] = MappingProxyType(
         "mbs": "micro_batch_size",
     }
 )
-DENSE, SPARSE = 64, 1 << 22  # numbers that are taken as they come; numbers that are counted anew
+# `distinct` uses values up to DENSE as codes directly, and renumbers codes beyond SPARSE.
+DENSE, SPARSE = 64, 1 << 22
 
 
 @dataclass(frozen=True)
 class Space:
-    """Candidates, and what their numbers stand for.
+    """A table of candidates, and the meaning of its numbers.
 
     Attributes:
         config: the model, the batch and every setting that is not searched.
-        world: devices.
-        ways: ways that the column `way` counts.
-        memory: recompute and offload choices that the column `memory` counts.
-        columns: tp, sp, cp, pp, dp, ep, etp, mbs, microbatches, strategy, instances, way, memory,
-            and pairs: whether experts' messages hide behind the other half of a pair.
-        context: (tp, cp, mbs) -> settings of the way in which context parallelism communicates.
-        dispatcher: dispatcher of tokens, where experts are spread; None: as `config` has it.
+        world: number of devices.
+        partitions: the partitions that the column `partition` is an index into.
+        memory: the recompute and offload choices that the column `memory` is an index into.
+        columns: tp, sp, cp, pp, dp, ep, etp, mbs, microbatches, strategy, instances, partition,
+            memory and pairs, which is 1 where forwards and backwards are paired to overlap the
+            all-to-alls of experts.
+        context: settings of context-parallel communication by (tp, cp, mbs).
+        dispatcher: token dispatcher for expert parallelism; None takes the one in `config`.
     """
 
     config: Config
     world: int
-    ways: Sequence[Way]
+    partitions: Sequence[Partition]
     memory: Sequence[MemoryChoice]
     columns: Columns
     context: Mapping[tuple[int, int, int], Mapping[str, Any]] = field(
@@ -62,23 +64,23 @@ class Space:
 
     @cached_property
     def shards(self) -> Column:
-        """Ranks over which dense state is split: 1 without sharding."""
+        """Number of ranks that share the state of dense parameters; 1 without sharding."""
         c = self.columns
         shards = c["dp"] // c["instances"] * c["cp"]
         return np.where(self.sharded("splits_optimizer"), shards, 1)
 
     def sharded(self, what: str) -> NDArray[np.bool_]:
-        """Whether the sharding strategy of each candidate has an attribute of `Sharding`."""
+        """For each candidate, whether this attribute of its `Sharding` is true."""
         found: NDArray[np.bool_] = np.array([getattr(each, what) for each in SHARDINGS])
         return found[self.columns["strategy"]]
 
     def take(self, index: Column) -> "Space":
-        """Some of the candidates, in that order."""
+        """The candidates in these rows, in this order."""
         columns = {name: column[index] for name, column in self.columns.items()}
         return replace(self, columns=columns)
 
     def with_memory(self, choices: Sequence[MemoryChoice]) -> "Space":
-        """The candidates with each of these choices instead of theirs."""
+        """Every candidate combined with each of these memory choices, in place of its own."""
         few, _ = self.distinct([name for name in self.columns if name != "memory"])
         kept = {name: column for name, column in few.columns.items() if name != "memory"}
         columns = join(kept, {"memory": range(len(choices))})
@@ -87,7 +89,7 @@ class Space:
         return replace(self, memory=choices, columns=columns)
 
     def distinct(self, names: Sequence[str]) -> tuple["Space", Column]:
-        """Candidates that differ in these columns, one each; and which of them each one is like."""
+        """One candidate for each combination of values in these columns, and an index to them."""
         index: Column = np.zeros(len(self), np.int64)
         count = 1
         for name in names:
@@ -104,9 +106,9 @@ class Space:
         return self.take(rows), index
 
     def settings(self, row: int) -> dict[str, Any]:
-        """What a candidate sets, by field name."""
+        """The settings of a candidate, by field name."""
         at = {name: int(column[row]) for name, column in self.columns.items()}
-        way, choice = self.ways[at["way"]], self.memory[at["memory"]]
+        partition, choice = self.partitions[at["partition"]], self.memory[at["memory"]]
         settings: dict[str, Any] = {field: at[name] for name, field in FIELDS.items()}
         settings["data_parallel_shard_size"] = at["dp"] // at["instances"]
         settings["data_parallel_sharding_strategy"] = SHARDINGS[at["strategy"]].name
@@ -116,8 +118,8 @@ class Space:
         if self.dispatcher and at["ep"] > 1:
             settings["moe_token_dispatcher_type"] = self.dispatcher
         settings |= self.context.get((at["tp"], at["cp"], at["mbs"]), {})
-        return {**settings, **way.settings, **choice.settings}
+        return {**settings, **partition.settings, **choice.settings}
 
     def config_of(self, row: int) -> Config:
-        """The whole configuration of a candidate."""
+        """The configuration of a candidate."""
         return self.config.with_values(**self.settings(row))

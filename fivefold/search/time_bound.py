@@ -1,4 +1,4 @@
-"""A lower bound on the step time of a million layouts at once: `search.bound_tables` says how."""
+"""Lower bounds on the step time of a million layouts; `search.bound_tables` has the method."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fivefold.pipeline.layout import split_layers
 from fivefold.pipeline.stages import Split
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, gather, span
-from fivefold.predict.layer import Blocks, LayerTimes
+from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.overlap import cuts
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
@@ -33,8 +33,8 @@ from fivefold.search.bound_tables import (
     Ranks,
     Summand,
     Values,
-    block_counts,
-    block_parameters,
+    module_counts,
+    module_parameters,
     sample_layers,
 )
 from fivefold.search.columns import Column, codes
@@ -43,11 +43,11 @@ from fivefold.search.space import Space
 
 @dataclass(frozen=True)
 class TimeBound:
-    """Seconds of a step that no order of the acts can get below; N layouts.
+    """Lower bounds on the step times of N layouts, in seconds.
 
     Attributes:
-        program: [N] of the pipeline's program, with the wait for the slowest GPU.
-        around: [N] of what is communicated before and after it, and of the optimizer.
+        program: [N] seconds of the pipeline program, with the wait for the slowest GPU.
+        around: [N] seconds of communication before and after the program, and of the optimizer.
     """
 
     program: Values
@@ -55,7 +55,7 @@ class TimeBound:
 
     @property
     def seconds(self) -> Values:
-        """Of the whole step."""
+        """Lower bounds on the whole step, in seconds."""
         return self.program + self.around
 
 
@@ -64,17 +64,17 @@ def time_bound(
     ranks: Ranks,
     cluster: Cluster,
     software: Software,
-    blocks: Blocks | None = None,
+    times_cache: TimesCache | None = None,
 ) -> TimeBound:
-    """What layouts take at least; `blocks` as `LayerTimes` shares them.
+    """Lower bounds on the step times; `LayerTimes` describes `times_cache`.
 
-    A rank cannot begin before one microbatch has come through the stages before its first, then has
-    all its work to do, and its last dX still has to come down to stage 0; only as many dW as its
-    schedule leaves for later may run beside that.
+    A rank cannot begin before one microbatch has passed the stages before its first one. Then it
+    has all its work to do, and its last dX still has to travel to stage 0. Only the dW that its
+    schedule defers can run during that time.
     """
     run, of_run = space.distinct(TIMING)
     sharded, of_sharded = space.distinct(SHARDING)
-    cells = _cells(run, cluster, software, blocks)
+    cells = _cells(run, cluster, software, times_cache)
     data = _DataParallel(sharded, cluster)
     microbatches = _share(space, ranks)
     best = _path(run, ranks, cells)[of_run]
@@ -82,7 +82,7 @@ def time_bound(
     for which in FOR_TIME:
         work, kept, forward, backward = _pipeline(run, ranks, cells, cluster, which)
         gathered, reduced = (move[of_sharded] for move in data.moves(ranks, which))
-        layers = ranks.held[space.columns["way"], which][:, :PREDICTION].sum(axis=1)
+        layers = ranks.held[space.columns["partition"], which][:, :PREDICTION].sum(axis=1)
         work_times = forward[of_run], backward[of_run]
         moves = gathered, reduced
         every, once = _exposed(space, work_times, moves, np.maximum(layers, 1), cluster)
@@ -97,15 +97,15 @@ def quick_time_bound(
     ranks: Ranks,
     cluster: Cluster,
     software: Software,
-    blocks: Blocks | None = None,
+    times_cache: TimesCache | None = None,
 ) -> Values:
-    """As `time_bound`, less close and sooner: neither data parallelism nor recomputation take time.
+    """A faster, looser `time_bound` that ignores data parallelism and recomputation.
 
-    Where pairs wait for the host, recomputation may make a step shorter, by less than 1 %.
+    Where paired actions wait for the host, recomputation can shorten a step, by less than 1 %.
     """
     run, of_run = space.distinct(tuple(name for name in TIMING if name != "memory"))
     run.columns["memory"][:] = 0  # the choice that repeats least
-    cells = _cells(run, cluster, software, blocks)
+    cells = _cells(run, cluster, software, times_cache)
     best = _path(run, ranks, cells)
     for which in FOR_TIME:
         work, kept, *_ = _pipeline(run, ranks, cells, cluster, which)
@@ -115,61 +115,69 @@ def quick_time_bound(
 
 
 def waits(space: Space, cluster: Cluster) -> float:
-    """By which the slowest of all GPUs makes a step longer."""
+    """The factor by which waiting for the slowest of all GPUs lengthens a step."""
     return 1 + cluster.jitter * sqrt(2 * log(space.world))
 
 
-TIMING = ("way", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pairs")
-"""The columns that the pipeline's time depends on, sharding in every microbatch apart."""
+TIMING = ("partition", "tp", "sp", "cp", "dp", "ep", "etp", "mbs", "memory", "pairs")
+"""Columns that the pipeline program's time depends on, apart from sharding in each microbatch."""
 
 
 def _pipeline(
     space: Space, ranks: Ranks, cells: Cells, cluster: Cluster, which: int
 ) -> tuple[Values, Values, Values, Values]:
-    """Seconds of the program as one rank's work bounds it, and as what it keeps does; and of its
-    forwards and its backwards.
+    """Two lower bounds on the program's seconds, and the rank's forward and backward seconds.
+
+    The first bound follows from the work of one rank, the second from the number of chunks that it
+    can keep at once.
     """
-    way, microbatches = space.columns["way"], _share(space, ranks)
-    held, before = ranks.held[way, which], ranks.before[way, which]
+    partition, microbatches = space.columns["partition"], _share(space, ranks)
+    held, before = ranks.held[partition, which], ranks.before[partition, which]
     forward, dx, dw = (cells.weighted(held, phase * KINDS) for phase in range(3))
     hop = _hop(space, cells, cluster)
-    hops = hop * ranks.index[way, which]
+    hops = hop * ranks.index[partition, which]
     slices = space.config.parallel.num_sequence_slices  # the first comes soon, the last goes alone
     head, tail = (cells.weighted(before, phase * KINDS) / slices + hops for phase in range(2))
     paired = space.columns["pairs"] * _hidden(cells, held, cluster)
     # No pair hides more than all messages of two stages.
-    most = (cells.weighted(ranks.largest[way, which], number * KINDS) for number in (3, 4))
-    pairs = np.maximum(0, microbatches * ranks.chunks[way] - ranks.alone[way, which])
+    most = (cells.weighted(ranks.largest[partition, which], number * KINDS) for number in (3, 4))
+    pairs = np.maximum(0, microbatches * ranks.chunks[partition] - ranks.alone[partition, which])
     paired = np.minimum(microbatches * paired, pairs * sum(most))
     work = microbatches * (forward + dx + dw) - paired
-    deferred = ranks.deferred[way, which]
+    deferred = ranks.deferred[partition, which]
     known = np.where(np.isinf(deferred), 0, deferred)
-    later = known * cells.weighted(ranks.own[way, which], 2 * KINDS)
+    later = known * cells.weighted(ranks.own[partition, which], 2 * KINDS)
     later = np.where(np.isinf(deferred), np.inf, later)
-    first = cells.weighted(ranks.first[way], 2 * KINDS) / slices
+    first = cells.weighted(ranks.first[partition], 2 * KINDS) / slices
     through = work - np.minimum(microbatches * dw, later) + tail + first
     kept = head + _kept(space, ranks, cells, hop, which) + tail
     return head + np.maximum(work, through), kept, forward, dx + dw
 
 
 def _kept(space: Space, ranks: Ranks, cells: Cells, hop: Values, which: int) -> Values:
-    """Seconds in which a rank that may keep so few chunks gets all of them through.
+    """Seconds that a rank needs for all chunks, given how many it can keep at once.
 
-    A chunk is kept until it has come to the end of the model and back; what is kept on average is
-    that time's share of all, times the number of chunks (Little, 1961).
+    A chunk is kept until it has reached the end of the model and come back. By Little's law (1961)
+    the average number kept is the rate of chunks times this residence time.
     """
-    way, microbatches, parallel = space.columns["way"], _share(space, ranks), space.config.parallel
+    partition, microbatches, parallel = (
+        space.columns["partition"],
+        _share(space, ranks),
+        space.config.parallel,
+    )
     grouped = parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
-    most = np.where(grouped & (ranks.chunks[way] > 1), np.inf, ranks.most[way, which])
-    ahead = ranks.ahead[way, which]
+    most = np.where(grouped & (ranks.chunks[partition] > 1), np.inf, ranks.most[partition, which])
+    ahead = ranks.ahead[partition, which]
     there_and_back = sum(cells.weighted(ahead, phase * KINDS) for phase in range(2))
-    lasts = there_and_back / parallel.num_sequence_slices + 2 * hop * ranks.crossings[way, which]
-    found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.chunks[way])
+    lasts = (
+        there_and_back / parallel.num_sequence_slices + 2 * hop * ranks.crossings[partition, which]
+    )
+    found: Values = microbatches * lasts / np.minimum(most, microbatches * ranks.chunks[partition])
     return found
 
 
 def _hidden(cells: Cells, held: Values, cluster: Cluster) -> Values:
-    """Seconds of a microbatch that pairs hide at most, as `pairs.hidden` counts them."""
+    """Most seconds per microbatch that pairing can hide, as `overlap.hidden` computes them."""
     layers = held[:, :EMBEDDING]
     forward, dx, dw, sent, returned, ahead, back, weights, host = (
         cells.weighted(layers, number * KINDS) for number in range(len(_NUMBERS))
@@ -187,25 +195,25 @@ def _exposed(
     layers: Values,
     cluster: Cluster,
 ) -> tuple[Values, Values]:
-    """What data parallelism leaves exposed in every microbatch, and once a step.
+    """Exposed seconds of data-parallel communication, per microbatch and once per step.
 
     Args:
         space: the candidates.
-        work: seconds of a rank's forwards and backwards.
-        moves: seconds to gather its parameters and to reduce its gradients.
-        layers: layers that it holds.
-        cluster: cluster that runs it.
+        work: seconds of a rank's forwards and of its backwards.
+        moves: seconds to gather the rank's parameters, and to reduce its gradients.
+        layers: number of layers on the rank.
+        cluster: the hardware.
     """
     slowdown, parallel = cluster.gpu.overlap_slowdown, space.config.parallel
     (forward, backward), (gathered, reduced) = work, moves
 
     def hidden(work: Values, moved: Values) -> Values:
-        """As `compute.overlapped`, which is convex: less for a sum than for its parts."""
+        """`compute.overlapped` of sums: a lower bound on the sum over parts, as it is convex."""
         found: Values = np.maximum(0, moved - work) + slowdown * np.minimum(work, moved)
         return found
 
     def apart(work: Values, moved: Values, overlaps: bool) -> Values:
-        """Of a transfer layer by layer, the first or last of which is alone."""
+        """Exposed seconds of a transfer by layers, of which the first or last is never hidden."""
         alone = moved / layers
         return alone + hidden(work, moved - alone) if overlaps else moved
 
@@ -229,31 +237,33 @@ def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
 
 
 def _path(space: Space, ranks: Ranks, cells: Cells) -> Values:
-    """One microbatch's way to the last stage and back, and all others through that stage."""
-    way = space.columns["way"]
-    whole = np.array(block_counts(space.config.model, space.ways[0].split.stages), float)
-    final = ranks.final[way]
+    """Seconds of one microbatch to the last stage and back, plus all others in that stage."""
+    partition = space.columns["partition"]
+    whole = np.array(module_counts(space.config.model, space.partitions[0].split.stages), float)
+    final = ranks.final[partition]
     before = whole - final
     there_and_back = sum(cells.weighted(before, phase * KINDS) for phase in range(2))
     forward, dx, _, sent, returned = (cells.weighted(final, n * KINDS) for n in range(5))
     through = forward + dx - space.columns["pairs"] * (sent + returned)
-    update = cells.weighted(ranks.first[way], 2 * KINDS)
+    update = cells.weighted(ranks.first[partition], 2 * KINDS)
     alone = (there_and_back + update) / space.config.parallel.num_sequence_slices
     found: Values = alone + _share(space, ranks) * through
     return found
 
 
 def _share(space: Space, ranks: Ranks) -> Values:
-    """Microbatches that each stage has to do with: each copy of the model takes its share."""
-    found: Values = space.columns["microbatches"] / ranks.copies[space.columns["way"]]
+    """Microbatches per stage: the copies of the model share them."""
+    found: Values = space.columns["microbatches"] / ranks.copies[space.columns["partition"]]
     return found
 
 
-def _cells(space: Space, cluster: Cluster, software: Software, blocks: Blocks | None) -> Cells:
-    """`_NUMBERS` of each kind of block, a microbatch each, and bytes of its message."""
+def _cells(
+    space: Space, cluster: Cluster, software: Software, times_cache: TimesCache | None
+) -> Cells:
+    """The `_NUMBERS` of each kind of module for one microbatch, and the bytes of its message."""
     model = space.config.model
     split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
-    known: Blocks = {} if blocks is None else blocks
+    known: TimesCache = {} if times_cache is None else times_cache
 
     def times(config: Config) -> LayerTimes:
         return LayerTimes(_one_stage(config, split), cluster, software, known)
@@ -289,7 +299,7 @@ _NUMBERS = (
     *("computation of the forward", "of dX", "of dW"),
     "issuing the forward",
 )
-"""Seconds of a block that bounds add up."""
+"""Times of a module, in seconds per microbatch, that the bounds sum."""
 
 
 def _numbers(times: Times, host: float = 0.0) -> tuple[float, ...]:
@@ -300,14 +310,14 @@ def _numbers(times: Times, host: float = 0.0) -> tuple[float, ...]:
 
 
 def _in_order(numbers: Mapping[int, Sequence[float]], message: float) -> list[float]:
-    """By number and kind of block, the message last."""
+    """The numbers, ordered by number and then by kind of module, with the message last."""
     nothing = (0.0,) * len(_NUMBERS)
     each = [numbers.get(kind, nothing) for kind in range(KINDS)]
     return [*chain.from_iterable(zip(*each, strict=True)), message]
 
 
 def _one_stage(config: Config, split: Split) -> Layout:
-    """The ranks that split one microbatch's layers: what a layer costs depends on no others."""
+    """A layout of the ranks that share one microbatch: a layer's cost depends on no others."""
     parallel = config.parallel
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     grid = Grid(
@@ -321,12 +331,12 @@ def _one_stage(config: Config, split: Split) -> Layout:
 
 
 class _DataParallel:
-    """What sharding, reducing and updating cost at least."""
+    """Lower bounds on the times of data-parallel communication and of the optimizer."""
 
     def __init__(self, space: Space, cluster: Cluster) -> None:
         c = space.columns
         self.space, self.cluster = space, cluster
-        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), block_parameters))
+        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), module_parameters))
         self.shard = c["dp"] // c["instances"] * c["cp"]
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         wire = 2 if space.config.parallel.grad_reduce_in_bf16 else 4
@@ -344,7 +354,7 @@ class _DataParallel:
     def _affine(
         self, collective: Callable[[Cluster, GroupSpan, float], float], size: Column, stride: Column
     ) -> tuple[Values, Values]:
-        """Seconds of an empty collective over each group, and seconds a byte of large ones."""
+        """Seconds of an empty collective over each group, and seconds per byte of a large one."""
         sizes, _ = codes(size)
         strides, more = codes(stride)
         index, groups = codes(sizes * more + strides)
@@ -359,11 +369,11 @@ class _DataParallel:
         return values[:, 0], values[:, 1]
 
     def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
-        """Seconds to gather the parameters of one of the ranks, and to reduce its gradients."""
-        held = ranks.held[self.space.columns["way"], which]
+        """Seconds to gather a rank's parameters, and to reduce its gradients."""
+        held = ranks.held[self.space.columns["partition"], which]
         dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
 
-        # A layer is a transfer of its own, and so are the ends of the model.
+        # Each layer is one transfer, and so is each end of the model.
         layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
         with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts
 
@@ -385,11 +395,11 @@ class _DataParallel:
         return gathered, np.where(whole, seconds("reduce", self.wire), split)
 
     def optimizer(self, ranks: Ranks) -> Values:
-        """Seconds of the update on the rank with the most parameters."""
-        way, sharded = self.space.columns["way"], self.space.columns["strategy"] > 0
+        """Seconds of the optimizer update on the rank with the most parameters."""
+        partition, sharded = self.space.columns["partition"], self.space.columns["strategy"] > 0
         most = np.zeros(len(self.space))
         for which in FOR_TIME:
-            held = ranks.held[way, which]
+            held = ranks.held[partition, which]
             dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
             own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
             most = np.maximum(most, own)

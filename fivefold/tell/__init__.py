@@ -1,1 +1,1 @@
-"""What a plan says, and why: as text, as a page, as data, as settings of other trainers."""
+"""Reports a plan: as text, as a page, as JSON, and as settings for trainers."""

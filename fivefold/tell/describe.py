@@ -1,4 +1,4 @@
-"""Layouts in a few words."""
+"""Short descriptions of layouts."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from fivefold.search.memory_choices import describe
 
 
 def degrees(layout: Layout) -> str:
-    """The mesh in a few words: 'tp 8 pp 16 dp 128'."""
+    """The degrees of parallelism, such as 'tp 8 pp 16 dp 128'."""
     grid = layout.grid
     sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "ep": grid.ep, "etp": grid.etp}
     words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
@@ -15,7 +15,7 @@ def degrees(layout: Layout) -> str:
 
 
 def summary(layout: Layout) -> str:
-    """A layout in one line."""
+    """A description of a layout in one line."""
     parallel, training = layout.config.parallel, layout.config.training
     words = [degrees(layout), f"micro-batch {training.micro_batch_size}"]
     if layout.grid.cp > 1:
@@ -34,7 +34,7 @@ def summary(layout: Layout) -> str:
 
 
 def context_words(layout: Layout) -> str:
-    """In which ways context parallelism communicates: 'a2a+p2p 8x2'."""
+    """The kinds of context-parallel communication, such as 'a2a+p2p 8x2'."""
     parallel = layout.config.parallel
     kinds = "/".join(dict.fromkeys(parallel.cp_comm_type))
     sizes = "x".join(map(str, parallel.hierarchical_context_parallel_sizes))
@@ -42,11 +42,13 @@ def context_words(layout: Layout) -> str:
 
 
 def memory_words(layout: Layout) -> list[str]:
-    """The memory techniques, if any."""
+    """Descriptions of the memory techniques, if any are used."""
     memory = layout.config.memory
     words = []
     if memory.recompute_granularity is not None:
         words.append(describe(memory))
+    if memory.recompute_in_flight_limit is not None:
+        words.append(f"recompute beyond {memory.recompute_in_flight_limit} in flight")
     if memory.fine_grained_activation_offloading:
         words.append(f"offload {' '.join(memory.offload_modules)}")
     if memory.cross_entropy_loss_fusion:
@@ -59,11 +61,11 @@ def memory_words(layout: Layout) -> list[str]:
 
 
 def requirements(layout: Layout) -> Iterator[str]:
-    """What a layout asks of a trainer or a machine that not every one has."""
+    """Features that the layout needs and that not every trainer or machine has."""
     parallel = layout.config.parallel
     if layout.grid.ep > 1 and parallel.moe_token_dispatcher_type == "flex":
         yield (
-            "flex sends no token twice to a rank or a node: Megatron-LM and torchtitan need DeepEP "
+            "flex sends no token twice to a rank or a node. Megatron-LM and torchtitan need DeepEP "
             "for it, with NVLink inside nodes and RDMA between them; --moe-token-dispatcher-type "
-            "alltoall does without"
+            "alltoall does not need it"
         )

@@ -1,4 +1,4 @@
-"""Why a layout is the best, why not another one, and what would change that."""
+"""Explains a plan: what limits the best layout, the alternatives, and what would change it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,11 +22,11 @@ from fivefold.tell.describe import summary
 from fivefold.tell.export.targets import export
 from fivefold.units import human_bytes, human_seconds
 
-SOME = 8  # layouts that are predicted anew where the cluster changes
+SOME = 8  # layouts that are predicted again for each change of the cluster
 
 
 def differences(base: Prediction, other: Prediction, most: int = 3) -> list[str]:
-    """The parts of the step in which two layouts differ most, in words, the largest first."""
+    """The parts of the step in which two layouts differ most, the largest difference first."""
     ours = {part.name: part.seconds for part in base.parts}
     theirs = {part.name: part.seconds for part in other.parts}
     changes = {name: theirs.get(name, 0.0) - ours.get(name, 0.0) for name in {**ours, **theirs}}
@@ -41,7 +41,7 @@ def signed_seconds(seconds: float) -> str:
 
 
 def shortfall(memory: MemoryPrediction) -> str:
-    """What a layout lacks on the fullest device, and of what it is made there."""
+    """By how much a layout exceeds the fullest device, and the largest parts of its memory."""
     worst = memory.worst
     missing = memory.device_total - memory.capacity
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
@@ -57,8 +57,8 @@ class Alternative:
     """A layout that was not chosen.
 
     Attributes:
-        candidate: which.
-        reason: why not, in a line.
+        candidate: the layout.
+        reason: why it was not chosen, in one line.
     """
 
     candidate: Candidate
@@ -87,27 +87,27 @@ def _sooner(candidate: Candidate, best: Candidate) -> str:
 
 
 def slower(best: Prediction, other: Prediction) -> str:
-    """By how much another layout is slower (or faster), and where."""
+    """By how much another layout is slower or faster, and in which parts of the step."""
     share = percent(other.step_time / best.step_time - 1)
     where = ", ".join(differences(best, other))
     return share + (f": {where}" if where else "")
 
 
 def percent(share: float) -> str:
-    """'+1.6%', or '0%' for less than can be shown."""
+    """A signed percentage such as '+1.6%'; '0%' if it is too small to show."""
     return f"{share:+.1%}" if abs(share) >= 5e-4 else "0%"
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What another cluster would change.
+    """The effect of a change of the cluster, or of one more technique.
 
     Attributes:
-        change: change of the cluster, in words.
-        seconds: seconds of a step of the best layout there.
-        candidate: that layout.
-        moves: whether it is another layout than the best here.
-        untrained: whether Fivefold's own trainer lacks what changes.
+        change: description of the change.
+        seconds: step time of the best layout after the change, in seconds.
+        candidate: the best layout after the change.
+        moves: whether that is another layout than the best without the change.
+        untrained: whether Fivefold's own trainer cannot run the changed layout yet.
     """
 
     change: str
@@ -118,13 +118,16 @@ class Sensitivity:
 
 
 def sensitivities(result: SearchResult) -> list[Sensitivity]:
-    """Other clusters, with the best of what was looked at; and techniques that are not searched."""
+    """The effects of changes of the cluster, and of techniques that the search does not try.
+
+    For each changed cluster only layouts that the search has evaluated are compared.
+    """
     changes = _changes(result.request.cluster)
     return [*(_under(result, change, cluster) for change, cluster in changes), *_techniques(result)]
 
 
 def _techniques(result: SearchResult) -> Iterator[Sensitivity]:
-    """The best layout with one more setting each, where it makes a difference and was not given."""
+    """The effects of single settings that were not given, if they change the step time."""
     best, given, cluster = result.best, result.request.given, result.request.cluster
     tried: list[tuple[str, dict[str, Any]]] = [
         ("--tp-comm-overlap", {"tp_comm_overlap": True}),
@@ -178,7 +181,7 @@ def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
     predictions = predict_all([candidate.layout for candidate in fitting], cluster)
     looked = [replace(c, prediction=p) for c, p in zip(fitting, predictions, strict=True)]
     if not looked:
-        return Sensitivity(f"{change}: nothing that was looked at fits", 0.0, best, True)
+        return Sensitivity(f"{change}: none of the layouts found fits", 0.0, best, True)
     fastest = min(looked, key=lambda c: (c.seconds, c.layout is not best.layout))
     unmoved = [c for c in looked if c.layout is best.layout]
     if unmoved and fastest.seconds > unmoved[0].seconds * 0.998:
@@ -187,26 +190,26 @@ def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
 
 
 def binding(result: SearchResult) -> str:
-    """What holds the best layout back most, in a sentence."""
+    """What limits the best layout most, as a sentence."""
     best = result.best
     assert best.prediction is not None
     parts = sorted(best.prediction.parts, key=lambda part: -part.seconds)
     largest = next(part for part in parts if part.name != "ideal")
     share = largest.seconds / best.seconds
-    time = f"{largest.name}, {share:.0%} of the step, is the largest loss"
+    time = f"the largest loss of time is {largest.name}, {share:.0%} of the step"
     faster = [c for c in missed(result) if c.seconds < best.seconds * 0.99]
     if not faster:
-        return f"{time}; device memory does not stand in the way of a faster layout"
+        return f"{time}; more device memory would not allow a faster layout"
     least = min(faster, key=lambda c: c.memory.device_total)
     missing = least.memory.device_total - least.memory.capacity
     return (
         f"device memory: with {human_bytes(missing)} more, {summary(least.layout)} would be "
-        f"{1 - least.seconds / best.seconds:.1%} faster; besides, {time}"
+        f"{1 - least.seconds / best.seconds:.1%} faster; {time}"
     )
 
 
 def missed(result: SearchResult) -> list[Candidate]:
-    """Layouts that do not fit and would be faster than the best, the nearest and the fastest."""
+    """Layouts that do not fit and would be faster than the best: the smallest and the fastest."""
     faster = [c for c in result.rejected if c.bound < result.best.seconds]
     nearest = sorted(faster, key=lambda c: c.memory.device_total)[:SOME]
     promising = sorted(faster, key=lambda c: c.bound)[:SOME]
@@ -217,7 +220,7 @@ def changed(request: Request, text: str) -> Request:
     """The request with settings that a text such as "tp=4 pp=8" fixes.
 
     Raises:
-        ConfigError: words that are no layout settings, or values of the wrong kind.
+        ConfigError: the text has words that are not layout settings, or wrong values.
     """
     mistakes, argv = Mistakes(), []
     for part in text.split():
@@ -240,7 +243,7 @@ def changed(request: Request, text: str) -> Request:
 
 
 def _names_a_setting(flag: str) -> bool:
-    """Whether a word that begins with dashes is a layout setting, or a switch turned off."""
+    """Whether a word that begins with dashes is a layout setting, or turns one off."""
     name = flag[2:].replace("-", "_") if flag.startswith("--") else ""
     name = ALIASES.get(name, name)
     switches = {s.name for s in _layout_settings() if s.kind is bool}
@@ -253,11 +256,11 @@ def _layout_settings() -> list[Setting]:
 
 @dataclass(frozen=True)
 class Rule:
-    """What the rule of thumb takes.
+    """The layout that rules of thumb lead to.
 
     Attributes:
-        candidate: the layout; None: following it to the end, nothing fits.
-        steps: what was decided, in order.
+        candidate: the layout; None if no layout that follows the rules fits.
+        steps: the decisions in order, each as a sentence.
     """
 
     candidate: Candidate | None
@@ -269,7 +272,7 @@ def rule_of_thumb(request: Request) -> Rule:
 
     Tensor parallelism inside the node and as small as fits; then pipeline parallelism across nodes;
     expert parallelism before expert tensor parallelism, inside a node if that fits; data
-    parallelism with ZeRO-1 for the rest; micro-batch 1; recomputation where nothing else helps.
+    parallelism with ZeRO-1 for the rest; micro-batch 1; recomputation only if nothing else fits.
     """
     model, node = request.config.model, request.cluster.gpus_per_node
     tensor = [n for n in (1, 2, 4, 8) if n <= node]
@@ -303,7 +306,7 @@ def _by_rule(tp: int, pp: int, ep: int, recompute: str | None) -> dict[str, Any]
 
 
 def _first_fit(request: Request, settings: Mapping[str, Any]) -> Candidate | None:
-    """The layout with the most stages a rank that is legal and fits; balanced if need be."""
+    """The legal layout with the most stages per rank that fits; with balanced stages if needed."""
     config = Config(request.config.model, training=request.config.training).with_values(**settings)
     pp, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
     shapes: list[dict[str, Any]] = [
@@ -326,11 +329,14 @@ def _first_fit(request: Request, settings: Mapping[str, Any]) -> Candidate | Non
 
 def _rule_steps(found: Candidate) -> Iterator[str]:
     grid = found.layout.grid
-    yield f"tensor parallelism {grid.tp}: the smallest inside a node that fits"
+    yield f"tensor parallelism {grid.tp}: the smallest size inside a node that fits"
     if grid.pp > 1:
-        yield f"pipeline parallelism {grid.pp}: across nodes, since a node's GPUs are not enough"
+        yield f"pipeline parallelism {grid.pp}: across nodes, since one node is not enough"
     if grid.ep > 1:
-        yield f"expert parallelism {grid.ep}: a node, or the smallest that fits; none of tensors"
+        yield (
+            f"expert parallelism {grid.ep}: one node, or the smallest size that fits; no expert "
+            "tensor parallelism"
+        )
     yield f"data parallelism {grid.dp} with ZeRO-1 for the rest, micro-batch 1"
     if found.layout.config.memory.recompute_granularity:
         yield "full recomputation: without it nothing fits"

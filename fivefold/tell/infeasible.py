@@ -1,7 +1,6 @@
-"""Why there is no plan, and the nearest questions that have one.
+"""Explains why no layout fits or is legal, and suggests flags with which one is.
 
-Whatever a no suggests is tried first: typed after the same command line, it leads to a layout that
-fits.
+Every suggestion has been tried: added to the same command line, it leads to a layout that fits.
 """
 
 import re
@@ -26,15 +25,15 @@ from fivefold.tell.describe import summary
 from fivefold.tell.explain import shortfall
 from fivefold.units import human_bytes
 
-GROWTH = (2, 4, 8, 16, 32, 64)  # times the GPUs, tried where nothing fits
+GROWTH = (2, 4, 8, 16, 32, 64)  # multiples of the GPUs to try if nothing fits
 SUGGESTIONS = 4
-COMPLETIONS = 200  # of what was given, held against the rules to find the nearest to a legal one
+COMPLETIONS = 200  # configurations to check when searching for the one that is nearest to legal
 Change = dict[str, Any]
-"""Flags that are typed besides: by the name of the setting, and "num_gpus"."""
+"""Values of further flags, by the name of the setting or "num_gpus"."""
 
 
 def why_nothing(result: SearchResult) -> ConfigError:
-    """The error to raise where no layout fits, or none is legal."""
+    """The error to raise if no layout fits, or none is legal."""
     request = result.request
     fixed = ", ".join(f"{name} = {_shown(value)}" for name, value in request.fixed().items())
     rules: tuple[Mistake, ...] = ()
@@ -53,27 +52,27 @@ def why_nothing(result: SearchResult) -> ConfigError:
 
 
 def _needs(result: SearchResult) -> Iterator[str]:
-    """What the smallest layouts need, and what there is."""
+    """The memory that the smallest layouts need, and the memory that there is."""
     request = result.request
     candidates = [*result.rejected, *smallest_layouts(request)]
     nearest = min(candidates, key=lambda c: c.memory.device_total)
-    gives = f"{human_bytes(capacity(request))} that one {request.cluster.gpu.name} has to give"
+    room = f"{human_bytes(capacity(request))} available on one {request.cluster.gpu.name}"
     if result.smallest > capacity(request):
         yield (
-            f"{result.legal:,} layouts are legal, and the smallest of them needs at least "
-            f"{human_bytes(result.smallest)} of the {gives}"
+            f"{result.legal:,} layouts are legal; the smallest needs at least "
+            f"{human_bytes(result.smallest)}, more than the {room}"
         )
     else:
         yield (
-            f"{result.legal:,} layouts are legal, and none of the {len(candidates):,} that were "
-            f"looked at fits into the {gives}"
+            f"{result.legal:,} layouts are legal; none of the {len(candidates):,} that were "
+            f"evaluated fits into the {room}"
         )
     yield f"nearest: {summary(nearest.layout)}"
     yield shortfall(nearest.memory)
 
 
 def nearest_to_legal(request: Request) -> tuple[Mistake, ...]:
-    """The rules that the layout breaks which has what was given and breaks the fewest."""
+    """The rules that are broken by the layout with the given settings that breaks the fewest."""
     fewest: tuple[Mistake, ...] | None = None
     for config in islice(_completions(request), COMPLETIONS):
         try:
@@ -88,7 +87,7 @@ def nearest_to_legal(request: Request) -> tuple[Mistake, ...]:
 
 
 def _completions(request: Request) -> Iterator[Config]:
-    """What was given with usual values of all else, plain layouts first."""
+    """Configurations with the given settings and usual values of the others, plain ones first."""
     config, given, world = request.config, request.given, request.world
     fixed = {axis: getattr(config.parallel, name) for axis, name in DEGREES.items()}
     sizes = {
@@ -109,7 +108,7 @@ def _completions(request: Request) -> Iterator[Config]:
 
 
 def _completed(request: Request, degrees: Change) -> Config:
-    """The configuration with these degrees, and what the search would set beside them."""
+    """The configuration with these degrees and the settings that the search would add."""
     config, given = request.config.with_values(**degrees), request.given
     parallel, changes = config.parallel, dict[str, Any]()
     if "sequence_parallel" not in given:
@@ -130,7 +129,7 @@ def _completed(request: Request, degrees: Change) -> Config:
 
 
 def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterator[str]:
-    """What can be typed besides and then has a plan, the smallest changes first."""
+    """Further flags with which there is a layout that fits, the smallest changes first."""
     told = set[str]()
     for change in _techniques(request) if legal else _by_rules(rules):
         text = _typed(change)
@@ -151,7 +150,7 @@ def _works(request: Request, rules: Iterable[Mistake], *, legal: bool) -> Iterat
 
 
 def _has_plan(request: Request, change: Change) -> bool:
-    """Whether the search finds a layout: at least among the smallest, which it always looks at."""
+    """Whether the search would find a layout: one of the smallest, which it always tries, fits."""
     try:
         return any(c.memory.fits for c in smallest_layouts(request.but(**change)))
     except ConfigError:
@@ -159,14 +158,14 @@ def _has_plan(request: Request, change: Change) -> bool:
 
 
 def _techniques(request: Request) -> Iterator[Change]:
-    """Ways to save memory that the search does not try by itself."""
+    """Memory techniques that the search does not try by itself."""
     yield {"optimizer_cpu_offload": True}
     if "recompute_granularity" in request.given:
         yield {"recompute_granularity": "full", "recompute_method": "uniform"}
 
 
 def _by_rules(rules: Iterable[Mistake]) -> Iterator[Change]:
-    """What the broken rules themselves suggest, as far as it can be typed."""
+    """The suggestions of the broken rules that are flags."""
     for rule in rules:
         for text in rule.works:
             words = text.split()
@@ -182,7 +181,7 @@ def _by_rules(rules: Iterable[Mistake]) -> Iterator[Change]:
 
 
 def _released(request: Request) -> Iterator[str]:
-    """One of the settings that were given left to the search, or as the search then has it."""
+    """Changes of one given setting: to the value that the search would choose, or left out."""
     for name in request.fixed():
         fitting = _fitting(request, {}, [name])
         changes = [_instead(candidate, [name]) for candidate in fitting]
@@ -194,19 +193,19 @@ def _released(request: Request) -> Iterator[str]:
 
 
 def _more(request: Request) -> Iterator[Change]:
-    """More GPUs."""
+    """Multiples of the number of GPUs."""
     yield from ({"num_gpus": request.world * times} for times in GROWTH)
 
 
 def _around(request: Request) -> Iterator[Change]:
-    """Usual numbers of GPUs around one that has no layout."""
+    """Usual numbers of GPUs that are near the given one."""
     power, nodes = 1 << (request.world.bit_length() - 1), request.world // 8 * 8
     near = {n for n in (power, 2 * power, nodes, nodes + 8) if n > 0} - {request.world}
     yield from ({"num_gpus": count} for count in sorted(near))
 
 
 def _all_released(request: Request) -> Iterator[str]:
-    """As few settings as possible left to the search at once, if need be on other GPUs."""
+    """Changes of as few given settings at once as possible, if necessary with more GPUs."""
     for count in ({}, *_around(request), *_more(request)):
         names = list(request.fixed())
         if not _fitting(request, count, names):
@@ -224,7 +223,7 @@ def _all_released(request: Request) -> Iterator[str]:
 
 
 def _fitting(request: Request, count: Change, names: Iterable[str]) -> list[Candidate]:
-    """Of the smallest layouts those that fit, with some settings left to the search."""
+    """The smallest layouts that fit, with these settings left to the search."""
     try:
         free = request.without(names).but(**count)
     except ConfigError:
@@ -233,7 +232,7 @@ def _fitting(request: Request, count: Change, names: Iterable[str]) -> list[Cand
 
 
 def _instead(candidate: Candidate, names: Iterable[str]) -> Change:
-    """What a layout sets instead of the settings that were given."""
+    """The values of these settings in the layout."""
     sections = [vars(section) for _, section in candidate.layout.config.sections()]
     return {name: section[name] for section in sections for name in names if name in section}
 

@@ -1,4 +1,4 @@
-"""A plan as one page that needs nothing else: time, memory by rank, the pipeline, the reasons."""
+"""A plan as a self-contained HTML page: time, memory by rank, the pipeline, the reasons."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -16,7 +16,7 @@ from fivefold.tell import report
 from fivefold.tell.describe import summary
 from fivefold.units import human_bytes, human_count, human_seconds
 
-MOST_ACTS = 6000  # that a timeline shows; longer programs show fewer microbatches
+MOST_ACTS = 6000  # most pipeline actions in the timeline; it shows fewer microbatches if needed
 
 
 def page(result: SearchResult, tokens: float | None) -> str:
@@ -49,7 +49,7 @@ def page(result: SearchResult, tokens: float | None) -> str:
 
 
 def waterfall(prediction: Prediction) -> Iterator[str]:
-    """Each part of a step as a bar that begins where the last one ended."""
+    """The parts of the step time as bars, each beginning where the one before ends."""
     step = prediction.step_time
     clock = 0.0
     spans = []
@@ -65,7 +65,7 @@ def waterfall(prediction: Prediction) -> Iterator[str]:
 
 
 def memory_bars(memory: MemoryPrediction) -> Iterator[str]:
-    """What the peak of each pipeline rank is made of, against what a device has."""
+    """The parts of each pipeline rank's peak memory as bars, with the memory of a device."""
     names = dict.fromkeys(name for rank in memory.ranks for name in rank.parts)
     limits = {
         f"may be allocated: {human_bytes(memory.capacity - memory.reserved)}": False,

@@ -1,4 +1,4 @@
-"""A plan as data, for programs."""
+"""A plan as a value for JSON."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from fivefold.tell.report import CONVENTION, cost
 
 
 def as_json(result: SearchResult, tokens: float | None, most: int) -> dict[str, Any]:
-    """Everything that the text says; seconds, bytes and shares of 1."""
+    """All figures of the report, in seconds, bytes and shares of 1."""
     request, found = result.request, cost(result, tokens)
     kept = found.goodput
     return {

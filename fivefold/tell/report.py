@@ -1,4 +1,4 @@
-"""What a plan says, as text."""
+"""The report of a plan as text."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ CONVENTION = (
 
 
 def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Rows of cells as lines of aligned columns; those numbered in `right` end at the right."""
+    """Lines with aligned columns; the columns with these numbers are aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     flush = set(right)
     return [
@@ -46,13 +46,13 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]
 
 
 def prose(lines: Iterable[str]) -> Iterator[str]:
-    """Lines, long ones wrapped."""
+    """The lines, with long ones wrapped."""
     for line in lines:
         yield from wrap(line, WIDTH, subsequent_indent="  ") or [""]
 
 
 def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
-    """As `table`, with the last column, of words, wrapped."""
+    """A table whose last column is text that is wrapped."""
     lines = table([row[:-1] for row in rows], right)
     start = max(map(len, lines)) + 2
     for line, row in zip(lines, rows, strict=True):
@@ -62,7 +62,7 @@ def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator
 
 
 def ranked(result: SearchResult, most: int) -> list[str]:
-    """The best layout of each mesh, a line each, the recommended one first."""
+    """A table of the best layout of each mesh, the recommended one first."""
     candidates = result.by_mesh()[:most]
     head = ("", "tp", "cp", "pp", "ep", "dp", "mbs", "schedule", "shards", "memory saved by")
     rows = [(*head, "memory", "step", "MFU", "tokens/s/GPU")]
@@ -99,7 +99,7 @@ def ranked(result: SearchResult, most: int) -> list[str]:
 
 
 def waterfall(prediction: Prediction) -> list[str]:
-    """From the ideal time of a step to the predicted one."""
+    """A table of the parts of the step time, from the ideal time on."""
     total = prediction.step_time
     rows = [("", "seconds", "share", "")]
     for part in prediction.parts:
@@ -113,7 +113,7 @@ def waterfall(prediction: Prediction) -> list[str]:
 
 
 def memory_table(candidate: Candidate) -> list[str]:
-    """What the peaks of pipeline ranks are made of: the first, the last and the fullest rank."""
+    """A table of the parts of peak memory: of all ranks, or the first, last and fullest."""
     ranks = candidate.memory.ranks
     fullest = candidate.memory.worst.pp_rank
     shown = sorted({0, fullest, len(ranks) - 1} | set(range(len(ranks)) if len(ranks) <= 8 else ()))
@@ -124,18 +124,18 @@ def memory_table(candidate: Candidate) -> list[str]:
         rows.append((name, *sizes))
     rows.append(("peak", *(human_bytes(ranks[rank].peak) for rank in shown)))
     worst, host = candidate.memory.worst, candidate.memory.host
-    offloaded = f"in host memory: {human_bytes(host)} of the GPU that has most there"
+    offloaded = f"in host memory: at most {human_bytes(host)} per GPU"
     return [
         *table(rows, right=range(1, len(shown) + 1)),
         f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",
-        f"driver, NCCL and fragmentation take {human_bytes(candidate.memory.reserved)} more, of "
-        f"{human_bytes(candidate.memory.capacity)}",
+        f"driver, NCCL and fragmentation take {human_bytes(candidate.memory.reserved)} more; the "
+        f"device has {human_bytes(candidate.memory.capacity)}",
         *([offloaded] if host else []),
     ]
 
 
 def counts(result: SearchResult) -> str:
-    """How much was searched, and what is left to be found."""
+    """The extent of the search, and by how much any other layout could be faster."""
     left = f"more than {result.gap:.1%} faster" if result.gap >= 5e-4 else "faster"
     return (
         f"{result.legal:,} legal layouts, {result.too_large:,} of which cannot fit; the memory of "
@@ -145,12 +145,12 @@ def counts(result: SearchResult) -> str:
 
 
 def parameters(result: SearchResult) -> int:
-    """Of the whole model."""
+    """The number of parameters of the whole model."""
     return count_parameters(result.request.config.model).total
 
 
 def question(result: SearchResult) -> Iterator[str]:
-    """What was asked, assumptions included."""
+    """The request: model, cluster, batch, and assumed and fixed settings."""
     request = result.request
     model, training, cluster = request.config.model, request.config.training, request.cluster
     whole = parameters(result)
@@ -199,15 +199,15 @@ def best(result: SearchResult) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a training run takes.
+    """The cost of a training run.
 
     Attributes:
-        tokens: tokens that are trained on.
-        steps: steps of the global batch.
-        seconds: seconds of computing, no interruption counted.
-        gpu_hours: GPU hours of that time.
-        price: price of the GPU hours, interruptions included; None: the cluster has no price.
-        goodput: what interruptions leave; None: the cluster has no rate of them.
+        tokens: number of training tokens.
+        steps: number of optimizer steps.
+        seconds: time of all steps, without interruptions, in seconds.
+        gpu_hours: GPU hours of all steps, without interruptions.
+        price: price of the run, with interruptions; None if the cluster has no price.
+        goodput: the effect of interruptions; None if the cluster has no failure rate.
     """
 
     tokens: float
@@ -219,12 +219,12 @@ class Cost:
 
     @property
     def wall(self) -> float:
-        """Seconds with interruptions."""
+        """Time of the run with interruptions, in seconds."""
         return self.seconds / self.goodput.share if self.goodput else self.seconds
 
 
 def cost(result: SearchResult, tokens: float | None) -> Cost:
-    """What training on so many tokens takes (None: as many as `train_iters` steps have)."""
+    """The cost of training on this many tokens; None: the tokens of `train_iters` steps."""
     candidate, cluster = result.best, result.request.cluster
     config = candidate.layout.config
     batch = config.training.global_batch_size * config.training.seq_length
@@ -273,18 +273,18 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
         f"training for {human_seconds(kept.checkpoint)} (12 bytes a parameter, 1 GB/s a node) and "
         f"a restart takes {human_seconds(kept.restart)}"
     )
-    yield f"goodput: {kept.share:.1%} of the time is training that counts"
+    yield f"goodput: {kept.share:.1%} of the time advances the training"
     if tokens:
         price = f", {found.price:,.0f} at the cluster's price" if found.price else ""
         yield (
-            f"in all: {human_seconds(found.wall)} by the clock, "
+            f"in all: {human_seconds(found.wall)} of wall-clock time, "
             f"about {interruptions:,.0f} interruptions{price}"
         )
 
 
 def explained(result: SearchResult) -> Iterator[str]:
-    """What binds, what else there is, and what would change it."""
-    yield from wrap(f"binding: {binding(result)}", WIDTH)
+    """What limits the layout, the alternatives, and the effects of changes."""
+    yield from wrap(f"limits: {binding(result)}", WIDTH)
     yield from context(result)
     yield ""
     for other in alternatives(result):
@@ -298,28 +298,28 @@ def explained(result: SearchResult) -> Iterator[str]:
         if change.moves:
             layout += f", by {_unlike(change.candidate, result.best)}"
         if change.untrained:
-            layout += "; Fivefold plans with it, and does not train with it yet"
+            layout += "; Fivefold cannot train with it yet"
         rows.append((change.change, human_seconds(change.seconds), layout))
     yield from listed(rows, right=(1,))
 
 
 def _unlike(candidate: Candidate, other: Candidate) -> str:
-    """What a summary says that another one does not."""
+    """The parts of a layout's summary that differ from another's."""
     known = summary(other.layout).split(", ")
     words = [word for word in summary(candidate.layout).split(", ") if word not in known]
     return ", ".join(words) or "the same without some of its techniques"
 
 
 def context(result: SearchResult) -> Iterator[str]:
-    """Why keys and values travel as they do."""
+    """The kinds of context-parallel communication, compared."""
     config, cluster = result.best.layout.config, result.request.cluster
     if result.best.layout.grid.cp == 1:
         return
     chosen = configured_way(config, cluster)
     ways = context_ways(config, cluster)
     yield (
-        f"context parallelism by {chosen.name}; a layer and microbatch, forward and backward, has "
-        f"{human_seconds(chosen.attention.total)} of attention, and:"
+        f"context parallelism by {chosen.name}; attention itself takes "
+        f"{human_seconds(chosen.attention.total)} per layer and microbatch, forward and backward:"
     )
     rows = [("", "sends", "exposed", "with attention")]
     for way in ways:
@@ -337,15 +337,14 @@ def context(result: SearchResult) -> Iterator[str]:
     own = config.training.seq_length // result.best.layout.grid.cp
     ring = next((way for way in ways if way.kind == "p2p"), None)
     if ring is not None:
-        hides = "hides" if own >= ring.tokens else "does not hide"
         yield (
-            f"a ring {hides} its hops: that takes {ring.tokens:,.0f} tokens of a sequence on a "
-            f"rank (2 k/a F/B), which has {own:,}"
+            f"a ring hides its communication from {ring.tokens:,.0f} tokens per rank up "
+            f"(2 k/a F/B); this layout has {own:,}"
         )
 
 
 def pareto(result: SearchResult) -> list[str]:
-    """Layouts that trade time for memory."""
+    """A table of the layouts that trade time for memory."""
     front = result.pareto()[:6]
     rows = [("memory", "step", "")]
     for candidate in front:
@@ -355,7 +354,7 @@ def pareto(result: SearchResult) -> list[str]:
 
 
 def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:
-    """What a change of some settings would cost."""
+    """The best layout with some settings fixed, compared with the best of all."""
     best = result.best.prediction
     assert best is not None
     if other.found:
@@ -382,7 +381,7 @@ def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:
 
 
 def rules(result: SearchResult, rule: Rule) -> Iterator[str]:
-    """What the rule of thumb would take, and what it costs."""
+    """The layout that rules of thumb lead to, compared with the best."""
     if rule.candidate is None or rule.candidate.prediction is None:
         yield "the rule of thumb finds nothing that fits"
         return

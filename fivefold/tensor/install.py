@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
-from fivefold.tensor.linear import ColumnParallel, RowParallel, WholeRows
+from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens, WholeRows
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
@@ -19,7 +19,7 @@ def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
     column, row = ColumnParallel(None, False, deferred), RowParallel(None, False, deferred)
     stage.column = column
     for block in stage.blocks:
-        block.column, block.row = column, row
+        block.column, block.row, block.whole = column, row, column
     for prediction in stage.predictions:
         prediction.column = column
     for embedding in (*stage.embeddings, stage.embed_positions):
@@ -43,15 +43,19 @@ def install_tensor_parallel(
         groups: groups of this rank.
         sequence_parallel: whether norms and residuals work on this rank's tokens only.
         deferred: where linears leave weight gradients.
-        dims: which dim of each parameter the ranks split; None: each holds all of it.
+        dims: which dim of each parameter the ranks split; None: each holds all of it. Parameters
+            that are not named are left as they are.
     """
     group = groups.tp
     assert group is not None, "one rank needs no tensor parallelism"
     column = ColumnParallel(group, sequence_parallel, deferred)
     row = RowParallel(group, sequence_parallel, deferred)
+    whole = ColumnParallel(None, False, deferred)
+    spread = SpreadTokens(group, sequence_parallel)
     rank, size = group.rank(), group.size()
     for block in stage.blocks:
         block.column, block.row = column, row
+        block.whole, block.spread = whole, spread
         block.split(rank, size)
     for prediction in stage.predictions:
         prediction.column, prediction.joined = column, WholeRows(group, sequence_parallel)
@@ -79,6 +83,8 @@ def _distribute(stage: Stage, groups: Groups, dims: Mapping[str, int | None]) ->
     assert mesh is not None
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if names[parameter] not in dims:  # of experts, which have ranks of their own
+                continue
             if parameter not in made:
                 dim = dims[names[parameter]]
                 placement = Replicate() if dim is None else Shard(dim)

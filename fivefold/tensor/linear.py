@@ -167,6 +167,39 @@ def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> 
     return y
 
 
+@dataclass(frozen=True)
+class SpreadTokens:
+    """The `spread` seam: what the heads of all ranks share, of the tokens of all ranks.
+
+    f, or under sequence parallelism all-gather forward and reduce-scatter backward.
+
+    Attributes:
+        group: group of tensor parallelism.
+        sequence_parallel: whether the features arrive sharded along the tokens.
+    """
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    def __call__(self, x_TF: Tensor) -> Tensor:
+        """[T or t, F] -> [T, F]."""
+        y: Tensor = _Spread.apply(x_TF, self.group, self.sequence_parallel)
+        return y
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return all_gather(x, group) if gathers else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if ctx.gathers:
+            return reduce_scatter(grad, ctx.group), None, None
+        return all_reduce(grad.clone(), ctx.group), None, None
+
+
 class _SumTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, scatter: bool) -> Tensor:

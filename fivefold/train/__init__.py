@@ -1,1 +1,1 @@
-"""The training loop and its life: launch, run folder, console, signals."""
+"""Training: launch, the loop, run folder, console, signals, failures."""

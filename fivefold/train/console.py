@@ -1,4 +1,4 @@
-"""What a person sees of a run: a banner, one aligned line a step, evaluations and warnings.
+"""Console output of a run: a banner, one aligned line per step, evaluations and warnings.
 
 On a terminal a progress bar stays below the lines; in a log there are only plain lines. NO_COLOR
 and TERM=dumb are honoured (by rich).
@@ -19,7 +19,7 @@ from rich.text import Text
 from fivefold.train.metrics import EvalMetrics, StepMetrics
 from fivefold.units import human_bytes, human_count, human_seconds
 
-LOG_WIDTH = 160  # a log is not wrapped by anyone
+LOG_WIDTH = 160  # characters per line in a log, which nobody wraps
 HEADER_EVERY = 40  # lines, on a terminal
 ETA_STEPS = 20
 REFRESH_SECONDS = 0.2
@@ -32,7 +32,7 @@ def _plain(x: float) -> str:
 
 @dataclass(frozen=True)
 class StepColumn:
-    """One figure of the step line; the lowest `rank` is the last to go when space is short."""
+    """One figure of the step line; in a narrow terminal, columns of the highest `rank` go first."""
 
     title: str
     width: int
@@ -41,7 +41,7 @@ class StepColumn:
 
     @property
     def space(self) -> int:
-        """Characters that it takes."""
+        """The width of the column in characters."""
         return max(self.width, len(self.title))
 
 
@@ -49,12 +49,13 @@ class Console:
     """Prints a run for one person; a Sink for metrics.
 
     Args:
-        total_steps: steps that the run will have done at its end.
-        device: what a rank is called in the column titles, "gpu" or "rank".
-        peak_known: there is an MFU to show.
+        total_steps: number of steps at the end of the run.
+        device: name of a rank in the column titles, "gpu" or "rank".
+        peak_known: whether the device's peak is known, so that there is an MFU to show.
+        experts: whether the model has experts, whose load is shown.
         log_interval: steps between lines.
-        stream: where to; whether it is a terminal decides on colour and progress bar.
-        width: width of the lines; the terminal's if None.
+        stream: output stream; colour and progress bar are used only if it is a terminal.
+        width: width of the lines in characters; None: that of the terminal.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Console:
         *,
         device: str = "rank",
         peak_known: bool = False,
+        experts: bool = False,
         log_interval: int = 1,
         stream: TextIO | None = None,
         width: int | None = None,
@@ -76,7 +78,7 @@ class Console:
         self._total = total_steps
         self._interval = log_interval
         self._recent: deque[float] = deque(maxlen=ETA_STEPS)
-        self._columns = self._fitting(device, peak_known)
+        self._columns = self._fitting(device, peak_known, experts)
         self._lines = 0
         self._refreshed = 0.0
         self._repeat_header = terminal
@@ -95,7 +97,7 @@ class Console:
             self._task = self._progress.add_task("training", total=total_steps, eta="")
 
     def banner(self, title: str, rows: Iterable[tuple[str, str, str]]) -> None:
-        """A title and aligned rows of (name, value, why): each derived number with its sum."""
+        """Print a title and aligned rows of (name, value, explanation)."""
         rows = list(rows)
         names = max((len(name) for name, _, _ in rows), default=0)
         values = max((len(value) for _, value, why in rows if why), default=0)
@@ -108,7 +110,7 @@ class Console:
         self._print(Text(""))
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Print one step, if its turn has come, or one evaluation."""
+        """Print an evaluation, or a step if `log_interval` selects it."""
         if isinstance(metrics, EvalMetrics):
             self._print_evaluation(metrics)
         else:
@@ -124,15 +126,15 @@ class Console:
                 self._refreshed = time.monotonic()
 
     def note(self, text: str) -> None:
-        """A line about something that happened: "checkpoint 500 saved in 2.1 s"."""
+        """Print a line about an event, such as "checkpoint 500 saved in 2.1 s"."""
         self._print(Text(text, style="dim"))
 
     def warning(self, text: str) -> None:
-        """Something that the user should look at, but that does not stop the run."""
+        """Print a warning, which does not stop the run."""
         self._print(Text(f"warning: {text}", style="yellow"))
 
     def close(self) -> None:
-        """Take the progress bar away."""
+        """Remove the progress bar."""
         if self._progress:
             self._progress.stop()
 
@@ -157,11 +159,11 @@ class Console:
         self._console.print(line)
 
     def _eta_seconds(self, metrics: StepMetrics) -> float:
-        """The median forgives steps that compiled, evaluated or saved."""
+        """Seconds left, from the median step, which ignores slow steps that compiled or saved."""
         return statistics.median(self._recent) * (self._total - metrics.step)
 
-    def _fitting(self, device: str, peak_known: bool) -> list[StepColumn]:
-        """As many columns as the line has room for, the important ones first."""
+    def _fitting(self, device: str, peak_known: bool, experts: bool) -> list[StepColumn]:
+        """The columns that fit into the line, chosen by importance."""
         digits = len(str(self._total))
         columns = [
             StepColumn("step", 2 * digits + 1, 0, lambda m: f"{m.step}/{self._total}"),
@@ -182,6 +184,8 @@ class Console:
         ]
         if peak_known:
             columns.insert(7, StepColumn("MFU", 5, 2, lambda m: f"{m.mfu or 0.0:.1%}"))
+        if experts:  # tokens of the busiest expert over the mean
+            columns.insert(3, StepColumn("busiest", 7, 2, lambda m: f"{m.imbalance:.2f} x"))
         room = self._console.width
         chosen = []
         for column in sorted(columns, key=lambda c: c.rank):

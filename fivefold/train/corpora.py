@@ -13,7 +13,7 @@ from fivefold.recipes import FETCH
 
 
 def check_data_settings(config: Config) -> None:
-    """Look for contradictions without opening a file.
+    """Check the settings of the data for contradictions, without opening a file.
 
     Raises:
         ConfigError: all mistakes at once.
@@ -22,11 +22,11 @@ def check_data_settings(config: Config) -> None:
 
 
 def check_corpora(config: Config) -> None:
-    """Look whether files and tokenizer are there, in a moment and without reading the text.
+    """Check quickly that corpora and tokenizer exist, without reading the text.
 
     Raises:
-        ConfigError, DataError: something is missing, or does not fit the model; what is missing
-            all at once.
+        ConfigError, DataError: something is missing, or does not fit the model; the error lists
+            everything that is missing.
     """
     settings = _settings(config)
     sources = checked_sources(settings, config.training.seed)
@@ -51,7 +51,7 @@ def check_corpora(config: Config) -> None:
 
 
 def open_data(config: Config, progress: Progress) -> PreparedData:
-    """Tokenised corpora; makes them if they are not in the cache.
+    """Open the tokenised corpora, and tokenise those that are not in the cache.
 
     Raises:
         ConfigError, DataError: the corpora cannot be read, or need another model or length.
@@ -59,14 +59,14 @@ def open_data(config: Config, progress: Progress) -> PreparedData:
     training = config.training
     data = prepare(_settings(config), training.seq_length, training.seed, progress)
     _check_vocabulary(config, data.tokenizer)
-    _ = data.train  # an error in a split is worth telling before any process starts
+    _ = data.train  # raises an error in the split before any process starts
     if training.evaluates:
         _ = data.valid
     return data
 
 
 def _settings(config: Config) -> DataConfig:
-    """A tokenizer that has to be trained gets as many tokens as the model has."""
+    """The data settings, with the model's vocabulary size for a tokenizer to be trained."""
     if config.data.tokenizer_vocab_size is not None:
         return config.data
     return replace(config.data, tokenizer_vocab_size=config.model.vocab_size)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fivefold.context.install import divide
 from fivefold.counts.parameters import ParameterRecord, tied_ranks
+from fivefold.counts.state import num_expert_shards
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
@@ -22,6 +23,8 @@ from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
+from fivefold.train.metrics import LayerRouting
+from fivefold.train.routers import Routers
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class StepResult:
         tokens: valid tokens of the global batch.
         votes: how many ranks asked to stop after this step.
         extra: further numbers by name, for the metrics; the losses of further predictions.
+        routing: what routers decided, of each layer with experts.
     """
 
     loss: float
@@ -44,6 +48,7 @@ class StepResult:
     tokens: int
     votes: int = 0
     extra: Mapping[str, float] = field(default_factory=dict)
+    routing: tuple[LayerRouting, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -62,6 +67,7 @@ class DeviceResult:
         votes: fp64 scalar.
         lr: learning rate of the step, which the host knows.
         extra: fp64 scalars by name.
+        routing: fp64, as `Routers.sums` has it.
     """
 
     loss: Tensor
@@ -70,20 +76,28 @@ class DeviceResult:
     votes: Tensor
     lr: float
     extra: Mapping[str, Tensor]
+    routing: Tensor
 
     @property
     def found_inf(self) -> Tensor:
         """1 if the loss or the gradient norm is no number, else 0; fp32 scalar."""
         return 1.0 - (self.loss.isfinite() & self.grad_norm.isfinite()).float()
 
-    def read(self) -> StepResult:
-        """The numbers, once the device has them."""
+    def read(self, layers: Sequence[int] = ()) -> StepResult:
+        """The numbers, once the device has them.
+
+        Args:
+            layers: layers with experts, as many as `routing` has rows.
+        """
         scalars = [self.loss, self.grad_norm, self.tokens.double(), self.votes]
-        loss, grad_norm, tokens, votes, *rest = torch.stack(
-            [*scalars, *self.extra.values()]
-        ).tolist()
-        extra = dict(zip(self.extra, rest, strict=True))
-        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes), extra)
+        numbers = torch.stack([*scalars, *self.extra.values()])
+        every = torch.cat([numbers, self.routing.flatten()]).tolist()
+        loss, grad_norm, tokens, votes, *further = every[: len(numbers)]
+        width, first = self.routing.shape[1], len(numbers)
+        rows = [every[first + i * width : first + (i + 1) * width] for i in range(len(layers))]
+        routing = tuple(map(LayerRouting.of, layers, rows))
+        extra = dict(zip(self.extra, further, strict=True))
+        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes), extra, routing)
 
 
 class Engine:
@@ -106,11 +120,13 @@ class Engine:
             cp_sizes=layout.config.parallel.hierarchical_context_parallel_sizes,
             tied_ranks=tied_ranks(layout),
             mirrored=layout.num_copies > 1,
+            expert_shards=num_expert_shards(layout) if layout.config.model.num_experts else None,
         )
         self.model: ParallelModel = parallelize(layout, self.groups, device)
         self.model.initialise()
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
         self.optimizer = AdamW(self.parameters, layout.config.optimizer)
+        self._routers = Routers(layout, self.model.stages)
         self._programs: dict[tuple[int, bool], Program] = {}
 
     @property
@@ -138,7 +154,7 @@ class Engine:
         depths = self.layout.config.model.mtp_num_layers
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
-        local_losses = self.model.executor.run(
+        local = self.model.executor.run(
             self._program(len(microbatches)),
             [batch.to(self.device) for batch in batches],
             tokens.clamp_min(1).double().reciprocal(),
@@ -152,9 +168,12 @@ class Engine:
             vouches=self._weights() if training.check_for_nan_in_loss_and_grad else None,
         )
         lr = learning_rate(self.steps, optimizer, training.train_iters)
-        (loss, *further), votes = self._sums(local_losses, vote())
+        (loss, *further), votes = self._sums(local.loss, vote())
         extra = {f"mtp_{depth}_loss": of for depth, of in enumerate(further, 1)}
-        return DeviceResult(loss, norm, tokens.flatten()[0], votes, lr, extra)
+        routing = self._routers.sums(local.routing, self.device)
+        if len(routing):
+            routing = all_reduce(routing, self.groups.world)
+        return DeviceResult(loss, norm, tokens.flatten()[0], votes, lr, extra, routing)
 
     def apply(self, found: DeviceResult) -> StepResult:
         """Clip the gradients by their norm and step the optimizer.
@@ -169,12 +188,17 @@ class Engine:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
             clip_(grads, found.grad_norm, limit, found_inf)
         self.optimizer.step(found.lr, found_inf)
-        result = found.read()
+        result = self.read(found)
         if checks and not result.finite:
             self.optimizer.steps -= 1
         else:
+            self._routers.update(found.routing)
             self.optimizer.zero_grad()
         return result
+
+    def read(self, found: DeviceResult) -> StepResult:
+        """The numbers of `gradients`, once the device has them."""
+        return found.read(self._routers.layers)
 
     def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of several global batches without dropout, and their
@@ -186,7 +210,7 @@ class Engine:
             here = self._batches(microbatches)
             program = self._program(len(microbatches), forward_only=True)
             moved = [batch.to(self.device) for batch in here]
-            total += self._sums(self.model.executor.run(program, moved, one))[0][0]
+            total += self._sums(self.model.executor.run(program, moved, one).loss)[0][0]
             tokens += self._count(here)
         self.model.train(True)
         self.model.reshard()
@@ -200,11 +224,13 @@ class Engine:
 
     def stored_tensors(self) -> dict[str, object]:
         """Weights and optimizer state by the names of the whole model, for a checkpoint."""
-        return self._by_stored_name(record for record in self._records if record.loaded)
+        kept = self._by_stored_name(record for record in self._records if record.loaded)
+        return kept | self.model.buffers(copies=True)
 
     def written_tensors(self) -> dict[str, object]:
         """`stored_tensors` without second copies, which another rank writes."""
-        return self._by_stored_name(record for record in self._records if record.written)
+        kept = self._by_stored_name(record for record in self._records if record.written)
+        return kept | self.model.buffers(copies=False)
 
     def _by_stored_name(self, records: Iterable[ParameterRecord]) -> dict[str, object]:
         names = {record.stored: record.name for record in records}
@@ -250,7 +276,7 @@ class Engine:
         """This rank's part of the sequences."""
         if self.groups.cp is None:
             return batch
-        return divide(batch, self.layout.config.model.window_size, self.groups.cp)
+        return divide(batch, self.layout.config.model.widest_window, self.groups.cp)
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
         """Valid tokens over all ranks that see other tokens, of batches that the host holds.

@@ -1,4 +1,4 @@
-"""Why a rank ended badly, as it is passed on and as people read it."""
+"""Failures of ranks: what they pass on to the launcher, and the message that is printed."""
 
 import re
 import signal
@@ -21,19 +21,20 @@ PLACES_SHOWN = 8
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended badly.
+    """The reason for which a rank failed.
 
     Attributes:
         cause: one line, "killed by SIGSEGV" or "ValueError: ...", or a FivefoldError's message.
-        for_user: `cause` is the whole message of a FivefoldError.
-        consequence: only a symptom: the rank lost the connection to another one, or waited for it
-            in vain.
-        when: seconds on the system's monotonic clock, which all processes of a machine share.
-        status: what the program should exit with.
-        place: the innermost function of ours, empty if there was no exception.
-        traceback: its text, empty if there was no exception.
-        traceback_file: where it was written, if it was.
-        details: further lines for people.
+        for_user: whether `cause` is the whole message of a FivefoldError.
+        consequence: whether this is only a consequence of another failure: the rank lost the
+            connection to another rank, or waited for it too long.
+        when: time of the failure, in seconds on the monotonic clock that all processes of a
+            machine share.
+        status: exit status for the program.
+        place: innermost function of Fivefold on the stack; empty if there was no exception.
+        traceback: text of the traceback; empty if there was no exception.
+        traceback_file: file with the traceback; None if there is none.
+        details: further lines of the message.
     """
 
     cause: str
@@ -48,13 +49,13 @@ class Failure:
 
     @property
     def timed_out(self) -> bool:
-        """Whether it is that another rank was waited for in vain, which may still live."""
+        """Whether the rank waited too long for another rank, which may still be alive."""
         words = ("timed out", "timeout")
         return self.consequence and any(word in self.cause.lower() for word in words)
 
 
 def raised(error: BaseException, rank: int, folder: Path | None) -> Failure:
-    """What an exception on this rank says; its traceback goes to `folder`, if there is one."""
+    """The failure of an exception on this rank; its traceback is written to `folder`, if any."""
     when = time.monotonic()
     if isinstance(error, FivefoldError):
         status = 2 if isinstance(error, ConfigError) else 1
@@ -75,7 +76,7 @@ def raised(error: BaseException, rank: int, folder: Path | None) -> Failure:
 
 
 def killed(signum: int, stopping: bool) -> Failure:
-    """The end by a signal; `stopping` = the rank was told to end."""
+    """The failure of a rank that was killed by a signal, perhaps because it was told to end."""
     cause = f"killed by {signal.Signals(signum).name}"
     if signum == signal.SIGKILL:
         cause += "; if nobody ran kill -9, the machine ran out of memory (dmesg says so)"
@@ -84,12 +85,12 @@ def killed(signum: int, stopping: bool) -> Failure:
 
 
 def left(status: int) -> Failure:
-    """The end of a process that did not say that its work was done."""
+    """The failure of a process that exited before it reported that its work was done."""
     return Failure(f"left with status {status} before the end", time.monotonic(), status or 1)
 
 
 def suspected(suspect: Suspect, symptom: tuple[int, Failure], folder: Path | None) -> Failure:
-    """That a rank holds up the others, one of which noticed it by `symptom`."""
+    """The failure of a rank that keeps others waiting; one of them noticed it by `symptom`."""
     return Failure(
         suspect.cause,
         symptom[1].when,
@@ -100,14 +101,14 @@ def suspected(suspect: Suspect, symptom: tuple[int, Failure], folder: Path | Non
 
 
 def noticed(symptom: tuple[int, Failure]) -> tuple[str, ...]:
-    """Which rank noticed a failure of another one, and how: a line for people."""
+    """A line that says which rank noticed the failure of another one, and how."""
     rank, failure = symptom
     said = re.sub(r"\[\S*third_party\S*\] ", "", failure.cause).split(". ")[0]
     return (f"noticed by rank {rank}: {said}",)
 
 
 def disagreeing(symptom: Failure, places: Mapping[int, str]) -> Failure:
-    """Add to a symptom for which no rank is to blame where each of them waited, if that differs."""
+    """The symptom with the places where the ranks waited, if these differ."""
     ranks_at: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks_at.setdefault(place, []).append(rank)
@@ -122,7 +123,7 @@ def disagreeing(symptom: Failure, places: Mapping[int, str]) -> Failure:
 
 
 def explain(failure: Failure, place: str, world_size: int) -> None:
-    """Print to stderr what happened on the rank called `place`, and that the others end."""
+    """Print to stderr what happened on the rank `place`, and that the other ranks end."""
     if failure.for_user:
         print(f"error: {failure.cause}", file=sys.stderr, flush=True)
         return

@@ -1,4 +1,4 @@
-"""Start ranks on this machine, watch them, and say which one failed first, and why.
+"""Starts ranks on this machine, watches them, and reports which one failed first, and why.
 
 Forking a parent that has already imported torch starts eight ranks in a fraction of the seconds
 that eight interpreters take. The parent must therefore stay clean: no CUDA context, no backward
@@ -33,20 +33,20 @@ from fivefold.train.signals import STOP_SIGNALS, StopRequest, passed_on
 Worker = Callable[[RankEnv], int | None]
 
 POLL_SECONDS = 0.02
-SETTLE_SECONDS = 0.3  # for the report of a rank that failed a moment earlier
-SEARCH_SECONDS = 3.0  # for the rank behind a lost connection: a dying process first frees memory
+SETTLE_SECONDS = 0.3  # to wait for the report of a rank that failed a moment earlier
+SEARCH_SECONDS = 3.0  # to wait for the end of a rank that others lost: it frees its memory first
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-DONE = b"done"  # what a rank reports when its work is
+DONE = b"done"  # the report of a rank whose work is done
 
 
 @dataclass
 class _Child:
-    """A child process and the pipe on which it says how it ended.
+    """A child process and the pipe on which it reports how it ended.
 
     Attributes:
-        failure: why it ended badly.
-        done: when its work was, in seconds on the system's monotonic clock.
+        failure: the reason for which it failed; None if it did not.
+        done: time at which its work was done, in seconds on the system's monotonic clock.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class _Child:
     running: bool = True
 
     def poll(self, stopping: bool) -> None:
-        """Notice that the process has ended; `stopping` = it was told to."""
+        """Check whether the process has ended; `stopping` says whether it was told to."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid == 0:
             return
@@ -199,7 +199,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def place_name(rank: int, describe: Callable[[int], str] | None) -> str:
-    """A rank with its coordinates, if `describe` knows them."""
+    """The name of a rank, with its coordinates if `describe` is given."""
     return f"rank {rank}" + (f" {describe(rank)}" if describe else "")
 
 
@@ -262,10 +262,10 @@ def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path 
 def _watch(
     ranks: list[_Child], stop: StopRequest, store: dist.Store, errors_folder: Path | None
 ) -> tuple[int, Failure] | None:
-    """Wait until every rank has ended or one has failed; return the first cause and its rank.
+    """Wait until every rank has ended or one has failed; return the first failure and its rank.
 
-    A rank that only lost a connection, or that ended because it was told to, is a cause only if
-    no other is found and nobody asked the run to stop.
+    The failure of a rank that lost a connection, or that was told to end, counts only if there is
+    no other failure and the run was not asked to stop.
     """
     forwarded = False
     deadline = None
@@ -302,9 +302,9 @@ def _behind(
     given: Mapping[int, Answer],
     errors_folder: Path | None,
 ) -> tuple[int, Failure]:
-    """The rank behind a lost connection: one that left too early, or one that keeps others waiting.
+    """The rank that caused a lost connection: it exited too early, or keeps others waiting.
 
-    If there is none, the symptom, with where each rank waited.
+    If there is none, the symptom with the place where each rank waited.
     """
     rank, noticed = symptom
     gone = [(r.done, r.rank) for r in ranks if r.done is not None]
@@ -327,7 +327,7 @@ def _signal_all(ranks: list[_Child], signum: int) -> None:
 
 
 def _terminate(ranks: list[_Child]) -> None:
-    """Stop whatever still runs: SIGTERM, then SIGKILL."""
+    """Stop the ranks that still run: SIGTERM, then SIGKILL."""
     _signal_all(ranks, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
     while any(r.running for r in ranks):

@@ -1,14 +1,15 @@
-"""One owner of a run folder at a time. Imports no torch.
+"""A lock that allows one run at a time in a run folder. Imports no torch.
 
-Whoever trains into a folder holds `run.lock` in it: a file under the kernel's lock (`flock`) that
-names its owner. The kernel gives the lock up when the last process of the run is gone, however it
-ended, so a dead owner leaves nothing that has to be broken, two starts cannot break it at once, and
-another process with the owner's old number is not taken for it. Ranks that are forked inherit it;
-ranks that torchrun or srun started are spoken for by the first one.
+A run holds `run.lock` in its folder: a file under a lock of the kernel (`flock`) that names its
+owner. The kernel releases the lock when the last process of the run has ended, however it ended. So
+a dead owner leaves no lock that has to be broken, and another process with its old process id is
+not mistaken for it. Forked ranks inherit the lock; of ranks started by torchrun or srun, the first
+one holds it.
 
-NFS, GPFS, CephFS and Lustre (mounted with `flock`) keep this lock between machines, but not every
-mount does, and who asks cannot tell. The owner therefore touches the file every few seconds, and a
-lock that names another machine is watched for some of these beats before it is taken over.
+NFS, GPFS, CephFS and Lustre (mounted with `flock`) share this lock between machines, but not every
+mount does, and a process cannot find out. The owner therefore touches the file every few seconds,
+and a lock that names another machine is watched for some of these heartbeats before it is taken
+over.
 """
 
 import errno
@@ -46,14 +47,14 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a run folder.
+    """The run that holds a folder.
 
     Attributes:
         host: name of the machine.
-        machine: the same, but different for every boot of every machine.
-        pid: pid of the process that was started, the parent of the ranks or the first of them.
-        since: when, for people.
-        begun: every check has passed, and the folder is being written.
+        machine: identifier that differs for every machine and every boot of it.
+        pid: process id of the parent of the ranks, or of the first rank.
+        since: date and time at which it took the folder, as text.
+        begun: whether all checks have passed and the folder is being written.
     """
 
     host: str
@@ -64,12 +65,12 @@ class Owner:
 
     @property
     def here(self) -> bool:
-        """Whether it is or was a process of this machine."""
+        """Whether the owner is or was a process on this machine."""
         return self.machine == _machine()
 
     @property
     def alive(self) -> bool:
-        """Whether there is such a process on this machine."""
+        """Whether the owner's process is running on this machine."""
         try:
             return self.here and psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -82,18 +83,18 @@ class Owner:
 
 
 class FolderInUse(ConfigError):
-    """Somebody else trains into the folder."""
+    """Another run uses the folder."""
 
 
 class RunLock:
-    """The right to write a run folder, until `release` or the end of all processes that hold it.
+    """The lock on a run folder, held until `release` or the end of all processes that hold it.
 
-    Leaving its block releases it. What a run that never began has made, the file and new folders,
-    is then removed, and a dead owner's lock is put back as it was found.
+    Leaving its block releases it. If the run never began, the file and the folders that were
+    created are removed again, and the lock file of a dead owner is restored.
 
     Attributes:
-        folder: folder that is owned.
-        made: folders that did not exist, outermost first.
+        folder: the locked folder.
+        made: folders that were created, outermost first.
     """
 
     def __init__(self, folder: Path, descriptor: int, made: list[Path]) -> None:
@@ -109,12 +110,12 @@ class RunLock:
             raise
 
     def begin(self) -> None:
-        """Note that the run has begun: from now on its folder stays."""
+        """Record that the run has begun, so that its folder is kept."""
         self._owner = replace(self._owner, begun=True)
         self._sign()
 
     def check(self) -> None:
-        """See that the folder is where it was and still ours.
+        """Check that the folder still exists and belongs to this run.
 
         Raises:
             TrainingError: it was deleted, moved, or taken by another run.
@@ -130,7 +131,7 @@ class RunLock:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Show in the block, by touching the file, that the owner lives."""
+        """Touch the file regularly while the block runs, as a sign that the owner is alive."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -147,7 +148,7 @@ class RunLock:
             thread.join()
 
     def release(self) -> None:
-        """Give the folder up."""
+        """Release the folder."""
         now = _read(self._descriptor)
         if now is None or replace(now, begun=False) != replace(self._owner, begun=False):
             os.close(self._descriptor)  # taken over
@@ -162,7 +163,7 @@ class RunLock:
             _remove_empty(self.made)
 
     def _put_back(self) -> None:
-        """Leave the file as it was found."""
+        """Restore the file as it was found."""
         if self._found:
             _write(self._descriptor, self._found)
         elif _is_at(self._descriptor, self._file):
@@ -172,7 +173,7 @@ class RunLock:
         _write(self._descriptor, (json.dumps(asdict(self._owner)) + "\n").encode())
 
     def _loss(self) -> Mistake:
-        """What became of a folder whose lock is no longer in it."""
+        """A description of what happened to a folder that no longer holds our lock."""
         now = _path_of(self._descriptor)
         if now is not None and now.name == FILE and now.parent != self.folder.absolute():
             return Mistake(
@@ -200,17 +201,17 @@ class RunLock:
 
 
 def claim(folder: Path, tell: Tell = print) -> RunLock:
-    """Become the owner of a run folder, which is made if need be.
+    """Lock a run folder, which is created if it does not exist.
 
-    A lock that another machine's run may hold, without this file system saying so, is watched for
-    `WATCH_SECONDS` first.
+    A lock file that names another machine is watched for `WATCH_SECONDS` first, since the file
+    system may not share locks between machines.
 
     Args:
-        folder: folder of a run.
-        tell: is told of a lock that is watched or taken over.
+        folder: the run folder.
+        tell: function that gets a message when a lock is watched or taken over.
 
     Raises:
-        FolderInUse: another run has it, named by host and process.
+        FolderInUse: another run holds the folder; the error names its host and process.
         ConfigError: the folder cannot be written.
     """
     made: list[Path] = []
@@ -236,10 +237,10 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
 
 
 def _take(folder: Path, made: list[Path], tell: Tell) -> int:
-    """Open and lock the file; a descriptor, which is the lock.
+    """Open and lock the file; return its descriptor, which holds the lock.
 
-    A releasing owner removes the file while it holds the lock. Whoever waited on that file then
-    has the lock of a file that is no longer there, sees it, and tries again.
+    An owner removes the file before it releases the lock. A process that waited for that lock then
+    holds the lock of a removed file; it notices this, and tries again.
     """
     patience = time.monotonic() + ENDING_SECONDS
     while True:
@@ -269,10 +270,10 @@ def _take(folder: Path, made: list[Path], tell: Tell) -> int:
 def _await_silence(
     folder: Path, descriptor: int, owner: Owner | None, locked: bool, tell: Tell
 ) -> None:
-    """Return when the owner that a free lock names is dead.
+    """Return when the owner that an unlocked file names is dead.
 
     Raises:
-        FolderInUse: it lives, on a machine from which its lock cannot be seen.
+        FolderInUse: the owner is alive on a machine whose lock this one cannot see.
     """
     if os.fstat(descriptor).st_size == 0:
         return
@@ -303,7 +304,7 @@ def _in_use(folder: Path, owner: Owner | None) -> FolderInUse:
 
 
 def _make_folders(folder: Path, made: list[Path]) -> None:
-    """As mkdir -p, noting in `made` what was not there."""
+    """Create a folder and its parents, and add those that did not exist to `made`."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         try:
@@ -316,14 +317,14 @@ def _make_folders(folder: Path, made: list[Path]) -> None:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove folders, the last first, unless somebody has put something into them."""
+    """Remove the folders that are empty, the last one first."""
     for folder in reversed(folders):
         with suppress(OSError):
             folder.rmdir()
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Whether we got the kernel's lock; None where the file system has none."""
+    """Whether the lock was obtained; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -336,7 +337,7 @@ def _flock(descriptor: int) -> bool | None:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one that is found at `path`."""
+    """Whether the open file is the one at `path`."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except OSError:
@@ -344,7 +345,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _read(descriptor: int) -> Owner | None:
-    """Who has signed; None if nobody has, or not legibly."""
+    """The owner named in the file; None if the file names none, or cannot be parsed."""
     try:
         text = os.pread(descriptor, MAX_BYTES, 0).decode(errors="replace")
         return parse_json(text, Owner, FILE)
@@ -359,7 +360,7 @@ def _write(descriptor: int, text: bytes) -> None:
 
 
 def _last_beat(folder: Path) -> int:
-    """When the file was touched. Opening it makes NFS ask its server rather than its cache."""
+    """The time at which the file was last touched; opening it makes NFS bypass its cache."""
     try:
         descriptor = os.open(folder / FILE, os.O_RDONLY)
     except FileNotFoundError:
@@ -371,7 +372,7 @@ def _last_beat(folder: Path) -> int:
 
 
 def _path_of(descriptor: int) -> Path | None:
-    """Where an open file lies now, if the kernel tells (Linux)."""
+    """The current path of an open file, if the kernel tells it (Linux)."""
     if sys.platform != "linux":
         return None
     with suppress(OSError):
@@ -381,7 +382,7 @@ def _path_of(descriptor: int) -> Path | None:
 
 
 def _machine() -> str:
-    """Of the running kernel, which containers share and machines do not."""
+    """An identifier of the running kernel, which containers share and machines do not."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:

@@ -33,19 +33,23 @@ from fivefold.units import human_seconds
 
 @dataclass
 class Trainer:
-    """Everything one rank needs to train.
+    """The training loop of one rank.
+
+    One class because steps, evaluations, saves and the reports of failures all read and advance
+    the same state: the step number, the last saved step and the place in the data.
 
     Attributes:
-        engine: steps and evaluates.
+        engine: runs steps and evaluations on this rank.
         loader: training batches of this data-parallel rank.
-        validation: validation batches, None if never evaluated.
+        validation: validation batches; None if the run never evaluates.
         checkpointer: checkpointer of the run's own folder.
-        console: None on all ranks but the first, as are the sinks empty.
-        sinks: where metrics go besides.
-        audit: folder for what one step sends, holds and computes; None: it is not measured.
-        profile: folder for the timeline of a step; None: it is not recorded.
-        step: optimizer steps done.
-        check_folder: raises if the run folder is gone; None on all ranks but the first.
+        console: console output; None on all ranks but the first.
+        sinks: further destinations of the metrics; empty on all ranks but the first.
+        audit: folder for the bytes, memory and FLOPs measured in one step; None: no audit.
+        profile: folder for the recorded timelines of steps; None: no profile.
+        step: number of optimizer steps done.
+        check_folder: function that raises if the run folder is gone; None on all ranks but the
+            first.
     """
 
     engine: Engine
@@ -89,9 +93,9 @@ class Trainer:
         """Train until `train_iters` steps are done or a signal asks to stop, then save.
 
         Raises:
-            TrainingError: something is not finite, and nothing was updated; or the run is dead, or
-                its folder is gone.
-            CheckpointError: a save failed, perhaps one that went on beside this step.
+            TrainingError: a loss or gradient is not finite, and nothing was updated; or all
+                gradients have become zero; or the run folder is gone.
+            CheckpointError: a save failed, perhaps an asynchronous one that began earlier.
         """
         config = self.engine.layout.config
         interval = config.checkpoint.save_interval
@@ -130,7 +134,7 @@ class Trainer:
             self.check_folder()
 
     def _measuring(self) -> AbstractContextManager[None]:
-        """Measures the second step of this start, or its first if that is the only one."""
+        """Audits the second step since this start, or the first if there is no second."""
         is_only = self.step == self.engine.layout.config.training.train_iters - 1
         wanted = self._steps_here == 1 or (self._steps_here == 0 and is_only)
         if self.audit is None or not wanted:
@@ -138,7 +142,7 @@ class Trainer:
         return measured(self.engine, self.step + 1, self.audit)
 
     def _profiling(self) -> AbstractContextManager[None]:
-        """Records the steps from `profile_step_start` to before `profile_step_end`."""
+        """Records the steps from `profile_step_start` up to, not including, `profile_step_end`."""
         logging = self.engine.layout.config.logging
         steps = range(logging.profile_step_start, logging.profile_step_end)
         if self.profile is None or self.step + 1 not in steps:
@@ -146,7 +150,7 @@ class Trainer:
         return profiled(self.engine, self.profile)
 
     def _save(self) -> None:
-        self._see_folder()  # a save would make it again
+        self._see_folder()  # a save would create a deleted folder again
         if self._checks and not self.engine.sound():
             what = f"step {self.step} is not saved: it left weights or moments that are not finite"
             raise self._stopped(what, locate_in_state(self.engine))
@@ -199,6 +203,7 @@ class Trainer:
                 memory_bytes=peak_memory(self.engine.device),
                 data_wait_seconds=self.loader.data_wait_s,
                 extra=result.extra,
+                routing=result.routing,
             )
         )
 
@@ -208,7 +213,7 @@ class Trainer:
                 sink.record(metrics)
 
     def _not_finite(self, result: StepResult, batch: Sequence[Microbatch]) -> TrainingError:
-        """Say where infinities or NaNs are, the same on every rank."""
+        """The error that says where infinities or NaNs are, the same on every rank."""
         what = (
             f"step {self.step + 1} is not finite: loss {result.loss:.6g}, "
             f"gradient norm {result.grad_norm:.6g}"
@@ -217,10 +222,10 @@ class Trainer:
         return self._stopped(what, where, "the step was not taken; ", passing=passing)
 
     def _see_that_it_learns(self, result: StepResult) -> None:
-        """Warn of a run that is dead, and stop it before its checkpoints replace good ones.
+        """Warn if the run no longer learns; stop it before its checkpoints replace good ones.
 
         Raises:
-            TrainingError: it has had no gradient for several steps.
+            TrainingError: all gradients have been zero for several steps.
         """
         symptom = self._vitals.look(result)
         if symptom is None:
@@ -235,15 +240,15 @@ class Trainer:
     def _stopped(
         self, what: str, why: Sequence[str], then: str = "", *, passing: bool = False
     ) -> TrainingError:
-        """An error that all ranks raise; a checkpoint that is being written is finished first.
+        """An error for all ranks to raise, after a checkpoint under way has been written.
 
         Args:
-            what: happened.
-            why: lines.
-            then: before which checkpoint is the latest.
-            passing: no setting is to blame.
+            what: the failure, as the first line of the message.
+            why: further lines of the message.
+            then: text that goes before the number of the latest checkpoint.
+            passing: whether the failure may not come again, so that no setting is to blame.
         """
-        with suppress(CheckpointError):  # what it says matters less now
+        with suppress(CheckpointError):  # the failure itself matters more now
             self.checkpointer.wait()
         latest = self.checkpointer.latest()
         kept = "none of this start" if latest is None else f"step {latest}"
@@ -259,7 +264,7 @@ class Trainer:
 
     @property
     def _dying(self) -> bool:
-        """Whether a checkpoint now would only take the place of a better one."""
+        """Whether gradients have vanished, so that a checkpoint now would replace a better one."""
         return self._checks and self._vitals.dead > 0
 
     @property
@@ -268,7 +273,7 @@ class Trainer:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the allocator on a GPU, of the process on a CPU."""
+    """Peak memory in bytes: of the allocator on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     scale = 1 if sys.platform == "darwin" else 1024
@@ -276,7 +281,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def device_peak(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s of a known GPU; None on a CPU, whose peak nobody states."""
+    """Peak FLOP/s of a known GPU; None on a CPU and on an unknown GPU."""
     if device.type != "cuda":
         return None
     return peak_flops(torch.cuda.get_device_name(device), precision)

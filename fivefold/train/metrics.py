@@ -1,9 +1,9 @@
-"""What is measured in a step, and the places it can be sent to."""
+"""The metrics of steps and evaluations, and the trackers that they can be sent to."""
 
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -13,20 +13,61 @@ from fivefold.errors import ConfigError, Mistake
 
 
 @dataclass(frozen=True)
+class LayerRouting:
+    """What the router of one layer decided in a step.
+
+    Attributes:
+        layer: number of the layer.
+        counts: tokens that chose each expert, before any was dropped.
+        dropped: share of the choices for which an expert had no room.
+        aux_loss: sum of its auxiliary losses, their factors included.
+        biases: lowest and highest bias of an expert before the step; (0, 0) without biases.
+    """
+
+    layer: int
+    counts: tuple[float, ...]
+    dropped: float
+    aux_loss: float
+    biases: tuple[float, float]
+
+    @classmethod
+    def of(cls, layer: int, row: Sequence[float]) -> "LayerRouting":
+        """From a row of `Routers.sums`."""
+        *counts, dropped, aux_loss, lowest, highest = row
+        return cls(layer, tuple(counts), dropped / max(sum(counts), 1), aux_loss, (lowest, highest))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What `metrics.jsonl` has of the layer."""
+        return {
+            "tokens": [int(count) for count in self.counts],
+            "dropped": self.dropped,
+            "aux_loss": self.aux_loss,
+            "biases": list(self.biases),
+        }
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the busiest expert over the mean."""
+        return max(self.counts) * len(self.counts) / max(sum(self.counts), 1)
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One optimizer step of the whole run.
 
     Attributes:
-        loss: mean over the valid tokens of the global batch.
-        grad_norm: global, before clipping.
-        tokens: tokens of the global batch.
-        tokens_total: consumed since the first step of the run.
-        seconds: seconds of the step, all included.
+        loss: mean loss over the valid tokens of the global batch.
+        grad_norm: norm of the global gradient before clipping.
+        tokens: number of tokens of the global batch.
+        tokens_total: number of tokens since the first step of the run.
+        seconds: wall-clock time of the step, in seconds.
         flops: model FLOPs of the global batch, forward and backward, without recomputation.
-        peak_flops: FLOP/s of one device at its best, None if unknown.
-        memory_bytes: peak of this rank so far.
-        data_wait_seconds: the part of `seconds` in which the step waited for its batch.
-        extra: further scalars, for the file and the trackers only.
+        peak_flops: peak FLOP/s of one device; None if it is not known.
+        memory_bytes: peak memory of this rank so far, in bytes.
+        data_wait_seconds: part of `seconds` in which the step waited for its batch.
+        extra: further scalars, shown only in the file and the trackers.
+        routing: decisions of the routers of layers with experts.
     """
 
     step: int
@@ -42,25 +83,31 @@ class StepMetrics:
     memory_bytes: int
     data_wait_seconds: float
     extra: Mapping[str, float] = field(default_factory=dict)
+    routing: tuple[LayerRouting, ...] = ()
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the busiest expert over the mean, in the layer where that is most."""
+        return max((layer.imbalance for layer in self.routing), default=1.0)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Tokens per second of all ranks together."""
         return self.tokens / self.seconds
 
     @property
     def tokens_per_second_per_rank(self) -> float:
-        """Of one device."""
+        """Tokens per second of one rank."""
         return self.tokens_per_second / self.world_size
 
     @property
     def flops_per_second_per_rank(self) -> float:
-        """Model FLOP/s of one device."""
+        """Model FLOP/s of one rank."""
         return self.flops / self.seconds / self.world_size
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s over the device's peak, 0 .. 1; None where the peak is unknown."""
+        """Model FLOP/s divided by the device's peak, 0 to 1; None if the peak is not known."""
         return self.flops_per_second_per_rank / self.peak_flops if self.peak_flops else None
 
     @property
@@ -81,7 +128,24 @@ class StepMetrics:
         }
         if self.mfu is not None:
             values["mfu"] = self.mfu
+        if self.routing:
+            values |= self._of_experts()
         return values | dict(self.extra)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """`values`, and by layer what lists say of experts, as in `metrics.jsonl`."""
+        layers = {str(layer.layer): layer.values for layer in self.routing}
+        return {**self.values, "experts": layers} if layers else {**self.values}
+
+    def _of_experts(self) -> dict[str, float]:
+        return {
+            "moe_imbalance": self.imbalance,
+            "moe_drop_rate": sum(x.dropped for x in self.routing) / len(self.routing),
+            "moe_aux_loss": sum(x.aux_loss for x in self.routing),
+            "moe_bias_min": min(x.biases[0] for x in self.routing),
+            "moe_bias_max": max(x.biases[1] for x in self.routing),
+        }
 
 
 @dataclass(frozen=True)
@@ -99,6 +163,11 @@ class EvalMetrics:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
+    def record(self) -> dict[str, Any]:
+        """What `metrics.jsonl` has of it."""
+        return {**self.values}
+
+    @property
     def values(self) -> dict[str, float]:
         """Name -> scalar, as in `metrics.jsonl` and the trackers."""
         return {
@@ -110,7 +179,7 @@ class EvalMetrics:
 
 
 class Sink(Protocol):
-    """A place that metrics go to."""
+    """A destination of metrics."""
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
         """Take one step or evaluation."""

@@ -1,7 +1,7 @@
-"""Where infinities and NaNs are, once a step, an evaluation or a checkpoint turns out to have them.
+"""Finds the origin of infinities and NaNs in a step, an evaluation or a checkpoint.
 
-Everything here is collective, and nothing of it runs in a healthy step: there, the gradient norm
-alone tells all ranks.
+All of it is collective, and none of it runs in a healthy step, where the gradient norm alone shows
+every rank that all values are finite.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ SHOWN = 4  # ranks
 
 @dataclass(frozen=True)
 class _Sight:
-    """The first value of a repeated step that is not finite on a rank.
+    """The first value on a rank that is not finite in a repeated step.
 
     Attributes:
-        order: sorts the sights of all ranks; the first is nearest to the cause.
-        what: description in words.
+        order: sort key among all ranks; the lowest is nearest to the cause.
+        what: description of the value.
     """
 
     order: tuple[int, ...]
@@ -35,7 +35,7 @@ class _Sight:
 
 
 def locate_in_state(engine: Engine) -> list[str]:
-    """A line for each rank that has parameters or moments which are not finite."""
+    """A line for each rank with parameters or moments that are not finite."""
     state: dict[str, Tensor] = {  # moments first: they spoil parameters, which do not spoil them
         name.removeprefix("optim.").replace(".", " of ", 1): piece.local
         for name, piece in engine.optimizer.state_tensors().items()
@@ -46,14 +46,13 @@ def locate_in_state(engine: Engine) -> list[str]:
 
 
 def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str], bool]:
-    """Lines that say where the values of the step came from that are not finite, and whether they
-    came from nowhere: the same step is finite now.
+    """Lines that name the origin of values that are not finite, and whether they did not recur.
 
-    If all parameters and moments are finite, the step is run once more, every module being watched;
-    gradients are lost.
+    If all parameters and moments are finite, the step is run once more while every module is
+    watched. Gradients are lost.
 
     Args:
-        engine: engine whose latest step was not finite and was not taken.
+        engine: engine whose latest step was not finite, and did not update the weights.
         microbatches: microbatches of that step.
     """
     if in_state := locate_in_state(engine):
@@ -73,7 +72,7 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
 
 
 def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_Sight | None], bool]:
-    """What each rank saw first in the same step, and whether that was finite this time."""
+    """The first value of each rank that is not finite when the step is repeated, if any."""
     engine.optimizer.zero_grad()
     executor = engine.model.executor
     witness, observed = _Witness(), executor.observe
@@ -87,7 +86,7 @@ def _repeat(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[_S
 
 
 class _Witness:
-    """Notes the first value that is not finite, of what modules take, give and pass back."""
+    """Records the first value that is not finite among inputs, outputs and gradients of modules."""
 
     def __init__(self) -> None:
         self.first: _Sight | None = None
@@ -96,13 +95,13 @@ class _Witness:
         self._received = False  # from another stage, whose rank knows more
 
     def observe(self, act: Act) -> AbstractContextManager[object]:
-        """Note which act begins."""
+        """Record which pipeline action begins."""
         self._act = act
         return nullcontext()
 
     @contextmanager
     def watching(self, stages: Mapping[int, nn.Module]) -> Iterator[None]:
-        """Look at every module of these stages."""
+        """Watch every module of these stages."""
         with ExitStack() as stack:
             for stage in stages.values():
                 for name, module in stage.named_modules():
@@ -159,7 +158,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def _spoilt(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Those that are not finite, with how many of their elements."""
+    """The tensors that are not finite, with the number of such elements."""
     found = []
     for name, tensor in tensors.items():
         if bad := int((~tensor.isfinite()).sum()):

@@ -1,4 +1,4 @@
-"""The checkpoint that a run begins with, and whether it may."""
+"""Finds and checks the checkpoint that a run starts from."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,12 @@ from fivefold.train.saved_state import read_state, same_model
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run begins with.
+    """The checkpoint that a run starts from.
 
     Attributes:
-        checkpoints: folder of the checkpoint.
-        step: step that is described.
-        weights_only: neither optimizer nor place in the data is taken, and steps count from 0.
+        checkpoints: folder that holds the checkpoint.
+        step: step of the checkpoint.
+        weights_only: whether only weights are loaded, and steps count from 0 again.
     """
 
     checkpoints: Path
@@ -28,12 +28,12 @@ class Origin:
 def find_origin(config: Config, folder: Path) -> Origin | None:
     """The latest checkpoint in a run folder, else the one that --load names, else None.
 
-    For one process alone, which the others ask: what a file system shows differs between machines
-    for a moment.
+    Call it in one process only and pass on the result: file systems may briefly show different
+    machines different contents.
 
     Raises:
-        CheckpointError: no such checkpoint, or one of another model.
-        ConfigError: it is beyond the steps that are asked for.
+        CheckpointError: there is no such checkpoint, or it is of another model.
+        ConfigError: the checkpoint is beyond the steps that the run asks for.
     """
     own, load = Checkpointer(folder / CHECKPOINTS), config.checkpoint.load
     if own.latest() is not None:
@@ -53,7 +53,7 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
 
 
 def is_finished(origin: Origin | None, config: Config) -> bool:
-    """Whether a run that begins there has no step left to do."""
+    """Whether a run from this checkpoint has no step left to do."""
     if origin is None or origin.weights_only:
         return False
     return origin.step == config.training.train_iters
@@ -65,7 +65,7 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def _check_steps(origin: Origin, train_iters: int, earlier: list[int], *, continues: bool) -> None:
-    """A run goes on from its latest step, or has done all; one that loads has to go further."""
+    """Check that the steps asked for go beyond those of the checkpoint, or equal the run's own."""
     step = origin.step
     if step < train_iters or (continues and step == train_iters):
         return

@@ -1,4 +1,4 @@
-"""What can be known of a run's surroundings before anything starts. Imports no torch."""
+"""Checks a run's folders and trackers before anything starts. Imports no torch."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from fivefold.train.run_folder import CHECKPOINTS
 
 
 def check_start(config: Config) -> None:
-    """Look whether the run folder can be written, --load is there, and trackers are installed.
+    """Check that the run folder can be written, --load exists, and trackers are installed.
 
     Raises:
         ConfigError: all mistakes at once.

@@ -1,4 +1,4 @@
-"""One step's timeline, measured: `--profile` leaves what `fivefold schedule` draws."""
+"""Records the timeline of a step for `--profile`; `fivefold schedule` draws it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,9 +11,10 @@ from fivefold.train.engine import Engine
 
 @contextmanager
 def profiled(engine: Engine, folder: Path) -> Iterator[None]:
-    """Record the step in the block, and write the pipelines of `profile_ranks`.
+    """Record the step in the block, and write the pipelines of `profile_ranks` to the folder.
 
-    The pipeline of the first of them goes to `FILE`, another one's to the same name with its rank.
+    The pipeline of the first of these ranks is written to `FILE`, others to that name with the
+    number of the rank.
     """
     groups, executor = engine.groups, engine.model.executor
     recorder = Recorder(groups.pp, engine.device)

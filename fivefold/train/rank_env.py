@@ -1,4 +1,4 @@
-"""Which rank this process is, as torchrun, Slurm or nobody tells it. Imports no torch."""
+"""The rank of this process, from the environment of torchrun or Slurm. Imports no torch."""
 
 import os
 import re
@@ -17,14 +17,15 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process' place among all processes of the run.
+    """The rank of this process, and the address of the rendezvous store.
 
     Attributes:
-        rank: 0 .. world_size - 1 over all machines.
-        local_rank: 0 .. local_world_size - 1 on this machine; picks the GPU.
+        rank: number of this process among all machines, 0 to world_size - 1.
+        local_rank: number of this process on this machine, which is also that of its GPU.
         master_addr: host of the rendezvous store.
-        master_port: its port.
-        launcher: who started the processes. "local": `launch_local`, whose parent hosts the store.
+        master_port: port of the rendezvous store.
+        launcher: program that started the processes; "local" is `launch_local`, whose parent
+            process hosts the store.
     """
 
     rank: int = 0
@@ -65,11 +66,11 @@ class RankEnv:
 
 
 def read_rank_env(variables: Mapping[str, str] = os.environ) -> RankEnv:
-    """The rank that torchrun, else srun, gave to this process; else world size 1.
+    """The rank given by torchrun, else by srun; else a single process.
 
     Raises:
-        ConfigError: some variables of a launcher are there and others are missing or impossible,
-            or this is an sbatch script that did not call srun.
+        ConfigError: some variables of a launcher are missing or impossible, or an sbatch script
+            did not call srun.
     """
     if "RANK" in variables or "LOCAL_RANK" in variables:
         return _from_torchrun(variables)
@@ -149,14 +150,14 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """The same on every rank, different for neighbouring jobs and for the steps of a job."""
+    """A port that is the same on every rank, and differs between jobs and steps of a job."""
     job = _integer(variables, "SLURM_JOB_ID", 0)
     step = _integer(variables, "SLURM_STEP_ID", 0)
     return SLURM_FIRST_PORT + (31 * job + step) % SLURM_PORTS
 
 
 def _slurm_local_world_size(variables: Mapping[str, str], world_size: int) -> int:
-    """Tasks on this node, from a list such as "8(x3),4", else from what was asked for."""
+    """Tasks on this node, from a list such as "8(x3),4", else from the number requested."""
     counts: list[int] = []
     layout = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
     for tasks, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", layout):

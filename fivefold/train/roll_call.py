@@ -1,8 +1,8 @@
-"""Asking ranks what they are doing, past every collective, to find the one that others wait for.
+"""Asks ranks what they are doing, without collectives, to find the one that others wait for.
 
-A thread on each rank sleeps on a key of the rendezvous store, and costs nothing, until somebody who
-has lost patience calls. It then looks twice at what the rank's main thread does and answers. A rank
-that is stopped, gone or stuck in native code does not answer, which is an answer as well.
+A thread on each rank sleeps on a key of the rendezvous store, at no cost, until another process
+asks. It then looks twice at the rank's main thread and answers. That a rank does not answer also
+tells something: it is stopped, gone or stuck in native code.
 """
 
 import concurrent.futures.thread
@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from fivefold.train.rank_env import RankEnv
 
-LOOK_SECONDS = 0.5  # between two looks: does the rank get on?
-ANSWER_SECONDS = 1.5  # within which a rank that can answer has answered
+LOOK_SECONDS = 0.5  # between two looks at a rank, to see whether it makes progress
+ANSWER_SECONDS = 1.5  # time in which every rank that can answer has answered
 FOR_EVER = timedelta(days=3650)
 CONNECT_SECONDS = 5.0
 PLACES = 12  # innermost frames of an answer
@@ -42,13 +42,13 @@ _WAITING = (*_SENDING, str(_TORCH / "distributed"), str(_PACKAGE / "train" / "en
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank's main thread does, or the thread that it waits for.
+    """The activity of a rank's main thread, or of the thread that it waits for.
 
     Attributes:
-        place: the innermost function that is neither Python's nor torch's.
-        waits: it is in a collective, or a message.
-        moves: it was in another function half a second before.
-        stack: the innermost frames, as in a traceback.
+        place: innermost function that belongs neither to Python nor to torch.
+        waits: whether it is in a collective or a message.
+        moves: whether it was in another function half a second before.
+        stack: innermost frames, as in a traceback.
     """
 
     place: str
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Suspect:
-    """The rank that the others wait for, why they do, and its stack if it told."""
+    """The rank that the others wait for, the reason, and its stack if it answered."""
 
     rank: int
     cause: str
@@ -67,10 +67,10 @@ class Suspect:
 
 
 class RollCall:
-    """Answers for this process while its block runs; does nothing for a process alone.
+    """Answers for this process while its block runs; does nothing for a single process.
 
     Args:
-        env: environment of this rank; its store may come to life later.
+        env: environment of this rank; its store may be started later.
     """
 
     def __init__(self, env: RankEnv) -> None:
@@ -90,7 +90,7 @@ class RollCall:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the thread: one that wakes while the interpreter ends would abort the process."""
+        """Stop the thread: it would abort the process if it woke while the interpreter ends."""
         self._ended = True
         if self._thread is None or not self._thread.is_alive():
             return
@@ -131,12 +131,12 @@ class RollCall:
 
 
 def _idle(frame: FrameType) -> bool:
-    """Whether a thread waits for another thread of its process, or for work."""
+    """Whether a thread waits for another thread of the process, or for work."""
     return frame.f_code.co_filename in (threading.__file__, concurrent.futures.thread.__file__)
 
 
 def key(kind: str, rank: int | None = None) -> str:
-    """Of the store, which torchrun keeps when it starts the ranks again."""
+    """A key of the store, which torchrun keeps when it restarts the ranks."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"roll call {attempt}/{kind}" + ("" if rank is None else f"/{rank}")
 
@@ -155,19 +155,19 @@ def connect(env: RankEnv) -> dist.TCPStore | None:
 
 
 def call(store: dist.Store, ranks: Iterable[int]) -> None:
-    """Ask ranks what they do; they answer within `ANSWER_SECONDS`, or not at all."""
+    """Ask ranks for their activity; they answer within `ANSWER_SECONDS`, or not at all."""
     for rank in ranks:
         store.set(key("call", rank), "")
 
 
 def answers(store: dist.Store, ranks: Iterable[int]) -> dict[int, Answer]:
-    """What ranks have answered so far."""
+    """The answers of ranks so far."""
     keys = {rank: key("answer", rank) for rank in ranks}
     return {r: Answer(**json.loads(store.get(k))) for r, k in keys.items() if store.check([k])}
 
 
 def process_of(store: dist.Store, rank: int) -> int | None:
-    """The id of a rank's process, if it has come to the store and is on this machine."""
+    """The process id of a rank, if it has registered and is on this machine."""
     if not store.check([key("process", rank)]):
         return None
     host, pid = json.loads(store.get(key("process", rank)))
@@ -180,9 +180,9 @@ def find_suspect(
     """The rank that holds up the others; None if all of them wait.
 
     Args:
-        processes: rank -> the id of its process, None if that is elsewhere, for all that have
-            neither ended nor failed.
-        given: their answers.
+        processes: process id of each rank that has neither ended nor failed; None for a process
+            on another machine.
+        given: answers of the ranks.
     """
     found = []
     for rank, pid in sorted(processes.items()):
@@ -200,7 +200,7 @@ def find_suspect(
 
 
 def place_of(stack: traceback.StackSummary) -> str:
-    """The innermost function of a stack that is neither Python's nor torch's nor sends for others:
+    """The innermost function outside of Python, torch and communication code, such as
     'next_batch (data/loader.py:88)'."""
     standard = Path(sysconfig.get_paths()["stdlib"])
     frame = stack[-1]
@@ -215,7 +215,7 @@ def place_of(stack: traceback.StackSummary) -> str:
 
 
 def _state(pid: int | None) -> str | None:
-    """What the system says of a process that explains why it does not answer."""
+    """The state of a process, as far as it explains why the process does not answer."""
     if pid is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""From a checked layout to a finished run: data, processes, run folder, loop."""
+"""Runs a checked layout: data, processes, run folder, training loop."""
 
 import logging
 from contextlib import ExitStack, nullcontext
@@ -35,16 +35,16 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank of a run is told.
+    """The information that every rank of a run gets.
 
     Attributes:
-        layout: the checked configuration.
+        layout: the checked layout.
         name: name of the recipe.
         path: path of the run folder.
-        origin: the checkpoint that it begins with, if any.
-        lock: lock of the run folder; None on ranks that do not write there but for checkpoints.
-        data: tokenised already, or None where each rank opens it itself.
-        threads: threads of each rank on the CPU.
+        origin: checkpoint to start from; None: new weights.
+        lock: lock of the run folder; None on ranks that write only checkpoints there.
+        data: the tokenised corpora; None if each rank opens them itself.
+        threads: number of CPU threads of each rank.
     """
 
     layout: Layout
@@ -60,10 +60,10 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
     """Run a recipe and return the exit status.
 
     Args:
-        layout: layout for as many ranks as there will be.
+        layout: layout for the number of ranks.
         name: name of the recipe.
-        nproc: processes to start here; None if torchrun or srun has started them (or there is
-            just this one).
+        nproc: number of processes to start; None if torchrun or srun has started them, or there is
+            only this process.
     """
     env, config = read_rank_env(), layout.config
     threads = choose_threads(layout, nproc or env.local_world_size, _device_type())
@@ -100,7 +100,7 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
 
 
 def _train_as_launched(layout: Layout, name: str, env: RankEnv, threads: Threads) -> int:
-    """As a rank that torchrun or srun started: the first one owns the run folder for all."""
+    """Train on a rank that torchrun or srun has started; the first rank locks the run folder."""
     config, lock = layout.config, None
     outcome: tuple[Path, Origin | None] | FivefoldError | None = None
     with ExitStack() as stack:
@@ -127,9 +127,9 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, threads: Threads
 
 
 def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
-    """Train on this rank, which has joined the others, to the end of the run.
+    """Train on this rank, which has joined the process group, to the end of the run.
 
-    Nothing in the run folder changes before every rank has passed every check.
+    The run folder does not change before every rank has passed every check.
     """
     lock = job.lock if env.rank == 0 else None
     folder = RunFolder(job.path)
@@ -168,7 +168,7 @@ def _join(config: Config, env: RankEnv) -> torch.device:
 
 
 def _claim(config: Config, name: str) -> RunLock:
-    """Own the run folder: the one that was asked for, else a new one."""
+    """Lock the run folder of --save, or a new one."""
     save = config.checkpoint.save
     if save is not None:
         path = Path(save)
@@ -185,7 +185,7 @@ def _claim(config: Config, name: str) -> RunLock:
 
 
 def _find_origin(config: Config, lock: RunLock) -> Origin | None:
-    """What the run begins with, in a folder whose files can be gone on with."""
+    """The checkpoint to start from, once the files of the run folder have been checked."""
     RunFolder(lock.folder).starts()
     return find_origin(config, lock.folder)
 
@@ -247,7 +247,7 @@ def _begin(
     data: PreparedData,
     console: Console,
 ) -> None:
-    """Write what the run is into its folder; on the first rank."""
+    """Write settings, environment and tokenizer to the run folder; on the first rank."""
     device = trainer.engine.device
     lock.begin()
     settings = to_toml(job.layout.config)
@@ -285,6 +285,7 @@ def _open_console(job: Job, device: torch.device) -> Console:
         config.training.train_iters,
         device="gpu" if device.type == "cuda" else "rank",
         peak_known=device_peak(device, config.training.precision) is not None,
+        experts=config.model.num_experts is not None,
         log_interval=config.logging.log_interval,
     )
     threads = ("threads a rank", f"{job.threads.count}", job.threads.why)

@@ -1,12 +1,12 @@
-"""The folder that tells, years later, what a run was and how it went.
+"""The run folder, which documents a run and its course.
 
 runs/llama3-8b-20261121-104500/
   config.toml        every setting, resolved
   environment.json   one entry for each start: machine, versions, git commit, command line
-  metrics.jsonl      one line a step
-  run.lock           who trains here, while somebody does
+  metrics.jsonl      one line per step
+  run.lock           which run uses the folder, while one does
   errors/            tracebacks of ranks that failed
-  pipeline.jsonl     with --profile: when each act of the pipeline ran in one step
+  pipeline.jsonl     with --profile: when each pipeline action ran in one step
   audit/             with --audit: what each rank sent, held and computed in one step
 runs/latest -> llama3-8b-20261121-104500
 """
@@ -52,27 +52,27 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """Every setting of the latest start, as TOML."""
+        """The file with every setting of the latest start, as TOML."""
         return self.path / "config.toml"
 
     @property
     def environment_file(self) -> Path:
-        """A JSON list, one entry for each start."""
+        """The file with a JSON list that has an entry for each start."""
         return self.path / "environment.json"
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON object a line, each with its `step`."""
+        """The file with one JSON object per line, each with its `step`."""
         return self.path / "metrics.jsonl"
 
     @property
     def audit(self) -> Path:
-        """Where ranks leave what was measured of one step."""
+        """The folder with each rank's measurements of one step."""
         return self.path / "audit"
 
     @property
     def errors(self) -> Path:
-        """Where ranks leave their tracebacks."""
+        """The folder with the tracebacks of ranks."""
         return self.path / "errors"
 
     def starts(self) -> list[dict[str, Any]]:
@@ -90,9 +90,9 @@ class RunFolder:
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
 
     def open(self, config_toml: str, device_names: Sequence[str] = ()) -> None:
-        """Create the folder or add a start to it, and point `latest` beside it here.
+        """Create the folder or add a start to it, and point the link `latest` in its parent here.
 
-        A link that cannot be made, where a run folder may be written and its parent not, is left.
+        The link is left out if the parent folder cannot be written.
 
         Raises:
             DataError: the list of earlier starts is damaged.
@@ -109,9 +109,9 @@ class RunFolder:
             _point(self.path.absolute().parent / LATEST, self.path.absolute().name)
 
     def expect_audit(self, config_toml: str) -> None:
-        """Make room for what ranks measure, with the settings of this start beside it.
+        """Create the audit folder with the settings of this start.
 
-        Records of an earlier start go: it may have had other ranks, which would be taken for ours.
+        Records of an earlier start are removed, since they may be of other ranks.
 
         Raises:
             FivefoldError: the folder cannot be written.
@@ -127,7 +127,7 @@ class RunFolder:
 def new_run_path(name: str, root: Path = Path("runs")) -> Path:
     """A path that does not exist yet: root/<name>-<date>-<time>. Creates nothing.
 
-    The clocks and file systems of machines differ, so one rank chooses and tells the others.
+    The clocks and file systems of machines differ, so one rank must choose it for all.
     """
     stem = f"{Path(name).stem}-{datetime.now():%Y%m%d-%H%M%S}"
     path, attempt = root / stem, 1
@@ -138,14 +138,14 @@ def new_run_path(name: str, root: Path = Path("runs")) -> Path:
 
 
 class MetricsFile:
-    """Appends to `metrics.jsonl`, one flushed line a step or evaluation.
+    """Appends to `metrics.jsonl`, one flushed line per step or evaluation.
 
-    Records of steps later than `after_step`, the step a run resumes from, are removed: these steps
-    will be run and recorded again. So is a last line that a crash cut short. A file that is deleted
-    meanwhile is made again, with all that was in it.
+    Records of steps later than `after_step`, the step a run resumes from, are removed, since these
+    steps will be run and recorded again. A last line that a crash cut short is removed, too. If the
+    file is deleted during the run, it is written again with all of its lines.
 
     Attributes:
-        removed: whole lines that were removed because they are no records.
+        removed: number of whole lines that were removed because they are not records.
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
@@ -162,9 +162,10 @@ class MetricsFile:
         self._file = path.open("a+b", buffering=0)
 
     def record(self, metrics: StepMetrics | EvalMetrics) -> None:
-        """Append one line; values that are not finite become null, as JSON knows no others."""
+        """Append one line; values that are not finite become null, since JSON has none for them."""
         self._see_file()
-        values = {k: v if math.isfinite(v) else None for k, v in metrics.values.items()}
+        numbers = {k: v if math.isfinite(v) else None for k, v in metrics.values.items()}
+        values = metrics.record | numbers
         line = (json.dumps({"step": metrics.step, **values}) + "\n").encode()
         while line:
             line = line[self._file.write(line) :]
@@ -174,7 +175,7 @@ class MetricsFile:
         self._file.close()
 
     def _see_file(self) -> None:
-        """Go on in the file that lies at the path, which is ours unless somebody changed that."""
+        """Make sure that the file still exists at its path; write it again if it does not."""
         try:
             if os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
                 return
@@ -204,7 +205,7 @@ def describe_environment(device_names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the repository around `folder` and whether files differ from it; None outside."""
+    """The commit of the repository around `folder`, and whether files differ; None outside one."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -250,7 +251,7 @@ class _Record:
 
 
 def _step_of(line: bytes, place: str) -> float:
-    """The step of a record; infinite if the line was cut short, NaN if it is no record."""
+    """The step of a record; infinite if the line was cut short, NaN if it is not a record."""
     if not line.endswith(b"\n"):
         return math.inf
     try:
@@ -260,9 +261,9 @@ def _step_of(line: bytes, place: str) -> float:
 
 
 def _point(link: Path, target: str) -> None:
-    """Make `link` a symbolic link to its neighbour `target` in one step.
+    """Make `link` a symbolic link to `target` in the same folder, atomically.
 
-    A run folder of that name, or anything else that is no link, stays as it is.
+    A run folder or anything else of that name that is not a link stays as it is.
     """
     if link.name == target or (link.exists() and not link.is_symlink()):
         return

@@ -1,4 +1,4 @@
-"""Text from a checkpoint, on one device, whatever layout it was trained in."""
+"""Generates text from a checkpoint of any layout, on one device."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +19,10 @@ from fivefold.train.saved_state import read_state, same_model
 
 
 def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Tokenizer]:
-    """The plain model of a run folder with the weights of one of its checkpoints.
+    """The model of a run on one device, with the weights of one of its checkpoints.
 
     Raises:
-        CheckpointError: it is no run folder, or the checkpoint is missing or damaged.
+        CheckpointError: the folder is not a run folder, or the checkpoint is missing or damaged.
     """
     if not (run / "config.toml").is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.toml")
@@ -32,6 +32,7 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
     same_model(state.model, config.model, checkpoints.folder)
     stage = Stage(config.model).eval()
     tensors = {name: p.detach() for name, p in stage.named_parameters()}
+    tensors |= dict(stage.named_buffers())
     checkpoints.load(state.step, tensors, skip=("optim.",))
     return config, stage, Tokenizer.load(run / TOKENIZER)
 
@@ -46,18 +47,18 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
 ) -> Iterator[str]:
-    """Continue a prompt with text that comes in pieces, as it is written.
+    """Continue a prompt; yields the text in pieces, as it is generated.
 
-    The checkpoint is loaded before anything is returned.
+    The checkpoint is loaded before the first piece.
 
     Args:
         run: a run folder.
         prompt: text to continue; may be empty.
         step: step of the checkpoint; the latest when None.
-        max_tokens: tokens to write at most; an end of document ends it sooner.
-        temperature: 0 takes the likeliest token.
-        top_k: draw among so many likeliest tokens; 0: among all.
-        seed: seed of the draw.
+        max_tokens: most tokens to generate; an end of document ends the text earlier.
+        temperature: temperature of the softmax; 0 always takes the most likely token.
+        top_k: number of most likely tokens to draw from; 0: all.
+        seed: seed of the draws.
     """
     if temperature < 0 or top_k < 0 or max_tokens < 1:
         raise ConfigError(

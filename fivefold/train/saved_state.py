@@ -1,7 +1,7 @@
-"""What a checkpoint of a run says besides its tensors: step, place in the data, model."""
+"""The state of a run in a checkpoint, besides its tensors: step, place in the data, model."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +25,10 @@ class SavedState:
     """The `meta.json` of a run's checkpoint.
 
     Attributes:
-        step: optimizer steps done.
-        loader: place in the data, and what the data is.
-        model: fields of the `ModelConfig` of its weights.
-        seq_length: tokens of a sample.
+        step: number of optimizer steps done.
+        loader: place in the data, and a description of the data.
+        model: fields of the model's `ModelConfig`.
+        seq_length: tokens per sample.
     """
 
     step: _Count
@@ -38,7 +38,7 @@ class SavedState:
 
 
 def read_state(source: Checkpointer, step: int | None) -> SavedState:
-    """The state of a checkpoint, the latest if `step` is None; collective as all of `source`.
+    """The state of a checkpoint, the latest if `step` is None; collective, like `source`.
 
     Raises:
         CheckpointError: no such checkpoint, or its state is damaged or contradicts itself.
@@ -62,16 +62,18 @@ def read_state(source: Checkpointer, step: int | None) -> SavedState:
 
 
 def same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
-    """See that checkpoints are of our model, but for what may change.
+    """Check that checkpoints are of our model, except for fields that may change.
 
     Raises:
-        CheckpointError: they are not; every field that differs is named.
+        CheckpointError: they are of another model; the error names every field that differs.
     """
     now = json.loads(json.dumps(asdict(model)))  # as it was saved: tuples are lists
+    # A setting that came after the checkpoint had no other value then.
+    was = {field.name: field.default for field in fields(ModelConfig)} | saved
     changed = [
-        f"{name}: was {saved.get(name)}, is {now.get(name)}"
+        f"{name}: was {was.get(name)}, is {now.get(name)}"
         for name in {**saved, **now}
-        if saved.get(name) != now.get(name) and name not in _FREE_MODEL_FIELDS
+        if was.get(name) != now.get(name) and name not in _FREE_MODEL_FIELDS
     ]
     if changed:
         raise CheckpointError(str(Mistake(f"{folder} is of another model", tuple(changed))))

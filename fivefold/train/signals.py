@@ -1,4 +1,4 @@
-"""Being asked to stop: by Ctrl-C, by a scheduler before its time limit, or by the launcher."""
+"""Signals that ask a run to stop: Ctrl-C, a scheduler before its time limit, the launcher."""
 
 import signal
 import time
@@ -13,13 +13,13 @@ SAME_PRESS_SECONDS = 0.5  # terminals and wrappers often deliver one Ctrl-C twic
 
 
 def passed_on(signum: int) -> int:
-    """The signal by which a launcher tells its ranks of one that it was sent."""
+    """The signal by which a launcher passes on a signal to its ranks."""
     return INTERRUPT if signum == signal.SIGINT else signum
 
 
 @contextmanager
 def leaving_in_order() -> Iterator[None]:
-    """In the block SIGTERM and SIGUSR1 raise SystemExit, so that what was taken is given back."""
+    """SIGTERM and SIGUSR1 raise SystemExit in the block, so that locks and files are released."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)
@@ -35,10 +35,10 @@ def leaving_in_order() -> Iterator[None]:
 
 
 class StopRequest:
-    """Notes the `STOP_SIGNALS` while its block runs, so that work can end in order.
+    """Records the `STOP_SIGNALS` while its block runs, so that the run can stop in order.
 
-    `signum` is the first signal, or None. A further Ctrl-C raises KeyboardInterrupt, for those who
-    will not wait. A signal that this process ignores stays ignored.
+    `signum` is the first signal, or None. A second Ctrl-C raises KeyboardInterrupt, to stop at
+    once. A signal that this process ignores stays ignored.
 
     The ranks of a run receive signals at different moments: before they act on `signum` they must
     agree, for example by a maximum over all ranks at the end of a step.
@@ -51,7 +51,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """What the signal means, or None."""
+        """A description of the signal, or None."""
         if self.signum in (signal.SIGINT, INTERRUPT):
             return "interrupt"
         return None if self.signum is None else signal.Signals(self.signum).name

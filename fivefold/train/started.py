@@ -1,4 +1,4 @@
-"""A rank that torchrun or srun has started. No parent of ours watches: ranks ask each other."""
+"""Runs a rank that torchrun or srun has started; without a parent, ranks watch each other."""
 
 import contextlib
 import hashlib
@@ -23,8 +23,8 @@ from fivefold.train.roll_call import (
     process_of,
 )
 
-CAUSE = "cause"  # is there when a rank failed by itself
-TOLD = "told"  # is there when somebody has said whom the others waited for
+CAUSE = "cause"  # key in the store: a rank failed by itself
+TOLD = "told"  # key in the store: a rank has printed which rank the others waited for
 
 
 def run_started(
@@ -36,8 +36,8 @@ def run_started(
 ) -> int:
     """Run `worker(env)` in this process and return its exit status, as `launch_local` does.
 
-    Of the ranks that fail, those that failed by themselves say why, each message once. If there is
-    none, the first that lost a connection or patience asks all ranks and names the one behind it.
+    Ranks that failed by themselves print why, each message once. If there are none, the first rank
+    that lost a connection or waited too long asks all ranks, and names the one at fault.
     """
     with RollCall(env):
         try:
@@ -63,8 +63,8 @@ def _ask(
     describe: Callable[[int], str] | None,
     errors_folder: Path | None,
 ) -> None:
-    """Have one rank find out and say whom the ranks waited for; the others wait for it, because
-    the launcher ends all ranks as soon as one has left."""
+    """Let one rank find out and print which rank the others waited for; the others wait, because
+    the launcher ends all ranks as soon as one has exited."""
     store.set(key("waited", env.rank), failure.place)
     if store.add(key("asking"), 1) > 1:
         _await(store, TOLD, 2 * SEARCH_SECONDS)
@@ -88,7 +88,7 @@ def _ask(
 
 
 def _await(store: dist.Store, name: str, seconds: float) -> bool:
-    """Whether a key is there within some time."""
+    """Whether a key appears in the store within this time."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(dist.DistError):
         store.wait([key(name)], timedelta(seconds=seconds))

@@ -1,4 +1,4 @@
-"""How many threads a rank computes with on the CPU: as many as its work can use."""
+"""Chooses the number of CPU threads of a rank: as many as its work can use."""
 
 import os
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from fivefold.layout import Layout
 
 EXPLICIT = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 GRAIN = 32_768
-"""Numbers that torch gives to a thread at least, where it goes through them one by one
-(at::internal::GRAIN_SIZE). With fewer, further threads mostly wait, and burn a core each while they
-do: `benchmarks/threads.py`."""
+"""Fewest elements that torch gives to a thread in elementwise operations
+(at::internal::GRAIN_SIZE). With fewer elements, further threads mostly wait, and occupy a core each
+while they do: `benchmarks/threads.py`."""
 
 
 @dataclass(frozen=True)
 class Threads:
-    """The number of a rank's threads, and how it comes about."""
+    """The number of a rank's threads, with the reason for it."""
 
     count: int
     why: str
@@ -26,16 +26,16 @@ class Threads:
 def choose_threads(
     layout: Layout, ranks: int, device_type: str, variables: Mapping[str, str] = os.environ
 ) -> Threads:
-    """The threads of each rank; what the environment says is left as it is.
+    """Choose the threads of each rank; a number in the environment is kept.
 
-    The choice depends on the layout and the machine, not on what else runs there: sums, and so the
-    last bits of a run, depend on it.
+    The choice depends on the layout and the machine, not on what else runs there, because the
+    order of sums, and so the last bits of a run, depend on it.
 
     Args:
-        layout: what a rank computes.
-        ranks: ranks on this machine.
-        device_type: "cpu", or "cuda", where threads only launch and load.
-        variables: variables of the environment.
+        layout: layout of the run.
+        ranks: number of ranks on this machine.
+        device_type: "cpu"; or "cuda", where threads only launch kernels and load data.
+        variables: environment variables.
     """
     cores = torch.get_num_threads()
     for name in EXPLICIT:

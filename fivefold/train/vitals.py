@@ -1,22 +1,22 @@
-"""Notices a run that goes on and learns nothing more."""
+"""Detects a run that continues without learning."""
 
 import math
 from dataclasses import dataclass
 
 from fivefold.train.engine import StepResult
 
-DEAD_STEPS = 5  # in a row without any gradient, after which a run is given up
-SAME_STEPS = 5  # in a row with the same loss, after which a run is suspected
+DEAD_STEPS = 5  # steps in a row without any gradient, after which a run is stopped
+SAME_STEPS = 5  # steps in a row with the same loss, after which a run is suspect
 
 
 @dataclass(frozen=True)
 class Symptom:
-    """What is wrong with a run, although every number is finite.
+    """A problem of a run whose numbers are all finite.
 
     Attributes:
-        what: in a few words.
-        why: further lines.
-        fatal: nothing but a change of settings will help.
+        what: short description.
+        why: further lines of the message.
+        fatal: whether only a change of settings can help.
     """
 
     what: str
@@ -25,13 +25,13 @@ class Symptom:
 
 
 class Vitals:
-    """Looks at each step's result, which all ranks share, so that all come to the same conclusion.
+    """Examines each step's result, which is the same on all ranks, and so is the conclusion.
 
     Args:
         vocab_size: vocabulary size of the model, for the loss of a uniform guess.
 
     Attributes:
-        dead: steps in a row, up to the latest, that had no gradient.
+        dead: number of latest steps in a row without any gradient.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -40,7 +40,7 @@ class Vitals:
         self._loss = math.nan
 
     def look(self, result: StepResult) -> Symptom | None:
-        """A symptom when it begins, and once more when it is fatal."""
+        """The symptom of this step: reported when it begins, and again when it becomes fatal."""
         if result.tokens == 0:  # nothing was asked, so there is nothing to learn
             return None
         self.dead = self.dead + 1 if result.grad_norm == 0.0 else 0

@@ -53,8 +53,9 @@ def compare(
     findings: list[str] = []
     for step, reference in enumerate(trace):
         sums = engine.gradients(_own_part(engine, step))
-        result = sums.read()
+        result = engine.read(sums)
         of_step = list(_gradient_differences(engine, step, result, reference))
+        of_step += _load_differences(engine, step, result, reference)
         found += of_step
         every = _gather(engine, of_step)
         wrong = rank == 0 and not judge(layout, every, errors).passed
@@ -112,13 +113,29 @@ def _gradient_differences(
         yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)
 
 
+def _load_differences(
+    engine: Engine, step: int, result: StepResult, reference: ReferenceStep
+) -> Iterator[Difference]:
+    """How many tokens chose each expert; in bf16, in which some choose others, only how many."""
+    rank, narrow = engine.groups.rank, engine.layout.config.training.precision == "bf16"
+    for here, true_ME in zip(result.routing, reference.loads, strict=True):
+        own, true = torch.tensor(here.counts, dtype=torch.float64), true_ME.sum(0)
+        if narrow:
+            own, true = own.sum(0, keepdim=True), true.sum(0, keepdim=True)
+        name = f"layers.{here.layer}.mlp.experts"
+        yield _tensor("load", step, rank, name, piece_of(own), true)
+
+
 def _weight_differences(
     engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[Difference]:
-    """Every weight after the update, with the digest that replicas must share."""
+    """Every weight after the update, with the digest that replicas must share; so biases of
+    experts."""
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
-    for name, parameter in engine.parameters.items():
-        stored = engine.model.records[name].stored
+    held: dict[str, Tensor] = {**engine.parameters, **engine.model.buffers(copies=True)}
+    for name, parameter in held.items():
+        record = engine.model.records.get(name)
+        stored = name if record is None else record.stored
         piece, whole = piece_of(parameter), reference.after[stored]
         yield _tensor("param", step, rank, stored, piece, whole, floor=floor, digests=True)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.config.config import Config
-from fivefold.counts.state import num_shards
+from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
 from fivefold.model.prediction import valid_by_depth
@@ -21,6 +21,7 @@ from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from fivefold.verify.diagnose_context import losses_by_mistake, of_rank
+from fivefold.verify.diagnose_experts import gradients_of_tokens, routing_findings
 from fivefold.verify.reference import (
     ReferenceStep,
     Tensors,
@@ -62,8 +63,12 @@ def diagnose(engine: Engine, step: int, result: StepResult, reference: Reference
     if engine.groups.rank != 0:
         return []
     found = _loss_findings(engine, step, result, reference, match)
-    divided = engine.layout.grid.cp > 1
-    return found + _gradient_findings(_shared(every), list(reference.grads), divided)
+    if engine.layout.config.training.precision != "bf16":  # in which other experts are chosen
+        found += routing_findings(engine, result, reference)
+    held = _shared(every)
+    if found and all(RIGHT in of_one for of_one in held.values()):
+        return found
+    return found + _gradient_findings(held, list(reference.grads), engine.layout.grid.cp > 1)
 
 
 def _explanations(
@@ -73,12 +78,16 @@ def _explanations(
     named = engine.parameters.items()
     own = {name: local_tensor(p.grad).cpu().double() for name, p in named if p.grad is not None}
     partial = dict(_gradients_of_samples(engine, step, reference))
+    if engine.groups.experts is not None:
+        plain = _plain(engine.layout.config, reference)
+        partial |= dict(gradients_of_tokens(engine, plain, step, reference))
     sums = dict(_sums(engine, own))
-    factors = _factors(engine)
+    factors = {experts: _factors(engine, experts) for experts in (False, True)}
     largest = max(float(grad.abs().max()) for grad in reference.grads.values())
     found: dict[str, set[str]] = {}
     for name, parameter in named:
-        stored, part = engine.model.records[name].stored, local_slices(parameter)
+        record, part = engine.model.records[name], local_slices(parameter)
+        stored, multiples = record.stored, factors[record.experts].items()
         whole = reference.grads[stored]
         scale = max(float(whole.abs().max()), match * largest)
 
@@ -87,19 +96,21 @@ def _explanations(
 
         mine, true = own[name], whole[part]
         held = {RIGHT} if holds(mine, true) else set()
-        held |= {text for k, text in factors.items() if holds(mine, k * true, (k or 1.0) * scale)}
+        held |= {text for k, text in multiples if holds(mine, k * true, (k or 1.0) * scale)}
         held |= {text for text, of in sums.items() if name in of and holds(of[name], true)}
         held |= {text for text, of in partial.items() if holds(mine, of[stored][part])}
         found[stored] = held & found[stored] if stored in found else held
     return found
 
 
-def _factors(engine: Engine) -> dict[float, str]:
-    """Multiples of the right gradient that tell something -> what they tell."""
+def _factors(engine: Engine, experts: bool) -> dict[float, str]:
+    """Multiples of the right gradient, of experts or others, that tell something -> what."""
     grid, count = engine.layout.grid, engine.layout.num_microbatches
     names: dict[int, list[str]] = {2: []}
-    sizes = ("tp", grid.tp), ("cp", grid.cp), ("dp", grid.dp), ("microbatches", count)
-    for name, size in sizes:
+    axes = {"tp": grid.tp, "cp": grid.cp}
+    if experts:
+        axes = {"ep": grid.ep, "etp": grid.etp, "edp": grid.edp}
+    for name, size in {**axes, "dp": grid.dp, "microbatches": count}.items():
         if size > 1:
             names.setdefault(size, []).append(name)
     factors = {0.0: "is zero: it never arrived"}
@@ -127,8 +138,13 @@ def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
         yield _SUM_OVER.format("context parallelism"), summed(own, groups.cp)
     if groups.cp is not None and whole and engine.layout.grid.dp > 1 and groups.data is not None:
         yield _SUM_OVER.format("data and context parallelism"), summed(own, groups.data)
+    records = engine.model.records
+    edp = None if groups.experts is None else groups.experts.edp
+    if edp is not None and num_expert_shards(engine.layout) == 1:
+        experts = {name: grad for name, grad in own.items() if records[name].experts}
+        if experts:
+            yield _SUM_OVER.format("expert data parallelism"), summed(experts, edp)
     if groups.tied is not None:
-        records = engine.model.records
         ends = {name: grad for name, grad in own.items() if "tied" in records[name].sums}
         here = {EMBEDDING: torch.stack([*ends.values()]).sum(0)}
         sum_of_all = summed(here, groups.tied)[EMBEDDING]
@@ -170,9 +186,7 @@ def _gradients_of_samples(
 def _plain(config: Config, reference: ReferenceStep) -> Stage:
     """The plain model with the weights before the step."""
     model = plain_model(config, torch.float64)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(reference.before[name])
+    model.load_state_dict(reference.before)
     return model
 
 

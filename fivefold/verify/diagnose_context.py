@@ -50,7 +50,8 @@ def losses_by_mistake(
             shards = _shards(config, batch)
             for module in wrong:
                 kind = kinds[module.layer % len(kinds)]
-                module.kernel = mistakes[kind](shards, _inner_size(config, kind), batch.token_ids)
+                seen = shards.seeing(config.model.window_of(module.layer))
+                module.kernel = mistakes[kind](seen, _inner_size(config, kind), batch.token_ids)
             total += _loss(model, [batch])
         for module in wrong:
             module.kernel = attention
@@ -63,11 +64,16 @@ def of_rank(config: Config, batch: Batch, rank: int) -> Batch:
     shards = _shards(config, batch)
     for start, stop in shards.chunks[rank]:
         own.view(shards.rows, -1)[:, start:stop] = True
+    return without_losses(batch, ~own)
+
+
+def without_losses(batch: Batch, lost_BS: Tensor) -> Batch:
+    """A batch in which some tokens take no loss of any depth."""
     further = batch.further_labels
     return replace(
         batch,
-        labels=batch.labels.masked_fill(~own, IGNORED),
-        further_labels=None if further is None else further.masked_fill(~own, IGNORED),
+        labels=batch.labels.masked_fill(lost_BS, IGNORED),
+        further_labels=None if further is None else further.masked_fill(lost_BS, IGNORED),
     )
 
 
@@ -77,7 +83,7 @@ def _loss(model: Stage, batches: Sequence[Batch]) -> float:
 
 
 def _shards(config: Config, batch: Batch) -> Shards:
-    return shards_of(batch, config.model.window_size, config.parallel.context_parallel_size)
+    return shards_of(batch, config.model.widest_window, config.parallel.context_parallel_size)
 
 
 def _inner_size(config: Config, kind: str) -> int:

@@ -3,21 +3,26 @@
 Each replaces something on the objects of one run; the training code knows nothing of it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fivefold.counts.parameters import tied_ranks
+from fivefold.counts.state import num_expert_shards
 from fivefold.data_parallel.communication import ReduceScatter
+from fivefold.data_parallel.fsdp import ShardedStage
+from fivefold.data_parallel.replicated import local_grad
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
+from fivefold.model.experts import Beside, Dispatcher, RunExperts
 from fivefold.model.layers import LayerBlock, Linear, local
+from fivefold.model.routing import ExpertChoice
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine
 from fivefold.verify import plant_context
@@ -115,6 +120,89 @@ def _add_bias_on_each_rank(engine: Engine) -> None:
             block.row = biased(block.row)
 
 
+def _double_experts(engine: Engine) -> None:
+    model: Any = engine.model
+    finish = model.finish_gradients
+
+    def finish_and_double() -> None:
+        finish()
+        for name, parameter in engine.parameters.items():
+            if model.records[name].experts:
+                local_grad(parameter).mul_(2)
+
+    model.finish_gradients = finish_and_double
+
+
+def _skip_edp_sum(engine: Engine) -> None:
+    records = engine.model.records
+    for index, stage in engine.model.stages.items():
+        units: list[Any] = [m.experts for m in stage.mixtures]
+        if isinstance(engine.model.gradients[index], ShardedStage):
+            for unit in units:
+                unit.set_custom_reduce_scatter(_KeepOwn(torch.float64))
+            continue
+        named = stage.named_parameters()
+        experts = [parameter for name, parameter in named if records[name].experts]
+        _keep_own_gradients(engine.model.gradients[index], experts)
+
+
+def _keep_own_gradients(gradients: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Sums are only copied into gradients when they are finished."""
+    finish = gradients.finish
+
+    def finish_and_restore() -> None:
+        own = [local_grad(parameter).clone() for parameter in parameters]
+        finish()
+        for parameter, grad in zip(parameters, own, strict=True):
+            local_grad(parameter).copy_(grad)
+
+    gradients.finish = finish_and_restore
+
+
+def _detach_router(engine: Engine) -> None:
+    def detached(dispatch: Dispatcher) -> Dispatcher:
+        def call(
+            x_TH: Tensor,
+            choice: ExpertChoice,
+            run: RunExperts,
+            beside: tuple[Beside, Beside] | None = None,
+        ) -> Tensor:
+            weights_TK = _NoGradient.apply(choice.weights_TK)
+            return dispatch(x_TH, replace(choice, weights_TK=weights_TK), run, beside)
+
+        return call
+
+    for stage in engine.model.stages.values():
+        for mixture in stage.mixtures:
+            mixture.dispatch = detached(mixture.dispatch)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Losses that balance experts are attached before, and keep theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad)
+
+
+def _count_tokens_twice(engine: Engine) -> None:
+    if engine.layout.grid.dp_rank(engine.groups.rank):
+        return
+    routers: Any = engine._routers
+    sums, experts = routers.sums, engine.layout.config.model.num_experts
+
+    def twice(*arguments: Any) -> Tensor:
+        total: Tensor = sums(*arguments)
+        total[:, :experts] *= 2
+        return total
+
+    routers.sums = twice
+
+
 def _with_columns(engine: Engine) -> Iterator[Stage | LayerBlock]:
     for stage in engine.model.stages.values():
         yield stage
@@ -126,6 +214,13 @@ def _has_partial_gradients(layout: Layout) -> bool:
     model, parallel = layout.config.model, layout.config.parallel
     few_heads = model.num_kv_heads % layout.grid.tp != 0
     return layout.grid.tp > 1 and (parallel.sequence_parallel or model.qk_layernorm or few_heads)
+
+
+def _sums_experts(layout: Layout) -> bool:
+    """Whether ranks get other tokens for the same experts, and a sum can be left out by itself."""
+    sharded = layout.config.parallel.sharding.splits_optimizer
+    ranks = num_expert_shards(layout) if sharded else layout.grid.edp
+    return layout.config.model.num_experts is not None and ranks > 1
 
 
 def _context_kinds(layout: Layout) -> set[str]:
@@ -194,6 +289,30 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
             "context parallelism",
             lambda layout: layout.grid.cp > 1,
             plant_context.count_local_positions,
+        ),
+        "double-experts": Plant(
+            "double the gradients of experts",
+            "experts",
+            lambda layout: layout.config.model.num_experts is not None,
+            _double_experts,
+        ),
+        "skip-edp-sum": Plant(
+            "do not sum the gradients of experts over the ranks that hold the same ones",
+            "experts, and at least two ranks that hold (or shard) the same ones",
+            _sums_experts,
+            _skip_edp_sum,
+        ),
+        "detach-router": Plant(
+            "send experts weights that pass no gradient of the main loss to the router",
+            "experts",
+            lambda layout: layout.config.model.num_experts is not None,
+            _detach_router,
+        ),
+        "double-expert-counts": Plant(
+            "count the tokens of experts twice on the first data-parallel rank",
+            "experts and data parallelism",
+            lambda layout: layout.config.model.num_experts is not None and layout.grid.dp > 1,
+            _count_tokens_twice,
         ),
     }
 )

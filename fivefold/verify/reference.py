@@ -16,10 +16,12 @@ from fivefold.data.packing import IGNORED, Microbatch
 from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
 from fivefold.model.prediction import valid_by_depth
+from fivefold.model.routing import Decision
 from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
+from fivefold.verify.standing_in import in_order, stand_in
 
 Tensors = dict[str, Tensor]
 
@@ -34,9 +36,10 @@ class ReferenceStep:
         evaluation: loss of batch EVALUATION with the weights after the update, without dropout.
         further: mean losses of further predictions, by name.
         losses: [microbatches] summed loss of each.
+        loads: [layers with experts, microbatches, experts] tokens that chose each expert.
         grads: gradients by global name, before clipping.
-        before: the weights that the gradients belong to.
-        after: the weights after the update.
+        before: the weights and biases of experts that the gradients belong to.
+        after: the same after the update.
     """
 
     loss: float
@@ -44,6 +47,7 @@ class ReferenceStep:
     evaluation: float
     further: dict[str, float]
     losses: Tensor
+    loads: Tensor
     grads: Tensors
     before: Tensors
     after: Tensors
@@ -57,7 +61,10 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
         seed=training.seed,
         label_smoothing=training.label_smoothing,
         mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
+        experts=config.experts,
+        global_batch_size=training.global_batch_size,
     )
+    stand_in(model, config)
     return model.to(dtype)
 
 
@@ -67,7 +74,8 @@ def run_reference(
     """Train one plain model for some steps on `global_batch(config, 0 .. steps - 1)`.
 
     Args:
-        config: configuration of which the parallel section is not read.
+        config: configuration of which the parallel section is not read, unless a rule of experts
+            depends on it.
         steps: optimizer steps.
         dtype: type of computation; master weights are fp32 if it is bf16.
     """
@@ -80,11 +88,12 @@ def run_reference(
     model.load_state_dict(master.state_dict())
     found = []
     for step in range(steps):
-        before = _copies(weights)
+        before = _copies(master.state_dict())
         batch = global_batch(config, step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
         tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
-        losses, grads = gradients(model, batches_of(config, samples, step), tokens)
+        routing: dict[int, list[Tensor]] = {}
+        losses, grads = gradients(model, batches_of(config, samples, step), tokens, routing)
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         limit = config.optimizer.clip_grad
         factor = min(1.0, limit / (float(norm) + 1e-6)) if limit > 0 else 1.0
@@ -93,6 +102,8 @@ def run_reference(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
         optimizer.step()
+        for mixture in master.mixtures:
+            mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
         found.append(
             ReferenceStep(
@@ -104,9 +115,12 @@ def run_reference(
                     for depth in range(1, len(tokens))
                 },
                 losses=losses[:, 0],
+                loads=torch.stack([torch.stack(routing[layer]) for layer in sorted(routing)])
+                if routing
+                else torch.zeros(0),
                 grads=grads,
                 before=before,
-                after=_copies(weights),
+                after=_copies(master.state_dict()),
             )
         )
     return found
@@ -118,7 +132,10 @@ def batches_of(config: Config, samples: Sequence[Microbatch], step: int) -> list
 
 
 def gradients(
-    model: Stage, batches: Sequence[Batch], tokens: Sequence[int]
+    model: Stage,
+    batches: Sequence[Batch],
+    tokens: Sequence[int],
+    routing: dict[int, list[Tensor]] | None = None,
 ) -> tuple[Tensor, Tensors]:
     """Summed losses [microbatches, 1 + D] in fp64, and the gradient of what is made of their sums.
 
@@ -126,6 +143,7 @@ def gradients(
         model: plain.
         batches: microbatches, with D further predictions.
         tokens: number by which the loss of each of the 1 + D depths is divided.
+        routing: gets the tokens of each expert in each microbatch, by layer.
     """
     model.zero_grad()
     scale = torch.tensor(tokens).clamp_min(1)
@@ -135,8 +153,13 @@ def gradients(
         for name, p in model.named_parameters()
     }
     losses = []
-    for batch in batches:
-        loss = model(None, batch)
+    for batch in in_order(model, batches):
+        decisions: dict[int, Decision] = {}
+        loss = model(None, batch, None, decisions)
+        if routing is not None:
+            for layer, decision in decisions.items():
+                counts_E = decision.sums[: model.model.num_experts]
+                routing.setdefault(layer, []).append(counts_E)
         model.objective(loss / scale).backward()
         losses.append(loss.detach().double().reshape(-1))
         for name, parameter in model.named_parameters():
@@ -175,7 +198,7 @@ def _evaluate(model: Stage, config: Config) -> float:
 
 def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     def group(decays: bool) -> Iterator[Tensor]:
-        return (w for w in weights.values() if (w.ndim > 1) == decays)
+        return (w for n, w in weights.items() if (w.ndim > 1 and not n.endswith(".bias")) == decays)
 
     return torch.optim.AdamW(
         [

@@ -1,6 +1,6 @@
 """What verification found: the figures, the verdict, and how they are told. Imports no torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, sqrt
 from typing import Any
@@ -22,7 +22,7 @@ class Difference:
     """How one rank's part of a tensor, or a number all ranks share, differs from one device's.
 
     Attributes:
-        what: "loss", "norm", "evaluation", "grad" or "param".
+        what: "loss", "norm", "evaluation", "grad", "param" or "load" (tokens of experts).
         step: step from 0.
         name: name of the parameter as stored, "" for a number.
         part: which part of it: start and end along each dim.
@@ -77,8 +77,9 @@ class VerifyReport:
         dtype: precision of the layout's computation; the reference computes in fp64.
         layout: description in words.
         steps: steps that were compared.
-        max_rel_error: largest relative error of loss, grad, norm, param and evaluation; None for
-            what was not reached, since the comparison ends at the first wrong gradient.
+        max_rel_error: largest relative error of loss, grad, norm, param and evaluation, and of load
+            where there are experts; None for what was not reached, since the comparison ends at the
+            first wrong gradient.
         limits: the largest errors that pass, by the same keys.
         worst: the difference that is furthest beyond (or nearest to) its limit.
         diagnosis: what is probably wrong, most telling first.
@@ -113,8 +114,8 @@ class VerifyReport:
             "",
             f"{'':<11}{'max error':>11}  {'limit':>9}",
         ]
-        for key, shown in _SHOWN.items():
-            error, limit = self.max_rel_error[key], self.limits[key]
+        for key, error in self.max_rel_error.items():
+            shown, limit = _SHOWN[key], self.limits[key]
             number = "not reached" if error is None else f"{error:.2e}"
             mark = "" if error is None or error <= limit else "  <- too large"
             lines.append(f"{shown:<11}{number:>11}  {limit:>9.2e}{mark}")
@@ -137,6 +138,7 @@ _SHOWN = {
     "norm": "norm",
     "param": "weights",
     "evaluation": "evaluation",
+    "load": "loads",
 }
 
 
@@ -177,21 +179,22 @@ def judge(
         diagnosis: what `diagnose` said.
     """
     dtype = layout.config.training.precision
+    kinds = _kinds(differences)
     if baseline is None:
         errors = {
             what: max((d.relative for d in differences if d.what == what), default=None)
-            for what in _SHOWN
+            for what in kinds
         }
-        limits = dict.fromkeys(_SHOWN, TOLERANCES[dtype])
+        limits = dict.fromkeys(kinds, TOLERANCES[dtype])
     else:
         errors = joint_errors(differences)
-        limits = {w: BF16_FACTOR * max(baseline[w] or 0.0, BF16_FLOOR) for w in _SHOWN}
+        limits = {w: BF16_FACTOR * max(baseline.get(w) or 0.0, BF16_FLOOR) for w in kinds}
         # What the gradient may be off, its norm may be; of one device it may be right by luck.
         limits["norm"] = max(limits["norm"], limits["grad"])
     diverged = _diverged(differences)
     worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
     return VerifyReport(
-        passed=not diverged and all((errors[what] or 0.0) <= limits[what] for what in _SHOWN),
+        passed=not diverged and all((errors[what] or 0.0) <= limits[what] for what in kinds),
         dtype=dtype,
         layout=describe(layout),
         steps=len({d.step for d in differences}),
@@ -213,10 +216,10 @@ def judge(
     )
 
 
-def joint_errors(differences: Iterable[Difference]) -> Errors:
+def joint_errors(differences: Collection[Difference]) -> Errors:
     """Relative error by kind, the worst step's: of all elements together, each counted once."""
     parts = {(d.what, d.step, d.name, d.part): d for d in differences}
-    errors: Errors = dict.fromkeys(_SHOWN)
+    errors: Errors = dict.fromkeys(_kinds(differences))
     for what, step in {key[:2] for key in parts}:
         here = [d for key, d in parts.items() if key[:2] == (what, step)]
         if what in SCALARS:
@@ -226,6 +229,12 @@ def joint_errors(differences: Iterable[Difference]) -> Errors:
             error = sqrt(sum(d.off for d in here) / true) if true else float("inf")
         errors[what] = max(errors[what] or 0.0, error)
     return errors
+
+
+def _kinds(differences: Iterable[Difference]) -> list[str]:
+    """What is compared: loads only where there are experts."""
+    loads = any(difference.what == "load" for difference in differences)
+    return [what for what in _SHOWN if loads or what != "load"]
 
 
 def describe(layout: Layout) -> str:
@@ -244,6 +253,9 @@ def describe(layout: Layout) -> str:
     if grid.dp > 1:
         dp = f"{grid.dp_replicate} x {grid.dp_shard}" if grid.dp_replicate > 1 else str(grid.dp)
         parts.append(f"dp {dp} ({parallel.data_parallel_sharding_strategy})")
+    if grid.ep * grid.etp > 1:
+        axes = [f"{axis} {grid.size(axis)}" for axis in ("ep", "etp") if grid.size(axis) > 1]
+        parts.append(f"{' x '.join(axes)} ({parallel.moe_token_dispatcher_type})")
     count = layout.num_microbatches
     parts.append("1 microbatch" if count == 1 else f"{count} microbatches")
     world = grid.world_size

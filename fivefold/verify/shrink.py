@@ -1,5 +1,6 @@
 """A recipe as it is verified: small enough for one device, with the same structure. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -7,16 +8,19 @@ from typing import Any
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.dependence import without_orphans
+from fivefold.config.layer_pattern import layer_frequency, window_frequency, window_layers
 from fivefold.config.model import ModelConfig
+from fivefold.counts.state import num_expert_shards
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
 from fivefold.pipeline.ir import v_placement
-from fivefold.pipeline.stages import layout_string
+from fivefold.pipeline.stages import StageSpec, layout_string
 from fivefold.units import human_count
 
 LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
 LARGEST_BATCH = 8_192  # tokens of a global batch
+MOST_FEATURES = 512  # inner features of all experts of a layer, where their ranks allow it
 LEARNING_RATE = 1e-2
 ADAM_EPS = 1e-2
 
@@ -33,9 +37,10 @@ SPLIT_FLAGS: dict[str, Any] = {
 def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     """The layout to verify, and what was changed for it.
 
-    A model of more than 2 M parameters gets fewer and narrower layers, a batch of more than 8,192
-    tokens shorter and fewer sequences; everything that parallelism divides stays divisible as it
-    was, stages stay uneven or empty, KV heads stay fewer than tp, and windows end within sequences.
+    A model of more than 2 M parameters gets fewer and narrower layers, of fewer experts, a batch of
+    more than 8,192 tokens shorter and fewer sequences; everything that parallelism divides stays
+    divisible as it was, stages stay uneven or empty, KV heads stay fewer than tp, layers with and
+    without experts both stay, and windows end within sequences.
     The optimizer takes large, well-conditioned steps: with AdamW's usual epsilon a gradient that is
     zero but for rounding would move its weight by a visible, meaningless amount.
     """
@@ -44,12 +49,13 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     changes = []
     size = count_parameters(config.model).total
     if size > LARGEST_MODEL:
-        config = _narrower(_shallower(layout, config))
+        config = _narrower(layout, _shallower(layout, config))
         now = config.model
         changes.append(
             f"{human_count(size)} parameters -> {human_count(count_parameters(now).total)}: "
             f"{now.num_layers} layers, hidden {now.hidden_size}, {now.num_attention_heads} heads "
-            f"({now.num_kv_heads} key/value), ffn {now.ffn_size}, vocabulary {now.vocab_size}"
+            f"({now.num_kv_heads} key/value), ffn {now.ffn_size}, {_experts_in_words(now)}"
+            f"vocabulary {now.vocab_size}"
         )
     training = config.training
     if training.global_batch_size * training.seq_length > LARGEST_BATCH:
@@ -73,33 +79,54 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
 
 
 def _shallower(layout: Layout, config: Config) -> Config:
-    """One or two layers a stage: two where a stage has more than the smallest, 0 stays 0."""
-    counts = [len(stage.layers) for stage in layout.split.stages]
+    """One or two layers a stage: two where a stage has more than the smallest, 0 stays 0; one more
+    where a stage has layers with and without experts."""
+    model, stages = config.model, layout.split.stages
+    counts = [len(stage.layers) for stage in stages]
     if len(counts) == 1:
-        kinds = len(set(config.parallel.cp_comm_type))
-        return _with_layers(config, min(max(2, kinds), counts[0]))
+        few = max(2, len(set(config.parallel.cp_comm_type)))
+        return _with_layers(config, _taken(model, stages[0].layers, few))
     fewest = min(count for count in counts if count)
-    kept, first = [], 0
-    for stage, count in zip(layout.split.stages, counts, strict=True):
-        few = min(count, 1 if count == fewest else 2)
-        kept.append(replace(stage, layers=tuple(range(first, first + few))))
-        first += few
+    kinds = max(len(set(map(model.is_moe, stage.layers))) for stage in stages)
+    least = min(fewest, kinds)
+    kept: list[StageSpec] = []
+    taken: list[int] = []
+    for stage, count in zip(stages, counts, strict=True):
+        chosen = _taken(model, stage.layers, least if count == fewest else least + 1)
+        kept.append(replace(stage, layers=tuple(range(len(taken), len(taken) + len(chosen)))))
+        taken += chosen
     placement = layout.split.placement
     is_v = placement == v_placement(layout.grid.pp, len(counts)) and len(counts) > layout.grid.pp
     text = ("v:" if is_v else "") + layout_string(kept)
     config = config.with_values(pipeline_model_parallel_layout=text, **SPLIT_FLAGS)
-    return _with_layers(config, first)
+    return _with_layers(config, taken)
 
 
-def _with_layers(config: Config, count: int) -> Config:
-    """So many layers, which take turns in the kinds of context parallelism that there were."""
-    kinds = tuple(dict.fromkeys(config.parallel.cp_comm_type))
+def _taken(model: ModelConfig, layers: Sequence[int], count: int) -> list[int]:
+    """So many of these layers at most, with and without experts where there are both."""
+    firsts = {model.is_moe(layer): layer for layer in reversed(layers)}
+    others = [layer for layer in layers if layer not in firsts.values()]
+    return sorted([*firsts.values(), *others][:count])
+
+
+def _with_layers(config: Config, layers: Sequence[int]) -> Config:
+    """Only these layers, which take turns in the kinds of context parallelism that there were."""
+    model, kinds = config.model, tuple(dict.fromkeys(config.parallel.cp_comm_type))
     if len(kinds) > 1:
-        kinds = tuple(kinds[layer % len(kinds)] for layer in range(count))
-    return config.with_values(num_layers=count, cp_comm_type=kinds)
+        kinds = tuple(kinds[place % len(kinds)] for place in range(len(layers)))
+    if model.num_experts is not None:
+        frequency = layer_frequency([model.is_moe(layer) for layer in layers])
+        config = config.with_values(moe_layer_freq=frequency)
+    if model.window_attn_skip_freq is not None:
+        limited = window_layers(model.window_attn_skip_freq, model.num_layers)
+        few = [limited[layer] for layer in layers]
+        few[0] |= any(limited) and not any(few)
+        few[-1] &= all(limited) or not all(few)
+        config = config.with_values(window_attn_skip_freq=window_frequency(few))
+    return config.with_values(num_layers=len(layers), cp_comm_type=kinds)
 
 
-def _narrower(config: Config) -> Config:
+def _narrower(layout: Layout, config: Config) -> Config:
     """Few, small heads and a small vocabulary; what tp divides is divided as before."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     kv_heads, group = _few_heads(model, tp * _exchanging(config))
@@ -111,6 +138,8 @@ def _narrower(config: Config) -> Config:
     ffn = tp * max(1, min(model.ffn_size, 2 * hidden) // tp)
     multiple = lcm(tp, min(model.make_vocab_size_divisible_by, 64))
     padding = min(model.padded_vocab_size - model.vocab_size, 7)
+    if model.num_experts is not None:
+        config = config.with_values(**_fewer_experts(layout, config, hidden))
     return config.with_values(
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -130,6 +159,46 @@ def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, int]:
         kv_heads = ranks * min(kv_heads // ranks, 2)
     fits = [n for n in range(min(group, 2), group + 1) if kv_heads * n % ranks == 0]
     return kv_heads, fits[0]
+
+
+def _fewer_experts(layout: Layout, config: Config, hidden: int) -> dict[str, Any]:
+    """Few, narrow experts: several on a rank and in a group where there were, half of them chosen
+    at most; what expert ranks, shards and expert tensor parallelism divide is divided as before."""
+    model, parallel = config.model, config.parallel
+    assert model.num_experts is not None
+    ep, groups = parallel.expert_model_parallel_size, model.moe_router_num_groups or 1
+    topk, chosen = min(model.moe_router_topk, 3), model.moe_router_group_topk or 1
+    sharded = ep * num_expert_shards(layout)
+    ranks = ep if model.num_experts % sharded else sharded
+    unit = lcm(ranks, groups)
+    scored = model.moe_router_group_scores or max(topk // chosen, 1)
+
+    def relates(experts: int) -> bool:
+        """Whether so many relate to ranks, groups and choices as all of them do."""
+        enough = topk <= chosen * experts // groups and scored <= experts // groups
+        of_each = (experts // part > 1 or experts == model.num_experts for part in (ranks, groups))
+        return enough and all(of_each) and 2 * topk <= experts
+
+    few = next(filter(relates, range(unit, model.num_experts, unit)), model.num_experts)
+    etp, shared = parallel.expert_tensor_parallel_size, model.shared_ffn_size
+    tp = parallel.tensor_model_parallel_size
+    inner = min(model.expert_ffn_size, hidden, max(1, MOST_FEATURES // few))
+    return {
+        "num_experts": few,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": etp * max(1, inner // etp),
+        "moe_shared_expert_intermediate_size": tp * max(1, min(shared, hidden) // tp)
+        if shared
+        else model.moe_shared_expert_intermediate_size,
+    }
+
+
+def _experts_in_words(model: ModelConfig) -> str:
+    if model.num_experts is None:
+        return ""
+    shared = f", {model.shared_ffn_size} shared" if model.shared_ffn_size else ""
+    size = f"{model.expert_ffn_size} wide{shared}"
+    return f"{model.num_experts} experts ({model.moe_router_topk} a token, {size}), "
 
 
 def _exchanging(config: Config) -> int:

@@ -44,13 +44,13 @@ def _step(rank: int, world: int, layout: Layout, documents: int, folder: Path) -
         engine.step(microbatches)
 
 
-def _records(layout: Layout, documents: int, folder: Path) -> list[RankRecord]:
+def records_of(layout: Layout, documents: int, folder: Path) -> list[RankRecord]:
     run(layout.grid.world_size, _step, layout, documents, folder)
     return read_records(folder)
 
 
 def _check(layout: Layout, documents: int, folder: Path) -> None:
-    records = _records(layout, documents, folder)
+    records = records_of(layout, documents, folder)
     report = audit(describe(layout), layout, records, None, None)
     assert report.passed, report.text()
     for record in records:  # equal, where a user's run is allowed 3 %
@@ -136,7 +136,7 @@ def test_what_documents_keep_at_home_is_told_but_not_judged(kind: str, tmp_path:
         for layout in random_layouts(7)
         if layout.grid.cp > 1 and layout.config.parallel.cp_comm_type == (kind,)
     )
-    records = _records(layout, 2, tmp_path)
+    records = records_of(layout, 2, tmp_path)
     report = audit("", layout, records, None, None)
     assert report.passed, report.text()
     (sent,) = [finding for finding in report.findings if finding.name == "sent over cp"]
@@ -157,7 +157,7 @@ def test_a_run_that_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> N
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     layout = next(layout for layout in random_layouts(5) if layout.grid.world_size == 2)
-    _records(layout, 1, tmp_path)
+    records_of(layout, 1, tmp_path)
     (tmp_path / "rank-0.json").unlink()
     with pytest.raises(DataError, match="lacks the record of rank 0"):
         read_records(tmp_path)

@@ -189,6 +189,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "tp, modules recomputed": (2, {TP: 2} | SELECTIVE),
     "tp + sp, modules recomputed": (2, SP | SELECTIVE | GPT),
+    "tp + sp, stages recomputed": (
+        4,
+        SP | GPT | {PP: 2, "recompute_in_flight_limit": 1, "label_smoothing": 0.1},
+    ),
+    "cp, stages recomputed": (4, {CP: 2, PP: 2, "recompute_in_flight_limit": 1}),
+    "optim_grads_params, stages recomputed": (
+        4,
+        {ZERO: "optim_grads_params", PP: 2, "recompute_in_flight_limit": 1},
+    ),
     "tp, loss fused": (2, {TP: 2} | FUSED),
     "tp + sp, loss fused with the output layer": (
         2,

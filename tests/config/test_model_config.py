@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fivefold.config.layer_pattern import expert_layers, layer_frequency
-from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.model import ModelConfig
+from fivefold.config.model_rules import check_model
 from fivefold.config.presets import HUB_NAMES, PRESETS, resolve_model
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.model.shape import count_parameters
@@ -196,6 +197,15 @@ def test_all_mistakes_are_told_at_once() -> None:
         (
             {"num_experts": 8, "moe_router_num_groups": 8, "moe_router_group_topk": 1},
             "works: --moe-router-topk 1",
+        ),
+        (
+            {
+                "num_experts": 8,
+                "moe_router_num_groups": 4,
+                "moe_router_group_topk": 1,
+                "moe_router_group_scores": 3,
+            },
+            "works: --moe-router-group-scores 2",
         ),
         ({"moe_layer_freq": "2"}, "works: --num-experts 8 | --moe-layer-freq 1"),
         ({"moe_ffn_hidden_size": 64}, "moe_ffn_hidden_size = 64 needs --num-experts"),

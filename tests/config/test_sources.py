@@ -144,7 +144,9 @@ def test_every_field_has_a_help_and_a_type_that_flags_can_say() -> None:
 
 
 def test_recipes_are_found_by_name() -> None:
-    assert {"debug", "demo", "gpt2", "llama3-405b", "llama3-8b", "qwen3-8b"} == set(recipe_names())
+    assert {"debug", "demo", "demo-moe", "gpt2", "llama3-405b", "llama3-8b", "qwen3-8b"} == set(
+        recipe_names()
+    )
 
 
 def test_a_word_that_megatron_has_both_ways() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fivefold.audit.traffic import Traffic
-from fivefold.context.latent import latent_attention
+from fivefold.context.latent import GatheredLatents
 from fivefold.counts.messages import context_volumes
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.groups import build_groups
@@ -53,7 +53,9 @@ def measured(rank: int, world: int, case: Case) -> tuple[float, float]:
         own = [taken(x, part).detach().requires_grad_() for x in (q, latent)]
         mine = weight.detach().requires_grad_()
         with Traffic({}) as traffic:
-            out = latent_attention(*own, projected(mine), (mine,), scope, groups.cp)
+            assert groups.cp is not None
+            kernel = GatheredLatents(groups.cp)
+            out = kernel(*own, projected(mine), (mine,), scope, None)
             found = torch.autograd.grad(out, (*own, mine), taken(grad, part))
         total = found[2].clone()
         torch.distributed.all_reduce(total)

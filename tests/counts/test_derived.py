@@ -25,6 +25,13 @@ def test_every_number_comes_with_its_product() -> None:
     assert told["largest stage"] == ("131 K", "of 131 K + 131 K")
 
 
+def test_the_forwards_that_run_twice_are_told() -> None:
+    values = {"pipeline_model_parallel_size": 2, "recompute_in_flight_limit": 1}
+    layout = check(config("debug-llama", global_batch_size=8, **values), 2)
+    told = {name: (value, why) for name, value, why in describe(layout)}
+    assert told["forwards run twice"][0] == "7 of 16"
+
+
 def test_the_microbatches_whose_weight_gradients_wait_are_told() -> None:
     def waits(pp: int, schedule: str, strategy: str = "no_shard") -> tuple[str, str]:
         settings = config(

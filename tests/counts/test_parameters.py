@@ -116,7 +116,7 @@ def test_experts_are_summed_over_ranks_of_their_own(layout: Layout) -> None:
     for record in parameter_records(layout, 0):
         assert record.sums[0] == ("edp" if is_expert(record.name) else "data")
         if record.name.endswith("experts.down_proj.weight"):
-            assert record.tp_dim == 2 and record.counted
+            assert record.split_dim == 2 and record.counted
 
 
 def test_all_ranks_of_a_group_sum_the_same_parameters() -> None:

@@ -38,7 +38,57 @@ GPT = replace(
     attention_dropout=0.0,
     init_method_std=0.3,
 )
-FAMILIES = {"llama": LLAMA, "qwen": QWEN, "gpt": GPT}
+LATENT = replace(
+    LLAMA,
+    num_query_groups=None,
+    kv_channels=None,
+    use_rope_scaling=False,
+    multi_latent_attention=True,
+    q_lora_rank=20,
+    kv_lora_rank=14,
+    qk_head_dim=10,
+    qk_pos_emb_head_dim=6,
+    v_head_dim=12,
+    rope_type="yarn",
+    original_max_position_embeddings=8,
+    mscale=0.7,
+    mscale_all_dim=1.1,
+)
+PLAIN_QUERIES = replace(
+    LATENT,
+    q_lora_rank=None,
+    add_bias_linear=True,
+    rope_type="rope",
+    original_max_position_embeddings=4096,
+    mscale=1.0,
+    mscale_all_dim=0.0,
+)
+SINKS = replace(
+    LLAMA,
+    add_bias_linear=True,
+    softmax_type="learnable",
+    activation_func="quick_gelu",
+    glu_linear_offset=1.0,
+    activation_func_clamp_value=0.4,
+    window_size=3,
+    window_attn_skip_freq="2",
+)
+NEOX = replace(
+    GPT,
+    position_embedding_type="rope",
+    rotary_percent=0.5,
+    parallel_residual=True,
+    activation_func="quick_gelu",
+)
+FAMILIES = {
+    "sinks": SINKS,
+    "neox": NEOX,
+    "llama": LLAMA,
+    "qwen": QWEN,
+    "gpt": GPT,
+    "latent": LATENT,
+    "latent, plain queries": PLAIN_QUERIES,
+}
 
 
 def build(model: ModelConfig, parts: WholeModel | None = None, **options: float) -> Stage:

@@ -2,6 +2,7 @@
 
 import cmath
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ def reference_logits(model: ModelConfig, weights: dict[str, Tensor], tokens: Ten
     for layer in range(model.num_layers):
         prefix = f"layers.{layer}."
         own = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
-        x = x + _attention(model, own, _norm(model, own, "input_layernorm", x))
-        x = x + _mlp(model, own, _norm(model, own, "post_attention_layernorm", x))
+        window = model.window_of(layer)
+        y = x + _attention(model, own, _norm(model, own, "input_layernorm", x), window)
+        read = x if model.parallel_residual else y
+        x = y + _mlp(model, own, _norm(model, own, "post_attention_layernorm", read))
     x = _norm(model, weights, "norm", x)
     head = weights.get("lm_head.weight", weights["embed_tokens.weight"])
     return x @ head[: model.vocab_size].T
@@ -39,17 +42,39 @@ def _norm(model: ModelConfig, own: dict[str, Tensor], name: str, x: Tensor) -> T
 
 def _mlp(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
     up = _linear(own, "mlp.up_proj", x)
+    slope = 1.702 if model.activation_func == "quick_gelu" else 1.0
     if model.gated_linear_unit:
-        gate = _linear(own, "mlp.gate_proj", x)
-        return _linear(own, "mlp.down_proj", gate / (1 + (-gate).exp()) * up)
+        gate, bound = _linear(own, "mlp.gate_proj", x), model.activation_func_clamp_value or 1e9
+        gate, up = gate.clamp(max=bound), up.clamp(-bound, bound) + model.glu_linear_offset
+        return _linear(own, "mlp.down_proj", gate / (1 + (-slope * gate).exp()) * up)
+    if model.activation_func == "quick_gelu":
+        return _linear(own, "mlp.down_proj", up / (1 + (-slope * up).exp()))
     cubic = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
     return _linear(own, "mlp.down_proj", 0.5 * up * (1 + cubic.tanh()))
 
 
-def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
+def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor, window: int | None) -> Tensor:
+    heads = _latent_heads if model.multi_latent_attention else _plain_heads
+    outputs = []
+    for head, (q_SD, k_SD, v_SV, scale) in enumerate(heads(model, own, x)):
+        rows = []
+        for s in range(len(x)):
+            first = 0 if window is None else max(s - window, 0)
+            scores = (k_SD[first : s + 1] @ q_SD[s] * scale).exp()
+            total = scores.sum()
+            if model.softmax_type == "learnable":
+                total = total + own["self_attn.sinks.weight"][head].exp()
+            rows.append(scores / total @ v_SV[first : s + 1])
+        outputs.append(torch.stack(rows))
+    return _linear(own, "self_attn.o_proj", torch.cat(outputs, dim=1))
+
+
+Head = tuple[Tensor, Tensor, Tensor, float]  # queries, keys, values, factor of the scores
+
+
+def _plain_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
     D, shared = model.head_dim, model.num_attention_heads // model.num_kv_heads
     q, k, v = (_linear(own, f"self_attn.{name}_proj", x) for name in "qkv")
-    outputs = []
     for head in range(model.num_attention_heads):
         group = head // shared
         q_SD = q[:, head * D : (head + 1) * D]
@@ -59,28 +84,70 @@ def _attention(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Tensor:
             k_SD = _norm(model, own, "self_attn.k_norm", k_SD)
         if model.position_embedding_type == "rope":
             q_SD, k_SD = _rope(model, q_SD), _rope(model, k_SD)
-        rows = []
-        for s in range(len(x)):
-            scores = k_SD[: s + 1] @ q_SD[s] / math.sqrt(D)
-            rows.append(scores.softmax(0) @ v_SD[: s + 1])
-        outputs.append(torch.stack(rows))
-    return _linear(own, "self_attn.o_proj", torch.cat(outputs, dim=1))
+        yield q_SD, k_SD, v_SD, 1 / math.sqrt(D)
 
 
-def _rope(model: ModelConfig, x_SD: Tensor) -> Tensor:
-    half = model.head_dim // 2
-    turned = torch.empty_like(x_SD)
-    for position in range(len(x_SD)):
+def _latent_heads(model: ModelConfig, own: dict[str, Tensor], x: Tensor) -> Iterator[Head]:
+    rank, D, R, V = (
+        *(model.kv_lora_rank, model.qk_head_dim),
+        *(model.qk_pos_emb_head_dim, model.v_head_dim),
+    )
+    if model.q_lora_rank is None:
+        q = _linear(own, "self_attn.q_proj", x)
+    else:
+        low = _norm(model, own, "self_attn.q_a_layernorm", _linear(own, "self_attn.q_a_proj", x))
+        q = _linear(own, "self_attn.q_b_proj", low)
+    both = _linear(own, "self_attn.kv_a_proj", x)
+    latent, shared = both[:, :rank], _rope(model, both[:, rank:])
+    kv = _linear(own, "self_attn.kv_b_proj", _norm(model, own, "self_attn.kv_a_layernorm", latent))
+    scale = 1 / math.sqrt(D + R)
+    if model.rope_type == "yarn":
+        scale *= _growth(model, model.mscale_all_dim) ** 2
+    for head in range(model.num_attention_heads):
+        q_SD = q[:, head * (D + R) : (head + 1) * (D + R)]
+        kv_SD = kv[:, head * (D + V) : (head + 1) * (D + V)]
+        turned = torch.cat((q_SD[:, :D], _rope(model, q_SD[:, D:])), dim=1)
+        yield turned, torch.cat((kv_SD[:, :D], shared), dim=1), kv_SD[:, D:], scale
+
+
+def _rope(model: ModelConfig, x_SR: Tensor) -> Tensor:
+    half = model.rotary_dim // 2
+    turned = x_SR.clone()
+    stretched = model.rope_type == "yarn"
+    scale = 1.0
+    if stretched:
+        scale = _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
+    for position in range(len(x_SR)):
         for i in range(half):
-            turn = cmath.exp(1j * position * reference_frequency(model, i))
-            pair = complex(x_SD[position, i], x_SD[position, i + half]) * turn
+            turn = scale * cmath.exp(1j * position * reference_frequency(model, i))
+            pair = complex(x_SR[position, i], x_SR[position, i + half]) * turn
             turned[position, i], turned[position, i + half] = pair.real, pair.imag
     return turned
 
 
+def _growth(model: ModelConfig, share: float) -> float:
+    return 0.1 * share * math.log(model.rotary_scaling_factor) + 1.0
+
+
+def _yarn_frequency(model: ModelConfig, i: int, frequency: float) -> float:
+    """With the search for the ends of the ramp of the published code."""
+    length, features = model.original_max_position_embeddings, model.rotary_dim
+
+    def place(turns: float) -> float:
+        top = features * math.log(length / (turns * 2 * math.pi))
+        return top / (2 * math.log(model.rotary_base))
+
+    low = max(math.floor(place(model.beta_fast)), 0)
+    high = min(math.ceil(place(model.beta_slow)), features - 1)
+    ramp = min(max((i - low) / (high - low if high > low else 0.001), 0.0), 1.0)
+    return frequency / model.rotary_scaling_factor * ramp + frequency * (1 - ramp)
+
+
 def reference_frequency(model: ModelConfig, i: int) -> float:
     """RoPE's angle per position, with the case distinction of Llama 3.1's published code."""
-    frequency = 1.0 / model.rotary_base ** (2 * i / model.head_dim)
+    frequency = 1.0 / model.rotary_base ** (2 * i / model.rotary_dim)
+    if model.rope_type == "yarn":
+        return _yarn_frequency(model, i, frequency)
     if not model.use_rope_scaling:
         return frequency
     wavelength = 2 * math.pi / frequency

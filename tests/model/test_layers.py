@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fivefold.model.layers import RMSNorm, swiglu
+from fivefold.model.activation import swiglu
+from fivefold.model.layers import RMSNorm
 
 
 def norm(dtype: torch.dtype) -> RMSNorm:

@@ -42,7 +42,7 @@ def sliced(stage: Stage, batch: Batch, count: int, *, again: bool) -> Tensor:
         roots: list = [(get_gradient_edge(losses[index]), None), *sequence.release(index)]
         edges, grads = zip(*roots, strict=True)
         torch.autograd.backward(edges, grads)
-    assert not list(sequence.held())
+    assert not any(list(sequence.release(index)) for index in range(count))
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 

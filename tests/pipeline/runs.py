@@ -126,7 +126,7 @@ def execute(
         torch.device("cpu"),
         observe,
     )
-    loss = executor.run(program, batches, torch.tensor(1 / 64, dtype=torch.float64))
+    loss = executor.run(program, batches, torch.tensor(1 / 64, dtype=torch.float64)).loss
     grads = {n: p.grad for s in stages.values() for n, p in s.named_parameters()}
     return loss, grads, gradients
 

@@ -52,5 +52,5 @@ def test_both_copies_of_the_model_are_shown():
 
 
 def test_recomputation_is_shown():
-    rows = draw(with_recompute(build_program("1f1b", range(2), 1))).splitlines()
-    assert rows[:2] == ["rank 0 F0-R0-.........B0----", "rank 1 ...F0-R0-B0----"]
+    rows = draw(with_recompute(build_program("gpipe", range(2), 2), 1)).splitlines()
+    assert rows[:2] == ["rank 0 F0-F1-.........B0----R1-B1----", "rank 1 ...F0-F1-B0----R1-B1----"]

@@ -99,7 +99,7 @@ def test_what_is_no_schedule_is_refused(text, error, message, tmp_path):
     ("program", "reason"),
     [
         (program_of("dualpipe"), "no second copy"),
-        (with_recompute(program_of("1f1b")), "no word for R of stage 0"),
+        (with_recompute(program_of("1f1b"), 1), "no word for R of stage 0"),
         (program_of("sliced_1f1b", num_slices=2), "no word for"),
     ],
 )

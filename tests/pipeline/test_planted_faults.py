@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from fivefold.errors import ConfigError
-from fivefold.pipeline.holding import with_offload, with_recompute
-from fivefold.pipeline.ir import COMPUTE, COPIES, Kind, ProgramError, loop_placement, v_placement
+from fivefold.pipeline.holding import with_recompute
+from fivefold.pipeline.ir import COMPUTE, Kind, ProgramError, loop_placement, v_placement
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.sharding import with_sharding_actions
@@ -34,9 +34,9 @@ def random_program(random):
             program = build_program(name, placement, total, num_slices=slices)
         except ConfigError:
             continue
-        for change in (eager_dx, with_recompute, with_offload):
-            if random.random() < 0.5:
-                program = change(program)
+        program = eager_dx(program) if random.random() < 0.5 else program
+        if random.random() < 0.5:
+            program = with_recompute(program, random.randint(1, 3))
         room = random.choice((None, 2, 3))
         return with_sharding_actions(lower(program), unshard=True, max_unsharded=room)
 
@@ -71,7 +71,7 @@ def dropped(program, random):
 
 def doubled(program, random):
     rank, index = random.choice(
-        places(program, lambda act: act.kind in COMPUTE | COPIES | {Kind.SEND, Kind.RECV})
+        places(program, lambda act: act.kind in COMPUTE | {Kind.SEND, Kind.RECV})
     )
     again = program.ranks[rank][index]
     return edited(program, rank, lambda acts: acts.insert(index, again)), "found|twice"

@@ -7,7 +7,7 @@ import pytest
 
 from fivefold.pipeline.costs import Costs, Footprint
 from fivefold.pipeline.graph import Stream
-from fivefold.pipeline.holding import with_offload, with_recompute
+from fivefold.pipeline.holding import with_recompute
 from fivefold.pipeline.ir import Program, loop_placement, v_placement
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.lowering import lower
@@ -22,7 +22,7 @@ PROGRAMS = 200
 
 
 def random_program(seed: int, sizes: tuple[int, ...]) -> Program:
-    """Searched for random costs under a random cap, with or without recomputation and copies."""
+    """Searched for random costs under a random cap, with or without recomputation."""
     random = Random(seed)
     ranks, chunks = random.choice(sizes), random.choice((1, 2))
     place = random.choice((loop_placement, v_placement)) if chunks > 1 else loop_placement
@@ -39,8 +39,7 @@ def random_program(seed: int, sizes: tuple[int, ...]) -> Program:
         Footprint(times()),
     )
     program = synthesise(problem, effort=EFFORT, seed=seed).program
-    program = with_recompute(program) if random.random() < 0.3 else program
-    program = with_offload(program) if random.random() < 0.3 else program
+    program = with_recompute(program, random.randint(1, 3)) if random.random() < 0.5 else program
     program = with_sharding_actions(lower(program, problem.costs))
     for stream in Stream:
         validate(program, stream=stream)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.graph import Stream
-from fivefold.pipeline.holding import with_offload
 from fivefold.pipeline.ir import Act, Kind, Program, ProgramError, loop_placement
 from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
@@ -126,21 +125,6 @@ def test_slices_in_causal_order():
     swapped = replace(program, ranks=((first, second, *rest), program.ranks[1]))
     with pytest.raises(ProgramError, match=r"slice 2 is due: .* backward from the last"):
         validate(swapped)
-
-
-def test_copies_come_in_pairs_between_forward_and_backward():
-    program = with_offload(build_program("gpipe", (0,), 6))
-    validate(program)
-    for change, reason in (
-        (drop(Kind.RELOAD, 1), "RELOAD of stage 0 microbatch 1 .*: 0 found, 1 needed"),
-        (drop(Kind.OFFLOAD, 1), "RELOAD of stage 0 microbatch 1 .*: 1 found, 0 needed"),
-        (duplicate(Kind.OFFLOAD, 2), "OFFLOAD of stage 0 microbatch 2 .*: 2 found"),
-        (move(Kind.OFFLOAD, 0, 2), "F of stage 0 microbatch 2 comes after OFFLOAD"),
-        (move(Kind.RELOAD, -1, 2), "RELOAD of .* comes after BW"),
-        (swap((Kind.OFFLOAD, 0), (Kind.RELOAD, 0)), "OFFLOAD of .* comes after RELOAD"),
-    ):
-        with pytest.raises(ProgramError, match=reason):
-            validate(edit(program, 0, change))
 
 
 def test_a_microbatch_belongs_to_one_copy_of_the_model():

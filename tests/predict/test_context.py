@@ -76,7 +76,9 @@ def test_pairs_hide_what_experts_send_and_only_that() -> None:
     config = Config(PRESETS["mixtral-8x7b"]).with_values(global_batch_size=32, seq_length=512)
     space = enumerate_space(config, 16)
     columns = space.columns
-    schedules = np.array([way.schedule for way in space.ways])[columns["way"]]
+    schedules = np.array([partition.schedule for partition in space.partitions])[
+        columns["partition"]
+    ]
     pairs = columns["pairs"] == 1
     assert pairs.any()
     assert (

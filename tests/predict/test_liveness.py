@@ -77,6 +77,6 @@ def test_a_program_cut_short_has_the_same_peaks(schedule: str) -> None:
 
 def _seen(rank: Moments) -> set[tuple[object, ...]]:
     """Everything that a rank is ever found to hold, with what runs and the phase."""
-    held = np.concatenate([rank.kept, rank.remade, rank.waiting], axis=1)
+    held = np.concatenate([rank.kept, rank.inputs, rank.waiting], axis=1)
     running = [rank.running[which] for which in rank.which]
     return set(zip(running, rank.backwards.tolist(), map(tuple, held.tolist()), strict=True))

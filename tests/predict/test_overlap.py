@@ -156,7 +156,7 @@ def test_no_pair_beats_the_bound(model: str, settings: dict[str, Any]) -> None:
     cluster = preset("H800", 16)
     space = enumerate_space(config, 16, frozenset({"recompute_granularity", *settings}))
     few = space.take(np.arange(0, len(space), max(1, len(space) // 50)))
-    bounds = time_bound(few, Ranks.of(config.model, few.ways), cluster, Software()).seconds
+    bounds = time_bound(few, Ranks.of(config.model, few.partitions), cluster, Software()).seconds
     for row, bound in enumerate(bounds.tolist()):
         step = predict(check(few.config_of(row), 16, planned=True), cluster).step_time
         assert step / 5 < bound <= step * (1 + 1e-9)

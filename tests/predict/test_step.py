@@ -9,7 +9,7 @@ import pytest
 from fivefold.pipeline.lowering import executed
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
-from fivefold.predict.makespan import Clock, timetable
+from fivefold.predict.makespan import Clock, leveled_program
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict, stage_costs
 from tests.predict.layouts import planned
@@ -89,8 +89,31 @@ def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
         program = executed(layout.order().program(), pairs=False, eager=eager)
         whole = simulate(program, costs).makespan
         assert Clock.of(layout, eager=eager).makespans([costs])[0] == pytest.approx(whole, rel=2e-3)
-        table = timetable(layout.order(64), pairs=False, eager=eager)
+        table = leveled_program(layout.order(64), pairs=False, eager=eager)
         assert table.makespans([costs])[0] == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved_1f1b"])
+def test_a_limit_on_what_is_held_is_paid_for_in_forwards(schedule, limit):
+    virtual = 1 if schedule == "1f1b" else 2
+    shape = {"pp": 8, "gbs": 200, "virtual": virtual, "pipeline_schedule": schedule}
+    plain = planned("llama3-8b", 8, **shape)
+    layout = planned("llama3-8b", 8, recompute_in_flight_limit=limit, **shape)
+    prediction = predict(layout, CLUSTER)
+    costs = prediction.costs
+    program = layout.order().executed(pairs=False, eager=True)
+    whole = simulate(program, costs)
+    table = leveled_program(layout.order(), pairs=False, eager=True)
+    assert table.makespans([costs])[0] == pytest.approx(whole.makespan)
+    assert Clock.of(layout, eager=True).makespans([costs])[0] == pytest.approx(
+        whole.makespan, rel=0.012
+    )
+    again = sum(count * costs.f[stage] for stage, count in layout.recomputed().items()) / 8
+    assert part(prediction, "recompute") == pytest.approx(again, rel=0.06)
+    assert prediction.step_time >= predict(plain, CLUSTER).step_time  # in bubbles it is free
+    assert sum(p.seconds for p in prediction.parts) == pytest.approx(prediction.step_time)
+    assert min(p.seconds for p in prediction.parts) > -1e-9 * prediction.step_time
 
 
 def test_slower_machines_make_slower_steps():

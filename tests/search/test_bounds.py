@@ -35,7 +35,9 @@ def space_of(model: str) -> Space:
     config = Config(PRESETS[model]).with_values(global_batch_size=batch, seq_length=length)
     space = enumerate_space(config, world)
     # Long programs take seconds to sweep, and repeat what short ones show.
-    stages = np.array([len(way.split.stages) for way in space.ways])[space.columns["way"]]
+    stages = np.array([len(partition.split.stages) for partition in space.partitions])[
+        space.columns["partition"]
+    ]
     return space.take(np.flatnonzero(stages * space.columns["microbatches"] <= 600))
 
 
@@ -46,7 +48,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(model: str, place: float
     gpu, world, *_ = CASES[model]
     cluster, space = load_cluster(gpu, world), space_of(model)
     row = space.take(np.array([int(place * len(space))]))
-    ranks = Ranks.of(row.config.model, row.ways)
+    ranks = Ranks.of(row.config.model, row.partitions)
     layout = check(row.config_of(0), world, planned=True)
     memory, prediction = peak_memory(layout, cluster), predict(layout, cluster)
     assert memory_bound(row, ranks)[0] <= memory.max_allocated * (1 + TIGHT)
@@ -58,7 +60,7 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(model: str, place: float
 def test_bounds_of_many_are_those_of_each() -> None:
     cluster, space = load_cluster("H100", 32), space_of("llama3-8b")
     few = space.take(np.arange(0, len(space), len(space) // 50))
-    ranks = Ranks.of(few.config.model, few.ways)
+    ranks = Ranks.of(few.config.model, few.partitions)
     together = time_bound(few, ranks, cluster, Software()).seconds
     memory = memory_bound(few, ranks)
     for row in range(0, len(few), 7):

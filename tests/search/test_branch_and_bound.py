@@ -17,11 +17,11 @@ from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 from fivefold.pipeline.simulate import simulate
 from fivefold.predict.cluster import preset
 from fivefold.predict.liveness import Moments, _moments
-from fivefold.predict.makespan import timetable
+from fivefold.predict.makespan import leveled_program
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.search.bound_tables import Ranks
-from fivefold.search.branch_and_bound import Frontier, Ledger, layout_of
+from fivefold.search.branch_and_bound import Ledger, OpenCandidates, layout_of
 from fivefold.search.candidate import evaluate
 from fivefold.search.memory_bound import memory_bound
 from fivefold.search.memory_choices import further_choices
@@ -100,7 +100,7 @@ def test_many_costs_are_walked_as_each_alone(schedule: str) -> None:
         f, b, w = (tuple((1 + rng.random(8)).tolist()) for _ in range(3))
         costs.append(Costs(f, b, w, float(rng.random())))
     program = eager_dx(build_program(schedule, where, 16))
-    table = timetable(Order(schedule, where, 16), pairs=True, eager=True)
+    table = leveled_program(Order(schedule, where, 16), pairs=True, eager=True)
     alone = [simulate(program, each).makespan for each in costs]
     assert table.makespans(costs).tolist() == pytest.approx(alone)
 
@@ -114,7 +114,9 @@ def question(model: str) -> Request:
 @cache
 def sampled(model: str) -> Space:
     space = legal_space(question(model))
-    stages = np.array([len(way.split.stages) for way in space.ways])[space.columns["way"]]
+    stages = np.array([len(partition.split.stages) for partition in space.partitions])[
+        space.columns["partition"]
+    ]
     short = np.flatnonzero(stages * space.columns["microbatches"] <= 400)
     return space.take(np.random.default_rng(1).choice(short, 40))
 
@@ -125,7 +127,7 @@ MODELS = ["llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"]
 @pytest.mark.parametrize("model", MODELS)
 def test_a_quick_bound_is_below_a_close_one(model: str) -> None:
     space = legal_space(question(model))
-    ranks = Ranks.of(space.config.model, space.ways)
+    ranks = Ranks.of(space.config.model, space.partitions)
     quick = quick_time_bound(space, ranks, CLUSTER, Software())
     close = time_bound(space, ranks, CLUSTER, Software()).seconds
     assert np.isfinite(close).all() and np.isfinite(memory_bound(space, ranks)).all()
@@ -137,25 +139,25 @@ def test_a_quick_bound_is_below_a_close_one(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_bounds_rise_and_stay_bounds(model: str) -> None:
     space = sampled(model)
-    ranks = Ranks.of(space.config.model, space.ways)
+    ranks = Ranks.of(space.config.model, space.partitions)
     bounds = time_bound(space, ranks, CLUSTER, Software())
-    frontier = Frontier(question(model), space, bounds, Ledger(1e9))
-    before = frontier.lower.copy()
+    candidates = OpenCandidates(question(model), space, bounds, Ledger(1e9))
+    before = candidates.lower.copy()
     for row in range(len(space)):
-        frontier.time([row])
-    assert (frontier.lower >= before).all() and (frontier.lower > before).any()
+        candidates.time([row])
+    assert (candidates.lower >= before).all() and (candidates.lower > before).any()
     for row in range(len(space)):
-        step = predict(layout_of(frontier.space, row), CLUSTER).step_time
-        assert frontier.lower[row] <= step * (1 + 1e-9)
+        step = predict(layout_of(candidates.space, row), CLUSTER).step_time
+        assert candidates.lower[row] <= step * (1 + 1e-9)
         if space.columns["strategy"][row] <= 1:
-            assert frontier.lower[row] >= 0.9 * step
+            assert candidates.lower[row] >= 0.9 * step
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_further_techniques_are_legal_and_bounded(model: str) -> None:
     space = sampled(model).with_memory(further_choices(question(model).config, frozenset()))
     few = space.take(np.arange(0, len(space), 7))
-    ranks = Ranks.of(few.config.model, few.ways)
+    ranks = Ranks.of(few.config.model, few.partitions)
     times = time_bound(few, ranks, CLUSTER, Software()).seconds
     sizes = memory_bound(few, ranks)
     for row in range(len(few)):
@@ -170,15 +172,15 @@ def test_where_one_does_not_fit_none_does_that_shards_less() -> None:
     c = space.columns
     few = (c["mbs"] == 2) & (c["pp"] == 1) & (c["tp"] == 1) & (c["cp"] == 1)
     space = space.take(np.flatnonzero(few))
-    ranks = Ranks.of(space.config.model, space.ways)
+    ranks = Ranks.of(space.config.model, space.partitions)
     bounds = time_bound(space, ranks, CLUSTER, Software())
-    frontier = Frontier(question("llama3-8b"), space, bounds, Ledger(1e9))
+    candidates = OpenCandidates(question("llama3-8b"), space, bounds, Ledger(1e9))
     closed = 0
     for row in range(len(space)):
-        open_before = np.isfinite(frontier.lower)
-        if not open_before[row] or frontier.look(row).prediction is not None:
+        open_before = np.isfinite(candidates.lower)
+        if not open_before[row] or candidates.look(row).prediction is not None:
             continue
-        for other in np.flatnonzero(open_before & ~np.isfinite(frontier.lower)).tolist():
+        for other in np.flatnonzero(open_before & ~np.isfinite(candidates.lower)).tolist():
             closed += other != row
             found = evaluate(question("llama3-8b"), space.config_of(other))
             assert not found.memory.fits

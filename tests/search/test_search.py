@@ -22,7 +22,7 @@ from fivefold.search.candidate import evaluate
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import Request, request
 from fivefold.search.search import LESS_MEMORY, SearchResult, search
-from fivefold.tell.describe import summary
+from fivefold.tell.describe import memory_words, summary
 from fivefold.tell.explain import (
     alternatives,
     binding,
@@ -91,6 +91,20 @@ def test_pareto_front_trades_time_for_memory() -> None:
     for one, other in pairwise(front):
         assert one.seconds <= other.seconds
         assert one.memory.max_allocated > other.memory.max_allocated
+
+
+@pytest.mark.slow
+def test_what_is_a_little_too_large_holds_fewer_microbatches() -> None:
+    result = result_of(TIGHT)
+    limited = [c for c in result.found if c.layout.config.memory.recompute_in_flight_limit]
+    assert limited
+    for candidate in limited:
+        config = candidate.layout.config
+        check(config, candidate.layout.grid.world_size, planned=True)
+        unlimited = config.with_values(recompute_in_flight_limit=None)
+        assert candidate.memory.fits and candidate.layout.recomputed()
+        assert not evaluate(result.request, unlimited).memory.fits
+        assert any("in flight" in words for words in memory_words(candidate.layout))
 
 
 @pytest.mark.slow

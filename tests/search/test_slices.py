@@ -45,7 +45,7 @@ def test_the_space_is_legal_and_within_its_bounds() -> None:
     )
     space = enumerate_space(config, 16, frozenset(SLICED))
     few = space.take(np.arange(0, len(space), len(space) // 60))
-    ranks = Ranks.of(config.model, few.ways)
+    ranks = Ranks.of(config.model, few.partitions)
     times = time_bound(few, ranks, CLUSTER, Software()).seconds
     sizes = memory_bound(few, ranks)
     for row, (bound, size) in enumerate(zip(times.tolist(), sizes.tolist(), strict=True)):

@@ -38,8 +38,8 @@ def test_every_enumerated_layout_is_legal(model: str, place: float) -> None:
     assert (grid.tp, grid.cp, grid.pp, grid.dp) == (at["tp"], at["cp"], at["pp"], at["dp"])
     assert (grid.ep, grid.etp, grid.dp_replicate) == (at["ep"], at["etp"], at["instances"])
     assert layout.num_microbatches == at["microbatches"]
-    way = space.ways[at["way"]]
-    assert (layout.split, layout.schedule) == (way.split, way.schedule)
+    partition = space.partitions[at["partition"]]
+    assert (layout.split, layout.schedule) == (partition.split, partition.schedule)
     assert int(space.shards[row]) == (1 if at["strategy"] == 0 else grid.dp_shard * grid.cp)
 
 
@@ -89,7 +89,7 @@ def test_what_is_given_stays() -> None:
     assert len(space)
     assert set(space.columns["tp"].tolist()) == {2}
     assert {SHARDINGS[s].name for s in space.columns["strategy"].tolist()} == {"optim_grads"}
-    assert {way.schedule for way in space.ways} <= {"zb_h1", "1f1b"}
+    assert {partition.schedule for partition in space.partitions} <= {"zb_h1", "1f1b"}
     row = len(space) - 1
     assert space.config_of(row).memory.recompute_granularity == "full"
 

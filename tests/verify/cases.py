@@ -23,6 +23,7 @@ from fivefold.verify.compare import compare
 from fivefold.verify.reference import load_trace, run_reference, save_trace
 from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
+from fivefold.verify.standing_in import depends_on_layout
 from tests.pool import run
 
 STEPS = 2
@@ -60,7 +61,63 @@ GPT = ModelConfig(
     attention_dropout=0.1,
     init_method_std=0.1,
 )
+LATENT = ModelConfig(
+    num_layers=5,
+    hidden_size=20,
+    num_attention_heads=4,
+    ffn_hidden_size=36,
+    vocab_size=99,
+    make_vocab_size_divisible_by=52,
+    max_position_embeddings=64,
+    multi_latent_attention=True,
+    q_lora_rank=10,
+    kv_lora_rank=6,
+    qk_head_dim=5,
+    qk_pos_emb_head_dim=4,
+    v_head_dim=7,
+    rope_type="yarn",
+    original_max_position_embeddings=8,
+    mscale_all_dim=1.0,
+    init_method_std=0.1,
+)
+MIXTURE = replace(
+    LLAMA,
+    num_experts=8,
+    moe_router_topk=3,
+    moe_ffn_hidden_size=12,
+    moe_shared_expert_intermediate_size=8,
+    moe_layer_freq="[0,1,1,0,1]",
+)
+SINKS = replace(
+    LLAMA,
+    qk_layernorm=False,
+    add_bias_linear=True,
+    softmax_type="learnable",
+    window_size=3,
+    window_attn_skip_freq="2",
+    activation_func="quick_gelu",
+    glu_linear_offset=1.0,
+    activation_func_clamp_value=0.05,
+    rope_type="yarn",
+    rotary_scaling_factor=4.0,
+    original_max_position_embeddings=8,
+    yarn_correction_range_round_to_int=False,
+)
+NEOX = replace(
+    GPT,
+    position_embedding_type="rope",
+    rotary_percent=0.34,
+    parallel_residual=True,
+    activation_func="gelu",
+    untie_embeddings_and_output_weights=True,
+)
 MODELS = {
+    "sinks": SINKS,
+    "neox": NEOX,
+    "latent": LATENT,
+    "latent, plain queries": replace(
+        LATENT, q_lora_rank=None, add_bias_linear=True, normalization="LayerNorm"
+    ),
     "llama": LLAMA,
     "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "gpt": GPT,
@@ -176,8 +233,9 @@ def verify_in_pool(
     """
     layout, _ = prepare(check(settings, world_size))
     prepared = layout.config
-    bare = replace(prepared, parallel=Config(model=prepared.model).parallel)
-    bare = bare.with_values(precision="fp64")
+    bare = prepared.with_values(precision="fp64")
+    if not depends_on_layout(prepared):
+        bare = replace(bare, parallel=Config(model=prepared.model).parallel)
     baseline = None
     if prepared.training.precision == "bf16":
         baseline = _trace(bare, torch.bfloat16)

@@ -114,6 +114,9 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "modules: attention": _selective("core_attn"),
         "moved: every": _moved("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
         "moved: recomputed": _moved("core_attn") | _selective("core_attn", "mlp"),
+        "stages": {"recompute_in_flight_limit": 1},
+        "stages: moved": {"recompute_in_flight_limit": 1} | _moved("core_attn"),
+        "stages: modules": {"recompute_in_flight_limit": 2} | _selective("core_attn", "mlp"),
     },
     "loss": {
         "plain": {},

@@ -24,6 +24,7 @@ ROWS = matrix.read()
 IMPOSSIBLE: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("pipeline", "sliced", "context", ("p2p", "all_gather", "a2a", "a2a+p2p")),  # both cut rows
     ("pipeline", "sliced", "memory", ("layers",)),  # later slices need keys and values
+    ("pipeline", "one", "memory", ("stages",)),  # a microbatch at a time
     ("pipeline", "sliced", "weights", ("deferred",)),
     ("pipeline", "sliced", "further", ("some",)),
     ("pipeline", "copies", "weights", ("at once",)),

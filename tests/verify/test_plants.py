@@ -9,8 +9,18 @@ from fivefold.cli.verify import Options
 from fivefold.errors import ConfigError
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.run import check_plant
-from tests.verify.cases import MODELS, config, flags, verify_in_pool
+from tests.verify.cases import MIXTURE, MODELS, config, flags, verify_in_pool
 from tests.verify.test_context import WHOLE, context
+
+
+def experts(ep: int, strategy: str = "no_shard", **more: Any) -> dict[str, Any]:
+    values = {
+        "expert_model_parallel_size": ep,
+        "data_parallel_sharding_strategy": strategy,
+        "moe_token_dispatcher_type": "flex",
+    }
+    return values | more
+
 
 TP = "right once summed over tensor parallelism"
 LOST = "keys and values lack the gradients of queries on other context-parallel ranks: layers.4."
@@ -89,6 +99,38 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
         flags(tp=4, sequence=True),
         "the bias of row-parallel linears is added by",
     ),
+    ("double-experts", 2, "mixture", experts(2), "is 2 = ep = dp times the right one: summed"),
+    ("double-experts", 4, "mixture", experts(2, strategy="optim_grads_params"), "is 2 = ep = edp"),
+    ("skip-edp-sum", 4, "mixture", experts(2), "summed over expert data parallelism: that sum"),
+    (
+        "skip-edp-sum",
+        4,
+        "mixture",
+        experts(2, strategy="optim_grads"),
+        "is that of some samples: the sum over expert data parallelism is missing",
+    ),
+    (
+        "skip-edp-sum",
+        4,
+        "mixture",
+        experts(2, strategy="optim_grads_params") | context(2, "p2p"),
+        "is that of some tokens: the sum over expert data parallelism is missing",
+    ),
+    ("detach-router", 2, "mixture", experts(2), "and 1 more: the gradient is zero: it never"),
+    (
+        "detach-router",
+        2,
+        "mixture",
+        experts(2, moe_z_loss_coeff=0.01),
+        "is that of the losses which balance experts: the main loss does not reach it",
+    ),
+    (
+        "double-expert-counts",
+        2,
+        "mixture",
+        experts(2),
+        "the experts' tokens in layers 1, 2, 4 are counted twice on data-parallel rank 0",
+    ),
 ]
 
 
@@ -110,10 +152,10 @@ FIRST = {(case[0], case[4]): case for case in reversed(CASES)}  # of each error 
 def test_planted_error_fails_and_is_named(
     plant: str, world: int, model: str, case: dict[str, Any], named: str
 ) -> None:
-    report = verify_in_pool(world, config(MODELS[model], **case), plant)
+    report = verify_in_pool(world, config({**MODELS, "mixture": MIXTURE}[model], **case), plant)
     assert not report.passed
     assert named in report.diagnosis[0], report.text()
-    assert report.max_rel_error["grad"] > 0.1
+    assert report.max_rel_error["load" if "counts" in plant else "grad"] > 0.1
     assert "FAILED" in report.text()
 
 

@@ -8,6 +8,7 @@ import pytest
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
+from fivefold.counts.state import num_expert_shards
 from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
 from fivefold.verify.shrink import LARGEST_BATCH, LARGEST_MODEL, prepare
@@ -70,6 +71,40 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         },
     ),
     "qwen": ("qwen3-8b", 4, {"tensor_model_parallel_size": 4}),
+    "experts": (
+        "qwen3-30b-a3b",
+        16,
+        {
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 2,
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "global_batch_size": 64,
+        },
+    ),
+    "dense layers first, groups of experts": (
+        "qwen3-235b-a22b",
+        16,
+        {
+            "expert_model_parallel_size": 4,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "pipeline_model_parallel_size": 2,
+            "moe_layer_freq": "[0]*3+[1]*91",
+            "moe_router_num_groups": 8,
+            "moe_router_group_topk": 4,
+            "moe_shared_expert_intermediate_size": 1536,
+            "global_batch_size": 64,
+        },
+    ),
+    "every second layer, a stage of one": (
+        "mixtral-8x7b",
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Et|t*31L",
+            "moe_layer_freq": "2",
+        },
+    ),
 }
 
 
@@ -100,6 +135,41 @@ def test_structure_survives(case: str) -> None:
     assert (few < large.grid.pp) == (large.num_microbatches < large.grid.pp)
     for name in ("qk_layernorm", "add_bias_linear", "hidden_dropout", "normalization"):
         assert getattr(old, name) == getattr(new, name)
+    _check_experts(large, small)
+
+
+def _check_experts(large: Layout, small: Layout) -> None:
+    """Both kinds of layers are in the stages that had them, and experts relate to ranks, groups,
+    shards and choices as they did."""
+    old, new = large.config.model, small.config.model
+    for before, after in zip(large.split.stages, small.split.stages, strict=True):
+        kinds = set(map(old.is_moe, before.layers))
+        assert set(map(new.is_moe, after.layers)) <= kinds
+        assert len(after.layers) == 1 or set(map(new.is_moe, after.layers)) == kinds
+    if old.num_experts is None or new.num_experts is None:
+        assert old.num_experts == new.num_experts
+        return
+    assert new.num_experts <= old.num_experts
+    ep, shards = large.grid.ep, num_expert_shards(large)
+    for part in (ep, old.moe_router_num_groups or 1, ep * shards):
+        assert (old.num_experts % part == 0) == (new.num_experts % part == 0)
+        assert old.num_experts % part or (old.num_experts > part) == (new.num_experts > part)
+    assert new.moe_router_num_groups == old.moe_router_num_groups
+    assert 1 < 2 * new.moe_router_topk <= new.num_experts
+    assert bool(new.shared_ffn_size) == bool(old.shared_ffn_size)
+
+
+@pytest.mark.parametrize(
+    "model", [name for name, model in PRESETS.items() if model.num_experts and not model.unmodelled]
+)
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (2, 2), (8, 1)])
+def test_every_preset_with_experts_can_be_shrunk(model: str, ep: int, etp: int) -> None:
+    degrees = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    large = layout_of(model, 8, **degrees, global_batch_size=64)
+    small, _ = prepare(large)
+    assert count_parameters(small.config.model).total <= LARGEST_MODEL
+    assert small.grid == large.grid
+    _check_experts(large, small)
 
 
 def _order(layout: Layout) -> list[bool]:

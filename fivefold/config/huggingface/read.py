@@ -12,7 +12,8 @@ from fivefold.config.huggingface.gpt import gpt2, gpt_neox
 from fivefold.config.huggingface.llama import llama_like
 from fivefold.config.huggingface.mixtures import gpt_oss, mixtral, qwen3_moe
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.model import ModelConfig, check_model
+from fivefold.config.model import ModelConfig
+from fivefold.config.model_rules import check_model
 from fivefold.errors import ConfigError, Mistake, did_you_mean
 from fivefold.files import read_json
 

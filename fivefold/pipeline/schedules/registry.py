@@ -96,6 +96,20 @@ class Schedule:
         whole = microbatches % self.num_copies == ranks % self.num_copies == 0
         return whole and microbatches >= self.fewest * ranks
 
+    def enough(self, ranks: int, microbatches: int, group: int | None = None) -> int:
+        """Microbatches after which no rank holds anything new; all of them, where there is no
+        steady state or it is not reached.
+
+        Args:
+            ranks: as `takes` has it.
+            microbatches: as `takes` has it.
+            group: as `takes` has it.
+        """
+        round_of = group or ranks
+        if not self.steady or microbatches % round_of:
+            return microbatches
+        return min(microbatches, 3 * max(ranks, round_of))
+
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {

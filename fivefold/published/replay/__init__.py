@@ -1,1 +1,1 @@
-"""What other frameworks reserve: their steps, tensor by tensor, through PyTorch's allocator."""
+"""Replays steps of other frameworks, tensor by tensor, on a model of PyTorch's allocator."""

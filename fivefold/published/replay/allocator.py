@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator of CUDA memory, as far as what it reserves depends on it.
+"""A model of PyTorch's caching allocator for CUDA memory, which predicts the reserved memory.
 
 Algorithm and constants: `CUDACachingAllocator` of PyTorch 2.x. Blocks are cut out of segments, and
 a freed one is joined with free neighbours; a request takes the smallest free block of its stream
@@ -33,16 +33,16 @@ class _Block:
 
 @dataclass
 class Allocator:
-    """What is reserved of a device as tensors come and go.
+    """The state of the allocator of one device.
 
     Attributes:
-        expandable: segments (`expandable_segments:True`).
-        capacity: bytes that the device can give.
+        expandable: whether segments are expandable (`expandable_segments:True`).
+        capacity: bytes that the device has.
         reserved: bytes taken from the device.
-        most_reserved: the most since the last `reset`.
-        allocated: bytes in use.
-        most_allocated: the most that ever were in use.
-        overflowed: whether more was in use than the device can give.
+        most_reserved: most bytes reserved since the last `reset`.
+        allocated: bytes in use by tensors.
+        most_allocated: most bytes ever in use.
+        overflowed: whether tensors ever needed more than the device has.
     """
 
     expandable: bool = False
@@ -61,7 +61,7 @@ class Allocator:
     _segments: int = 0
 
     def allocate(self, name: Hashable, size: float, stream: str = "compute") -> None:
-        """A tensor of so many bytes, made on a stream; its memory stays with that stream."""
+        """Allocate a tensor on a stream; its memory can only be reused on that stream."""
         assert name not in self._used, f"{name} is there already"
         wanted = max(-(-int(size) // _GRAIN), 1) * _GRAIN
         pool = (stream, wanted <= _SMALL)
@@ -76,7 +76,7 @@ class Allocator:
         self.most_allocated = max(self.most_allocated, self.allocated)
 
     def release(self, name: Hashable) -> None:
-        """The tensor is gone; its block is joined with free neighbours."""
+        """Free a tensor; its block is merged with free neighbours."""
         block = self._used.pop(name)
         self.allocated -= block.size
         if block.after is not None and block.after.free:
@@ -88,11 +88,11 @@ class Allocator:
         self._offer(block)
 
     def reset(self) -> None:
-        """Forgets what was reserved before (`reset_peak_memory_stats`)."""
+        """Reset the peak of reserved memory, as `reset_peak_memory_stats` does."""
         self.most_reserved = self.reserved
 
     def _extend(self, pool: tuple[str, bool], wanted: int) -> _Block:
-        """Memory of the device: a new segment, or more of an expandable one."""
+        """Take memory from the device: a new segment, or more of an expandable one."""
         unit = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
         tail = self._tails.get(pool) if self.expandable else None
         if not self.expandable and wanted >= _LARGE:
@@ -119,7 +119,7 @@ class Allocator:
         return block
 
     def _give_back(self) -> None:
-        """Segments without a tensor; of expandable ones the pages without one."""
+        """Return segments without a tensor to the device; of expandable ones, such pages."""
         if self.expandable:
             self.reserved = self.allocated
             return

@@ -1,7 +1,7 @@
-"""Steps of a pipeline rank on an allocator: what all frameworks have in common.
+"""Replays steps of a pipeline rank on an allocator: the parts common to all frameworks.
 
-The first step differs from the others, for the optimizer's moments are made at its end, out of the
-memory that activations have left. So two steps are run.
+The first step differs from the others, because the optimizer's moments are created at its end, in
+memory that activations have freed. So two steps are run.
 """
 
 from abc import ABC, abstractmethod
@@ -23,16 +23,16 @@ _SCALAR = 512.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes in bf16 that recur, of one microbatch on one rank.
+    """Sizes of common tensors of one microbatch on one rank, in bytes of bf16 unless noted.
 
     Attributes:
-        tokens: tokens of a microbatch, before sequence parallelism splits them.
-        hidden: hidden states, as the residual stream holds them.
-        gathered: the same of all tokens.
-        query, key: of the rank's heads.
+        tokens: number of tokens of a microbatch, before sequence parallelism splits them.
+        hidden: hidden states in the residual stream.
+        gathered: hidden states of all tokens.
+        query, key: queries, and keys, of the rank's heads.
         inner: inner features of the MLP.
-        statistics: statistics of attention's rows, fp32.
-        entries: entries of the rank's logits, in elements.
+        statistics: statistics of attention's rows, in fp32.
+        entries: number of elements of the rank's logits.
     """
 
     tokens: float
@@ -46,7 +46,7 @@ class Sizes:
 
     @classmethod
     def of(cls, layout: Layout) -> "Sizes":
-        """Of a layout."""
+        """The sizes in a layout."""
         model, training, grid = layout.config.model, layout.config.training, layout.grid
         tokens = training.micro_batch_size * training.seq_length / grid.cp
         split = grid.tp if layout.config.parallel.sequence_parallel else 1
@@ -63,9 +63,9 @@ class Sizes:
 
 
 class Replay(ABC):
-    """A framework's steps on one pipeline rank; what it does in its own way, subclasses say.
+    """A replay of a framework's steps on one pipeline rank; subclasses define its details.
 
-    The hidden states before layer `place` of a stage are called (stage, microbatch, place).
+    The hidden states before layer `place` of a stage are named (stage, microbatch, place).
     """
 
     communicators = 0  # of NCCL
@@ -89,7 +89,7 @@ class Replay(ABC):
         return cls(layout, pp_rank, capacity)
 
     def run(self) -> Allocator:
-        """Two steps; the allocator says what they reserve."""
+        """Run two steps on the allocator, and return it."""
         self.build()
         program = self.layout.order(self.num_microbatches).program()
         for step in range(_STEPS):
@@ -103,7 +103,7 @@ class Replay(ABC):
         return self.memory
 
     def forward(self, stage: int, mb: int) -> None:
-        """A stage's forward of a microbatch."""
+        """Run the forward of a stage for a microbatch."""
         parts = self.stages[stage]
         last = len(parts.layers)
         self.receive(stage, mb)
@@ -118,7 +118,7 @@ class Replay(ABC):
             self.tape.forward((stage, mb, last, "loss"), self.loss, kept, _ends(stage, mb, last))
 
     def backward(self, stage: int, mb: int) -> None:
-        """A stage's backward of a microbatch."""
+        """Run the backward of a stage for a microbatch."""
         parts = self.stages[stage]
         last = len(parts.layers)
         sizes = {"x": self.sizes.hidden}
@@ -144,18 +144,18 @@ class Replay(ABC):
         self.end_backward(stage, mb, weights)
 
     def receive(self, stage: int, mb: int) -> None:
-        """The input of a stage is there."""
+        """Called when the input of a stage has arrived."""
         self.memory.allocate((stage, mb, 0), self.sizes.hidden)
 
     @property
     def vocabulary(self) -> float:
-        """Elements of an embedding."""
+        """Number of elements of an embedding."""
         model = self.layout.config.model
         return model.padded_vocab_size / self.layout.grid.tp * model.hidden_size
 
     @property
     def kept(self) -> frozenset[str]:
-        """What a layer keeps for its backward."""
+        """Names of the tensors that a layer keeps for its backward."""
         full = self.layout.config.memory.recompute_granularity == "full"
         return frozenset({"x"}) if full else saved_by(self.layer)
 
@@ -167,29 +167,29 @@ class Replay(ABC):
     @property
     @abstractmethod
     def loss(self) -> Sequence[Op]:
-        """Those from the last layer's result, "x", to the loss, "y"."""
+        """The operations from the last layer's result, "x", to the loss, "y"."""
 
     @abstractmethod
     def build(self) -> None:
-        """The model, and what is there before the first step."""
+        """Allocate the model, and everything else that exists before the first step."""
 
     def gather(self, stage: int, place: int) -> None:  # noqa: B027 - not all frameworks do
-        """A layer's weights are needed."""
+        """Called when a layer's weights are needed."""
 
     def after_forward(self, stage: int, place: int) -> None:  # noqa: B027
-        """A layer's forward is over."""
+        """Called after a layer's forward."""
 
     @abstractmethod
     def after_backward(self, stage: int, place: int, mb: int, weights: list[Hashable]) -> None:
-        """A layer's backward is over, which has made these gradients of weights."""
+        """Called after a layer's backward, which has computed these weight gradients."""
 
     @abstractmethod
     def end_backward(self, stage: int, mb: int, weights: list[Hashable]) -> None:
-        """A stage's backward is over; the gradients are those of its ends."""
+        """Called after a stage's backward, with the gradients of embedding and head."""
 
     @abstractmethod
     def update(self, *, is_first: bool) -> None:
-        """The optimizer's step."""
+        """Run the optimizer step."""
 
 
 def _ends(stage: int, mb: int, place: int) -> dict[str, Hashable]:
@@ -197,6 +197,6 @@ def _ends(stage: int, mb: int, place: int) -> dict[str, Hashable]:
 
 
 def weight_shapes(layout: Layout, layer: int) -> dict[str, tuple[int, ...]]:
-    """The parameters of a layer that a rank holds, before data-parallel sharding."""
+    """Shapes of a layer's parameters on one rank, before data-parallel sharding."""
     weights = layer_weights(layout.config.model, layer)
     return {name: weight.local(layout.grid.tp) for name, weight in weights.items()}

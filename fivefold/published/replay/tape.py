@@ -1,4 +1,4 @@
-"""A forward and its backward, tensor by tensor: what autograd makes, keeps and frees."""
+"""Replays forward and backward of modules: the tensors that autograd creates, keeps and frees."""
 
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -9,21 +9,20 @@ from fivefold.published.replay.allocator import Allocator
 
 @dataclass(frozen=True)
 class Op:
-    """An operation; sizes are bytes, names those of tensors of the same module.
+    """An operation of a module; sizes are in bytes, and names are those of the module's tensors.
 
     Attributes:
-        out: what it makes.
-        size: of that.
-        inputs: tensors that it reads and that get a gradient.
-        saves: tensors that its backward reads.
-        weight: bytes of the gradient of its weight.
-        buffer: buffer of a collective that belongs to it, there for a moment in forward and
-            backward.
-        scratch: tensors made and freed inside the forward.
-        backward_scratch: the same of the backward.
-        outlives: tensors that some variable holds until this operation has run.
-        passes: the gradient of the result is that of every input, as a sum's is.
-        recycles: the saved tensor is turned into the gradient of the input in place.
+        out: name of its result.
+        size: size of its result.
+        inputs: names of the tensors that it reads and that get a gradient.
+        saves: names of the tensors that its backward reads.
+        weight: size of the gradient of its weight.
+        buffer: size of the buffer of its collective, allocated briefly in forward and backward.
+        scratch: sizes of tensors created and freed in the forward.
+        backward_scratch: sizes of tensors created and freed in the backward.
+        outlives: names of tensors that a variable holds until this operation has run.
+        passes: whether the gradient of the result is that of every input, as in a sum.
+        recycles: whether the saved tensor becomes the gradient of the input in place.
         is_matmul: whether it multiplies matrices.
     """
 
@@ -42,12 +41,12 @@ class Op:
 
 
 def saved_by(ops: Iterable[Op]) -> frozenset[str]:
-    """Every tensor that some backward reads."""
+    """Names of all tensors that a backward reads."""
     return frozenset(name for op in ops for name in op.saves)
 
 
 def again(ops: Sequence[Op], kept: frozenset[str]) -> list[Op]:
-    """The operations that a backward must run again when only `kept` was kept, in order."""
+    """The operations that a backward must recompute if only `kept` was kept, in order."""
     wanted = {name for op in ops for name in op.saves} - kept
     found = []
     for op in reversed(ops):
@@ -61,13 +60,13 @@ def again(ops: Sequence[Op], kept: frozenset[str]) -> list[Op]:
 class Tape:
     """Runs modules on an allocator.
 
-    A module's tensors are called (module, name); `ends` gives its first input and its result the
-    names by which its neighbours know them.
+    A module's tensors are named (module, name); `ends` gives the names of its first input and its
+    result in neighbouring modules.
 
     Attributes:
         allocator: allocator of the device.
-        lead: collectives by which the host is ahead of the device at most. Their buffers are free
-            when the device is done with them, which the host learns that much later.
+        lead: most collectives by which the host is ahead of the device; the host frees their
+            buffers only when it learns that the device is done with them.
     """
 
     allocator: Allocator
@@ -84,7 +83,7 @@ class Tape:
         kept: frozenset[str],
         ends: Mapping[str, Hashable],
     ) -> None:
-        """Runs operations; what no later one reads is freed, unless it is kept."""
+        """Run operations; tensors that no later one reads are freed unless they are kept."""
         result = ops[-1].out if ops else None
         last = {name: op for op in ops for name in (*op.inputs, *op.outlives, op.out)}
         for op in ops:
@@ -101,17 +100,17 @@ class Tape:
         ends: Mapping[str, Hashable],
         sizes: Mapping[str, float],
     ) -> list[Hashable]:
-        """Runs the gradients of operations, after those that were not kept were run again.
+        """Run the backward of operations, after recomputing results that were not kept.
 
         Args:
-            module: module whose forward ran.
-            ops: ops of the forward.
-            kept: what that kept.
-            ends: names of the module's ends.
-            sizes: sizes of tensors that no operation made.
+            module: name of the module.
+            ops: operations of its forward.
+            kept: names of the tensors that the forward kept.
+            ends: names of the module's first input and result in neighbouring modules.
+            sizes: sizes of tensors that are not results of operations.
 
         Returns:
-            The gradients of weights, in the order in which they were made.
+            The weight gradients, in the order in which they were computed.
         """
         repeated = again(ops, kept)
         needed = saved_by(ops)
@@ -138,16 +137,16 @@ class Tape:
         return weights
 
     def seed(self, tensor: Hashable, size: float) -> None:
-        """The gradient of a result, from outside."""
+        """Allocate the gradient of a result, which comes from outside of the module."""
         self._gradients[tensor] = name = self.make(size)
         self._owners[name] += 1
 
     def drop_gradient(self, tensor: Hashable) -> None:
-        """The gradient of an input has been used."""
+        """Free the gradient of an input, which has been used."""
         self._disown(self._gradients.pop(tensor))
 
     def catch_up(self) -> None:
-        """The device has done all that was asked of it."""
+        """Let the device finish everything that the host has launched."""
         for name in self._pending:
             self.allocator.release(name)
         self._pending.clear()
@@ -162,7 +161,7 @@ class Tape:
     def _gradients_of(
         self, module: Hashable, op: Op, ends: Mapping[str, Hashable], sizes: Mapping[str, float]
     ) -> list[Hashable]:
-        """The backward of one operation."""
+        """Run the backward of one operation."""
         incoming = self._gradients.pop(_name(module, op.out, ends), None)
         if incoming is None:
             return []
@@ -184,7 +183,7 @@ class Tape:
         return list(weights)
 
     def _add(self, tensor: Hashable, gradient: Hashable, size: float) -> None:
-        """A gradient of a tensor: a second one is added in place if nobody else holds the first."""
+        """Add a gradient to a tensor's; in place, if nothing else holds the first one."""
         first = self._gradients.get(tensor)
         if first is None:
             self._gradients[tensor] = gradient
@@ -203,7 +202,7 @@ class Tape:
             self.allocator.release(gradient)
 
     def make(self, size: float, stream: str = "compute") -> Hashable:
-        """A tensor without a name of its own."""
+        """Allocate an unnamed tensor, and return its key."""
         self._count += 1
         name = ("temporary", self._count)
         self.allocator.allocate(name, size, stream)

@@ -1,1 +1,1 @@
-"""A planned layout as settings that a trainer takes."""
+"""Exports a planned layout as settings for a trainer."""

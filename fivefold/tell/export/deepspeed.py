@@ -13,7 +13,7 @@ _LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
 
 
 def deepspeed(layout: Layout) -> Export:
-    """The file, as far as a layout is not code there."""
+    """The settings file; what DeepSpeed takes only as code is listed as missing."""
     said, grid = Settings(layout.config), layout.grid
     bf16 = said["precision"] == "bf16"
     narrow = bf16 and said["grad_reduce_in_bf16"]
@@ -55,11 +55,11 @@ def deepspeed(layout: Layout) -> Export:
 
 
 def _rates(said: Settings) -> dict[str, Any] | None:
-    """The scheduler, and the optimizer's own rate; None for a rate that never changes.
+    """The scheduler (None for a constant rate) and the learning rate of the optimizer.
 
-    Its schedulers set no rate before the second step when they are told of an earlier one, and
-    count on from it. So the optimizer has the rate of the first step, and the count, which must
-    pass a warm-up of two steps, is shifted where ours is shorter.
+    DeepSpeed's schedulers set no rate before the second step, so the optimizer gets the rate of the
+    first step. They need a warm-up of at least two steps, so their count of steps is shifted if
+    ours is shorter.
     """
     style, peak, warm_up = said["lr_decay_style"], said["lr"], said["lr_warmup_iters"]
     start = said["lr_warmup_init"]

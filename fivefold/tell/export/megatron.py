@@ -22,7 +22,7 @@ _ITS_ROPE_SCALING = {
 
 
 def megatron(layout: Layout) -> Export:
-    """The flags of a layout; Fivefold reads those that it has, too."""
+    """The flags of a layout; Fivefold can read those that it has in common."""
     said, runs = Settings(layout.config), its_pipeline(layout)
     lines = [
         *_model(said, layout),
@@ -71,6 +71,7 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
         yield from flags(said, "moe_router_num_groups", "moe_router_group_topk")
         yield from flags(said, "moe_shared_expert_intermediate_size", "moe_layer_freq")
+        yield from _routing(said)
         yield "--moe-grouped-gemm"
     if said["multi_latent_attention"]:
         yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
@@ -81,8 +82,24 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "mtp_loss_scaling_factor")
 
 
+def _routing(said: Settings) -> Iterator[str]:
+    yield from flags(said, "moe_router_score_function", "moe_router_pre_softmax")
+    yield from flags(said, "moe_router_topk_scaling_factor", "moe_shared_expert_gate")
+    yield from flags(said, "moe_router_enable_expert_bias")
+    if said["moe_router_enable_expert_bias"]:
+        yield from flags(said, "moe_router_bias_update_rate")
+    yield from flags(said, "moe_router_load_balancing_type")
+    if said["moe_router_load_balancing_type"] != ("none",):
+        yield from flags(said, "moe_aux_loss_coeff")
+    yield from flags(said, "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_dtype")
+    yield from flags(said, "moe_router_force_load_balancing")
+    if said["moe_expert_capacity_factor"] is not None:
+        yield from flags(said, "moe_expert_capacity_factor", "moe_token_drop_policy")
+        yield from flags(said, "moe_pad_expert_input_to_capacity")
+
+
 def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
-    """Its GELU is the one of tanh where it is fused with a bias, else the exact one."""
+    """Flags of the activation; Megatron-LM's GELU uses tanh if fused with a bias, else erf."""
     if said["gated_linear_unit"] and said["activation_func"] == "silu":
         yield "--swiglu"
     elif model.activation_func == "gelu" and model.add_bias_linear:
@@ -99,7 +116,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield from flags(said, "hierarchical_context_parallel_sizes")
     if layout.config.model.num_experts:
         yield from flags(said, "expert_model_parallel_size", "expert_tensor_parallel_size")
-        yield from flags(said, "moe_token_dispatcher_type")
+        yield from flags(said, "moe_token_dispatcher_type", "moe_shared_expert_overlap")
         hides = said["overlap_moe_expert_parallel_comm"] and not _why_not_hidden(layout, runs)
         yield from set_flag("overlap_moe_expert_parallel_comm", hides)
         if parallel.moe_token_dispatcher_type == "flex":
@@ -121,7 +138,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 
 
 def _why_not_hidden(layout: Layout, runs: Layout) -> str | None:
-    """Why experts' messages are not hidden there; None: they can be."""
+    """Why Megatron-LM cannot hide experts' messages in this layout; None if it can."""
     parallel = layout.config.parallel
     if layout.grid.pp > 1 and runs.split.num_virtual == 1:
         return "in a pipeline it needs several stages a rank"
@@ -208,6 +225,13 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if model.num_experts and model.add_bias_linear and layout.grid.etp > 1:
         yield "it refuses experts with add_bias_linear where expert_tensor_parallel_size > 1"
+    if said["moe_router_group_scores"] is not None:
+        yield (
+            "it scores a group by its best experts, as many as go to each group on average, not by "
+            f"moe_router_group_scores = {model.moe_router_group_scores}"
+        )
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        yield "it refuses moe_router_enable_expert_bias without sigmoid scores"
     if said["unmodelled"]:
         left_out = ", ".join(model.unmodelled)
         yield f"what this description leaves out (unmodelled) is yours to add: {left_out}"
@@ -255,7 +279,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
 
 
 def _connections(layout: Layout) -> Iterator[str]:
-    """What it asserts of the environment."""
+    """Requirements on environment variables that Megatron-LM checks."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if layout.config.parallel.sharding.splits_gradients:
         yield f"its FSDP needs {name} not to be 1"

@@ -1,4 +1,4 @@
-"""The pipeline of Megatron-LM: what it runs of a layout, the flags that say so, what is lost."""
+"""The pipeline that Megatron-LM runs for a layout: its flags, and what differs."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ _ITS_SCHEDULES = ("1f1b", "interleaved_1f1b", "combined_1f1b")
 
 
 def its_pipeline(layout: Layout) -> Layout:
-    """What it runs: 1F1B, over several stages a rank if they lie in a loop."""
+    """The layout that Megatron-LM runs: 1F1B, interleaved if stages are placed in a loop."""
     if layout.split.num_virtual == 1 and layout.schedule in _ITS_SCHEDULES:
         return layout
     if layout.split.num_virtual > 1 and not _why_not_interleaved(layout):
@@ -20,7 +20,7 @@ def its_pipeline(layout: Layout) -> Layout:
 
 
 def _why_not_interleaved(layout: Layout) -> str | None:
-    """Why it cannot run several stages a rank; None: it can."""
+    """Why Megatron-LM cannot run several stages per rank in this layout; None if it can."""
     pp, split, microbatches = layout.grid.pp, layout.split, layout.num_microbatches
     group = layout.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or pp
     if pp == 1:
@@ -38,7 +38,7 @@ def _why_not_interleaved(layout: Layout) -> str | None:
 
 
 def pipeline_flags(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
-    """The split of `runs`: by the user's own flags where they say it, else written out."""
+    """Flags for the split of `runs`: the user's own if they produce it, else a layout string."""
     yield from flags(said, "pipeline_model_parallel_size")
     by_flags = {name: said[name] for name in SPLITS}
     given = by_flags.pop("pipeline_model_parallel_layout") is not None
@@ -61,7 +61,7 @@ def pipeline_flags(said: Settings, layout: Layout, runs: Layout) -> Iterator[str
 
 
 def lost_in_the_pipeline(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
-    """Another schedule, with what it costs; settings of schedules that Megatron-LM lacks."""
+    """Sentences about a replaced schedule and its effect, and about settings that are lost."""
     said.mention("pipeline_schedule")
     if runs is layout:
         return

@@ -1,4 +1,4 @@
-"""Settings of another trainer, and what they leave unsaid."""
+"""Exported settings, and the list of what an export leaves out."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,8 +26,7 @@ OWN = frozenset(
         "audit",
     }
 )
-"""Where a run of Fivefold lies and what it tells: without meaning for another trainer, whose run
-folders and logs are of another form."""
+"""Settings of the run folder and of logging, which have no meaning for another trainer."""
 
 
 SPLITS = (
@@ -39,7 +38,7 @@ SPLITS = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""All that says which layers lie in which stage."""
+"""The settings that cut the model into stages."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class Export:
     """Settings for a trainer.
 
     Attributes:
-        text: text of the file, or the command line's flags.
-        missing: what the layout asks for and these settings do not say, a sentence each.
+        text: text of the settings file, or flags of the command line.
+        missing: sentences about settings of the layout that the text does not contain.
     """
 
     text: str
@@ -56,10 +55,10 @@ class Export:
 
 
 class Settings:
-    """The settings of a run, by name; those that an export never asked for are told apart.
+    """The settings of a run by name; records which of them an export has read.
 
-    To read `settings["lr"]` is to say that the export speaks of it, in its text or in a sentence.
-    So a setting that is new here, and that nobody has written an export for, is named as missing.
+    Reading `settings["lr"]` means that the export handles this setting, in its text or in a
+    sentence. A setting that no export handles yet is therefore reported as missing.
     """
 
     def __init__(self, config: Config) -> None:
@@ -71,11 +70,11 @@ class Settings:
         return next(getattr(part, name) for part in self._sections if hasattr(part, name))
 
     def mention(self, *names: str) -> None:
-        """Settings that the export speaks of in other words."""
+        """Mark settings as handled that the export expresses in another way."""
         self._read.update(names)
 
     def unread(self, where: str) -> Iterator[str]:
-        """A sentence with each that differs from its default and has not been read."""
+        """A sentence with all settings that are not defaults and have not been read."""
         changed = (pair for section in self._sections for pair in _changed(section))
         found = [f"{name} = {value}" for name, value in changed if name not in self._read | OWN]
         if found:
@@ -83,7 +82,7 @@ class Settings:
 
 
 def described(model: ModelConfig) -> str:
-    """All that makes a model other than the default one: 'num_layers = 32, hidden_size = ...'."""
+    """The model's settings that are not defaults: 'num_layers = 32, hidden_size = ...'."""
     return ", ".join(f"{name} = {value}" for name, value in _changed(model))
 
 
@@ -100,24 +99,24 @@ def _settings(cls: type) -> tuple[Setting, ...]:
 
 
 def command_line(flags: Iterable[str]) -> str:
-    """Flags, one a line, that a shell reads as one command."""
+    """Flags as one shell command, with one flag per line."""
     return " \\\n".join(flags) + "\n"
 
 
 def flag(name: str, *values: object) -> Iterator[str]:
-    """`--name value ...`, each value quoted where a shell would take it apart."""
+    """The flag `--name value ...`, with values quoted for a shell if necessary."""
     yield " ".join([f"--{name}", *map(_quoted, values)])
 
 
 def set_flag(name: str, value: Any) -> Iterator[str]:
-    """A flag of Megatron-LM's style: nothing for None and False."""
+    """A flag in Megatron-LM's style; none for None and False."""
     values = value if isinstance(value, tuple) else () if value is True else (value,)
     if value is True or (values and value is not None and value is not False):
         yield from flag(name.replace("_", "-"), *values)
 
 
 def flags(said: Settings, *names: str) -> Iterator[str]:
-    """The settings that a trainer has under our names, as such flags."""
+    """Flags for the settings that the trainer has under the same names."""
     for name in names:
         yield from set_flag(name, said[name])
 

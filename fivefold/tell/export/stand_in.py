@@ -1,4 +1,4 @@
-"""The pipeline that a trainer runs in the place of one that it lacks, and what that changes."""
+"""The pipeline schedule that a trainer runs instead of one that it lacks, and the effect of it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,16 +11,16 @@ from fivefold.pipeline.schedules.registry import with_copies
 from fivefold.pipeline.simulate import peak_in_flight, simulate
 from fivefold.pipeline.stages import Split, StageSpec
 
-_MOST_ACTS = 1 << 12  # that are simulated; more microbatches only add to both alike
+_MOST_ACTS = 1 << 12  # most actions to simulate; further microbatches add the same to both
 
 
 def in_a_loop(split: Split) -> bool:
-    """Whether stage i lies on rank i % P."""
+    """Whether stage i is on rank i % P."""
     return split.placement == loop_placement(split.num_ranks, len(split.stages))
 
 
 def one_stage_a_rank(layout: Layout, schedule: str = "1f1b") -> Layout:
-    """`layout` with as many consecutive stages merged as a rank has, run by 1F1B or GPipe."""
+    """`layout` with one stage per rank, run by 1F1B or GPipe; consecutive stages are merged."""
     split, ranks = layout.split, layout.split.num_ranks
     size = split.num_virtual
     stages = [_merged(split.stages[start * size : (start + 1) * size]) for start in range(ranks)]
@@ -34,7 +34,7 @@ def interleaved(layout: Layout) -> Layout:
 
 
 def changes(layout: Layout, other: Layout) -> str:
-    """What another schedule makes of a step's time, and of the activations that a rank holds."""
+    """A sentence about the effect of another schedule on step time and activations held."""
     time, held = _figures(layout)
     other_time, other_held = _figures(other)
     ratio = other_time / time
@@ -65,7 +65,7 @@ def _merged(stages: Sequence[StageSpec]) -> StageSpec:
 
 
 def _figures(layout: Layout) -> tuple[float, float]:
-    """The time of a step in forwards of a mean rank, and the most microbatches a rank holds."""
+    """The step time in units of a mean rank's forward, and the most microbatches held by a rank."""
     copies, parallel = layout.num_copies, layout.config.parallel
     ranks, whole = layout.split.num_ranks, layout.num_microbatches
     acts = len(layout.split.stages) * copies * parallel.num_sequence_slices

@@ -1,6 +1,6 @@
-"""The trainers that settings are written for: Fivefold, Megatron-LM, torchtitan, DeepSpeed.
+"""The trainers for which settings can be exported: Fivefold, Megatron-LM, torchtitan, DeepSpeed.
 
-What a trainer has no setting for is said in `Export.missing`, never left out in silence.
+`Export.missing` names everything for which a trainer has no setting.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,4 +38,4 @@ TARGETS: Mapping[str, Callable[[Layout], Export]] = MappingProxyType(
         "deepspeed": deepspeed,
     }
 )
-"""Trainers that settings can be written for."""
+"""The export function of each trainer."""

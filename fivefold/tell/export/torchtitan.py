@@ -38,9 +38,9 @@ _WSD_DECAYS = MappingProxyType({"linear": "linear", "cosine": "cosine", "minus_s
 
 
 def torchtitan(layout: Layout) -> Export:
-    """The flags; the kind of recomputation comes last, as a subcommand.
+    """The flags of a layout; the kind of recomputation comes last, as a subcommand.
 
-    Whatever its configurations set by themselves is set here, too.
+    Settings to which torchtitan's configurations give values of their own are always included.
     """
     said = Settings(layout.config)
     name = known(layout.config.model, layout.config.training)
@@ -68,7 +68,7 @@ def torchtitan(layout: Layout) -> Export:
 
 
 def _switch(name: str, on: bool) -> Iterator[str]:
-    """A flag that can be said to be off."""
+    """A flag that can be turned on and off."""
     section, _, last = name.rpartition(".")
     yield from flag(name if on else f"{section}.no_{last}")
 
@@ -124,7 +124,7 @@ def _parallelism(said: Settings, layout: Layout) -> Iterator[str]:
 
 
 def _its_schedule(layout: Layout) -> str | None:
-    """The class that runs the layout's own pipeline; None: there is none."""
+    """The name of torchtitan's schedule for the layout's pipeline; None if there is none."""
     pp, split, microbatches = layout.grid.pp, layout.split, layout.num_microbatches
     table: Mapping[str, str] = _OF_A_V
     if split.num_virtual == 1:
@@ -140,7 +140,7 @@ def _its_schedule(layout: Layout) -> str | None:
 
 
 def _fills(layout: Layout) -> bool:
-    """Whether there are as many microbatches as its 1F1B wants."""
+    """Whether there are enough microbatches for torchtitan's 1F1B."""
     return layout.num_microbatches >= layout.grid.pp
 
 
@@ -154,7 +154,7 @@ def _pipeline(said: Settings, runs: Layout, schedule: str) -> Iterator[str]:
 
 
 def _stages(layout: Layout) -> Iterator[str]:
-    """Names of what each stage holds, as torchtitan calls them."""
+    """torchtitan's names of the modules in each stage."""
     for stage in layout.split.stages:
         first = ["tok_embeddings"] if stage.embedding else []
         last = ["norm", "lm_head"] if stage.head else []
@@ -172,7 +172,7 @@ def _optimizer(said: Settings) -> Iterator[str]:
 
 
 def _rate(said: Settings) -> dict[str, Any]:
-    """Its learning rate: a warm-up, a stable phase, a decay over the last share of the steps."""
+    """Flags of the learning rate: a warm-up, a stable phase, a decay over the last steps."""
     style, shape = said["lr_decay_style"], said["lr_wsd_decay_style"]
     # Beyond its last step the rate would go on falling, below zero.
     steps = max(said["lr_decay_iters"] or 0, said["train_iters"])
@@ -209,7 +209,9 @@ def _lost_of_the_model(said: Settings, layout: Layout, name: str | None) -> Iter
             "multiplications in 8 or 4 bits are converters of the model's configuration there: "
             f"{formats}, fp4_format = {training.fp4_format}"
         )
-    if model.num_experts and "balancing by a bias of the router" not in model.unmodelled:
+    balances = model.moe_router_enable_expert_bias
+    balances |= "balancing by a bias of the router" in model.unmodelled
+    if model.num_experts and not balances:
         yield "it balances experts by a bias of the router, which this model does not"
     std = model.init_method_std
     yield f"initial weights are drawn as its models say, not by init_method_std = {std}"

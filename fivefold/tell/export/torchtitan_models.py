@@ -1,7 +1,7 @@
-"""The models of torchtitan 0.3.0, and which of them a description is.
+"""The models of torchtitan 0.3.0, and the comparison of a model with them.
 
-A model is the same where everything that decides its function is. `benchmarks.check_exports` holds
-this table against torchtitan's own.
+Two models are the same if all settings that determine their function are.
+`benchmarks.check_exports` compares this table with torchtitan's own.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ class ItsModel:
     """A configuration function of torchtitan.
 
     Attributes:
-        module: module in which it is.
-        model: what it trains.
-        narrow: the 8-bit format and recipe of its multiplications.
+        module: module that contains the function.
+        model: model that it trains.
+        narrow: 8-bit format and recipe of its multiplications.
     """
 
     module: str
@@ -63,10 +63,10 @@ ITS_MODELS: Mapping[str, ItsModel] = MappingProxyType(
         "gpt_oss_120b": ItsModel("gpt_oss", PRESETS["gpt-oss-120b"]),
     }
 )
-"""By the name of the function."""
+"""torchtitan's models by the name of their configuration function."""
 
 WITHOUT_MEANING = ("max_position_embeddings", "make_vocab_size_divisible_by")
-"""Tables of positions grow there with the sequence, and vocabularies are not padded."""
+"""Settings without effect in torchtitan: position tables grow, and vocabularies are not padded."""
 _INITIAL = ("init_method_std",)
 _ROPE_SCALING = (
     "rope_scaling_factor",
@@ -77,7 +77,7 @@ _ROPE_SCALING = (
 
 
 def known(model: ModelConfig, training: TrainingConfig) -> str | None:
-    """The configuration that trains this model, in these formats; None: there is none."""
+    """The configuration function for this model and these formats; None if there is none."""
     found = [name for name, its in ITS_MODELS.items() if not differences(model, its.model)]
     wanted = (training.fp8_format, training.fp8_recipe) if training.fp8_format else _BF16
     for narrow in (wanted, _BF16):  # 8 bits are said to be missing, never added
@@ -88,7 +88,7 @@ def known(model: ModelConfig, training: TrainingConfig) -> str | None:
 
 
 def why_unknown(model: ModelConfig) -> str:
-    """What keeps the nearest model of torchtitan from being this one."""
+    """A sentence about the differences between this model and torchtitan's nearest one."""
     nearest = min(ITS_MODELS, key=lambda name: len(differences(model, ITS_MODELS[name].model)))
     its = ITS_MODELS[nearest]
     different = differences(model, its.model)
@@ -102,13 +102,13 @@ def why_unknown(model: ModelConfig) -> str:
 
 
 def differences(model: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Field -> its values in both, of all that decides what a model computes."""
+    """The values of both models for each field that differs and determines the function."""
     mine, theirs = _function(model), _function(other)
     return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
 def _function(model: ModelConfig) -> dict[str, Any]:
-    """What decides the function, with every default filled in; None where nothing depends on it."""
+    """The fields that determine the function, with defaults filled in; None if without effect."""
     found = {field.name: getattr(model, field.name) for field in fields(model)}
     for name in (*WITHOUT_MEANING, *_INITIAL):
         del found[name]

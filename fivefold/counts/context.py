@@ -1,0 +1,37 @@
+"""What context-parallel ranks send each other of keys, values and latents; torch-free."""
+
+from fivefold.config.config import Config
+from fivefold.context.balance import split
+from fivefold.layout import Layout
+from fivefold.model.blocks import Sight, num_tokens
+
+
+def gathers_latents(config: Config, layer: int) -> bool:
+    """Whether the ranks gather a layer's latents, and each makes all keys and values of them."""
+    kinds = config.parallel.cp_comm_type
+    gathered = kinds[layer % len(kinds)] == "all_gather"
+    several = config.parallel.context_parallel_size > 1
+    return several and gathered and config.model.multi_latent_attention
+
+
+def seen_shares(
+    layout: Layout, cp_rank: int, window: int | None, inner: int = 1
+) -> tuple[float, float]:
+    """How many times its own tokens a rank sends, and gets, of keys that are seen.
+
+    Args:
+        layout: layout of the run.
+        cp_rank: rank of context parallelism.
+        window: window of the layer; None: none, so that all is sent.
+        inner: ranks of a group that counts as one.
+    """
+    cp = layout.grid.cp
+    if window is None:
+        return cp // inner - 1, cp // inner - 1
+    length = layout.config.training.seq_length
+    shards = split(1, Sight((0, length), window), cp).merged(inner)
+    own, others = cp_rank // inner, range(len(shards.chunks))
+    sent = sum(num_tokens(shards.sent(own, other)) for other in others if other != own)
+    got = sum(num_tokens(shards.sent(other, own)) for other in others if other != own)
+    each = length / len(shards.chunks)
+    return sent / each, got / each

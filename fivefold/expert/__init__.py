@@ -1,0 +1,1 @@
+"""Expert parallelism: tokens on their way to experts on other ranks, and back."""

@@ -1,0 +1,92 @@
+"""Puts expert parallelism into the seams of a stage."""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fivefold.config.parallel import TokenDispatcher
+from fivefold.expert.dispatch import AllToAllDispatch, FlexDispatch, GatherDispatch
+from fivefold.mesh.collectives import all_gather, all_reduce, group_size
+from fivefold.mesh.groups import ExpertGroups
+from fivefold.model.experts import Dispatcher, Experts
+from fivefold.model.grouped import GroupedLinear
+from fivefold.model.routing import Surroundings
+from fivefold.model.transformer import Stage
+from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.grouped import GroupedMultiply
+
+
+def install_experts(
+    stage: Stage,
+    kind: TokenDispatcher,
+    groups: ExpertGroups,
+    overlaps: bool,
+    deferred: DeferredWeights,
+    dims: Mapping[str, int | None],
+) -> None:
+    """Split the experts of a stage (still on the meta device) and put the messages in.
+
+    Args:
+        stage: plain, or with tensor parallelism installed.
+        kind: dispatcher of tokens.
+        groups: groups of this rank.
+        overlaps: whether shared experts run while rows are under way.
+        deferred: where grouped linears leave weight gradients.
+        dims: which dim of each parameter the ranks of an expert split; None: each has all of it.
+    """
+    around = _surroundings(groups)
+    for layer in stage.mixtures:
+        layer.router.surroundings, layer.overlaps = around, overlaps
+        pads = layer.router.settings.moe_pad_expert_input_to_capacity
+        if groups.both is not None or pads:
+            layer.dispatch = _dispatcher(kind, groups)
+        layer.experts.adds_bias = groups.etp is None or groups.etp.rank() == 0
+    multiply = GroupedMultiply(deferred)
+    for module in stage.modules():
+        if isinstance(module, GroupedLinear):
+            module.multiply = multiply
+    if groups.both is not None:
+        _distribute(stage, groups, dims)
+
+
+def _dispatcher(kind: TokenDispatcher, groups: ExpertGroups) -> Dispatcher:
+    if kind == "allgather" and groups.both is not None:
+        index = 0 if groups.ep is None else groups.ep.rank()
+        return GatherDispatch(groups.both, index, group_size(groups.ep))
+    return (FlexDispatch if kind == "flex" else AllToAllDispatch)(groups.ep, groups.etp)
+
+
+def _surroundings(groups: ExpertGroups) -> Surroundings:
+    microbatch, stage = groups.microbatch, groups.stage
+    return Surroundings(
+        microbatch=lambda x: all_reduce(x, microbatch),
+        batch=lambda x: all_reduce(x, stage),
+        gather=lambda x: all_gather(x, microbatch),
+        index=0 if microbatch is None else microbatch.rank(),
+        ranks=group_size(microbatch),
+        all_ranks=group_size(groups.stage),
+    )
+
+
+def _distribute(stage: Stage, groups: ExpertGroups, dims: Mapping[str, int | None]) -> None:
+    """Replace every parameter of experts by a DTensor of the same global shape."""
+    mesh = groups.split_mesh
+    assert mesh is not None
+    names = {parameter: name for name, parameter in stage.named_parameters()}
+    experts = [module for module in stage.modules() if isinstance(module, Experts)]
+    for module in (inner for each in experts for inner in each.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dim = dims[names[parameter]]
+            own = parameter.detach().chunk(mesh.size(0), 0)[0]
+            if dim is not None:
+                own = own.chunk(mesh.size(1), dim)[0]
+            whole = DTensor.from_local(
+                own.contiguous(),
+                mesh,
+                [Shard(0), Replicate() if dim is None else Shard(dim)],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            setattr(module, name, nn.Parameter(whole))

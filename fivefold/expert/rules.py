@@ -1,0 +1,72 @@
+"""What the trainer asks of routers and dispatchers; torch-free."""
+
+from fivefold.config.config import Config
+from fivefold.errors import Mistakes
+
+
+def check_routers(config: Config, mistakes: Mistakes) -> None:
+    """Add what cannot be trained, or would train a router to no end."""
+    model, experts, parallel = config.model, config.experts, config.parallel
+    if model.num_experts is None:
+        return
+    constant = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
+    if model.moe_router_topk == 1 and constant:
+        mistakes.add(
+            "the softmax over the one chosen expert of a token is always 1, and its router learns "
+            "nothing from the loss",
+            works=["--moe-router-pre-softmax", "--moe-router-topk 2"],
+        )
+    kinds = experts.moe_router_load_balancing_type
+    whole = {
+        "moe_router_load_balancing_type": kinds != ("none",),
+        "moe_z_loss_coeff": bool(experts.moe_z_loss_coeff),
+        "moe_expert_capacity_factor": experts.moe_expert_capacity_factor is not None,
+    }
+    slices = parallel.num_sequence_slices
+    for name in [name for name, used in whole.items() if used and slices > 1]:
+        mistakes.add(
+            f"{name} looks at whole microbatches, and num_sequence_slices {slices} cuts them",
+            works=["--num-sequence-slices 1", f"--{name.replace('_', '-')} none"],
+        )
+    if "global_aux_loss" in kinds and parallel.pipeline_schedule == "dualpipe":
+        mistakes.add(
+            "global_aux_loss counts the microbatches that every rank has run so far, of which the "
+            "two copies of the model in dualpipe run different ones",
+            works=["--moe-router-load-balancing-type aux_loss", "--pipeline-schedule dualpipe_v"],
+        )
+    if parallel.moe_shared_expert_overlap:
+        _check_shared(config, mistakes)
+    if experts.moe_pad_expert_input_to_capacity and parallel.moe_token_dispatcher_type == "flex":
+        mistakes.add(
+            "flex sends a row for each rank, not for each expert, of which the capacity is",
+            works=["--moe-token-dispatcher-type alltoall", "--no-moe-pad-expert-input-to-capacity"],
+        )
+
+
+def _check_shared(config: Config, mistakes: Mistakes) -> None:
+    off = "--no-moe-shared-expert-overlap"
+    parallel, memory = config.parallel, config.memory
+    if not config.model.shared_ffn_size:
+        mistakes.add("moe_shared_expert_overlap needs shared experts", works=[off])
+    if parallel.expert_model_parallel_size == 1:
+        mistakes.add(
+            "moe_shared_expert_overlap hides messages between expert-parallel ranks, and ep is 1",
+            works=["--expert-model-parallel-size 2", off],
+        )
+    if parallel.moe_token_dispatcher_type == "allgather":
+        mistakes.add(
+            "moe_shared_expert_overlap hides all-to-alls, and moe_token_dispatcher_type is "
+            "allgather",
+            works=["--moe-token-dispatcher-type alltoall", off],
+        )
+    if parallel.overlap_moe_expert_parallel_comm:
+        mistakes.add(
+            "moe_shared_expert_overlap and overlap_moe_expert_parallel_comm hide the same messages",
+            works=[off, "--no-overlap-moe-expert-parallel-comm"],
+        )
+    if "shared_experts" in memory.recompute_modules and memory.recompute_granularity == "selective":
+        mistakes.add(
+            "moe_shared_expert_overlap runs shared experts in two halves, which recompute_modules "
+            "shared_experts would run as one",
+            works=[off, "--recompute-modules core_attn moe_act"],
+        )

@@ -1,0 +1,158 @@
+"""The activation of an MLP's inner features, with its gate, and with weights of rows.
+
+Shapes: T tokens or rows, F inner features.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.config.model import ModelConfig
+
+_SLOPES: Mapping[str, float] = MappingProxyType({"silu": 1.0, "quick_gelu": 1.702})
+"""Of the activations x sigmoid(slope x)."""
+
+
+def activated(
+    model: ModelConfig, inner: Sequence[Tensor], weights_T: Tensor | None = None
+) -> Tensor:
+    """activation(gate) * (up + offset), or activation(up) without a gate, times the row's weight.
+
+    Args:
+        model: gives the activation.
+        inner: [T, F] each: gate and up, or up alone.
+        weights_T: weights of the rows in a type at least as wide; None: 1.
+    """
+    if len(inner) == 2 and model.activation_func in _SLOPES:
+        return _gated(model, inner[0], inner[1], weights_T)
+    y_TF = _function(model, inner[0])
+    if len(inner) == 2:
+        y_TF = y_TF * inner[1]
+    if weights_T is None:
+        return y_TF
+    return (y_TF * weights_T[:, None]).to(y_TF.dtype)
+
+
+def _gated(model: ModelConfig, gate: Tensor, up: Tensor, weights_T: Tensor | None) -> Tensor:
+    """x sigmoid(slope x) of the gate, times up: fused, so that nothing but the inputs is saved."""
+    bound, offset = model.activation_func_clamp_value, model.glu_linear_offset
+    y: Tensor
+    if model.activation_func == "quick_gelu" or bound is not None or offset:
+        slope = _SLOPES[model.activation_func]
+        y = _BoundedGate.apply(gate, up, weights_T, slope, bound, offset)
+        return y
+    if weights_T is None:
+        return swiglu(gate, up)
+    y = _WeightedSwiGLU.apply(gate, up, weights_T)
+    return y
+
+
+def _function(model: ModelConfig, x_TF: Tensor) -> Tensor:
+    if model.activation_func == "silu":
+        return F.silu(x_TF)
+    if model.activation_func == "quick_gelu":
+        y: Tensor = _QuickGELU.apply(x_TF)
+        return y
+    return F.gelu(x_TF, approximate="tanh" if model.activation_func == "gelu_tanh" else "none")
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, which saves its two inputs only."""
+    y: Tensor = _SwiGLU.apply(gate, up)
+    return y
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, F.silu(gate).mul_(grad)
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """silu(gate) * up * weight, which saves its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weights_T: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weights_T)
+        return (F.silu(gate).mul_(up) * weights_T[:, None]).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gate, up, weights_T = ctx.saved_tensors
+        act = F.silu(gate)
+        wide = grad.to(weights_T.dtype)
+        grad_weights = torch.linalg.vecdot(wide, (act * up).to(weights_T.dtype))
+        weighted = (wide * weights_T[:, None]).to(gate.dtype)
+        grad_gate = torch.ops.aten.silu_backward(weighted * up, gate)
+        return grad_gate, act.mul_(weighted), grad_weights
+
+
+class _BoundedGate(torch.autograd.Function):
+    """g sigmoid(slope g) (u + offset) weight, which saves its inputs only.
+
+    As in gpt-oss (OpenAI 2025): g is the gate, at most `bound`, and u is up within +- `bound`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Tensor,
+        up: Tensor,
+        weights_T: Tensor | None,
+        slope: float,
+        bound: float | None,
+        offset: float,
+    ) -> Tensor:
+        ctx.save_for_backward(gate, up, *(() if weights_T is None else (weights_T,)))
+        ctx.numbers = slope, bound, offset
+        g, u = _bounded(gate, up, bound)
+        y = (g * slope).sigmoid_().mul_(g).mul_(u + offset)
+        return y if weights_T is None else (y * weights_T[:, None]).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, *weights = ctx.saved_tensors
+        slope, bound, offset = ctx.numbers
+        g, u = _bounded(gate, up, bound)
+        share, grad_weights = (g * slope).sigmoid_(), None
+        for weights_T in weights:
+            wide = grad.to(weights_T.dtype)
+            unweighted = (share * g * (u + offset)).to(weights_T.dtype)
+            grad_weights = torch.linalg.vecdot(wide, unweighted)
+            grad = (wide * weights_T[:, None]).to(gate.dtype)
+        grad_up = grad * g * share
+        grad_gate = grad * (u + offset) * share * (1.0 + slope * g * (1.0 - share))
+        if bound is not None:
+            grad_gate.masked_fill_(gate > bound, 0.0)
+            grad_up.masked_fill_(up.abs() > bound, 0.0)
+        return grad_gate, grad_up, grad_weights, None, None, None
+
+
+def _bounded(gate: Tensor, up: Tensor, bound: float | None) -> tuple[Tensor, Tensor]:
+    return (gate, up) if bound is None else (gate.clamp(max=bound), up.clamp(-bound, bound))
+
+
+class _QuickGELU(torch.autograd.Function):
+    """x sigmoid(1.702 x) (Hendrycks and Gimpel 2016), which saves its input only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * _SLOPES["quick_gelu"]).sigmoid_().mul_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,), slope = ctx.saved_tensors, _SLOPES["quick_gelu"]
+        share = (x * slope).sigmoid_()
+        return grad * share * (1.0 + slope * x * (1.0 - share))

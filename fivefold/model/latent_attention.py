@@ -1,0 +1,166 @@
+"""Multi-head latent attention (MLA): keys and values of all heads from one small latent a token.
+
+DeepSeek-V2 (2024): the hidden state is projected down to a latent of the queries and one of keys
+and values, each is normalised and projected up to the heads. Positions have features of their own:
+rotary ones beside each head's others, for which all heads share one key. Shapes: T tokens, B rows,
+S tokens of a row, N heads of this rank, Q and C features of the latents, R rotary features, D and
+V features of a head's queries and values.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.attention import AttentionBlock, Scope
+from fivefold.model.context import Context
+from fivefold.model.dropout import HeadDropout
+from fivefold.model.layers import LayerNorm, Linear, RMSNorm, local, make_norm
+from fivefold.model.rope import score_scale
+
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [B, S, N, D], keys [B, S, N, D] and values [B, S, N, V]."""
+
+
+def plain_up(make: Callable[[], Heads], attend: Callable[..., Tensor]) -> Tensor:
+    """Attention to what was made of the latents: the seam of heads that are made again."""
+    return attend(*make())
+
+
+class LatentAttention(AttentionBlock):
+    """Projections down to latents and up to heads, decoupled RoPE, the kernel, the output.
+
+    Attributes:
+        up: seam around the projections up to the heads, and the kernel.
+    """
+
+    has_latents = True
+    q_proj: Linear | None
+    q_a_proj: Linear | None
+    q_a_layernorm: LayerNorm | RMSNorm | None
+    q_b_proj: Linear | None
+
+    def __init__(self, model: ModelConfig, layer: int) -> None:
+        super().__init__(model, layer)
+        hidden, bias = model.hidden_size, model.add_bias_linear
+        rank, compressed = model.kv_lora_rank, model.q_lora_rank
+        self.q_proj = self.q_a_proj = self.q_a_layernorm = self.q_b_proj = None
+        if compressed is None:
+            self.q_proj = Linear(hidden, model.q_size, bias)
+        else:
+            self.q_a_proj = Linear(hidden, compressed, bias)
+            self.q_a_layernorm = make_norm(model, compressed)
+            self.q_b_proj = Linear(compressed, model.q_size, bias)
+        self.kv_a_proj = Linear(hidden, rank + model.qk_pos_emb_head_dim, bias)
+        self.kv_a_layernorm = make_norm(model, rank)
+        unrotated = model.num_attention_heads * model.qk_head_dim
+        self.kv_b_proj = Linear(rank, unrotated + model.v_size, bias)
+        self.o_proj = Linear(model.attention_size, hidden, bias)
+        self.up = plain_up
+
+    def forward(self, x_TH: Tensor, context: Context) -> Tensor:
+        """[T, H] -> [T, H]; attends within the rows, and the documents, of `context`."""
+        latents = self._down(x_TH)
+        scope, drop = self._scope(context), self._drop(context)
+        if self.latent_kernel is None:
+            make = partial(self._heads, *latents, context)
+            out_BSNV = self.up(make, lambda q, k, v: self.kernel(q, k, v, scope, drop))
+        else:
+            out_BSNV = self._from_latents(*latents, context, scope, drop)
+        return self.row(out_BSNV.flatten(2).flatten(0, 1), self.o_proj)
+
+    def _down(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What queries are made of, the normed latent of keys and values, the shared key.
+
+        The last two are copies, so that neither keeps the memory of the other.
+        """
+        if self.q_a_proj is None or self.q_a_layernorm is None:
+            query, (kv_TC,) = x_TH, self.whole(x_TH, self.kv_a_proj)
+        else:
+            query_TQ, kv_TC = self.whole(x_TH, self.q_a_proj, self.kv_a_proj)
+            query = self.q_a_layernorm(query_TQ)
+        latent_TC, key_TR = (part.contiguous() for part in kv_TC.split(self._sizes, dim=-1))
+        return query, self.kv_a_layernorm(latent_TC), key_TR
+
+    @property
+    def _sizes(self) -> list[int]:
+        """C and R."""
+        return [self.model.kv_lora_rank, self.model.qk_pos_emb_head_dim]
+
+    def _heads(self, query: Tensor, latent_TC: Tensor, key_TR: Tensor, context: Context) -> Heads:
+        q_BSND = self._queries(query, context)
+        (kv_TF,) = self.column(latent_TC, self.kv_b_proj)
+        key_BS1R = self._shared_key(key_TR, context)
+        k, v = _Joined.apply(_by_rows(kv_TF, context, q_BSND.shape[2]), key_BS1R, self.model)
+        return q_BSND, k, v
+
+    def _queries(self, query: Tensor, context: Context) -> Tensor:
+        linear = self.q_proj if self.q_b_proj is None else self.q_b_proj
+        assert linear is not None and context.rotary is not None
+        (q_TF,) = self.column(query, linear)
+        heads = q_TF.shape[1] // self.model.query_dim
+        rotated = context.rotary.rotate(_by_rows(q_TF, context, heads), self.model.qk_head_dim)
+        scale = score_scale(self.model)
+        return rotated if scale == 1.0 else rotated * scale
+
+    def _shared_key(self, key_TR: Tensor, context: Context) -> Tensor:
+        assert context.rotary is not None
+        return context.rotary.rotate(_by_rows(self.spread(key_TR), context, 1))
+
+    def _from_latents(
+        self,
+        query: Tensor,
+        latent_TC: Tensor,
+        key_TR: Tensor,
+        context: Context,
+        scope: Scope,
+        drop: HeadDropout | None,
+    ) -> Tensor:
+        assert self.latent_kernel is not None
+        q_BSND = self._queries(query, context)
+        heads = q_BSND.shape[2]
+        key_BSR = self._shared_key(key_TR, context)[:, :, 0]
+        latent_BSC = _by_rows(self.spread(latent_TC), context, 1)[:, :, 0]
+        linear, sizes = self.kv_b_proj, self._sizes
+        weight = local(linear.weight)
+        bias = None if linear.bias is None else local(linear.bias)
+
+        def up(both_BLC: Tensor) -> tuple[Tensor, Tensor]:
+            latent, key = both_BLC.split(sizes, dim=-1)
+            made = F.linear(latent, weight, bias).unflatten(-1, (heads, -1))
+            k, v = _Joined.apply(made, key[:, :, None], self.model)
+            return k, v
+
+        parameters = (weight,) if bias is None else (weight, bias)
+        both = torch.cat((latent_BSC, key_BSR), dim=-1)
+        return self.latent_kernel(q_BSND, both, up, parameters, scope, drop)
+
+
+def _by_rows(x_TF: Tensor, context: Context, heads: int) -> Tensor:
+    """[T, F] as [B, S, heads, F / heads]."""
+    return x_TF.view(context.rows, x_TF.shape[0] // context.rows, heads, -1)
+
+
+class _Joined(torch.autograd.Function):
+    """Keys and values of their own memory, from what was projected up and the shared rotary key.
+
+    Nothing is kept for the backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kv_BSNF: Tensor, key_BS1R: Tensor, model: ModelConfig
+    ) -> tuple[Tensor, Tensor]:
+        ctx.unrotated = model.qk_head_dim
+        unrotated, v = kv_BSNF.split([model.qk_head_dim, model.v_head_dim], dim=-1)
+        shared = key_BS1R.expand(*unrotated.shape[:3], -1)
+        return torch.cat((unrotated, shared), dim=-1), v.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
+        unrotated, rotary = dk.tensor_split([ctx.unrotated], dim=-1)
+        return torch.cat((unrotated, dv), dim=-1), rotary.sum(2, keepdim=True), None

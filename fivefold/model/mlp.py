@@ -1,0 +1,36 @@
+"""The dense MLP. Shapes: T tokens, H features, F inner features of this rank."""
+
+from torch import Tensor
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.activation import activated
+from fivefold.model.context import Context
+from fivefold.model.layers import LayerBlock, Linear
+
+
+class MLP(LayerBlock):
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+
+    recomputed_as = "mlp"
+    gate_proj: Linear | None
+
+    def __init__(self, model: ModelConfig, inner: int) -> None:
+        super().__init__()
+        hidden, bias = model.hidden_size, model.add_bias_linear
+        self.gate_proj = Linear(hidden, inner, bias) if model.gated_linear_unit else None
+        self.up_proj = Linear(hidden, inner, bias)
+        self.down_proj = Linear(inner, hidden, bias)
+        self.model = model
+
+    def forward(self, x_TH: Tensor, context: Context | None = None) -> Tensor:
+        """[T, H] -> [T, H]; tokens have no effect on each other."""
+        return self.outer(self.inner(x_TH))
+
+    def inner(self, x_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, F], activated."""
+        linears = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
+        return activated(self.model, self.column(x_TH, *linears))
+
+    def outer(self, x_TF: Tensor) -> Tensor:
+        """[T, F] -> [T, H]."""
+        return self.row(x_TF, self.down_proj)

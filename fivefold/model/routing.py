@@ -1,0 +1,306 @@
+"""The router: which experts a token is sent to, and with which weights.
+
+Shapes: T tokens of this rank, H features, E experts, K experts of a token, G groups of experts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fivefold.config.experts import ExpertsConfig
+from fivefold.config.model import ModelConfig
+from fivefold.model.balance import Load, attach, balancing_loss, sinkhorn, z_loss
+from fivefold.model.context import Context
+from fivefold.model.layers import local
+
+Over = Callable[[Tensor], Tensor]
+"""A collective over some ranks; it may change its argument."""
+
+
+_TYPES: Mapping[str | None, torch.dtype] = MappingProxyType(
+    {"fp32": torch.float32, "fp64": torch.float64}
+)
+
+
+_SCORE_BITS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 12, torch.float64: 36})
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a router decided for a microbatch.
+
+    Attributes:
+        experts_TK: int64, the experts of each token.
+        kept_TK: whether the expert had room for it; None: all had.
+        loads: what the balancing losses need.
+        sums: [E + 2], on this rank: tokens of each expert before any is dropped, rows dropped, and
+            this rank's part of the auxiliary losses, once they are known.
+    """
+
+    experts_TK: Tensor
+    kept_TK: Tensor | None
+    loads: tuple[Load, ...]
+    sums: Tensor
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """Experts of each token.
+
+    Attributes:
+        experts_TK: int64.
+        weights_TK: weights of their results, in at least fp32; 0 for rows that are dropped.
+        kept_TK: whether the expert had room for the token; None: all had.
+        num_experts: E.
+        padded_to: rows that every expert gets from this rank, zeros included; None: what it has.
+    """
+
+    experts_TK: Tensor
+    weights_TK: Tensor
+    kept_TK: Tensor | None
+    num_experts: int
+    padded_to: int | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Ranks with which a router makes common sums, without gradients; one alone has no others.
+
+    Attributes:
+        microbatch: sums over the ranks that share the tokens of a microbatch.
+        batch: sums over all ranks with other tokens of the layer.
+        gather: [T, E] of this rank -> those of all ranks of the microbatch, in their order.
+        index: place of this rank among these.
+        ranks: their number.
+        all_ranks: number of the ranks with other tokens of the layer.
+    """
+
+    microbatch: Over = lambda x: x
+    batch: Over = lambda x: x
+    gather: Over = lambda x: x
+    index: int = 0
+    ranks: int = 1
+    all_ranks: int = 1
+
+
+class Router(nn.Module):
+    """Scores of all experts for each token, the choice among them, and what balances it.
+
+    Attributes:
+        surroundings: seam of sums over ranks.
+        limit: seam of what is dropped for want of room.
+        expert_bias: [E], added to scores for the choice only (Wang et al., Auxiliary-Loss-Free Load
+            Balancing, 2024); None without such balancing.
+        batch_counts: [E] tokens of each expert in the microbatches of the step so far, and their
+            number; what global_aux_loss balances.
+    """
+
+    expert_bias: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, model: ModelConfig, layer: int, settings: ExpertsConfig, global_batch_size: int
+    ) -> None:
+        super().__init__()
+        assert model.num_experts is not None, "a router needs experts"
+        experts, hidden = model.num_experts, model.hidden_size
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.bias = nn.Parameter(torch.empty(experts)) if model.add_bias_linear else None
+        with_bias = model.moe_router_enable_expert_bias
+        self.register_buffer("expert_bias", torch.zeros(experts) if with_bias else None)
+        self.model, self.layer, self.settings = model, layer, settings
+        self.global_batch_size = global_batch_size
+        self.surroundings = Surroundings()
+        self.limit: Limit = plain_limit
+        self.batch_counts: tuple[int, Tensor | int, int] = (-1, 0, 0)
+
+    def forward(self, x_TH: Tensor, context: Context) -> ExpertChoice:
+        """The experts of each token; in training, losses are attached to their weights."""
+        logits_TE = self._logits(x_TH, context)
+        decided: Decision | None = context.routing.get(self.layer)
+        if decided is None:
+            with torch.no_grad():
+                decided = self._decide(logits_TE, context)
+            context.routing[self.layer] = decided
+        weights_TK = self._weights(logits_TE, decided)
+        if self.training and torch.is_grad_enabled():
+            loss = self._loss(logits_TE, decided, context)
+            if loss is not None:
+                decided.sums[-1] = loss.detach()
+                weights_TK = attach(weights_TK, loss)
+        pads = self.settings.moe_pad_expert_input_to_capacity
+        return ExpertChoice(
+            decided.experts_TK,
+            weights_TK,
+            decided.kept_TK,
+            logits_TE.shape[1],
+            self.capacity(len(x_TH)) if pads else None,
+        )
+
+    def update_bias(self, counts_E: Tensor) -> None:
+        """Move every expert's bias by the rate towards an even load.
+
+        Args:
+            counts_E: tokens of each expert in the whole step, all ranks together.
+        """
+        if self.expert_bias is not None:
+            counts_E = counts_E.to(self.expert_bias.dtype)
+            step = torch.sign(counts_E.mean() - counts_E)
+            self.expert_bias.add_(step, alpha=self.settings.moe_router_bias_update_rate)
+
+    def _logits(self, x_TH: Tensor, context: Context) -> Tensor:
+        """[T, E] in at least fp32."""
+        jitter = self.settings.moe_input_jitter_eps
+        if jitter is not None and context.dropout is not None:
+            noise_TH = context.dropout.uniform(x_TH.shape[1], f"layers.{self.layer}.mlp.router")
+            x_TH = x_TH * (1 - jitter + 2 * jitter * noise_TH).to(x_TH.dtype)
+        wide = _TYPES.get(self.settings.moe_router_dtype, x_TH.dtype)
+        wide = torch.promote_types(wide, x_TH.dtype)
+        bias = None if self.bias is None else local(self.bias).to(wide)
+        logits_TE = F.linear(x_TH.to(wide), local(self.weight).to(wide), bias)
+        return logits_TE.to(torch.promote_types(wide, torch.float32))
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        if self.model.moe_router_score_function == "sigmoid":
+            return logits_TE.sigmoid()
+        return logits_TE.softmax(-1)
+
+    def _decide(self, logits_TE: Tensor, context: Context) -> Decision:
+        experts_TK = self._choose(logits_TE, context)
+        counts_E = torch.bincount(experts_TK.flatten(), minlength=logits_TE.shape[1])
+        kept_TK = self.limit(self, experts_TK, logits_TE)
+        dropped = counts_E.new_zeros(()) if kept_TK is None else (~kept_TK).sum()
+        sums = torch.cat([counts_E, dropped[None], torch.zeros_like(dropped)[None]])
+        loads = tuple(self._loads(logits_TE, context)) if self.training else ()
+        return Decision(experts_TK, kept_TK, loads, sums.double())
+
+    def _choose(self, logits_TE: Tensor, context: Context) -> Tensor:
+        """[T, K] experts."""
+        topk, experts = self.model.moe_router_topk, logits_TE.shape[1]
+        if self.settings.moe_router_force_load_balancing:
+            turn_T1 = context.token_ids_T[:, None] * topk
+            return (turn_T1 + torch.arange(topk, device=turn_T1.device)) % experts
+        if "sinkhorn" in self.settings.moe_router_load_balancing_type:
+            ranks = self.surroundings
+            every = sinkhorn(ranks.gather(logits_TE))
+            return every.chunk(ranks.ranks)[ranks.index].topk(topk).indices
+        scores_TE = self._scores(logits_TE)
+        if self.expert_bias is not None:
+            scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
+        return self._limited(scores_TE).topk(topk).indices
+
+    def _limited(self, scores_TE: Tensor) -> Tensor:
+        """Scores of the experts of a token's best groups; -inf for the others (DeepSeek-V2)."""
+        model = self.model
+        groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
+        if groups is None or chosen is None:
+            return scores_TE
+        scores_TGe = scores_TE.unflatten(1, (groups, -1))
+        best = model.moe_router_group_scores or max(model.moe_router_topk // chosen, 1)
+        of_groups_TG = scores_TGe.topk(best).values.sum(-1)
+        kept_TG = torch.zeros_like(of_groups_TG, dtype=torch.bool)
+        kept_TG.scatter_(1, of_groups_TG.topk(chosen).indices, True)
+        return scores_TGe.masked_fill(~kept_TG[:, :, None], float("-inf")).flatten(1)
+
+    def within_capacity(self, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
+        """[T, K], whether an expert has room for the token among those of this rank."""
+        capacity = self.capacity(len(experts_TK))
+        if capacity is None:
+            return None
+        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, experts_TK, True)
+        if self.settings.moe_token_drop_policy == "position":
+            place_TE = chosen_TE.cumsum(0) - 1
+        else:
+            # Equal tokens at the start of documents have equal scores but for rounding, which no
+            # layout shares: of such ties the first token wins.
+            digits = _SCORE_BITS[logits_TE.dtype]
+            scores_TE = (self._scores(logits_TE) * 2.0**digits).round()
+            scores_TE = scores_TE.masked_fill(~chosen_TE, float("-inf"))
+            order_TE = scores_TE.argsort(dim=0, descending=True, stable=True)
+            places_T1 = torch.arange(len(order_TE), device=order_TE.device)[:, None]
+            place_TE = torch.empty_like(order_TE)
+            place_TE.scatter_(0, order_TE, places_T1.expand_as(order_TE))
+        return place_TE.gather(1, experts_TK) < capacity
+
+    def capacity(self, tokens: int) -> int | None:
+        """Rows that an expert takes at most from a rank with so many tokens; None: all."""
+        factor, experts = self.settings.moe_expert_capacity_factor, self.model.num_experts
+        if factor is None or experts is None:
+            return None
+        return -int(-tokens * self.model.moe_router_topk * factor // experts)
+
+    def _weights(self, logits_TE: Tensor, decided: Decision) -> Tensor:
+        """[T, K] weights of the results of chosen experts; 0 for dropped rows."""
+        model, experts_TK = self.model, decided.experts_TK
+        if model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
+            weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
+        else:
+            weights_TK = self._scores(logits_TE).gather(1, experts_TK)
+            if model.moe_router_score_function == "sigmoid" and model.moe_router_topk > 1:
+                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        if model.moe_router_topk_scaling_factor is not None:
+            weights_TK = weights_TK * model.moe_router_topk_scaling_factor
+        kept_TK = decided.kept_TK
+        return weights_TK if kept_TK is None else weights_TK.masked_fill(~kept_TK, 0.0)
+
+    def _loads(self, logits_TE: Tensor, context: Context) -> Iterator[Load]:
+        """What each balancing loss needs of all ranks: choices by scores alone, without biases."""
+        ranks, settings = self.surroundings, self.settings
+        if not settings.aux_losses:
+            return
+        tokens, experts = logits_TE.shape
+        chosen_TK = self._scores(logits_TE).topk(self.model.moe_router_topk).indices
+        chosen_TE = torch.zeros_like(logits_TE).scatter_(1, chosen_TK, 1.0)
+        for kind, _ in settings.aux_losses:
+            if kind == "seq_aux_loss":
+                counts_BE = logits_TE.new_zeros(context.microbatch_rows, experts)
+                counts_BE.index_add_(0, context.rows_T, chosen_TE)
+                row = tokens * ranks.ranks // context.microbatch_rows
+                yield Load(kind, ranks.microbatch(counts_BE), row)
+            elif kind == "aux_loss":
+                yield Load(kind, ranks.microbatch(chosen_TE.sum(0)), tokens * ranks.ranks)
+            else:
+                yield self._so_far(chosen_TE, context.step)
+
+    def _so_far(self, chosen_TE: Tensor, step: int) -> Load:
+        """The load of the global batch's microbatches up to this one."""
+        last, counts_E, tokens = self.batch_counts
+        here_E = self.surroundings.batch(chosen_TE.sum(0))
+        if last != step:
+            counts_E, tokens = 0, 0
+        tokens += len(chosen_TE) * self.surroundings.all_ranks
+        counts_E = counts_E + here_E
+        self.batch_counts = step, counts_E, tokens
+        return Load("global_aux_loss", counts_E, tokens)
+
+    def _loss(self, logits_TE: Tensor, decided: Decision, context: Context) -> Tensor | None:
+        """This rank's part of all auxiliary losses, as parts of the global batch's."""
+        factor_z = self.settings.moe_z_loss_coeff
+        tokens = len(logits_TE) * self.surroundings.ranks
+        parts = []
+        if decided.loads:
+            scores_TE = self._scores(logits_TE)
+            if self.model.moe_router_score_function == "sigmoid":
+                scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+            topk = self.model.moe_router_topk
+            for load, (_, factor) in zip(decided.loads, self.settings.aux_losses, strict=True):
+                loss = balancing_loss(load, scores_TE, context.rows_T, topk, tokens)
+                parts.append(factor * loss)
+        if factor_z:
+            parts.append(factor_z * z_loss(logits_TE, tokens))
+        if not parts:
+            return None
+        return torch.stack(parts).sum() * (context.microbatch_rows / self.global_batch_size)
+
+
+Limit = Callable[[Router, Tensor, Tensor], Tensor | None]
+"""A router, [T, K] experts and [T, E] logits -> [T, K], whether there is room; None: always."""
+
+
+def plain_limit(router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
+    """All tokens here share the room: the seam of one device that stands for several."""
+    return router.within_capacity(experts_TK, logits_TE)

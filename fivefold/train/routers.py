@@ -1,0 +1,47 @@
+"""What the routers of a run decide in a step, put together for all ranks."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fivefold.layout import Layout
+from fivefold.model.description import layer_kind
+from fivefold.model.transformer import Stage
+
+
+class Routers:
+    """The routers of this rank's stages.
+
+    Args:
+        layout: layout of the run.
+        stages: this rank's stages.
+
+    Attributes:
+        layers: every layer of the model that has experts.
+    """
+
+    def __init__(self, layout: Layout, stages: Mapping[int, Stage]) -> None:
+        model = layout.config.model
+        every = range(model.num_layers + model.mtp_num_layers)
+        self.layers = [layer for layer in every if layer_kind(model, layer).experts]
+        self._experts = model.num_experts or 0
+        self._routers = [moe.router for stage in stages.values() for moe in stage.mixtures]
+        self._copies = layout.grid.ranks_per_stage * layout.num_copies
+
+    def sums(self, routing: Mapping[int, Tensor], device: torch.device) -> Tensor:
+        """This rank's part of [layers, E + 4] fp64, which add up over all ranks: tokens of each
+        expert, rows dropped, auxiliary losses, lowest and highest bias."""
+        total = torch.zeros(len(self.layers), self._experts + 4, dtype=torch.float64, device=device)
+        for router in self._routers:
+            row = total[self.layers.index(router.layer)]
+            row[:-2] += routing[router.layer]
+            if router.expert_bias is not None:
+                ends = torch.stack(router.expert_bias.aminmax())
+                row[-2:] += ends.double() / self._copies  # every rank of the stage has the same
+        return total
+
+    def update(self, sums: Tensor) -> None:
+        """After an update of the weights: move biases by the sums of all ranks."""
+        for router in self._routers:
+            router.update_bias(sums[self.layers.index(router.layer), : self._experts])

@@ -1,0 +1,103 @@
+"""What experts and their routers may get wrong: tokens counted twice, sums and losses missed."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fivefold.counts.state import num_expert_shards
+from fivefold.data.packing import Microbatch
+from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.batch import Batch
+from fivefold.model.prediction import valid_by_depth
+from fivefold.model.transformer import Stage
+from fivefold.train.engine import Engine, StepResult
+from fivefold.verify.batches import global_batch, microbatches, rows_of
+from fivefold.verify.diagnose_context import of_rank, without_losses
+from fivefold.verify.reference import ReferenceStep, Tensors, batches_of, gradients
+
+
+def routing_findings(engine: Engine, result: StepResult, reference: ReferenceStep) -> list[str]:
+    """Sentences on tokens of experts that are not counted as one device counts them."""
+    found: dict[str, list[str]] = {}
+    for here, true_ME in zip(result.routing, reference.loads, strict=True):
+        own_E, true_E = torch.tensor(here.counts, dtype=true_ME.dtype), true_ME.sum(0)
+        if torch.equal(own_E, true_E):
+            continue
+        text = "are not those of one device"
+        for excess_E, known in _counted_again(engine, true_ME):
+            if torch.equal(own_E - true_E, excess_E):
+                text = known
+        found.setdefault(text, []).append(str(here.layer))
+    return [f"the experts' tokens in layers {', '.join(n)} {text}" for text, n in found.items()]
+
+
+def _counted_again(engine: Engine, true_ME: Tensor) -> Iterator[tuple[Tensor, str]]:
+    """Tokens of each expert that may be counted once too often, and which these are."""
+    config, grid = engine.layout.config, engine.layout.grid
+    yield true_ME.sum(0), "are all counted twice"
+    each = config.training.micro_batch_size
+    for dp_rank in range(grid.dp if grid.dp > 1 else 0):
+        rows = rows_of(config, dp_rank, grid.dp)
+        own_E = true_ME[rows.start // each : rows.stop // each].sum(0)
+        yield own_E, f"are counted twice on data-parallel rank {dp_rank}"
+
+
+def gradients_of_tokens(
+    engine: Engine, model: Stage, step: int, reference: ReferenceStep
+) -> Iterator[tuple[str, Tensors]]:
+    """What gradients are if something of experts is missed: a sum, or the main loss.
+
+    Args:
+        engine: engine of the run.
+        model: plain, with the run's weights.
+        step: step from 0.
+        reference: reference of the same step.
+    """
+    config = engine.layout.config
+    batch = global_batch(config, step)
+    (whole,) = batches_of(config, [batch], step)
+    tokens = valid_by_depth(whole)
+    if config.experts.aux_losses or config.experts.moe_z_loss_coeff:
+        samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+        batches = batches_of(config, samples, step)
+        without = [without_losses(each, torch.tensor(True)) for each in batches]
+        text = "is that of the losses which balance experts: the main loss does not reach it"
+        yield text, gradients(model, without, tokens)[1]
+    for missing, ranks in _ranks_without_sum(engine):
+        taken = _batches_of_ranks(engine, ranks, batch, step)
+        part = "samples" if engine.layout.grid.cp == 1 else "tokens"
+        if taken:
+            text = f"is that of some {part}: the sum over {missing} is missing"
+            yield text, gradients(model, taken, tokens)[1]
+
+
+def _ranks_without_sum(engine: Engine) -> Iterator[tuple[str, list[int]]]:
+    """Whose tokens reach this rank's experts, with those of replicas or without."""
+    grid, shards = engine.layout.grid, num_expert_shards(engine.layout)
+    here = grid.coordinates(engine.groups.rank, EXPERT_AXES)
+    at = [grid.coordinates(rank, EXPERT_AXES) for rank in range(grid.world_size)]
+    for missing, apart in {
+        "expert data parallelism": grid.edp,
+        "shards of experts": shards,
+    }.items():
+        if apart > 1 and (missing, apart) != ("shards of experts", grid.edp):
+            same = here["pp"], here["edp"] % apart
+            yield missing, [n for n, of in enumerate(at) if (of["pp"], of["edp"] % apart) == same]
+
+
+def _batches_of_ranks(
+    engine: Engine, ranks: Sequence[int], batch: Microbatch, step: int
+) -> list[Batch]:
+    """The tokens of some ranks; none where they have only parts of those that tp ranks split."""
+    config, grid = engine.layout.config, engine.layout.grid
+    parts = sorted({(grid.dp_rank(rank), grid.coordinates(rank)["cp"]) for rank in ranks})
+    if len(parts) * grid.tp != len(ranks):
+        return []
+    return [
+        each if grid.cp == 1 else of_rank(config, each, cp)
+        for dp_rank, cp in parts
+        for each in batches_of(
+            config, microbatches(config, batch, rows_of(config, dp_rank, grid.dp)), step
+        )
+    ]

@@ -1,0 +1,111 @@
+"""One device in the place of several, where what is computed depends on who shares what.
+
+Two rules of experts do: an expert has room for a number of rows from each rank, and one of the
+balancing losses counts the microbatches that all ranks have run so far.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.config.config import Config
+from fivefold.context.install import shards_of
+from fivefold.model.batch import Batch, taken
+from fivefold.model.routing import Router
+from fivefold.model.shards import MicrobatchShare
+from fivefold.model.transformer import Stage
+
+
+def depends_on_layout(config: Config) -> bool:
+    """Whether the plain model must know degrees of parallelism."""
+    experts = config.experts
+    limited = experts.moe_expert_capacity_factor is not None
+    return limited or "global_aux_loss" in experts.moe_router_load_balancing_type
+
+
+def stand_in(model: Stage, config: Config) -> None:
+    """Let a plain model with experts decide as the ranks of a layout do."""
+    if model.model.num_experts is None or not depends_on_layout(config):
+        return
+    limit, dp = _LimitByRank(config), config.parallel.data_parallel_shard_size
+    dp *= config.parallel.num_distributed_optimizer_instances
+    for mixture in model.mixtures:
+        mixture.router.limit = limit
+        mixture.router.surroundings = replace(mixture.router.surroundings, all_ranks=dp)
+    model.register_forward_pre_hook(lambda _, arguments: limit.see(arguments[1]))
+
+
+class _LimitByRank:
+    """The `limit` seam: the tokens of each rank share the room by themselves."""
+
+    def __init__(self, config: Config) -> None:
+        self._window = config.model.window_size
+        self._cp = config.parallel.context_parallel_size
+        self._tp = config.parallel.tensor_model_parallel_size
+        self._parts: list[Tensor] = []
+
+    def see(self, batch: Batch) -> None:
+        """Learn which tokens each rank has of the microbatch that comes."""
+        places = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
+        parts = [places]
+        if self._cp > 1:
+            shards = shards_of(batch, self._window, self._cp)
+            parts = [taken(places, MicrobatchShare(shards, rank)) for rank in range(self._cp)]
+        self._parts = [chunk for part in parts for chunk in part.flatten().chunk(self._tp)]
+
+    def __call__(self, router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
+        """[T, K], whether there is room."""
+        kept_TK = torch.ones_like(experts_TK, dtype=torch.bool)
+        for part in self._parts:
+            kept = router.within_capacity(experts_TK[part], logits_TE[part])
+            if kept is None:
+                return None
+            kept_TK[part] = kept
+        return kept_TK
+
+
+def in_order(model: Stage, batches: Sequence[Batch]) -> Iterator[Batch]:
+    """The microbatches of a step in the order in which data-parallel ranks run them.
+
+    Before a round of microbatches that run at the same time, every router is told what all of them
+    add to the load, as it would learn from the other ranks.
+    """
+    routers = [mixture.router for mixture in model.mixtures]
+    dp = routers[0].surroundings.all_ranks if routers else 1
+    if dp == 1:
+        yield from batches
+        return
+    each = len(batches) // dp
+    for place in range(each):
+        together = batches[place::each]
+        before = [router.batch_counts for router in routers]
+        loads = _loads(model, routers, together)
+        for batch in together:
+            for router, state, load in zip(routers, before, loads, strict=True):
+                router.batch_counts = state
+                router.surroundings = replace(router.surroundings, batch=partial(_known, load))
+            yield batch
+
+
+def _known(load_E: Tensor, _: Tensor) -> Tensor:
+    return load_E
+
+
+def _loads(model: Stage, routers: Sequence[Router], together: Sequence[Batch]) -> list[Tensor]:
+    """[E] choices of the tokens of several microbatches, of each router."""
+    totals: list[Any] = [0] * len(routers)
+    for index, router in enumerate(routers):
+
+        def add(counts_E: Tensor, index: int = index) -> Tensor:
+            totals[index] = totals[index] + counts_E
+            return counts_E
+
+        router.surroundings = replace(router.surroundings, batch=add)
+    with torch.no_grad():
+        for batch in together:
+            model(None, batch)
+    return totals

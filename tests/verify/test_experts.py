@@ -1,0 +1,287 @@
+"""Mixtures of experts in every layout compute what one device computes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.verify.cases import MIXTURE, config, verify_in_pool
+
+
+def _settings(**values: Any) -> dict[str, Any]:
+    named = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "strategy": "data_parallel_sharding_strategy",
+        "dispatcher": "moe_token_dispatcher_type",
+        "replicas": "num_distributed_optimizer_instances",
+    }
+    found = {named.get(key, key): value for key, value in values.items()}
+    return found | ({"sequence_parallel": True} if values.get("tp", 1) > 1 else {})
+
+
+BALANCED = {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+    "moe_aux_loss_coeff": (0.1, 0.2),
+}
+DEEPSEEK = {
+    "multi_latent_attention": True,
+    "num_query_groups": None,
+    "kv_channels": None,
+    "qk_layernorm": False,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_layer_freq": "[0]*2+[1]*3",
+}
+# Ranks, model, settings: each dispatcher with every degree, strategy and kind of balance somewhere.
+CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (1, {}, {"moe_z_loss_coeff": 0.1}),
+    (2, {}, {"ep": 2, **BALANCED}),
+    (2, {}, {"ep": 2, "dispatcher": "flex", "moe_expert_capacity_factor": 1e9}),
+    (2, {}, {"ep": 2, "dispatcher": "allgather", "precision": "bf16"}),
+    (2, {}, {"etp": 2, "precision": "fp32"}),
+    (2, {}, {"tp": 2, "ep": 2, **BALANCED}),
+    (
+        2,
+        {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+        {"cp": 2, "ep": 2, **BALANCED},
+    ),
+    (
+        4,
+        {"add_bias_linear": True, "activation_func": "gelu"},
+        {"ep": 2, "etp": 2, "dispatcher": "flex", "strategy": "optim_grads"},
+    ),
+    (
+        4,
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+        {"ep": 2, "etp": 2, "cp": 2, "strategy": "optim"},
+    ),
+    (4, {"moe_shared_expert_gate": True}, {"ep": 2, "strategy": "optim_grads_params"}),
+    (
+        4,
+        {"moe_router_pre_softmax": True},
+        {"ep": 4, "tp": 2, "dispatcher": "flex", "moe_router_load_balancing_type": ("sinkhorn",)},
+    ),
+    (
+        4,
+        {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {
+            "ep": 2,
+            "pp": 2,
+            "pipeline_schedule": "zb_h1",
+            "pipeline_model_parallel_layout": "Ett|tttL",
+            "moe_router_force_load_balancing": True,
+        },
+    ),
+    (
+        4,
+        {"moe_router_enable_expert_bias": True},
+        {
+            "ep": 2,
+            "pp": 2,
+            "pipeline_schedule": "dualpipe_v",
+            "pipeline_model_parallel_layout": "Ett|t||ttL",
+            "strategy": "optim_grads_params",
+            **BALANCED,
+        },
+    ),
+    (
+        4,
+        {"moe_router_enable_expert_bias": True},
+        {
+            "ep": 2,
+            "pp": 2,
+            "pipeline_schedule": "dualpipe",
+            "pipeline_model_parallel_layout": "Ett|tttL",
+        },
+    ),
+    (
+        4,
+        {"moe_router_topk_scaling_factor": 2.5},
+        {"ep": 2, "strategy": "optim", "replicas": 2, "moe_input_jitter_eps": 0.1},
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "etp": 2,
+            "dispatcher": "allgather",
+            "recompute_granularity": "full",
+            "strategy": "optim_grads_params",
+            **BALANCED,
+        },
+    ),
+    (
+        2,
+        {"moe_router_enable_expert_bias": True},
+        {
+            "ep": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe", "layernorm"),
+            **BALANCED,
+        },
+    ),
+    (4, {}, {"ep": 1, "strategy": "optim_grads_params"}),
+    (
+        4,
+        {"num_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {"ep": 1, "strategy": "optim_grads_params"},
+    ),
+    (4, {}, {"tp": 2, "cp": 2, "ep": 4, "dispatcher": "flex", "moe_expert_capacity_factor": 0.8}),
+    (
+        4,
+        {},
+        {
+            "tp": 2,
+            "ep": 2,
+            "moe_expert_capacity_factor": 0.7,
+            "moe_token_drop_policy": "position",
+            "recompute_granularity": "full",
+        },
+    ),
+    (
+        2,
+        {},
+        {
+            "ep": 2,
+            "dispatcher": "allgather",
+            "moe_expert_capacity_factor": 0.5,
+            "moe_router_pre_softmax": True,
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "cp": 2,
+            "moe_router_load_balancing_type": ("global_aux_loss",),
+            "moe_aux_loss_coeff": (0.3,),
+            "recompute_granularity": "full",
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 4,
+            "micro_batch_size": 1,
+            "moe_router_load_balancing_type": ("global_aux_loss", "aux_loss"),
+            "moe_aux_loss_coeff": (0.3, 0.1),
+        },
+    ),
+    (
+        2,
+        {},
+        {
+            "ep": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe_act", "shared_experts", "routed_experts", "layernorm"),
+            **BALANCED,
+        },
+    ),
+    (
+        2,
+        {"normalization": "LayerNorm", "gated_linear_unit": False, "add_bias_linear": True},
+        {
+            "etp": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe_act", "core_attn"),
+        },
+    ),
+    (
+        2,
+        {},
+        {
+            "ep": 2,
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("expert_fc1", "moe_act"),
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "pp": 2,
+            "pipeline_schedule": "zb_v",
+            "pipeline_model_parallel_layout": "Ett|t||ttL",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe_act",),
+            "compile": True,
+            "compile_backend": "aot_eager",
+        },
+    ),
+    (4, DEEPSEEK, {"tp": 2, "ep": 4, "dispatcher": "flex", "strategy": "optim", **BALANCED}),
+    (
+        4,
+        DEEPSEEK,
+        {
+            "pp": 2,
+            "ep": 2,
+            "pipeline_schedule": "dualpipe_v",
+            "pipeline_model_parallel_layout": "Ett|t||ttL",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mla_up_proj", "moe_act"),
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 2,
+            "etp": 2,
+            "moe_expert_capacity_factor": 0.8,
+            "moe_pad_expert_input_to_capacity": True,
+            "strategy": "optim",
+        },
+    ),
+    (
+        2,
+        {"add_bias_linear": True},
+        {
+            "ep": 2,
+            "dispatcher": "allgather",
+            "moe_expert_capacity_factor": 1.2,
+            "moe_pad_expert_input_to_capacity": True,
+        },
+    ),
+    (1, {}, {"moe_expert_capacity_factor": 0.6, "moe_pad_expert_input_to_capacity": True}),
+    (
+        4,
+        {},
+        {"ep": 2, "tp": 2, "moe_shared_expert_overlap": True, "strategy": "optim_grads_params"},
+    ),
+    (
+        4,
+        {"moe_shared_expert_gate": True},
+        {
+            "ep": 2,
+            "pp": 2,
+            "dispatcher": "flex",
+            "moe_shared_expert_overlap": True,
+            "pipeline_schedule": "zb_h1",
+            "pipeline_model_parallel_layout": "Ett|tttL",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe",),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "model", "values"), CASES, ids=str)
+def test_experts(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
+    report = verify_in_pool(ranks, config(replace(MIXTURE, **model), **_settings(**values)))
+    assert report.passed, report.text()

@@ -1,0 +1,132 @@
+"""Latent attention in every layout computes what one device computes, and does what theory says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.audit.report import audit
+from fivefold.check import check
+from fivefold.verify.report import describe
+from tests.audit.test_audit import records_of
+from tests.verify.cases import MODELS, config, flags, verify_in_pool
+
+
+def context(ranks: int, *kinds: str) -> dict[str, Any]:
+    sizes = {"hierarchical_context_parallel_sizes": (2, ranks // 2)} if "a2a+p2p" in kinds else {}
+    return {"context_parallel_size": ranks, "cp_comm_type": kinds} | sizes
+
+
+def selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+DROP = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+WHOLE = {"reset_attention_mask": False}
+MOVED = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+    "min_offloaded_tensor_size": 1,
+}
+BUBBLES = {"pipeline_schedule": "zb_h1", "micro_batch_size": 1}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "alone": (1, "latent", flags()),
+    "tensor parallel": (2, "latent", flags(tp=2)),
+    "tensor parallel, dropout": (2, "latent", flags(tp=2) | DROP),
+    "sequence parallel": (4, "latent", flags(tp=4, sequence=True)),
+    "plain queries, tensor parallel": (2, "latent, plain queries", flags(tp=2) | DROP),
+    "plain queries, sequence parallel": (2, "latent, plain queries", flags(tp=2, sequence=True)),
+    "p2p": (2, "latent", flags() | context(2, "p2p") | DROP),
+    "all_gather": (2, "latent", flags() | context(2, "all_gather") | DROP),
+    "a2a": (2, "latent", flags() | context(2, "a2a") | DROP),
+    "a2a+p2p": (4, "latent", flags() | context(4, "a2a+p2p")),
+    "gathered latents, sequence parallel": (
+        4,
+        "latent, plain queries",
+        flags(tp=2, sequence=True) | context(2, "all_gather"),
+    ),
+    "gathered latents, tensor parallel, window": (
+        4,
+        "latent",
+        flags(tp=2) | context(2, "all_gather") | {"window_size": 3},
+    ),
+    "gathered latents, attention recomputed, ZeRO-3": (
+        4,
+        "latent",
+        flags(dp=2, strategy="optim_grads_params")
+        | context(2, "all_gather")
+        | selective("core_attn"),
+    ),
+    "gathered latents, deferred weights": (
+        8,
+        "latent",
+        flags(tp=2, pp=2, sequence=True) | context(2, "all_gather") | BUBBLES,
+    ),
+    "kinds by layer": (
+        2,
+        "latent",
+        flags() | context(2, "p2p", "all_gather", "a2a", "p2p", "all_gather"),
+    ),
+    "ring, window, sequence parallel": (
+        4,
+        "latent",
+        flags(tp=2, sequence=True) | context(2, "p2p") | {"window_size": 3},
+    ),
+    "window": (1, "latent", flags() | {"window_size": 3}),
+    "ZeRO-3": (2, "latent", flags(dp=2, strategy="optim_grads_params")),
+    "HSDP": (4, "latent", flags(dp=4, strategy="optim_grads", replicas=2)),
+    "deferred weights": (2, "latent", flags(pp=2) | BUBBLES),
+    "deferred weights, sequence parallel, plain queries": (
+        4,
+        "latent, plain queries",
+        flags(tp=2, pp=2, sequence=True) | BUBBLES,
+    ),
+    "layers recomputed": (
+        4,
+        "latent",
+        flags(tp=2, sequence=True, dp=2) | {"recompute_granularity": "full"},
+    ),
+    "every module": (
+        2,
+        "latent",
+        flags(tp=2, sequence=True) | selective("core_attn", "mlp", "layernorm", "mla_up_proj"),
+    ),
+    "heads made again": (1, "latent", flags() | selective("mla_up_proj")),
+    "heads made again, ZeRO-3, plain queries, dropout": (
+        2,
+        "latent, plain queries",
+        flags(dp=2, strategy="optim_grads_params") | selective("mla_up_proj") | DROP,
+    ),
+    "heads made again, ring, deferred weights": (
+        8,
+        "latent",
+        flags(tp=2, pp=2, sequence=True)
+        | context(2, "p2p")
+        | selective("mla_up_proj", "mlp")
+        | BUBBLES,
+    ),
+    "moved": (2, "latent", flags(tp=2) | MOVED),
+    "gathered latents, moved": (2, "latent", flags() | context(2, "all_gather") | MOVED),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_layouts(case: str) -> None:
+    ranks, family, values = CASES[case]
+    report = verify_in_pool(ranks, config(MODELS[family], **values))
+    assert report.passed, report.text()
+    assert None not in report.max_rel_error.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
+    ranks, family, values = CASES[case]
+    dry = dict.fromkeys(DROP, 0.0)
+    layout = check(config(MODELS[family], **(values | WHOLE | dry)), ranks)
+    report = audit(describe(layout), layout, records_of(layout, 1, tmp_path), None, None)
+    assert report.passed, report.text()
+    for finding in report.findings:
+        if finding.name.startswith("activations"):
+            assert finding.measured == finding.predicted, finding
