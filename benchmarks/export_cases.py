@@ -158,6 +158,8 @@ _EP = {"preset": "mixtral-8x7b", "expert_model_parallel_size": 2}
 _MIXED = {"preset": "mixtral-8x7b"}
 _AUX = {**_MIXED, "moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.01,)}
 _ROOM = {**_MIXED, "moe_expert_capacity_factor": 1.5}
+_YARN = {"use_rope_scaling": False, "rope_type": "yarn"}
+_LATENT_YARN = {"preset": "deepseek-v2-lite", "rope_type": "yarn"}
 _MLA = {"preset": "deepseek-v2-lite"}
 _GROUPS = {"preset": "mixtral-8x7b", "moe_router_num_groups": 2, "moe_router_group_topk": 2}
 _ZERO1 = {"data_parallel_sharding_strategy": "optim"}
@@ -190,6 +192,18 @@ CHANGES: Mapping[str, Change] = {
     "rope_low_freq_factor": Change(2.0),
     "rope_high_freq_factor": Change(8.0),
     "rope_original_max_position_embeddings": Change(4096),
+    "rotary_percent": Change(0.5, {"use_rope_scaling": False}),
+    "rope_type": Change("yarn", {"use_rope_scaling": False}),
+    "rotary_scaling_factor": Change(16.0, _YARN),
+    "original_max_position_embeddings": Change(2048, _YARN),
+    "beta_fast": Change(16.0, _YARN),
+    "beta_slow": Change(2.0, _YARN),
+    "mscale": Change(0.5, _YARN),
+    "mscale_all_dim": Change(0.5, _LATENT_YARN),
+    "yarn_correction_range_round_to_int": Change(False, _YARN),
+    "parallel_residual": Change(True),
+    "glu_linear_offset": Change(1.0),
+    "activation_func_clamp_value": Change(7.0),
     "activation_func": Change("gelu", {"gated_linear_unit": False, "activation_func": "gelu_tanh"}),
     "gated_linear_unit": Change(False),
     "add_bias_linear": Change(True),
@@ -200,6 +214,7 @@ CHANGES: Mapping[str, Change] = {
     "hidden_dropout": Change(0.25),
     "attention_dropout": Change(0.25),
     "window_size": Change(1024),
+    "window_attn_skip_freq": Change("2", {"window_size": 1024}),
     "init_method_std": Change(0.0125),
     "make_vocab_size_divisible_by": Change(256),
     "num_experts": Change(16, {"preset": "mixtral-8x7b"}),

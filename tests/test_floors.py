@@ -183,7 +183,6 @@ REASON = "One class because"
 REASONS = {
     "config.model.ModelConfig": "the settings of one section, most of it their help texts",
     "counts.volumes._Volumes": "a method for each formula; all share the sizes of one rank",
-    "model.routing.Router": "one layer: its weights, its choice of experts and its losses",
 }
 
 

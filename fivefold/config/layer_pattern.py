@@ -1,4 +1,4 @@
-"""Parses Megatron-LM's moe_layer_freq and window_attn_skip_freq: layers with experts, or a window."""
+"""Parses moe_layer_freq and window_attn_skip_freq: which layers have experts, or a window."""
 
 import ast
 from collections.abc import Sequence

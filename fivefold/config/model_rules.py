@@ -122,9 +122,9 @@ def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
             "rope_type yarn and use_rope_scaling both stretch the frequencies of RoPE",
             works=["--rope-type rope", "--no-use-rope-scaling"],
         )
-    if stretched and model.beta_fast <= model.beta_slow:
+    if stretched and model.beta_fast < model.beta_slow:
         mistakes.add(
-            "beta_fast must be larger than beta_slow", f"{model.beta_fast} <= {model.beta_slow}"
+            "beta_fast must not be less than beta_slow", f"{model.beta_fast} < {model.beta_slow}"
         )
     if model.mscale_all_dim and not model.multi_latent_attention:
         mistakes.add(

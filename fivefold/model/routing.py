@@ -90,6 +90,8 @@ class Surroundings:
 class Router(nn.Module):
     """Scores of all experts for each token, the choice among them, and what balances it.
 
+    One class because all of it reads the same logits and settings of one layer.
+
     Attributes:
         surroundings: seam of sums over ranks.
         limit: seam of what is dropped for want of room.

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.layout import Layout
+from fivefold.mesh.grid import Grid
 from fivefold.model.description import (
     LayerKind,
     describe,
@@ -30,6 +32,7 @@ from fivefold.model.description import (
 )
 from fivefold.model.operations import Weight
 from fivefold.model.shape import StageParts
+from fivefold.pipeline.layout import split_layers
 from fivefold.search.columns import Column
 from fivefold.search.partitions import Partition
 from fivefold.search.space import Space
@@ -273,3 +276,18 @@ def module_parameters(config: Config) -> list[float]:
             )
             sizes[kind + KINDS * weight.of_experts] += prod(local)
     return sizes
+
+
+def one_stage(config: Config) -> Layout:
+    """A layout of the ranks that share one microbatch: a layer's cost depends on no others."""
+    model, parallel = config.model, config.parallel
+    split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    grid = Grid(
+        dp_shard=experts,
+        cp=parallel.context_parallel_size,
+        tp=parallel.tensor_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+    )
+    return Layout(config, grid, split, "1f1b", 1)

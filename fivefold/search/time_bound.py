@@ -9,11 +9,7 @@ import numpy as np
 
 from fivefold.config.config import Config
 from fivefold.counts.state import engine_policy
-from fivefold.layout import Layout
-from fivefold.mesh.grid import Grid
 from fivefold.model.description import layer_kind
-from fivefold.pipeline.layout import split_layers
-from fivefold.pipeline.stages import Split
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, gather, span
 from fivefold.predict.layer import LayerTimes, TimesCache
@@ -35,6 +31,7 @@ from fivefold.search.bound_tables import (
     Values,
     module_counts,
     module_parameters,
+    one_stage,
     sample_layers,
 )
 from fivefold.search.columns import Column, codes
@@ -262,11 +259,10 @@ def _cells(
 ) -> Cells:
     """The `_NUMBERS` of each kind of module for one microbatch, and the bytes of its message."""
     model = space.config.model
-    split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
     known: TimesCache = {} if times_cache is None else times_cache
 
     def times(config: Config) -> LayerTimes:
-        return LayerTimes(_one_stage(config, split), cluster, software, known)
+        return LayerTimes(one_stage(config), cluster, software, known)
 
     def layers(experts: bool) -> Callable[[Config], list[float]]:
         kinds = {n: kind for n, kind in sample_layers(model).items() if kind.experts == experts}
@@ -314,20 +310,6 @@ def _in_order(numbers: Mapping[int, Sequence[float]], message: float) -> list[fl
     nothing = (0.0,) * len(_NUMBERS)
     each = [numbers.get(kind, nothing) for kind in range(KINDS)]
     return [*chain.from_iterable(zip(*each, strict=True)), message]
-
-
-def _one_stage(config: Config, split: Split) -> Layout:
-    """A layout of the ranks that share one microbatch: a layer's cost depends on no others."""
-    parallel = config.parallel
-    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-    grid = Grid(
-        dp_shard=experts,
-        cp=parallel.context_parallel_size,
-        tp=parallel.tensor_model_parallel_size,
-        ep=parallel.expert_model_parallel_size,
-        etp=parallel.expert_tensor_parallel_size,
-    )
-    return Layout(config, grid, split, "1f1b", 1)
 
 
 class _DataParallel:

@@ -103,6 +103,8 @@ class DeviceResult:
 class Engine:
     """This rank's model, optimizer and groups.
 
+    One class because a step, an evaluation and a checkpoint each need all three.
+
     Args:
         layout: the checked configuration.
         rank: rank of this process.

@@ -48,6 +48,7 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
 
     config = config_of(fields)
     with torch.device("meta" if meta else "cpu"), _Double():
+        config._experts_implementation = "eager"
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
     if meta:
         return model
@@ -57,6 +58,9 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(0.3 * noise + (parameter.dim() == 1))
+        for name, buffer in model.named_buffers():
+            if "score_correction" in name:
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -67,32 +71,69 @@ def oracle_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return (made[0] if isinstance(made, tuple) else made.logits)[0]
 
 
-def oracle_window(model: nn.Module) -> int | None:
-    """Tokens before itself that each token of each layer attends to; None: all."""
+def oracle_windows(model: nn.Module) -> list[int | None]:
+    """Of each layer: tokens before itself that each token attends to; None: all."""
     config: Any = model.config
     window = getattr(config, "sliding_window", None)
-    types = set(getattr(config, "layer_types", None) or ["sliding_attention"])
-    return window - 1 if window is not None and types == {"sliding_attention"} else None
+    layers = config.num_hidden_layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    slides = [kind == "sliding_attention" and window is not None for kind in types]
+    return [window - 1 if sliding else None for sliding in slides]
 
 
-def our_logits(config: ModelConfig, model: nn.Module) -> tuple[Tensor, Tensor]:
-    """Tokens [1, S], and the logits [S, V] that this project's model gives with those weights."""
+def our_stage(config: ModelConfig, model: nn.Module) -> Stage:
+    """This project's model with the weights of theirs, in fp64."""
     stage = Stage(config).double().eval()
-    theirs = _renamed(config, dict(model.named_parameters()))
+    theirs = renamed(config, model, dict(model.named_parameters()))
+    biases = {name: buffer for name, buffer in model.named_buffers() if "score_correction" in name}
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             source = theirs[canonical_name(config, name)]
             assert parameter.shape[1:] == source.shape[1:], name
             parameter.zero_()
             parameter[: len(source)] = source  # the vocabulary is padded
-        batch = batch_of(config, [[LENGTH]])
-        return batch.tokens, stage.logits(None, batch)[:, : config.vocab_size]
+        for name, buffer in biases.items():
+            layer = name.split("layers.")[1].split(".")[0]
+            dict(stage.named_buffers())[f"layers.{layer}.mlp.router.expert_bias"].copy_(buffer)
+    return stage
 
 
-def _renamed(config: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their parameters under our names; joint projections are taken apart."""
+def our_logits(config: ModelConfig, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """Tokens [1, S], and the logits [S, V] that this project's model gives with those weights."""
+    batch = batch_of(config, [[LENGTH]])
+    with torch.no_grad():
+        logits = our_stage(config, model).logits(None, batch)
+    return batch.tokens, logits[:, : config.vocab_size]
+
+
+def both_gradients(
+    config: ModelConfig, model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of every parameter, ours and theirs, by our names, of the same random loss."""
+    stage, batch = our_stage(config, model), batch_of(config, [[LENGTH]])
+    generator = torch.Generator().manual_seed(2)
+    shape = LENGTH, config.vocab_size
+    grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+    stage.logits(None, batch)[:, : config.vocab_size].backward(grad)
+    with _Double():
+        model(batch.tokens).logits[0].backward(grad)
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    named = dict(stage.named_parameters()).items()
+    ours = {name: p.grad for name, p in named if p.grad is not None}
+    table = slice(config.vocab_size)
+    cut = {name: g[table] if _is_table(name) else g for name, g in ours.items()}
+    return cut, renamed(config, model, theirs)
+
+
+def _is_table(name: str) -> bool:
+    return name in ("embed_tokens.weight", "lm_head.weight")
+
+
+def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their parameters, or gradients of them, under our names and in our order of features."""
+    interleaved = getattr(model.config, "rope_interleave", True)
     found: dict[str, Tensor] = {}
-    for name, value in weights.items():
+    for name, value in tensors.items():
         for theirs, ours in _NAMES.items():
             name = name.replace(theirs, ours)
         kind = name.rpartition(".")[2]
@@ -100,17 +141,49 @@ def _renamed(config: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Tenso
             value = value.T
         for theirs, ours in _LINEARS.items():
             name = name.replace(theirs, ours)
-        if "c_attn" in name:
-            parts = value.chunk(3)
-        elif "query_key_value" in name:  # head by head
-            heads = value.unflatten(0, (config.num_attention_heads, 3, -1))
-            parts = tuple(heads[:, part].flatten(0, 1) for part in range(3))
+        if ".experts." in name:
+            found |= _experts(config, name, value)
+        elif config.multi_latent_attention and interleaved and "self_attn." in name:
+            found[name] = _in_halves(config, name, value)
+        elif "c_attn" in name or "query_key_value" in name:
+            for letter, part in zip("qkv", _parts(config, name, value), strict=True):
+                found[f"{name.rpartition('self_attn')[0]}self_attn.{letter}_proj.{kind}"] = part
         else:
             found[name] = value
-            continue
-        for letter, part in zip("qkv", parts, strict=True):
-            found[f"{name.rpartition('self_attn')[0]}self_attn.{letter}_proj.{kind}"] = part
     return found
+
+
+def _parts(config: ModelConfig, name: str, value: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values of a joint projection: one after the other, or head by head."""
+    if "c_attn" in name:
+        return value.chunk(3)
+    heads = value.unflatten(0, (config.num_attention_heads, 3, -1))
+    return tuple(heads[:, part].flatten(0, 1) for part in range(3))
+
+
+def _experts(config: ModelConfig, name: str, value: Tensor) -> dict[str, Tensor]:
+    """All experts' weights as [E, out, in]; gpt-oss has [E, in, out], gate and up alternating."""
+    place, _, of = name.rpartition(".experts.")
+    kind = "bias" if of.endswith("_bias") else "weight"
+    alternating = config.activation_func == "quick_gelu"
+    if alternating and kind == "weight":
+        value = value.transpose(1, 2)
+    if of.startswith("down_proj"):
+        return {f"{place}.experts.down_proj.{kind}": value}
+    gate, up = (value[:, ::2], value[:, 1::2]) if alternating else value.chunk(2, dim=1)
+    return {f"{place}.experts.gate_proj.{kind}": gate, f"{place}.experts.up_proj.{kind}": up}
+
+
+def _in_halves(config: ModelConfig, name: str, value: Tensor) -> Tensor:
+    """Rotary features of DeepSeek, of which neighbours are pairs, as two halves."""
+    rotary, plain = config.qk_pos_emb_head_dim, config.qk_head_dim
+    places = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
+    if "kv_a_proj." in name:
+        return torch.cat((value[:-rotary], value[-rotary:][places]))
+    if "q_proj." in name or "q_b_proj." in name:
+        heads = value.unflatten(0, (config.num_attention_heads, -1))
+        return torch.cat((heads[:, :plain], heads[:, plain:][:, places]), dim=1).flatten(0, 1)
+    return value
 
 
 _NAMES = {
@@ -129,6 +202,10 @@ _NAMES = {
     ".attention.": ".self_attn.",
     ".attn.": ".self_attn.",
     "self_attn.dense.": "self_attn.o_proj.",
+    "kv_a_proj_with_mqa.": "kv_a_proj.",
+    "self_attn.sinks": "self_attn.sinks.weight",
+    "mlp.gate.": "mlp.router.",
+    "mlp.shared_expert.": "mlp.shared_experts.",
     "dense_h_to_4h.": "up_proj.",
     "dense_4h_to_h.": "down_proj.",
 }

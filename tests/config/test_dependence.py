@@ -18,7 +18,8 @@ import pytest
 from fivefold.check import check
 from fivefold.cli.main import main
 from fivefold.config.config import SECTIONS, SETTINGS, Config
-from fivefold.config.dependence import DEPENDENTS, Dependents, orphans, without_orphans
+from fivefold.config.dependence import orphans, without_orphans
+from fivefold.config.dependents import DEPENDENTS, Dependents
 from fivefold.config.flags import ALIASES
 from fivefold.config.settings import Setting, settings_of
 from fivefold.config.sources import config_settings, read_config, recipe_names, to_toml
@@ -72,6 +73,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "kv_channels": (32,),
     "make_vocab_size_divisible_by": (1024,),
     "moe_layer_freq": ("2",),
+    "moe_router_load_balancing_type": (("aux_loss",),),
+    "moe_aux_loss_coeff": ((0.1,),),
+    "window_attn_skip_freq": ("2",),
     "num_experts": (4,),
     "rope_high_freq_factor": (8.0,),
     "window_size": (8,),

@@ -21,6 +21,7 @@ from tests.config.published import (
     MISTRAL_V03,
     MIXTRAL_8X7B,
     MIXTRAL_8X22B,
+    PUBLISHED,
     PYTHIA_70M,
     QWEN2_7B,
     QWEN3_8B,
@@ -81,13 +82,23 @@ def test_a_long_list_of_unknown_fields_is_cut() -> None:
     assert len(caught.value.mistakes) == 21
 
 
-def test_gpt_neox_counts_as_published_and_says_what_it_leaves_out() -> None:
+def test_gpt_neox_counts_as_published() -> None:
     model = from_hf_config(PYTHIA_70M)
     assert count_parameters(model).total == 70_426_624
-    assert model.unmodelled == (
-        "rotary positions in 25% of a head's features",
-        "attention and MLP side by side",
-    )
+    assert model.rotary_percent == 0.25 and model.parallel_residual
+
+
+@pytest.mark.parametrize("fields", PUBLISHED.values(), ids=PUBLISHED)
+def test_nothing_of_published_models_is_left_out(fields: dict) -> None:
+    assert from_hf_config(fields).unmodelled == ()
+
+
+def test_some_layers_have_a_window() -> None:
+    fields = {**QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096}
+    model = from_hf_config(fields | {"max_window_layers": 9})
+    assert [model.window_of(layer) for layer in (0, 8, 9, 35)] == [None, None, 4095, 4095]
+    assert model.window_attn_skip_freq == "[0]*9+[1]*27"
+    assert from_hf_config(GPT_OSS_20B).window_attn_skip_freq == "2"
 
 
 def test_layers_without_experts_are_those_that_qwen_names() -> None:
@@ -100,7 +111,7 @@ def test_layers_without_experts_are_those_that_qwen_names() -> None:
     model = from_hf_config({**fields, "num_hidden_layers": 6})
     assert [model.is_moe(i) for i in range(6)] == [False, False, False, True, False, True]
     assert model.moe_layer_freq == "[0]*3+[1]*1+[0]*1+[1]*1"
-    assert model.unmodelled == ("router weights that are not normalised",)
+    assert model.moe_router_pre_softmax
 
 
 def test_qwen2_has_qkv_biases_and_may_be_tied() -> None:
@@ -132,17 +143,14 @@ def test_an_absent_window_is_that_of_the_family() -> None:
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        (
-            {
-                **QWEN3_8B,
-                "use_sliding_window": True,
-                "sliding_window": 4096,
-                "max_window_layers": 9,
-            },
-            "it is in 27 of 36 layers",
-        ),
         ({**QWEN3_8B, "layer_types": ["sliding_attention"]}, "layer_types"),
-        ({**LLAMA31_8B, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope_type = "yarn"'),
+        ({**LLAMA31_8B, "rope_scaling": {"type": "linear", "factor": 4.0}}, 'rope_type = "linear"'),
+        ({**LLAMA31_8B, "rope_scaling": {"type": "yarn"}}, "yarn RoPE scaling needs factor"),
+        ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05"),
+        ({**DEEPSEEK_V3, "scoring_func": "softmax"}, 'scoring_func = "softmax"'),
+        ({**DEEPSEEK_V2, "norm_topk_prob": True}, "norm_topk_prob = true"),
+        ({**GPT_OSS_20B, "swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
+        ({**PYTHIA_70M, "rotary_pct": 0.02}, "rotary_pct = 0.02"),
         ({**LLAMA31_8B, "rope_scaling": {"rope_type": "llama3"}}, "llama3 RoPE scaling needs"),
         ({**LLAMA31_8B, "hidden_act": "relu"}, 'hidden_act = "relu"'),
         ({**LLAMA31_8B, "mlp_bias": True}, "mlp_bias = true"),
@@ -150,7 +158,7 @@ def test_an_absent_window_is_that_of_the_family() -> None:
         ({**GPT2, "embd_pdrop": 0.0}, "embd_pdrop = 0.0"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({**DEEPSEEK_V3, "attention_bias": True}, "attention_bias = true"),
-        ({**MIXTRAL_8X7B, "rope_scaling": YARN}, 'rope_type = "yarn"'),
+        ({**MIXTRAL_8X7B, "rope_scaling": YARN}, "rope_scaling.mscale_all_dim = 1.0"),
         ({**MIXTRAL_8X7B, "num_experts_per_tok": 9}, "moe_router_topk 9 exceeds num_experts 8"),
         ({**GPT_OSS_120B, "attention_bias": False}, "attention_bias = false"),
         ({**PYTHIA_70M, "attention_bias": False}, "attention_bias = false"),

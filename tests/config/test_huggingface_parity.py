@@ -16,7 +16,15 @@ from fivefold.config.huggingface.generic import WITHOUT_EFFECT
 from fivefold.config.model import ModelConfig
 from fivefold.errors import ConfigError
 from fivefold.model.shape import count_parameters
-from tests.config.oracle import LENGTH, config_of, oracle, oracle_logits, oracle_window, our_logits
+from tests.config.oracle import (
+    LENGTH,
+    both_gradients,
+    config_of,
+    oracle,
+    oracle_logits,
+    oracle_windows,
+    our_logits,
+)
 from tests.config.published import PUBLISHED
 
 _SIZES = {
@@ -49,14 +57,16 @@ TINY: Mapping[str, dict[str, Any]] = {
     "qwen2": _SIZES | {"num_key_value_heads": 2},
     "qwen3": _SIZES | {"num_key_value_heads": 2},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 100},
-    "gpt_neox": _SIZES | {"rotary_pct": 1.0, "use_parallel_residual": False},
+    "gpt_neox": _SIZES | {"rotary_pct": 0.5},
     "mixtral": _SIZES | _EXPERTS | {"num_local_experts": 4},
+    "qwen2_moe": _SIZES
+    | _EXPERTS
+    | {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     "qwen3_moe": _SIZES | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24},
     "gpt_oss": _SIZES | _EXPERTS | {"num_local_experts": 4, "head_dim": 8},
     "deepseek_v2": _LATENTS,
     "deepseek_v3": _LATENTS,
 }
-TRAINED = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox")
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -161,15 +171,17 @@ def agrees(fields: Mapping[str, Any]) -> bool:
         tables = [value for value in fields.values() if isinstance(value, dict)]
         assert any(name in str(error) for names in (fields, *tables) for name in names), error
         return False
-    trained = not (ours.unmodelled or ours.num_experts or ours.multi_latent_attention)
+    ours = replace(ours, mtp_num_layers=0)  # which transformers leaves out
+    trained = not ours.unmodelled
     try:
         theirs = oracle(fields, meta=not trained)
     except StrictDataclassFieldValidationError:  # version 5 takes no null, no int, of version 4
         return False
-    counted = count_parameters(replace(ours, mtp_num_layers=0), padded=False).total
+    counted = count_parameters(ours, padded=False).total
     assert counted == sum(p.numel() for p in theirs.parameters())
     if trained:
-        assert ours.window_size == oracle_window(theirs)  # however much longer than the text
+        windows = [ours.window_of(layer) for layer in range(ours.num_layers)]
+        assert windows == oracle_windows(theirs)  # however much longer than the text
         tokens, logits = our_logits(ours, theirs)
         expected = oracle_logits(theirs, tokens)
         assert (logits - expected).abs().max() <= 1e-10 * expected.abs().max()
@@ -179,6 +191,56 @@ def agrees(fields: Mapping[str, Any]) -> bool:
 @pytest.mark.parametrize("kind", TINY)
 def test_the_smallest_of_each_family_is_read_as_transformers_reads_it(kind: str) -> None:
     assert agrees({"model_type": kind} | TINY[kind])
+
+
+_LONG = {"rope_theta": 100.0, "original_max_position_embeddings": 8, "factor": 4.0}
+_YARN = {"rope_scaling": {"rope_type": "yarn", **_LONG}}
+# Each family with what it can have, beside the smallest of `TINY`.
+MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama, llama3": ("llama", {"rope_scaling": {**_LLAMA3, "rope_theta": 100.0}}),
+    "llama, yarn": ("llama", _YARN),
+    "qwen3, some windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "neox, in turn": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 0.25}),
+    "dense v2": ("deepseek_v2", {"first_k_dense_replace": 2}),
+    "dense v3": ("deepseek_v3", {"first_k_dense_replace": 2, "q_lora_rank": None}),
+    "dense v3, yarn": (
+        "deepseek_v3",
+        {
+            "first_k_dense_replace": 2,
+            "rope_scaling": {"type": "yarn", **_LONG, "mscale": 0.7, "mscale_all_dim": 1.2},
+        },
+    ),
+    "v3, halves": ("deepseek_v3", {"rope_interleave": False}),
+    "v3, one group": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
+    "v2, greedy": ("deepseek_v2", {"topk_method": "greedy", "routed_scaling_factor": 16.0}),
+    "v2, groups": ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
+    "kimi": ("deepseek_v3", {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, **_YARN}),
+    "qwen3_moe, normalised": ("qwen3_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "gpt_oss, small numbers": ("gpt_oss", {"swiglu_limit": 0.3, "sliding_window": 4}),
+}
+
+
+@pytest.mark.parametrize("case", [*TINY, *MORE])
+def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
+    kind, changes = MORE.get(case, (case, {}))
+    fields = {"model_type": kind} | TINY[kind] | changes
+    ours = replace(from_hf_config(fields), mtp_num_layers=0)
+    assert ours.unmodelled == ()
+    theirs = oracle(fields)
+    tokens, logits = our_logits(ours, theirs)
+    expected = oracle_logits(theirs, tokens)
+    assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+    found, true = both_gradients(ours, theirs)
+    assert set(found) <= set(true)
+    for name, grad in found.items():
+        # Where positions are learned a key's bias changes no score: its gradient is rounding.
+        vanishes = kind == "gpt2" and name.endswith("k_proj.bias")
+        scale = true[name.replace("k_proj", "q_proj") if vanishes else name].abs().max()
+        assert (grad - true[name]).abs().max() <= 1e-12 * scale, name
+    assert all(not grad.any() for name, grad in true.items() if name not in found)
 
 
 @pytest.mark.parametrize("kind", TINY)

@@ -6,7 +6,7 @@ from typing import Any
 
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.llama import activation, transformer_sizes
-from fivefold.config.huggingface.mixtures import NOT_NORMALISED, read_balancing
+from fivefold.config.huggingface.mixtures import read_balancing
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.huggingface.rope import Rope, read_rope
 from fivefold.config.layer_pattern import MAX_LAYERS, layer_frequency
@@ -48,8 +48,13 @@ def deepseek(reader: Reader, kind: str) -> ModelConfig:
     reader.without_effect("aux_loss_alpha", "seq_aux", "ep_size")
     reader.fixed("attention_bias", False)
     reader.fixed("mlp_bias", False)
-    reader.fixed("rope_interleave", True)
-    rope = read_rope(reader, Rope(10000.0, 1.0, "default"), leave_out=True)
+    # The order in which weights are stored; what is computed of them is the same.
+    reader.without_effect("rope_interleave")
+    # transformers normalises latents with this number, whatever the file says.
+    reader.fixed("rms_norm_eps", 1e-6)
+    rope = read_rope(reader, Rope(10000.0, 1.0, "default"), leave_out=True, latents=True)
+    if rope.share != 1.0:
+        reader.unsupported("partial_rotary_factor", rope.share, [1.0])
     inner = reader.size("intermediate_size")
     latents: dict[str, Any] = {
         "q_lora_rank": reader.optional_size("q_lora_rank", default=1536),
@@ -70,13 +75,13 @@ def deepseek(reader: Reader, kind: str) -> ModelConfig:
         **sizes,
         **latents,
         ffn_hidden_size=inner,
-        norm_epsilon=reader.number("rms_norm_eps", 1e-6),
+        norm_epsilon=1e-6,
         activation_func=activation(reader, "hidden_act", "silu"),
         untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
         attention_dropout=reader.number("attention_dropout", 0.0),
         multi_latent_attention=True,
         mtp_num_layers=0 if second else _predictions(reader),
-        **_experts(reader, _V2 if second else _V3, sizes["num_layers"]),
+        **_experts(reader, second, sizes["num_layers"]),
         **rope.settings(),
     )
 
@@ -86,15 +91,15 @@ def _predictions(reader: Reader) -> int:
     return reader.size(*names, default=1, least=0, most=MAX_LAYERS)
 
 
-def _experts(reader: Reader, family: Mapping[str, Any], layers: int) -> dict[str, Any]:
+def _experts(reader: Reader, second: bool, layers: int) -> dict[str, Any]:
     """Settings of the experts; none for a model without."""
+    family = _V2 if second else _V3
     experts = reader.optional_size("n_routed_experts", "num_experts", "num_local_experts")
-    names = ("greedy", "group_limited_greedy", "noaux_tc")
+    names = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
     method = reader.text("topk_method", default=family["topk_method"], choices=names)
-    scores = reader.text(
-        "scoring_func", default=family["scoring_func"], choices=("softmax", "sigmoid")
-    )
-    normalised = reader.flag("norm_topk_prob", family["norm_topk_prob"])
+    scores = family["scoring_func"]
+    reader.fixed("scoring_func", scores)
+    reader.fixed("norm_topk_prob", family["norm_topk_prob"])
     factor = reader.number("routed_scaling_factor", family["routed_scaling_factor"])
     groups = reader.optional_size("n_group", default=family["n_group"]) or 1
     chosen = reader.optional_size("topk_group", default=family["topk_group"]) or 1
@@ -104,20 +109,19 @@ def _experts(reader: Reader, family: Mapping[str, Any], layers: int) -> dict[str
     reader.fixed("moe_layer_freq", 1)
     if experts is None or first >= layers:
         return {}
-    if scores != "softmax":
-        reader.left_out.append(f"{scores} router scores")
-    if method == "noaux_tc":
-        reader.left_out.append("balancing by a bias of the router")
-    if not normalised:
-        reader.left_out.append(NOT_NORMALISED)
-    if factor != 1.0:
-        reader.left_out.append(f"router weights times {factor}")
+    if topk == 1 and not second:
+        reader.unsupported("num_experts_per_tok", topk, [2], "its weight would be normalised to 1")
     grouped = method != "greedy" and chosen < groups
     return {
         "num_experts": experts,
         "moe_router_topk": topk,
         "moe_router_num_groups": groups if grouped else None,
         "moe_router_group_topk": chosen if grouped else None,
+        "moe_router_group_scores": (1 if second else 2) if grouped else None,
+        "moe_router_score_function": scores,
+        "moe_router_pre_softmax": second,
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        "moe_router_enable_expert_bias": not second,
         "moe_ffn_hidden_size": inner,
         "moe_shared_expert_intermediate_size": (shared or 0) * inner or None,
         "moe_layer_freq": layer_frequency([layer >= first for layer in range(layers)]),

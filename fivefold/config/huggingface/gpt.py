@@ -50,10 +50,11 @@ def gpt_neox(reader: Reader, kind: str) -> ModelConfig:
     # What transformers 4 writes beside the family's own names.
     reader.fixed("rope_theta", rope.theta)
     reader.fixed("partial_rotary_factor", rope.share)
-    if rope.share != 1.0:
-        reader.left_out.append(f"rotary positions in {rope.share:.0%} of a head's features")
-    if reader.flag("use_parallel_residual", True):
-        reader.left_out.append("attention and MLP side by side")
+    sizes = transformer_sizes(reader)
+    turned = int(sizes["hidden_size"] // sizes["num_attention_heads"] * rope.share)
+    if rope.share <= 0.0 or rope.share > 1.0 or turned % 2 or not turned:
+        why = f"it turns {turned} features of a head, which are not pairs"
+        reader.unsupported("rotary_pct", rope.share, [1.0], why)
     reader.fixed("attention_bias", True)
     dropout = reader.number("hidden_dropout", 0.0)
     attention_dropout = reader.number("attention_dropout", 0.0)
@@ -61,9 +62,10 @@ def gpt_neox(reader: Reader, kind: str) -> ModelConfig:
     reader.fixed("hidden_dropout_prob", dropout)
     reader.fixed("attention_probs_dropout_prob", attention_dropout)
     return ModelConfig(
-        **transformer_sizes(reader),
+        **sizes,
         ffn_hidden_size=reader.size("intermediate_size"),
         normalization="LayerNorm",
+        parallel_residual=reader.flag("use_parallel_residual", True),
         norm_epsilon=reader.number("layer_norm_eps", 1e-5),
         activation_func=activation(reader, "hidden_act", "gelu"),
         gated_linear_unit=False,

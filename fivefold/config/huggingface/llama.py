@@ -1,14 +1,14 @@
 """Llama and its relatives: RMSNorm, RoPE, a gated MLP, no bias but where the family has one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.reader import Reader
-from fivefold.config.huggingface.rope import Rope, read_rope, whole_head_rope
-from fivefold.config.layer_pattern import MAX_LAYERS
+from fivefold.config.huggingface.rope import Rope, whole_head_rope, yarn_settings
+from fivefold.config.layer_pattern import MAX_LAYERS, window_frequency
 from fivefold.config.model import ModelConfig
 
 ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
@@ -51,6 +51,7 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
         "mixtral": _Defaults(8, None, 1e-5, 1e6, sliding_window=None),
         "qwen2": _Defaults(32),
         "qwen3": _Defaults(32, head_dim=128),
+        "qwen2_moe": _Defaults(16),
         "qwen3_moe": _Defaults(4),
         "gpt_oss": _Defaults(8, 64, 1e-5, 150000.0),
     }
@@ -62,8 +63,11 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     defaults = _DEFAULTS[kind]
     sizes = transformer_sizes(reader)
     key_value_heads = defaults.num_key_value_heads
-    rope = Rope(defaults.rope_theta, 1.0, "yarn" if kind == "gpt_oss" else "default")
+    rope = Rope(defaults.rope_theta, 1.0, "default")
     gpt_oss = kind == "gpt_oss"
+    if gpt_oss:
+        scaling = yarn_settings(32.0, 4096, whole_pairs=False)
+        rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
     # null means hidden size / heads where transformers fills it in.
     head_dim = reader.size if kind.startswith("qwen") else reader.optional_size
     read_stored_weights(reader, published=gpt_oss)
@@ -80,14 +84,12 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
         norm_epsilon=reader.number("rms_norm_eps", defaults.rms_norm_eps),
         activation_func=activation(reader, "hidden_act", "silu"),
         add_bias_linear=_biases(reader, kind),
-        add_qkv_bias=kind == "qwen2",
+        add_qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and reader.flag("qkv_bias", True)),
         qk_layernorm=kind in ("qwen3", "qwen3_moe"),
         untie_embeddings_and_output_weights=not reader.flag("tie_word_embeddings", False),
         attention_dropout=reader.number("attention_dropout", 0.0),
-        window_size=None if gpt_oss else _window(reader, kind, sizes["num_layers"]),
-        **(
-            read_rope(reader, rope, leave_out=True) if gpt_oss else whole_head_rope(reader, rope)
-        ).settings(),
+        **({} if gpt_oss else _window(reader, kind, sizes["num_layers"])),
+        **whole_head_rope(reader, rope).settings(),
     )
 
 
@@ -137,16 +139,29 @@ def _biases(reader: Reader, kind: str) -> bool:
     return attention and mlp
 
 
-def _window(reader: Reader, kind: str, layers: int) -> int | None:
-    """The same window in every layer, or none in any.
+def window_settings(width: int | None, slides: Sequence[bool]) -> dict[str, Any]:
+    """Settings of a ModelConfig for a window of so many tokens in some layers, each token itself
+    counted."""
+    if width is None or not any(slides):
+        return {}
+    skip = None if all(slides) else window_frequency(slides)
+    return {"window_size": width - 1, "window_attn_skip_freq": skip}
+
+
+def _window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
+    """The window, and the layers that have it.
 
     Hugging Face counts the token itself, Megatron-LM only those before it. A window counts even if
     it is as long as `max_position_embeddings`, which limits no sequence.
     """
     if kind == "llama":
         reader.fixed("sliding_window", None)
-        return None
-    width = reader.optional_size("sliding_window", default=_DEFAULTS[kind].sliding_window, least=2)
+        return {}
+    default = _DEFAULTS[kind].sliding_window
+    none = kind == "qwen2_moe"  # writes 0 where there is no window
+    width = reader.optional_size("sliding_window", default=default, least=0 if none else 2) or None
+    if width == 1:
+        reader.unsupported("sliding_window", width, [2])
     slides = (width is not None,) * layers
     if kind == "mistral":
         listed = layer_types(reader, layers)
@@ -155,25 +170,25 @@ def _window(reader: Reader, kind: str, layers: int) -> int | None:
             reader.contradict(
                 {"layer_types": reader.fields["layer_types"], "sliding_window": width}
             )
-    elif kind in ("qwen2", "qwen3", "qwen3_moe"):
+    elif kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
         if not reader.flag("use_sliding_window", False):
             width = None
         slides = _qwen_windows(reader, kind, layers, width)
-    if width is None or not any(slides):
-        return None
-    if not all(slides):
-        where = f"in {sum(slides)} of {layers} layers"
-        reader.unsupported("sliding_window", width, [None], f"it is {where}; a ModelConfig has one")
-    return width - 1
+    return window_settings(width, slides)
 
 
 def _qwen_windows(reader: Reader, kind: str, layers: int, width: int | None) -> tuple[bool, ...]:
-    """Which layers have a window: those from `max_window_layers` on, unless they are listed."""
+    """Which layers have a window, unless they are listed: those from `max_window_layers` on, or of
+    Qwen2-MoE every other one before."""
     if kind == "qwen3_moe":
         reader.without_effect("max_window_layers")
         return (width is not None,) * layers
     first = reader.size("max_window_layers", default=28, least=0)
     listed = layer_types(reader, layers)
+    if listed is None and kind == "qwen2_moe":
+        return tuple(
+            width is not None and layer < first and not layer % 2 for layer in range(layers)
+        )
     if listed is None:
         return tuple(width is not None and layer >= first for layer in range(layers))
     if any(listed) and width is None:

@@ -1,14 +1,12 @@
-"""Llama's relatives with mixtures of experts: Mixtral, Qwen3-MoE, gpt-oss."""
+"""Llama's relatives with mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss."""
 
 from dataclasses import replace
 from typing import Any
 
-from fivefold.config.huggingface.llama import layer_types, llama_like
+from fivefold.config.huggingface.llama import layer_types, llama_like, window_settings
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.layer_pattern import layer_frequency
 from fivefold.config.model import ModelConfig
-
-NOT_NORMALISED = "router weights that are not normalised"
 
 
 def mixtral(reader: Reader, kind: str) -> ModelConfig:
@@ -24,8 +22,9 @@ def mixtral(reader: Reader, kind: str) -> ModelConfig:
     )
 
 
-def qwen3_moe(reader: Reader, kind: str) -> ModelConfig:
-    """Experts in some layers, smaller than the MLPs of the others."""
+def qwen_moe(reader: Reader, kind: str) -> ModelConfig:
+    """Experts in some layers, smaller than the MLPs of the others; Qwen2's beside a gated one that
+    sees every token."""
     model = llama_like(reader, kind)
     read_balancing(reader)
     dense, step = (
@@ -37,12 +36,14 @@ def qwen3_moe(reader: Reader, kind: str) -> ModelConfig:
         "num_experts": reader.size("num_experts", "num_local_experts"),
         "moe_router_topk": reader.size("num_experts_per_tok"),
         "moe_ffn_hidden_size": reader.size("moe_intermediate_size"),
+        "moe_router_pre_softmax": not normalised,
     }
+    if kind == "qwen2_moe":
+        shared = reader.size("shared_expert_intermediate_size", default=5632)
+        experts |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(model.num_layers)]
     if not any(sparse):
         return model
-    if not normalised:
-        reader.left_out.append(NOT_NORMALISED)
     return replace(model, **experts, moe_layer_freq=layer_frequency(sparse))
 
 
@@ -51,17 +52,19 @@ def gpt_oss(reader: Reader, kind: str) -> ModelConfig:
     model = llama_like(reader, kind)
     layers = model.num_layers
     read_balancing(reader)
-    reader.without_effect("swiglu_limit", "swiglu_alpha", "initial_context_length")
+    reader.without_effect("initial_context_length")
+    reader.fixed("swiglu_alpha", 1.702)
     reader.fixed("hidden_act", "silu")
-    window = reader.optional_size("sliding_window", default=128)
+    window = reader.optional_size("sliding_window", default=128, least=2)
     windows = layer_types(reader, layers) or [i % 2 == 0 for i in range(layers)]
-    reader.left_out.append("a clamped SwiGLU")
     if any(windows) and window is None:
         reader.unsupported("sliding_window", None, [128], "layer_types has layers with a window")
-    elif any(windows):
-        reader.left_out.append(f"a window of {window} tokens in {sum(windows)} of {layers} layers")
     return replace(
         model,
+        **window_settings(window, windows),
+        activation_func="quick_gelu",
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=reader.number("swiglu_limit", 7.0),
         softmax_type="learnable",
         num_experts=reader.size("num_local_experts", "num_experts"),
         moe_router_topk=reader.size("num_experts_per_tok", "experts_per_token"),

@@ -10,7 +10,7 @@ from fivefold.config.huggingface.deepseek import deepseek
 from fivefold.config.huggingface.generic import read_generic
 from fivefold.config.huggingface.gpt import gpt2, gpt_neox
 from fivefold.config.huggingface.llama import llama_like
-from fivefold.config.huggingface.mixtures import gpt_oss, mixtral, qwen3_moe
+from fivefold.config.huggingface.mixtures import gpt_oss, mixtral, qwen_moe
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
@@ -24,7 +24,8 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
         "mixtral": mixtral,
         "qwen2": llama_like,
         "qwen3": llama_like,
-        "qwen3_moe": qwen3_moe,
+        "qwen2_moe": qwen_moe,
+        "qwen3_moe": qwen_moe,
         "deepseek_v2": deepseek,
         "deepseek_v3": deepseek,
         "kimi_k2": deepseek,

@@ -15,16 +15,12 @@ _SCALING: Mapping[str, str] = MappingProxyType(
         "rope_original_max_position_embeddings": "original_max_position_embeddings",
     }
 )
-_SUPPORTED = ("default", "llama3")
+_SUPPORTED = ("default", "llama3", "yarn")
 # Scalings that no ModelConfig can say, and what each takes.
 _OTHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "linear": ("factor",),
         "dynamic": ("factor", "original_max_position_embeddings"),
-        "yarn": (
-            *("factor", "original_max_position_embeddings", "attention_factor", "truncate"),
-            *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-        ),
     }
 )
 
@@ -43,16 +39,15 @@ class Rope:
     theta: float
     share: float
     kind: str
-    scaling: tuple[tuple[str, float], ...] = ()
+    scaling: tuple[tuple[str, Any], ...] = ()
 
     def settings(self) -> dict[str, Any]:
-        """Settings of a ModelConfig, in which the whole head is turned."""
-        scaled = {"use_rope_scaling": True, **dict(self.scaling)} if self.scaling else {}
-        return {"rotary_base": self.theta, **scaled}
+        """Settings of a ModelConfig."""
+        return {"rotary_base": self.theta, "rotary_percent": self.share, **dict(self.scaling)}
 
 
 def whole_head_rope(reader: Reader, default: Rope) -> Rope:
-    """Rotary positions that a ModelConfig can say: of whole heads, not scaled or as in Llama 3."""
+    """Rotary positions of whole heads that a ModelConfig can say."""
     rope = read_rope(reader, default)
     if rope.share != 1.0:
         reader.unsupported("partial_rotary_factor", rope.share, [1.0])
@@ -66,6 +61,7 @@ def read_rope(
     theta: str = "rope_theta",
     share: str = "partial_rotary_factor",
     leave_out: bool = False,
+    latents: bool = False,
 ) -> Rope:
     """The rotary positions that a config.json asks for.
 
@@ -78,6 +74,7 @@ def read_rope(
         theta: the name of theta beside the tables.
         share: the name of the share beside the tables.
         leave_out: whether a scaling that is not supported is left out rather than refused.
+        latents: whether YaRN scales the scores as well, as those of latent attention.
     """
     beside = {name: reader.optional_number(name) for name in (theta, share)}
     found: dict[str, Rope] = {}
@@ -87,12 +84,13 @@ def read_rope(
             found[name] = Rope(
                 _agreed(table, "rope_theta", theta, beside[theta], default.theta),
                 _agreed(table, "partial_rotary_factor", share, beside[share], default.share),
-                *_scaling(table, leave_out),
+                *_scaling(table, leave_out, latents, reader),
             )
     untabled = Rope(
         _or_default(beside[theta], default.theta),
         _or_default(beside[share], default.share),
         default.kind,
+        default.scaling,
     )
     rope = next(iter(found.values()), untabled)
     if any(other != rope for other in found.values()):
@@ -114,7 +112,9 @@ def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _scaling(table: Reader, leave_out: bool) -> tuple[str, tuple[tuple[str, float], ...]]:
+def _scaling(
+    table: Reader, leave_out: bool, latents: bool, whole: Reader
+) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The kind of scaling, and what it takes."""
     by_layer = [name for name, value in table.fields.items() if isinstance(value, Mapping)]
     if by_layer:
@@ -125,15 +125,63 @@ def _scaling(table: Reader, leave_out: bool) -> tuple[str, tuple[tuple[str, floa
     if kind is None:
         return "default", ()
     table.without_effect(*_OTHERS.get(kind, ()))
-    scaling: tuple[tuple[str, float], ...] = ()
+    scaling: tuple[tuple[str, Any], ...] = ()
+    if kind == "yarn":
+        scaling = _yarn(table, latents, whole)
     if kind == "llama3":
         missing = [name for name in _SCALING.values() if name not in table.fields]
         if missing:
             table.mistakes.add(f"llama3 RoPE scaling needs {', '.join(missing)}")
         *factors, original = _SCALING.items()
         scaling = (
+            ("use_rope_scaling", True),
             *((ours, table.number(theirs, 1.0)) for ours, theirs in factors),
             (original[0], table.size(original[1], default=1)),
         )
     table.refuse_unread()
     return kind, scaling
+
+
+def yarn_settings(
+    factor: float,
+    original: int,
+    *,
+    fast: float = 32.0,
+    slow: float = 1.0,
+    whole_pairs: bool = True,
+    scales: tuple[float, float] = (1.0, 0.0),
+) -> tuple[tuple[str, Any], ...]:
+    """Settings of a ModelConfig for YaRN: its factor, the original length, the ramp, mscale of
+    rotary features and of all."""
+    return (
+        ("rope_type", "yarn"),
+        ("rotary_scaling_factor", factor),
+        ("original_max_position_embeddings", original),
+        ("beta_fast", fast),
+        ("beta_slow", slow),
+        ("yarn_correction_range_round_to_int", whole_pairs),
+        ("mscale", scales[0]),
+        ("mscale_all_dim", scales[1]),
+    )
+
+
+def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any], ...]:
+    """YaRN, whose two mscales count only together, and for the scores of latents alone."""
+    if "factor" not in table.fields:
+        table.mistakes.add("yarn RoPE scaling needs factor")
+    table.fixed("attention_factor", None)
+    rotary, every = table.optional_number("mscale"), table.optional_number("mscale_all_dim")
+    if every and not latents:
+        table.unsupported("mscale_all_dim", every, [0.0])
+    if every and not rotary:
+        table.unsupported("mscale", rotary, [1.0], "mscale_all_dim is given without it")
+    positions = whole.fields.get("max_position_embeddings")
+    longest = positions if type(positions) is int else 1
+    return yarn_settings(
+        table.number("factor", 1.0),
+        table.size("original_max_position_embeddings", default=longest),
+        fast=table.optional_number("beta_fast") or 32.0,
+        slow=table.optional_number("beta_slow") or 1.0,
+        whole_pairs=table.flag("truncate", True),
+        scales=(rotary or 1.0, every) if every else (1.0, 0.0),
+    )

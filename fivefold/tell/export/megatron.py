@@ -57,8 +57,11 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
     yield from set_flag("max_position_embeddings", positions)
     if said["window_size"] is not None:
         yield from flag("window-size", f"{model.window_size},0")
+        yield from flags(said, "window_attn_skip_freq")
     if model.position_embedding_type == "rope":
         yield from set_flag("rotary_base", round(said["rotary_base"]))
+        if said["rotary_percent"] != 1.0:
+            yield from flags(said, "rotary_percent")
         if model.use_rope_scaling:
             yield from flags(said, "use_rope_scaling", "rope_scaling_factor")
     yield from _activation(said, model)
@@ -76,7 +79,10 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
     if said["multi_latent_attention"]:
         yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        yield from flag("rope-type", "rope")  # its default is another
+        yield from flags(said, "rope_type")  # its default is another
+    if said["rope_type"] == "yarn":
+        yield from flags(said, "rotary_scaling_factor", "original_max_position_embeddings")
+        yield from flags(said, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
     if model.mtp_num_layers:
         yield from flags(said, "mtp_loss_scaling_factor")
@@ -102,8 +108,13 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
     """Flags of the activation; Megatron-LM's GELU uses tanh if fused with a bias, else erf."""
     if said["gated_linear_unit"] and said["activation_func"] == "silu":
         yield "--swiglu"
+    elif model.gated_linear_unit and model.activation_func == "quick_gelu":
+        yield "--quick-geglu"
     elif model.activation_func == "gelu" and model.add_bias_linear:
         yield "--no-bias-gelu-fusion"
+    if said["glu_linear_offset"]:
+        yield from flags(said, "glu_linear_offset")
+    yield from flags(said, "activation_func_clamp_value")
     if not said["add_bias_linear"]:
         yield "--disable-bias-linear"
 
@@ -213,7 +224,7 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             yield f"its RoPE scaling has these numbers in its code: {'; '.join(others)}"
     function = (model.activation_func, model.gated_linear_unit)
     exact = model.activation_func == "gelu" or model.add_bias_linear
-    if function != ("silu", True) and (
+    if function not in (("silu", True), ("quick_gelu", True)) and (
         model.gated_linear_unit or function[0] == "silu" or not exact
     ):
         yield (
@@ -225,6 +236,12 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if model.num_experts and model.add_bias_linear and layout.grid.etp > 1:
         yield "it refuses experts with add_bias_linear where expert_tensor_parallel_size > 1"
+    if said["parallel_residual"]:
+        yield "it has no parallel_residual: attention and MLP run one after the other there"
+    if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
+        yield "its YaRN (rope_type) is for latent attention; other models need its own recipes"
+    if not said["yarn_correction_range_round_to_int"]:
+        yield "its flags have no yarn_correction_range_round_to_int: YaRN's ramp is rounded there"
     if said["moe_router_group_scores"] is not None:
         yield (
             "it scores a group by its best experts, as many as go to each group on average, not by "
