@@ -91,15 +91,23 @@ class TransformerLayer(nn.Module):
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        sum_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
+        sum_TH = x_TH + self._drop(attended_TH, context, "self_attn")
         read_TH = x_TH if self.side_by_side else sum_TH
         made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
-        return sum_TH + self._drop(made_TH, context, f"{self.site}.mlp")
+        return sum_TH + self._drop(made_TH, context, "mlp")
 
-    def _drop(self, x_TH: Tensor, context: Context, site: str) -> Tensor:
-        if context.dropout is None or self.dropout == 0.0:
-            return x_TH
-        return context.dropout.hidden(x_TH, self.dropout, site)
+    def _drop(self, x_TH: Tensor, context: Context, after: str) -> Tensor:
+        return _dropped(x_TH, context.dropout, self.dropout, f"{self.site}.{after}")
+
+
+def _make_layer(
+    model: ModelConfig, rules: tuple[ExpertsConfig, int], layer: int
+) -> TransformerLayer:
+    return TransformerLayer(model, layer, *rules)
+
+
+def _dropped(x_TH: Tensor, dropout: Dropout | None, rate: float, site: str) -> Tensor:
+    return x_TH if dropout is None or rate == 0.0 else dropout.hidden(x_TH, rate, site)
 
 
 RunLayer = Callable[[Tensor, Context], Tensor]
@@ -153,12 +161,8 @@ class Stage(nn.Module):
         learned = parts.embedding and model.position_embedding_type == "learned_absolute"
         self.embed_tokens = Embedding(vocab, hidden) if parts.embedding else None
         self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
-        make_layer = partial(
-            TransformerLayer,
-            model,
-            experts=experts or ExpertsConfig(),
-            global_batch_size=global_batch_size,
-        )
+        rules = experts or ExpertsConfig(), global_batch_size
+        make_layer = partial(_make_layer, model, rules)
         self.layers = nn.ModuleDict({str(i): make_layer(i) for i in parts.layers})
         self.norm = make_norm(model) if has_final_norm(model, parts) else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
@@ -171,7 +175,7 @@ class Stage(nn.Module):
         self.model, self.parts = model, parts
         self.seed, self.label_smoothing = seed, label_smoothing
         self.mtp_loss_scaling_factor = mtp_loss_scaling_factor
-        self.jitters = (experts or ExpertsConfig()).moe_input_jitter_eps is not None
+        self.jitters = rules[0].moe_input_jitter_eps is not None
         self.tie()
         self.column: Column = plain_column
         self.through: Through = plain_layers
@@ -285,8 +289,7 @@ class Stage(nn.Module):
             batch.token_ids[:, 0],
             batch.step,
         )
-        layers: list[Any] = [*self.layers.values()]
-        return self.through(layers, x_TH, context), context
+        return self.through([*self.layers.values()], x_TH, context), context
 
     def _states(self, x_TH: Tensor, context: Context, batch: Batch) -> list[Tensor]:
         """Hidden states [T, H]: behind the final norm, that of the model and of each depth."""
@@ -295,11 +298,10 @@ class Stage(nn.Module):
         states = [self.norm(x_TH)]
         if batch.further_tokens is not None:
             (table,) = self.embeddings
-            for depth, (predict, tokens_BS) in enumerate(
-                zip(self.predictions, batch.further_tokens, strict=True)
-            ):
-                site = f"mtp.{depth}.embedding"
-                embedded_TH = self._drop(table(tokens_BS.flatten()), context.dropout, site)
+            for depth, predict in enumerate(self.predictions):
+                embedded_TH = table(batch.further_tokens[depth].flatten())
+                rate, site = self.model.hidden_dropout, f"mtp.{depth}.embedding"
+                embedded_TH = _dropped(embedded_TH, context.dropout, rate, site)
                 run = partial(predict, embedded_TH=embedded_TH)
                 states.append(self.through([run], states[-1], context))
         return states
@@ -309,18 +311,12 @@ class Stage(nn.Module):
         x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
             x_TH = x_TH + self.embed_positions(self.shard_tokens(batch.positions.flatten()))
-        return self._drop(x_TH, dropout, "embedding")
-
-    def _drop(self, x_TH: Tensor, dropout: Dropout | None, site: str) -> Tensor:
-        if dropout is None or self.model.hidden_dropout == 0.0:
-            return x_TH
-        return dropout.hidden(x_TH, self.model.hidden_dropout, site)
+        return _dropped(x_TH, dropout, self.model.hidden_dropout, "embedding")
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         model = self.model
-        if not self.training or not (
-            model.hidden_dropout or model.attention_dropout or self.jitters
-        ):
+        drops = model.hidden_dropout or model.attention_dropout or self.jitters
+        if not (self.training and drops):
             return None
         rows_T = self.shard_tokens(batch.own_token_ids.flatten())
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids)
