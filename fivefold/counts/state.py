@@ -237,8 +237,20 @@ def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
     return min(max(shape[0] - shard * each, 0), each) * prod(shape[1:])
 
 
+def held_of_experts(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
+    """As `held`, of experts: where shards divide their features and not them, they split those."""
+    if len(shape) < 3 or shape[0] % shards == 0 or shape[1] % shards:
+        return held(shape, shards, shard)
+    return prod(shape) // shards
+
+
 def model_state(
-    layout: Layout, pp_rank: int, shard: int = 0, policy: StatePolicy | None = None
+    layout: Layout,
+    pp_rank: int,
+    shard: int = 0,
+    policy: StatePolicy | None = None,
+    *,
+    expert_shard: int = 0,
 ) -> ModelState:
     """What a rank keeps of weights, gradients and optimizer state.
 
@@ -247,6 +259,7 @@ def model_state(
         pp_rank: of the rank.
         shard: its index among those that share the state; the first one holds the most.
         policy: policy of the framework; None: of Fivefold.
+        expert_shard: its index among those that share the state of experts.
     """
     policy = policy or engine_policy(layout.config)
     shards, expert_shards = num_shards(layout), num_expert_shards(layout)
@@ -256,8 +269,9 @@ def model_state(
         for block in (ends, *layers):
             whole += block.count * block.size
             own += block.count * sum(held(shape, shards, shard) for shape in block.dense)
-            # Fewer experts than shards: their inner features are split as well.
-            own += block.count * sum(-(-prod(shape) // expert_shards) for shape in block.experts)
+            own += block.count * sum(
+                held_of_experts(shape, expert_shards, expert_shard) for shape in block.experts
+            )
         largest = max((block.size for block in layers), default=0)
         gathered = max(gathered, ends.size + policy.in_flight * largest)
     optimizer = own if policy.splits_optimizer else whole

@@ -87,11 +87,12 @@ class ShardedStage:
         backward = [root, *_last_layer_first(layers)]
         for unit, following in zip(backward, [*backward[1:], root], strict=True):
             unit.set_modules_to_backward_prefetch([following if early else root])
-        predict = [m for m in self._units if isinstance(m, FurtherToken)]
-        sometimes = {inner for module in predict for inner in module.modules()}
-        always = [unit for unit in layers if unit not in sometimes]
-        for unit, following in pairwise(always if early else ()):
-            unit.set_modules_to_forward_prefetch([following])
+        predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
+        parts = [[m for m in each.modules() if m in layers] for each in predictions]
+        always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
+        for run in (always, *parts) if early else ():
+            for unit, others in _with_following(run):
+                unit.set_modules_to_forward_prefetch(others)
 
     def _set_communication(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
         on_cpu = mesh.device_type == "cpu"
@@ -186,6 +187,16 @@ def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
     if local.dim() < 3 or local.shape[0] % shards == 0 or local.shape[1] % shards:
         return None
     return Shard(1)
+
+
+def _with_following(
+    units: Sequence[FSDPModule],
+) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
+    """Each layer with its own experts and the layer after it. Experts are followed by nothing: a
+    backward that runs them again would gather a layer that is done with."""
+    places = [place for place, unit in enumerate(units) if not isinstance(unit, Experts)]
+    for place, after in pairwise([*places, len(units)]):
+        yield units[place], list(units[place + 1 : after + 1])
 
 
 def _last_layer_first(units: Sequence[FSDPModule]) -> Iterator[FSDPModule]:

@@ -223,7 +223,10 @@ def _preset(name: str) -> ModelConfig | None:
     if exact is None:
         longer = [preset for short, preset in known.items() if short.startswith(key)]
         exact = longer[0] if len(longer) == 1 else None
-    return None if exact is None else PRESETS[exact]
+    if exact is None:
+        return None
+    # Times of attention know no windows, and FLOPs are of the same work.
+    return replace(PRESETS[exact], window_size=None, window_attn_skip_freq=None)
 
 
 def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:

@@ -131,7 +131,8 @@ def _is_table(name: str) -> bool:
 
 def renamed(config: ModelConfig, model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Their parameters, or gradients of them, under our names and in our order of features."""
-    interleaved = getattr(model.config, "rope_interleave", True)
+    second = model.config.model_type == "deepseek_v2"  # which does not read the field
+    interleaved = second or getattr(model.config, "rope_interleave", True)
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         for theirs, ours in _NAMES.items():

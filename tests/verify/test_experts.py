@@ -1,4 +1,5 @@
-"""Mixtures of experts in every layout compute what one device computes."""
+"""Mixtures of experts in every layout compute what one device computes, and send what the formulas
+say."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.verify.cases import MIXTURE, config, verify_in_pool
+from tests.verify.test_matrix import measured
 
 
 def _settings(**values: Any) -> dict[str, Any]:
@@ -134,6 +136,27 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             **BALANCED,
         },
     ),
+    (
+        4,
+        {},
+        {"ep": 2, "recompute_granularity": "full", "strategy": "optim_grads_params"},
+    ),
+    (
+        4,
+        {"moe_shared_expert_intermediate_size": None},
+        {
+            "ep": 2,
+            "etp": 2,
+            "tp": 2,
+            "cp": 2,
+            "recompute_granularity": "full",
+            "recompute_num_layers": 2,
+            "dispatcher": "flex",
+            "moe_router_load_balancing_type": ("global_aux_loss",),
+            "moe_aux_loss_coeff": (0.1,),
+        },
+    ),
+    (4, {}, {"ep": 2, "etp": 2, "tp": 2, "recompute_granularity": "full"}),
     (4, {}, {"ep": 1, "strategy": "optim_grads_params"}),
     (
         4,
@@ -332,5 +355,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("ranks", "model", "values"), CASES, ids=str)
 def test_experts(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
-    report = verify_in_pool(ranks, config(replace(MIXTURE, **model), **_settings(**values)))
+    report = verify_in_pool(
+        ranks, config(replace(MIXTURE, **model), **_settings(**values)), on_rank=measured
+    )
     assert report.passed, report.text()

@@ -101,8 +101,9 @@ def _experts(reader: Reader, second: bool, layers: int) -> dict[str, Any]:
     reader.fixed("scoring_func", scores)
     reader.fixed("norm_topk_prob", family["norm_topk_prob"])
     factor = reader.number("routed_scaling_factor", family["routed_scaling_factor"])
-    groups = reader.optional_size("n_group", default=family["n_group"]) or 1
-    chosen = reader.optional_size("topk_group", default=family["topk_group"]) or 1
+    size = reader.optional_size if second else reader.size
+    groups = size("n_group", default=family["n_group"]) or 1
+    chosen = size("topk_group", default=family["topk_group"]) or 1
     first = reader.size("first_k_dense_replace", default=family["first_k_dense_replace"], least=0)
     shared = reader.optional_size("n_shared_experts", default=family["n_shared_experts"], least=0)
     inner, topk = reader.size("moe_intermediate_size"), reader.size("num_experts_per_tok")

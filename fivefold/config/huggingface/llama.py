@@ -65,11 +65,12 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     key_value_heads = defaults.num_key_value_heads
     rope = Rope(defaults.rope_theta, 1.0, "default")
     gpt_oss = kind == "gpt_oss"
-    if gpt_oss:
+    if gpt_oss and reader.fields.get("rope_parameters") != {}:  # which says that there is none
         scaling = yarn_settings(32.0, 4096, whole_pairs=False)
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
     # null means hidden size / heads where transformers fills it in.
     head_dim = reader.size if kind.startswith("qwen") else reader.optional_size
+    heads = reader.size if kind == "qwen2_moe" else reader.optional_size
     read_stored_weights(reader, published=gpt_oss)
     if kind == "llama":
         reader.without_effect("max_sequence_length", "is_llama_config")
@@ -79,7 +80,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
     return ModelConfig(
         **sizes,
         ffn_hidden_size=reader.size("intermediate_size"),
-        num_query_groups=reader.optional_size("num_key_value_heads", default=key_value_heads),
+        num_query_groups=heads("num_key_value_heads", default=key_value_heads),
         kv_channels=head_dim("head_dim", default=defaults.head_dim),
         norm_epsilon=reader.number("rms_norm_eps", defaults.rms_norm_eps),
         activation_func=activation(reader, "hidden_act", "silu"),
