@@ -40,7 +40,8 @@ def _forwards(layout: Layout, spec: StageSpec) -> dict[int, tuple[int, int]]:
     """How often rows go to experts in the forwards of a stage's layers, and results come back.
 
     A repetition ends with the last tensor that it saves, which is before results come back, unless
-    shared experts or the mask of a dropout follow, or another layer.
+    shared experts or the mask of a dropout follow, or another layer, or the norm that ends a
+    further prediction.
     """
     model, memory = layout.config.model, layout.config.memory
     selected = memory.recompute_granularity == "selective" and "moe" in memory.recompute_modules
@@ -53,6 +54,11 @@ def _forwards(layout: Layout, spec: StageSpec) -> dict[int, tuple[int, int]]:
             repeated = again or selected
             if layer_kind(model, spec.layers[place]).experts:
                 found[spec.layers[place]] = 1 + repeated, 1 + (repeated and goes_on)
+    for layer in range(model.num_layers, model.num_layers + spec.mtp):
+        whole = memory.recompute_granularity == "full"
+        returns = 1 + (whole or (selected and bool(model.shared_ffn_size)))
+        if layer_kind(model, layer).experts:
+            found[layer] = 1 + (whole or selected), returns
     return found
 
 

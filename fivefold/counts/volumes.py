@@ -15,7 +15,8 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.operations import CoreAttention, Operation
-from fivefold.pipeline.ir import Kind
+from fivefold.model.shape import StageParts
+from fivefold.pipeline.ir import Direction, Kind
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
@@ -164,6 +165,11 @@ class _Volumes:
         input = 5. The embedding: 2. The
         output layer: an all-reduce = 2, or 2 gathers and a reduce-scatter = 3. The loss gathers 2
         numbers a token (3 with label smoothing) in at least fp32.
+
+        Each further prediction looks up an embedding, and projects two hidden states to one as a
+        column-parallel linear does (4, or 2 gathers and a reduce-scatter = 6). Its features are
+        gathered (1), or exchanged for tokens forward and backward (1/t each). Output layer and loss
+        run once more.
         """
         sequence = self.parallel.sequence_parallel
         feature = self.tokens * self.element * (self.tp - 1) / self.tp
@@ -171,22 +177,44 @@ class _Volumes:
         numbers = 3 if self.layout.config.training.label_smoothing else 2
         loss = self.tp * numbers * self.tokens * self.master
         for stage, spec in self.stages.items():
-            layers = sum(sum(self._features(layer)) for layer in spec.layers) * feature
-            yield Flow("tp", "activations of layers", self.microbatches * layers)
-            again = self.microbatches * self._repeated(spec.layers)
+            layers = (*spec.layers, *self._further(spec))
             twice = self.recomputed[stage]  # forwards of the whole stage
-            again += twice * sum(self._features(layer)[0] for layer in spec.layers)
+            exchanged = self._exchanged(spec.mtp)
+            forward = sum(self._features(layer)[0] for layer in layers) + exchanged
+            backward = sum(self._features(layer)[1] for layer in layers) + exchanged
+            yield Flow(
+                "tp", "activations of layers", self.microbatches * (forward + backward) * feature
+            )
+            again = self._repeated(spec.layers) + self._repeated_further(spec.mtp)
+            again = self.microbatches * again + twice * forward
             yield Flow("tp", "activations made again", again * feature)
-            if spec.embedding:
-                embedding = 2 * self.microbatches + (1 if sequence else 2) * twice
-                yield Flow("tp", "embedding", embedding * unit)
+            embedding = 2 * self.microbatches + (1 if sequence else 2) * twice
+            yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedding * unit)
             if spec.head:
+                runs = 1 + self.model.mtp_num_layers
                 head = 3 * self.microbatches + twice if sequence else 2 * self.microbatches
-                yield Flow("tp", "output layer", head * unit)
+                yield Flow("tp", "output layer", runs * head * unit)
                 whole = wire_bytes("all_gather", loss, self.tp)
-                yield Flow("tp", "cross entropy", (self.microbatches + twice) * whole)
+                yield Flow("tp", "cross entropy", runs * (self.microbatches + twice) * whole)
         size = wire_bytes("all_reduce", self._held("tp") * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
+
+    def _further(self, spec: StageParts) -> range:
+        """The numbers of a stage's layers of multi-token prediction."""
+        return range(self.model.num_layers, self.model.num_layers + spec.mtp)
+
+    def _exchanged(self, predictions: int) -> float:
+        """Features of a token that so many projections exchange for tokens, in one direction."""
+        sequence = self.parallel.sequence_parallel
+        return predictions * self.model.hidden_size / self.tp if sequence else 0.0
+
+    def _repeated_further(self, predictions: int) -> float:
+        """As `_repeated`, of so many further predictions: each ends with a norm, which saves."""
+        memory = self.layout.config.memory
+        layer = self.model.num_layers
+        if memory.recompute_granularity != "full":
+            return predictions * self._repeated([layer])
+        return predictions * self._features(layer)[0] + self._exchanged(predictions)
 
     def _repeated(self, layers: Sequence[int]) -> int:
         """Features of a token that the backward of a stage sends to make its input anew.
@@ -226,8 +254,8 @@ class _Volumes:
         sizes = self.parallel.hierarchical_context_parallel_sizes
         heads = max(model.num_kv_heads // self.tp, 1)
         for stage, spec in self.stages.items():
-            whole, kernels = self._remade_attention(spec.layers)
-            for layer in spec.layers:
+            whole, kernels = self._remade_attention(spec)
+            for layer in (*spec.layers, *self._further(spec)):
                 kind = kinds[layer % len(kinds)]
                 # A ring adds the gradients of many ranks up on their way; others add them at home.
                 volumes = partial(
@@ -261,34 +289,46 @@ class _Volumes:
         gathered = kinds[layer % len(kinds)] == "all_gather"
         return self._layer(layer).one(CoreAttention).key_value_features(self.tp, gathered=gathered)
 
-    def _remade_attention(self, layers: tuple[int, ...]) -> tuple[set[int], set[int]]:
+    def _remade_attention(self, spec: StageParts) -> tuple[set[int], set[int]]:
         """Those of a stage's layers that the backward repeats whole, or only their attention."""
-        memory = self.layout.config.memory
+        memory, layers, further = self.layout.config.memory, spec.layers, self._further(spec)
         if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
-            return set(), set(layers)
+            return set(), {*layers, *further}
         groups = memory.recomputed_groups(len(layers))
-        return {layers[place] for group, again in groups if again for place in group}, set()
+        whole = {layers[place] for group, again in groups if again for place in group}
+        return whole | {*(further if memory.recompute_granularity == "full" else ())}, set()
 
     def pipeline(self) -> Iterator[Flow]:
         """Hidden states and their gradients, [T, H] or its part, and tied embeddings."""
         messages = [m for m in self.layout.program().messages if m.src_rank == self.at["pp"]]
         parts = self.tp if self.parallel.sequence_parallel else 1
         size = self.tokens // self.slices // parts * self.model.hidden_size * self.element
-        yield Flow("pp", "hidden states and gradients", len(messages) * size)
+        backward = Direction.BACKWARD
+        states = sum(
+            self.layout.states_into(m.dst_stage + (m.direction is backward)) for m in messages
+        )
+        yield Flow("pp", "hidden states and gradients", states * size)
         # The pair of ranks is all of the pipeline where that has two.
-        two = self.layout.grid.pp == 2
+        pp = self.layout.grid.pp
         copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
-        yield Flow("pp" if two else "mirror", "gradients of both copies of the model", copies)
-        if self.at["pp"] in (tied_ranks(self.layout) or ()):
-            tied = wire_bytes("all_reduce", self._held("tied") * self.master, 2)
-            yield Flow("pp" if two else "tied", "gradient of the tied embedding", tied)
+        yield Flow("pp" if pp == 2 else "mirror", "gradients of both copies of the model", copies)
+        for ranks in tied_ranks(self.layout):
+            if self.at["pp"] in ranks:
+                embedding = next(record for record in self.records if "tied" in record.sums)
+                size = held(embedding.shape, self.shards, self.shard) * self.master
+                tied = wire_bytes("all_reduce", size, len(ranks))
+                axis = "pp" if len(ranks) == pp else "tied"
+                yield Flow(axis, "gradient of the tied embedding", tied)
 
     def scalars(self) -> Iterator[Flow]:
-        """The valid tokens before the step; loss, votes to stop and squared norm after it."""
-        yield Flow("data", "token count", wire_bytes("all_reduce", SCALAR_BYTES, self.data))
+        """The valid tokens before the step; losses, votes to stop and squared norm after it."""
+        losses = 1 + self.model.mtp_num_layers
+        count = wire_bytes("all_reduce", SCALAR_BYTES, self.data)
+        yield Flow("data", "token count", losses * count)
         one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
-        yield Flow("world", "loss, votes and gradient norm", 3 * one)
-        mixtures = sum(layer_kind(self.model, n).experts for n in range(self.model.num_layers))
+        yield Flow("world", "loss, votes and gradient norm", (losses + 2) * one)
+        every = range(self.model.num_layers + self.model.mtp_num_layers)
+        mixtures = sum(layer_kind(self.model, layer).experts for layer in every)
         numbers = mixtures * ((self.model.num_experts or 0) + 4)
         yield Flow("world", "what routers decided", numbers * one)
 

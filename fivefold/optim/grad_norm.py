@@ -64,7 +64,7 @@ def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def _sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """fp64 scalar. On the CPU pieces that stay in its cache are widened: twice as fast."""
     if tensors[0].is_cuda:
-        norms = torch._foreach_norm(tensors, 2, dtype=torch.float64)
+        norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
         return torch.stack([norm.to(device) for norm in norms]).square().sum()
     pieces = [piece for tensor in tensors for piece in tensor.reshape(-1).split(_PIECE)]
     wide = (piece.double() for piece in pieces)

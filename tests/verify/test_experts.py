@@ -46,6 +46,7 @@ DEEPSEEK = {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_layer_freq": "[0]*2+[1]*3",
 }
+PREDICTING = DEEPSEEK | {"mtp_num_layers": 1}
 # Ranks, model, settings: each dispatcher with every degree, strategy and kind of balance somewhere.
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {}, {"moe_z_loss_coeff": 0.1}),
@@ -299,6 +300,54 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             "pipeline_model_parallel_layout": "Ett|tttL",
             "recompute_granularity": "selective",
             "recompute_modules": ("moe",),
+        },
+    ),
+    (
+        4,
+        PREDICTING,
+        {"ep": 2, "pp": 2, "pipeline_model_parallel_layout": "Ett|tttmL", **BALANCED},
+    ),
+    (
+        4,
+        PREDICTING | {"mtp_num_layers": 2},
+        {"ep": 2, "recompute_granularity": "full", "strategy": "optim_grads_params", **BALANCED},
+    ),
+    (
+        4,
+        PREDICTING,
+        {
+            "ep": 2,
+            "pp": 2,
+            "pipeline_schedule": "zb_h1",
+            "pipeline_model_parallel_layout": "Etttttm|L",
+            "recompute_in_flight_limit": 1,
+            "strategy": "optim_grads_params",
+            "moe_router_load_balancing_type": ("global_aux_loss",),
+            "moe_aux_loss_coeff": (0.3,),
+        },
+    ),
+    (
+        4,
+        PREDICTING,
+        {
+            "tp": 2,
+            "cp": 2,
+            "ep": 4,
+            "moe_expert_capacity_factor": 0.8,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mla_up_proj", "layernorm", "moe_act"),
+        },
+    ),
+    (
+        2,
+        PREDICTING,
+        {
+            "cp": 2,
+            "cp_comm_type": ("all_gather",),
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("expert_fc1", "core_attn"),
+            "compile": True,
+            "compile_backend": "aot_eager",
         },
     ),
 ]

@@ -30,6 +30,7 @@ IMPOSSIBLE: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("pipeline", "sliced", "memory", ("layers",)),  # later slices need keys and values
     ("pipeline", "one", "memory", ("stages",)),  # a microbatch at a time
     ("pipeline", "sliced", "weights", ("deferred",)),
+    ("pipeline", "sliced", "further", ("some",)),
     ("pipeline", "copies", "weights", ("at once",)),
     ("pipeline", "sliced", "family", ("latent",)),  # later slices need keys and values
     ("sharding", "no_shard", "replicas", ("2",)),

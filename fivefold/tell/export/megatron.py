@@ -84,6 +84,8 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
     if said["rope_type"] == "yarn" and said["multi_latent_attention"]:
         yield from flags(said, "rotary_scaling_factor", "mscale", "mscale_all_dim")
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
+    if model.mtp_num_layers:
+        yield from flags(said, "mtp_loss_scaling_factor")
 
 
 def _routing(said: Settings) -> Iterator[str]:
