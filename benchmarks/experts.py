@@ -49,7 +49,7 @@ def main() -> None:
                 print(f"round {turn + 1}: {row.label}, {name}", file=sys.stderr)
                 run = measure(SYSTEMS[name], row, asked.steps, asked.warmup)
                 runs.setdefault((row.name, name), []).append(run)
-        save(asked, about, runs)
+            save(asked, about, runs)
     print(render(json.loads(asked.json.read_text())))
 
 
