@@ -80,12 +80,18 @@ MEANINGLESS = {
     "num_experts": (
         *("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_group_topk"),
         *("moe_shared_expert_intermediate_size", "moe_token_dispatcher_type"),
+        *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        *("moe_router_dtype", "moe_input_jitter_eps", "moe_token_drop_policy"),
         "expert_tensor_parallel_size",
     ),
     "multi_latent_attention": (
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     ),
     "use_rope_scaling": ("rope_scaling_factor",),
+    "rope_type": (
+        *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"),
+    ),
     "cross_entropy_loss_fusion": ("cross_entropy_fusion_impl",),
     "fine_grained_activation_offloading": ("offload_modules", "min_offloaded_tensor_size"),
     "fp8_format": ("fp8_recipe",),
@@ -151,8 +157,12 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
         values["rotary_base"] = model.rotary_base
     else:
         del values["rotary_base"]
+    if model.activation_func == "quick_gelu":
+        del values["gated_linear_unit"]  # its switch says both
     if model.num_experts:
         values["moe_ffn_hidden_size"] = model.expert_ffn_size
+    if model.position_embedding_type != "rope":
+        del values["rope_type"]
     values["add_qkv_bias"] = model.qkv_bias
     values["qk_layernorm"] = model.qk_layernorm or model.multi_latent_attention
     values["num_query_groups"] = model.num_query_groups
@@ -160,7 +170,7 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
     if model.multi_latent_attention:
         del values["kv_channels"]
     for name, others in MEANINGLESS.items():
-        if values[name] in (None, False, 0, "no_shard"):
+        if values.get(name) in (None, False, 0, "no_shard", "rope", "learned_absolute"):
             values |= dict.fromkeys(others)
     for name in (*NOT_COMPARED, *OWN, *(n for n, v in values.items() if v in (None, ()))):
         values.pop(name, None)
@@ -173,6 +183,8 @@ def _values(layout: Layout) -> Iterator[tuple[str, Any]]:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, tuple) and len(ours) == 1 and not isinstance(theirs, list | tuple):
+        return _same(ours[0], theirs)
     if isinstance(theirs, list | tuple) and isinstance(ours, int):
         return tuple(theirs) == (ours, 0)  # a window, and how far it looks ahead
     if isinstance(theirs, list):

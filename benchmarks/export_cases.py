@@ -326,6 +326,7 @@ CHANGES: Mapping[str, Change] = {
     "compile": Change(True),
     "compile_backend": Change("aot_eager", {"compile": True}),
     "label_smoothing": Change(0.125),
+    "mtp_loss_scaling_factor": Change(0.25, {"mtp_num_layers": 1}),
     "eval_interval": Change(30),
     "eval_iters": Change(7, {"eval_interval": 30}),
     "check_for_nan_in_loss_and_grad": Change(False),

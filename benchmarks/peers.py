@@ -27,7 +27,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.peer_systems.rows import ROWS, Row  # noqa: E402
+from benchmarks.peer_systems.rows import EXPERT_ROWS, ROWS, Row  # noqa: E402
 
 PEERS_VENV = Path(os.environ.get("FIVEFOLD_PEERS_VENV", ROOT / ".venv-peers"))
 TORCH = "torch==2.13.0"
@@ -43,16 +43,18 @@ class System:
     Attributes:
         own_launcher: it starts its ranks itself; the others are started by torchrun.
         peer: it lives in the peers' virtual environment.
+        script: its module; "": that of its name.
     """
 
     name: str
     own_launcher: bool = False
     peer: bool = False
+    script: str = ""
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> list[str]:
-        return ["-m", f"benchmarks.peer_systems.{self.name}"]
+        return ["-m", f"benchmarks.peer_systems.{self.script or self.name}"]
 
     @property
     def python(self) -> str:
@@ -242,6 +244,7 @@ def render(report: dict) -> str:
 
 def table(report: dict, found: dict, show) -> list[str]:
     systems = list(report["systems"])
+    labels = {name: row.label for name, row in {**ROWS, **EXPERT_ROWS}.items()}
     lines = [f"| | {' | '.join(systems)} |", "|---" * (len(systems) + 1) + "|"]
     for row in dict.fromkeys(cell["row"] for cell in report["results"]):
         best = min(
@@ -254,7 +257,7 @@ def table(report: dict, found: dict, show) -> list[str]:
                 cells.append(show(found[row, name], found.get(("one", name)), best))
             else:
                 cells.append("failed" if (row, name) in found else "-")
-        lines.append(f"| {ROWS[row].label} | {' | '.join(cells)} |")
+        lines.append(f"| {labels[row]} | {' | '.join(cells)} |")
     return lines
 
 

@@ -240,7 +240,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("mtp_num_layers", "multi-token prediction", 0),
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),
     ("overlap_moe_expert_parallel_comm", "overlapped expert parallelism", False),

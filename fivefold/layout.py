@@ -51,6 +51,10 @@ class Layout:
         placement = with_copies(self.split.placement, self.num_copies)
         return {s: stages[s % len(stages)] for s in stages_on(placement, pp_rank)}
 
+    def states_into(self, stage: int) -> int:
+        """Hidden states of a token that enter a stage of the program in training."""
+        return self.split.states_into(stage % len(self.split.stages))
+
     @property
     def defers_weights(self) -> bool:
         """Whether some dX is computed, and can be sent, before its dW."""

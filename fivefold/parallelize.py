@@ -66,11 +66,18 @@ class ParallelModel:
 
         sum_in_buckets(summed_over("tp"), self.groups.tp)
         sum_in_buckets(summed_over("mirror"), self.groups.mirror)
-        tied = summed_over("tied")
-        if len(tied) == 2:  # both copies of the embedding are on this rank
-            tied[0].add_(tied[1])
-            tied[1].copy_(tied[0])
-        sum_in_buckets(tied, self.groups.tied)
+        self._sum_copies(summed_over("tied"))
+
+    def _sum_copies(self, copies: list[torch.Tensor]) -> None:
+        """Sum the gradients of all copies of the embedding, here and on other pipeline ranks."""
+        if not copies:
+            return
+        first, *others = copies
+        for other in others:
+            first.add_(other)
+        sum_in_buckets([first], self.groups.tied)
+        for other in others:
+            other.copy_(first)
 
     def reshard(self) -> None:
         """Free gathered parameters."""
@@ -136,6 +143,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
                 parts,
                 seed=config.training.seed,
                 label_smoothing=config.training.label_smoothing,
+                mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
                 experts=config.experts,
                 global_batch_size=config.training.global_batch_size,
             ).to(policy.master_dtype)
@@ -163,6 +171,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         _hidden_shape(layout),
         policy.compute_dtype,
         device,
+        states_into=layout.states_into,
     )
     return ParallelModel(layout, groups, stages, gradients, records, executor)
 
@@ -262,11 +271,9 @@ def _install_data_parallel(
 
 
 def _materialise(stage: Stage, device: torch.device) -> None:
-    """Uninitialised memory; `to_empty` gives a tied weight two, which become one again."""
+    """Uninitialised memory; `to_empty` gives a tied weight several, which become one again."""
     stage.to_empty(device=device)
-    tied = not stage.model.untie_embeddings_and_output_weights
-    if tied and stage.embed_tokens is not None and stage.lm_head is not None:
-        stage.lm_head.weight = stage.embed_tokens.weight
+    stage.tie()
 
 
 def _hidden_shape(layout: Layout) -> tuple[int, int]:

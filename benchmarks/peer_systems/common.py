@@ -7,6 +7,8 @@ import argparse
 import json
 import os
 import resource
+import socket
+import struct
 import sys
 import time
 import zlib
@@ -20,9 +22,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peer_systems.rows import ROWS, Row
+from benchmarks.peer_systems.rows import EXPERT_ROWS, ROWS, Row
 
 LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQ = 4, 256, 8, 768, 4096, 256
+EXPERTS, TOPK, EXPERT_FFN = 16, 4, 192  # where a row has experts
 BATCH = 8  # sequences of a step, over all ranks
 MICROBATCH = 2  # sequences of a pipeline microbatch
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -62,22 +65,22 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: int = FFN) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, FFN, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(FFN, HIDDEN, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, HIDDEN, bias=False)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, mlp: Callable[[], nn.Module] = MLP) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(HIDDEN, NORM_EPSILON)
         self.self_attn = Attention()
         self.post_attention_layernorm = nn.RMSNorm(HIDDEN, NORM_EPSILON)
-        self.mlp = MLP()
+        self.mlp = mlp()
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         x_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH))
@@ -87,13 +90,19 @@ class Block(nn.Module):
 class Model(nn.Module):
     """The whole transformer, or one of `stages` equal pieces; parameter names are global."""
 
-    def __init__(self, stage: int = 0, stages: int = 1, layers: int = LAYERS) -> None:
+    def __init__(
+        self,
+        stage: int = 0,
+        stages: int = 1,
+        layers: int = LAYERS,
+        mlp: Callable[[], nn.Module] = MLP,
+    ) -> None:
         super().__init__()
         per_stage = layers // stages
         first, last = stage == 0, stage == stages - 1
         self.embed_tokens = nn.Embedding(VOCAB, HIDDEN) if first else None
         mine = range(stage * per_stage, (stage + 1) * per_stage)
-        self.layers = nn.ModuleDict({str(n): Block() for n in mine})
+        self.layers = nn.ModuleDict({str(n): Block(mlp) for n in mine})
         self.norm = nn.RMSNorm(HIDDEN, NORM_EPSILON) if last else None
         self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False) if last else None
         with torch.no_grad():
@@ -158,17 +167,18 @@ def parse(supports: Callable[[Row], bool], *packages: str) -> Asked:
 
     `--supports` instead prints, as JSON, the rows a system has and the versions of its packages.
     """
+    rows = {**ROWS, **EXPERT_ROWS}
     parser = argparse.ArgumentParser()
     parser.add_argument("--supports", action="store_true")
-    parser.add_argument("--row", choices=ROWS, default="one")
+    parser.add_argument("--row", choices=rows, default="one")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     asked = parser.parse_args()
     if asked.supports:
-        rows = [row.name for row in ROWS.values() if supports(row)]
-        say({"rows": rows, "versions": {name: version(name) for name in ("torch", *packages)}})
+        able = [row.name for row in rows.values() if supports(row)]
+        say({"rows": able, "versions": {name: version(name) for name in ("torch", *packages)}})
         sys.exit()
-    return Asked(ROWS[asked.row], asked.steps, asked.warmup)
+    return Asked(rows[asked.row], asked.steps, asked.warmup)
 
 
 def say(answer: dict) -> None:
@@ -199,10 +209,12 @@ def measure(job: Job, row: Row, steps: int, warmup: int, imported: float) -> dic
     first_step = time.time()
     losses += [job.step(*data[step]) for step in range(1, warmup)]
     dist.barrier()
+    received = bytes_received()
     wall, cpu = time.perf_counter(), cpu_seconds()
     losses += [job.step(*data[warmup + step]) for step in range(steps)]
     dist.barrier()
     wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+    received = bytes_received() - received
     launched = float(os.environ.get("PEERS_LAUNCHED", "nan"))
     has_loss = losses[0] is not None
     peak, pss = memory_mib()
@@ -211,6 +223,7 @@ def measure(job: Job, row: Row, steps: int, warmup: int, imported: float) -> dic
         ranks,
         {
             "cpu": cpu / steps,
+            "bytes": received / steps,
             "startup": first_step - launched,
             "after_import": first_step - imported,
             "peak": peak,
@@ -221,6 +234,7 @@ def measure(job: Job, row: Row, steps: int, warmup: int, imported: float) -> dic
     curves = [rank["loss"] for rank in ranks if rank["loss"]]
     return {
         "cpu_s_per_step": sum(rank["cpu"] for rank in ranks),
+        "bytes_per_step": sum(rank["bytes"] for rank in ranks),
         "tokens_per_s": BATCH * SEQ * steps / wall,
         "startup_s": max(rank["startup"] for rank in ranks),
         "first_step_after_import_s": max(rank["after_import"] for rank in ranks),
@@ -234,6 +248,26 @@ def measure(job: Job, row: Row, steps: int, warmup: int, imported: float) -> dic
 def cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def bytes_received() -> int:
+    """Bytes that this process got over its TCP connections so far, as the kernel counts them.
+
+    gloo's messages, their headers, and the few of the store where ranks meet (Linux).
+    """
+    total = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{descriptor}")
+            if not link.startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += struct.unpack_from("Q", told, 128)[0]  # tcpi_bytes_received
+        except OSError:  # closed meanwhile, as that of the listing is
+            continue
+    return total
 
 
 def memory_mib() -> tuple[float, float]:

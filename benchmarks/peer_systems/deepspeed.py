@@ -22,7 +22,7 @@ ROW = r".*\.(o|down)_proj\.weight$"
 
 
 def supports(row: Row) -> bool:
-    return not row.sp and (row.tp == 1 or row.pp == 1)
+    return row.ep is None and not row.sp and (row.tp == 1 or row.pp == 1)
 
 
 def build(row: Row) -> Job:

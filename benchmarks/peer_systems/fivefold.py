@@ -3,7 +3,9 @@
 The gradient norm is computed in every step, as the trainer does; the peers compute none.
 """
 
+import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,12 +14,15 @@ from torch import Tensor
 from benchmarks.peer_systems.common import (
     ADAMW,
     BATCH,
+    EXPERT_FFN,
+    EXPERTS,
     FFN,
     HEADS,
     HIDDEN,
     LAYERS,
     MICROBATCH,
     SEQ,
+    TOPK,
     VOCAB,
     Job,
     measure,
@@ -42,17 +47,25 @@ def supports(row: Row) -> bool:
 
 
 def layout_of(row: Row) -> Layout:
+    experts: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "moe_router_topk": TOPK,
+        "moe_ffn_hidden_size": EXPERT_FFN,
+    }
     model = ModelConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         ffn_hidden_size=FFN,
         vocab_size=VOCAB,
+        **({} if row.ep is None else experts),
     )
     config = Config(model).with_values(
         tensor_model_parallel_size=row.tp,
         pipeline_model_parallel_size=row.pp,
         sequence_parallel=row.sp,
+        expert_model_parallel_size=row.ep or 1,
+        moe_token_dispatcher_type=os.environ.get("PEERS_DISPATCHER", "alltoall"),
         data_parallel_sharding_strategy=STRATEGIES[row.zero],
         micro_batch_size=MICROBATCH if row.pp > 1 else BATCH // row.dp,
         global_batch_size=BATCH,

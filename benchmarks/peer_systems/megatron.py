@@ -1,13 +1,17 @@
 """megatron-core with its local layers, made to run on CPU by the shim below.
 
 It has no CPU path: tensors are created on `torch.cuda.current_device()`, and random states are
-those of the CUDA device. The shim answers for that device with the CPU and changes no
-arithmetic. Without Transformer Engine the attention is the unfused one, AdamW is PyTorch's, and
-its `torch.compile` decorators are off (TORCHDYNAMO_DISABLE=1), which otherwise cost tens of
-seconds at start-up.
+those of the CUDA device. The shim answers for that device with the CPU, and for its streams with
+one that is always done; it changes no arithmetic. Numbers of rows become numpy arrays, as they do
+on their way from a GPU. Experts are its `SequentialMLP`, one after the other: the grouped ones need
+CUDA kernels. gloo gathers even parts only, so that experts are not split. Without Transformer
+Engine the attention is the unfused one, AdamW is PyTorch's, and its `torch.compile` decorators are
+off (TORCHDYNAMO_DISABLE=1), which otherwise cost tens of seconds at start-up.
 """
 
+import contextlib
 import functools
+import types
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,13 @@ def on_cpu(create):
 
 
 torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+stream = types.SimpleNamespace(
+    wait_stream=lambda _: None,
+    record_event=lambda: types.SimpleNamespace(synchronize=lambda: None),
+)
+torch.cuda.Stream = lambda *_, **__: stream  # type: ignore[assignment, misc]
+torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
+torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
 torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
 torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
@@ -49,11 +60,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import random  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
 from benchmarks.peer_systems.common import (  # noqa: E402
     ADAMW,
     BATCH,
+    EXPERT_FFN,
+    EXPERTS,
     FFN,
     HEADS,
     HIDDEN,
@@ -62,6 +76,7 @@ from benchmarks.peer_systems.common import (  # noqa: E402
     NORM_EPSILON,
     ROPE_BASE,
     SEQ,
+    TOPK,
     VOCAB,
     Job,
     initial,
@@ -69,6 +84,12 @@ from benchmarks.peer_systems.common import (  # noqa: E402
 )
 from benchmarks.peer_systems.rows import Row  # noqa: E402
 
+moe_utils.te_general_gemm = (
+    None  # it asks for this name, and imports it only from Transformer Engine
+)
+token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
+    tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+)
 random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
 random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
@@ -89,11 +110,19 @@ def supports(row: Row) -> bool:
 
 def build(row: Row) -> Job:
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(row.tp, row.pp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        row.tp,
+        row.pp,
+        expert_model_parallel_size=row.ep or 1,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     config = configuration(row)
-    layers = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layers = get_gpt_layer_local_spec(
+        num_experts=None if row.ep is None else EXPERTS, normalization="RMSNorm"
+    )
     layers.submodules.self_attention.submodules.core_attention = FlashAttention
     gpt = GPTModel(
         config,
@@ -170,6 +199,15 @@ class FlashAttention(torch.nn.Module):
 
 
 def configuration(row: Row) -> TransformerConfig:
+    experts = {
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOPK,
+        "moe_ffn_hidden_size": EXPERT_FFN,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": row.ep,
+        "expert_tensor_parallel_size": 1,
+    }
     return TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -191,6 +229,7 @@ def configuration(row: Row) -> TransformerConfig:
         tensor_model_parallel_size=row.tp,
         pipeline_model_parallel_size=row.pp,
         sequence_parallel=row.sp,
+        **({} if row.ep is None else experts),
     )
 
 
@@ -222,8 +261,27 @@ def load_initial(gpt: GPTModel) -> None:
         by_head = qkv.unflatten(1, (HEADS, -1)).transpose(0, 1)
         load(layer.self_attention.linear_qkv.weight, by_head, 0)
         load(layer.self_attention.linear_proj.weight, whole(attention, HIDDEN, HIDDEN, "o_proj"), 2)
+        if hasattr(layer.mlp, "router"):
+            load_experts(layer.mlp, mlp)
+            continue
         load(layer.mlp.linear_fc1.weight, whole(mlp, FFN, HIDDEN, "gate_proj", "up_proj"), 1)
         load(layer.mlp.linear_fc2.weight, whole(mlp, HIDDEN, FFN, "down_proj"), 2)
+
+
+@torch.no_grad()
+def load_experts(moe: torch.nn.Module, prefix: str) -> None:
+    """The same for a mixture of experts: its router, and this rank's experts."""
+    moe.router.weight.copy_(initial(f"{prefix}router.weight", (EXPERTS, HIDDEN)))
+    for number, expert in zip(moe.local_expert_indices, moe.experts.local_experts, strict=True):
+        weight = f"{prefix}experts.{number}."
+        into = torch.stack(
+            [
+                initial(f"{weight}{name}.weight", (EXPERT_FFN, HIDDEN))
+                for name in ("gate_proj", "up_proj")
+            ]
+        )
+        expert.linear_fc1.weight.copy_(into.flatten(0, 1))
+        expert.linear_fc2.weight.copy_(initial(f"{weight}down_proj.weight", (HIDDEN, EXPERT_FFN)))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from benchmarks.peer_systems.rows import Row
 
 
 def supports(row: Row) -> bool:
-    return row.zero == 0 or row.tp == row.pp == 1
+    return row.ep is None and (row.zero == 0 or row.tp == row.pp == 1)
 
 
 def build(row: Row) -> Job:
@@ -110,21 +110,27 @@ def install_data_parallel(model: nn.Module, mesh: DeviceMesh, row: Row) -> nn.Mo
     )
 
 
-def install_tensor_parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
-    """Megatron's split of every block, the embedding and the head; Shard(1) is the sequence."""
+def install_tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, sequence: bool, *, dense: bool = True
+) -> None:
+    """Megatron's split of every block, the embedding and the head; Shard(1) is the sequence.
+
+    Without `dense`, what stands in the place of the MLPs is left alone.
+    """
     between = Shard(1) if sequence else Replicate()
     gather = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
     column, row = ColwiseParallel(), RowwiseParallel(output_layouts=between)
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    columns += ("mlp.gate_proj", "mlp.up_proj")
-    block = dict.fromkeys(columns, column) | {"self_attn.o_proj": row, "mlp.down_proj": row}
+    block = dict.fromkeys(columns, column) | {"self_attn": gather, "self_attn.o_proj": row}
+    if dense:
+        block |= {"mlp.gate_proj": column, "mlp.up_proj": column}
+        block |= {"mlp": gather, "mlp.down_proj": row}
     whole = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "lm_head": ColwiseParallel(
             input_layouts=between, output_layouts=Shard(-1), use_local_output=False
         ),
     }
-    block |= {"self_attn": gather, "mlp": gather}
     if sequence:
         norm = SequenceParallel(use_local_output=True)
         block |= {"input_layernorm": norm, "post_attention_layernorm": norm}

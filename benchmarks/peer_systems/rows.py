@@ -13,6 +13,7 @@ class Row:
         dp, tp, pp: data-, tensor- and pipeline-parallel degrees; their product is the ranks.
         zero: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (FSDP).
         sp: sequence parallelism on the tensor-parallel ranks.
+        ep: ranks that split the experts of every layer; None: dense MLPs.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Row:
     pp: int = 1
     zero: int = 0
     sp: bool = False
+    ep: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -48,5 +50,16 @@ ROWS = {
         Row("tp2pp2", "TP2 x PP2", tp=2, pp=2),
         Row("dp2pp2", "DP2 x PP2", dp=2, pp=2),
         Row("dp2tp2pp2", "2 x 2 x 2", dp=2, tp=2, pp=2),
+    )
+}
+
+EXPERT_ROWS = {
+    row.name: row
+    for row in (
+        Row("moe", "1 rank", ep=1),
+        Row("ep2", "EP2", dp=2, ep=2),
+        Row("ep4", "EP4", dp=4, ep=4),
+        Row("ep2pp2", "EP2 x PP2 1F1B", dp=2, pp=2, ep=2),
+        Row("ep2tp2", "EP2 x TP2 + SP, 2 ranks", tp=2, ep=2, sp=True),
     )
 }

@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fivefold.audit.kept import KeptActivations
 from fivefold.audit.record import RankRecord, write_record
+from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.audit.work import Multiplications
 from fivefold.mesh.groups import Groups
@@ -51,8 +52,9 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     hook = register_optimizer_step_pre_hook(before_update)
     traffic, work = Traffic(axes_of(engine.groups)), Multiplications()
     kept = KeptActivations(dict(engine.model.stages))
+    chosen = ChosenExperts(engine.model.stages, engine.groups)
     try:
-        with kept, work, traffic:
+        with chosen, kept, work, traffic:
             yield
     finally:
         hook.remove()
@@ -67,6 +69,8 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         multiplications=work.flops,
         packed=kept.packed,
         any_packed=kept.any_packed,
+        chosen=chosen.by_layer,
+        first_chosen=chosen.first,
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
     )
     write_record(folder, record)

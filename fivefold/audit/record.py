@@ -1,19 +1,21 @@
 """The record of what one rank did in one step, measured or expected; imports no torch."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
 
 from fivefold.counts.rank_work import kept_activations, multiplications
-from fivefold.counts.state import model_state, num_shards, stages_held
+from fivefold.counts.routed import RankChoices, rows_of_choices
+from fivefold.counts.state import model_state, num_expert_shards, num_shards, stages_held
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
+from fivefold.mesh.grid import EXPERT_AXES
 
 Amount = Annotated[float, Meta(ge=0)]
 
@@ -33,6 +35,8 @@ class RankRecord:
         multiplications: FLOPs of matrix products, without those of attention.
         packed: whether rows of the microbatch of `activations` held several documents.
         any_packed: whether rows of any microbatch of the step held several documents.
+        chosen: what the rank's tokens chose in layers with experts.
+        first_chosen: the same of the microbatch of `activations`.
         peak_allocated: peak of device memory in the step; None on a CPU.
     """
 
@@ -46,6 +50,8 @@ class RankRecord:
     multiplications: Amount
     packed: bool = False
     any_packed: bool = False
+    chosen: RankChoices = field(default_factory=dict)
+    first_chosen: RankChoices = field(default_factory=dict)
     peak_allocated: Amount | None = None
 
 
@@ -75,11 +81,23 @@ def read_records(folder: Path) -> list[RankRecord]:
     return records
 
 
-def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
-    """The record that theory predicts for the rank and step of a measured record."""
+def expected_record(
+    layout: Layout, measured: RankRecord, every: Sequence[RankRecord] = ()
+) -> RankRecord:
+    """The record that theory predicts for the rank and step of a measured record.
+
+    Args:
+        layout: layout of the run.
+        measured: record of the rank.
+        every: records of all ranks, whose tokens may reach this one's experts; none is needed of a
+            model without experts.
+    """
+    rows = rows_of_choices(layout, measured.rank, [record.chosen for record in every])
     at = layout.grid.coordinates(measured.rank)
     shard = at["dp_shard"] * layout.grid.cp + at["cp"] if num_shards(layout) > 1 else 0
-    state = model_state(layout, at["pp"], shard)
+    expert_at = layout.grid.coordinates(measured.rank, EXPERT_AXES)["edp"]
+    expert_shard = expert_at % num_expert_shards(layout)
+    state = model_state(layout, at["pp"], shard, expert_shard=expert_shard)
     on_gpu, count = measured.peak_allocated is not None, len(layout.split.stages)
     # A second copy of the model has its own stages, numbered on from those of the first.
     stages = [
@@ -89,7 +107,7 @@ def expected_record(layout: Layout, measured: RankRecord) -> RankRecord:
     ] or stages_held(layout, at["pp"])
     return replace(
         measured,
-        sent=by_axis(step_volumes(layout, measured.rank)),
+        sent=by_axis(step_volumes(layout, measured.rank, rows)),
         parameters=state.masters,
         gradients=state.masters,  # as many and as wide, once they are reduced
         optimizer=state.optimizer,

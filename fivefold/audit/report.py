@@ -163,7 +163,7 @@ def audit(
         seconds: measured time of a usual step; None if there was none.
         outlook: the planner's prediction; None without a cluster.
     """
-    pairs = [(expected_record(layout, record), record) for record in records]
+    pairs = [(expected_record(layout, record, records), record) for record in records]
     findings = [
         *_sent(layout, pairs),
         _compare("weights", pairs, lambda r: r.parameters),
@@ -223,10 +223,7 @@ def _compare(
 def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     # All but heads for tokens sends only what is seen.
     by_sight = any(kind != "a2a" for kind in layout.config.parallel.cp_comm_type)
-    told = {
-        "ep": "the formula is an expectation over experts that are chosen evenly",
-        "etp": "the formula is an expectation over experts that are chosen evenly",
-    }
+    told = {}
     if by_sight and any(record.any_packed for _, record in pairs):
         told["cp"] = (
             "told, not judged: the formula is for whole rows, and keys that no query of another "

@@ -277,6 +277,13 @@ DEPENDENTS = (
         ("--window-size 128",),
     ),
     Dependents(
+        ("mtp_loss_scaling_factor",),
+        "mtp_num_layers",
+        lambda c: c.model.mtp_num_layers > 0,
+        "weighs the loss of further predictions",
+        ("--mtp-num-layers 1",),
+    ),
+    Dependents(
         ("tokenizer_vocab_size",),
         "tokenizer_model",
         lambda c: c.data.tokenizer_model is None,

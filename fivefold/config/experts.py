@@ -52,6 +52,13 @@ class ExpertsConfig:
         False, "let every rank send every expert exactly its capacity, padded with zeros"
     )
 
+    def capacity(self, tokens: int, model: ModelConfig) -> int | None:
+        """Rows that an expert takes at most from a rank with so many tokens; None: all."""
+        factor, experts = self.moe_expert_capacity_factor, model.num_experts
+        if factor is None or experts is None:
+            return None
+        return -int(-tokens * model.moe_router_topk * factor // experts)
+
     @property
     def aux_losses(self) -> tuple[tuple[str, float], ...]:
         """The balancing losses that have an effect, with their factors."""

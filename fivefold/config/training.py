@@ -37,6 +37,9 @@ class TrainingConfig:
         "inductor", "backend of torch.compile; aot_eager leaves the operations unchanged"
     )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
+    mtp_loss_scaling_factor: float = option(
+        0.1, "weight of the mean loss of further predictions (multi-token prediction)"
+    )
     eval_interval: int = option(0, "steps between evaluations on the validation split; 0: never")
     eval_iters: int = option(4, "global batches per evaluation; 0: no evaluations")
     check_for_nan_in_loss_and_grad: bool = option(

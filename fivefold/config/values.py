@@ -50,6 +50,7 @@ _RULES = MappingProxyType(
         "seq_length": _AT_LEAST_ONE,
         "train_iters": _AT_LEAST_ONE,
         "label_smoothing": _SHARE,
+        "mtp_loss_scaling_factor": _NOT_NEGATIVE,
         "eval_interval": _NOT_NEGATIVE,
         "eval_iters": _NOT_NEGATIVE,
         "seed": (lambda v: 0 <= v < 1 << 63, "in 0 .. 2^63 - 1"),

@@ -12,6 +12,24 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import CpCommType, TokenDispatcher
 
 
+@dataclass(frozen=True)
+class Flow:
+    """What one rank sends in one step for one purpose.
+
+    Attributes:
+        axis: over which ranks: "tp", "pp", "cp" (its inner and outer groups as well), "ep", "etp",
+            "ep x etp", "edp" (all that hold the same experts), "edp_shard" and "edp_replicate" (its
+            two factors, where both are more than one), "router", "data" (all that see other
+            tokens), "dp_shard_cp" and "dp_replicate" (its two factors), "tied", "mirror", "world".
+        purpose: purpose in words.
+        size: bytes.
+    """
+
+    axis: str
+    purpose: str
+    size: float
+
+
 def wire_bytes(op: str, size: int, ranks: int) -> float:
     """What one of `ranks` ranks sends.
 

@@ -7,7 +7,7 @@ from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.operations import Weight
-from fivefold.model.shape import canonical_name, stage_weights
+from fivefold.model.shape import EMBEDDING, canonical_name, embedding_names, stage_weights
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class ParameterRecord:
             parallelism; None: each of them holds all of it.
         sums: groups over which its gradient is summed, one after the other: first the ranks that
             see other tokens of it ("data", for experts "edp"), then those of "tp" that each compute
-            a part, the other copy of the model ("mirror"), and the other copy of a tied embedding
+            a part, the other copy of the model ("mirror"), and the other copies of the embedding
             ("tied"), which may be on this rank.
-        loaded: whether a checkpoint is read into it, and not only into its original on this rank.
+        loaded: whether a checkpoint is read into it, and not only into another copy on this rank.
         written: whether it is what a checkpoint has of `stored`, and no copy.
         counted: whether its elements count here in the norm of the global gradient: every one does
             on exactly one rank.
@@ -49,7 +49,10 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
     model, grid = layout.config.model, layout.grid
     stages = layout.stages_of(grid.coordinates(rank)["pp"])
     weights = {stage: stage_weights(model, spec) for stage, spec in stages.items()}
-    here = {name for named in weights.values() for name in named}
+    here = [name for named in weights.values() for name in named]
+    first = {canonical_name(model, name): name for name in reversed(here)}
+    first |= {name: name for name in here if name == canonical_name(model, name)}
+    shared = _shares_embedding(layout)
     places = {kind: _MeshPlace.of(layout, rank, expert=kind) for kind in (False, True)}
     records = []
     for stage, named in weights.items():
@@ -65,8 +68,12 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
                     shape=weight.local(grid.tp, grid.ep, grid.etp),
                     experts=weight.of_experts,
                     split_dim=dim,
-                    sums=(place.data, *_further_sums(layout, name, weight)),
-                    loaded=name == stored or stored not in here,
+                    sums=(
+                        place.data,
+                        *_further_sums(layout, weight),
+                        *(("tied",) if shared and stored == EMBEDDING else ()),
+                    ),
+                    loaded=first[stored] == name,
                     written=original,
                     counted=original and place.first_replica and (dim is not None or place.tp == 0),
                 )
@@ -74,13 +81,32 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
     return tuple(records)
 
 
-def tied_ranks(layout: Layout) -> tuple[int, int] | None:
-    """The pipeline ranks of the two ends if they share a tied embedding and differ."""
-    placement = layout.split.placement
-    untied = layout.config.model.untie_embeddings_and_output_weights
-    if untied or placement[0] == placement[-1] or layout.num_copies > 1:
-        return None  # with two copies of the model, both ends are on the first and the last rank
-    return placement[0], placement[-1]
+def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Sets of pipeline ranks that hold copies of the embedding, each of several ranks.
+
+    With two copies of the model, a rank and its mirror hold the same parameters: of each such pair
+    one is in the first set and the other in the second.
+    """
+    last = layout.grid.pp - 1
+    ranks = {layout.split.placement[stage] for stage in _stages_with_embedding(layout)}
+    if layout.num_copies == 1:
+        sets = [tuple(sorted(ranks))]
+    else:
+        lower = sorted({min(rank, last - rank) for rank in ranks})
+        sets = [tuple(lower), tuple(last - rank for rank in reversed(lower))]
+    return tuple(each for each in sets if len(each) > 1)
+
+
+def _stages_with_embedding(layout: Layout) -> list[int]:
+    """The stages of the model that hold the token embedding or a copy of it."""
+    model, names = layout.config.model, set(embedding_names(layout.config.model))
+    stages = enumerate(layout.split.stages)
+    return [stage for stage, spec in stages if names & stage_weights(model, spec).keys()]
+
+
+def _shares_embedding(layout: Layout) -> bool:
+    """Whether there are copies of the embedding whose gradients are to be summed."""
+    return len(_stages_with_embedding(layout)) > 1
 
 
 @dataclass(frozen=True)
@@ -109,17 +135,10 @@ class _MeshPlace:
         return cls("data", index < num_shards(layout), at["tp"])
 
 
-def _further_sums(layout: Layout, name: str, weight: Weight) -> Iterator[str]:
-    """What follows the sum over data."""
+def _further_sums(layout: Layout, weight: Weight) -> Iterator[str]:
+    """What follows the sum over data, copies of the embedding apart."""
     tp, sequence = layout.grid.tp, layout.config.parallel.sequence_parallel
     if tp > 1 and weight.is_partial(tp, sequence_parallel=sequence):
         yield "tp"
     if layout.num_copies > 1:
         yield "mirror"
-    tied = not layout.config.model.untie_embeddings_and_output_weights
-    one_stage = any(spec.embedding and spec.head for spec in layout.split.stages)
-    if tied and not one_stage and name in _ENDS:
-        yield "tied"
-
-
-_ENDS = ("embed_tokens.weight", "lm_head.weight")

@@ -9,11 +9,12 @@ from fivefold.model.activations import (
     bookkeeping_bytes,
     embedding_bytes,
     loss_bytes,
+    prediction_bytes,
     saved_activations,
     total,
 )
 from fivefold.model.running import Running
-from fivefold.model.shape import layer_weights
+from fivefold.model.shape import has_final_norm, layer_weights
 
 
 def kept_activations(layout: Layout, stage: int, *, packed: bool, on_host: bool) -> float:
@@ -32,19 +33,28 @@ def kept_activations(layout: Layout, stage: int, *, packed: bool, on_host: bool)
         total(saved_activations(model, layer, running, position=place))
         for place, layer in enumerate(parts.layers)
     ]
+    saved += [total(saved_activations(model, model.num_layers, running))] * parts.mtp
+    saved.append(total(prediction_bytes(model, parts, running)))
+    if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
+        saved.append(Saved(kept=-8.0 * (parts.embedding + parts.mtp)))
     if parts.embedding:
         saved.append(total(embedding_bytes(model, running)))
-        if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
-            saved.append(Saved(kept=-8.0))
     if parts.head:
-        saved.append(total(loss_bytes(model, running)))
+        loss = loss_bytes(model, running)
+        if not has_final_norm(model, parts):
+            del loss["final_norm"]
+        saved.append(total(loss))
     smoothed = config.training.label_smoothing > 0
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
     groups = config.memory.recomputed_groups(len(parts.layers))
     kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
+    numbers = [model.num_layers + depth for depth in range(parts.mtp)]
+    if config.memory.recompute_granularity != "full":
+        kept_whole += numbers
     copies = sum(_copies(layout, layer, packed) for layer in kept_whole)
     kept = total(saved).kept + small + running.element_bytes * copies
-    if model.hidden_dropout and layout.grid.cp > 1 and len(kept_whole) < len(parts.layers):
+    every = len(parts.layers) + parts.mtp
+    if model.hidden_dropout and layout.grid.cp > 1 and len(kept_whole) < every:
         kept += 8.0  # numbers of this rank's tokens, which dropout needs when it is repeated
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0))
 
@@ -94,27 +104,37 @@ def multiplications(layout: Layout, rank: int) -> float:
     for stage, parts in layout.stages_of(at["pp"]).items():
         passes = once = 0.0  # of a microbatch; of a forward alone
         if parts.head:
-            once += model.padded_vocab_size // grid.tp * model.hidden_size
-            passes += 3 * model.padded_vocab_size // grid.tp * model.hidden_size
-        for group, again in memory.recomputed_groups(len(parts.layers)):
-            for place in group:
-                sizes = _linear_weights(layout, parts.layers[place])
-                once += sum(sizes.values())
-                passes += (3 + again) * sum(sizes.values())
-                last = place == group[-1]
-                if again and stops and last:
-                    passes -= sizes["mlp.down_proj.weight"]
-                if gathers_latents(config, parts.layers[place]):
-                    _, got = seen_shares(layout, at["cp"], model.window_of(parts.layers[place]))
-                    # Of all latents, in a forward; the backward projects them again for dX and dW.
-                    times = (4 + again + ("core_attn" in remade)) * (1 + got) - (3 + again)
-                    passes += times * sizes["self_attn.kv_b_proj.weight"]
-                    once += got * sizes["self_attn.kv_b_proj.weight"]
-                if "mla_up_proj" in remade:
-                    passes += sum(sizes.get(f"self_attn.{up}_proj.weight", 0) for up in _UP)
-                if "mlp" in remade:
-                    inner = ("gate", "up") if stops else ("gate", "up", "down")
-                    passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
+            runs = 1 + model.mtp_num_layers
+            once += runs * model.padded_vocab_size // grid.tp * model.hidden_size
+            passes += 3 * runs * model.padded_vocab_size // grid.tp * model.hidden_size
+        groups = memory.recomputed_groups(len(parts.layers))
+        layers = [
+            (parts.layers[place], again, again and stops and place == group[-1])
+            for group, again in groups
+            for place in group
+        ]
+        # A projection stands before those of further predictions, and behind them a norm.
+        further = range(model.num_layers, model.num_layers + parts.mtp)
+        layers += [(layer, memory.recompute_granularity == "full", False) for layer in further]
+        for layer, again, stops_before_last in layers:
+            sizes = _linear_weights(layout, layer)
+            predicts = layer >= model.num_layers
+            projection = 2 * model.hidden_size**2 // grid.tp if predicts else 0
+            once += projection + sum(sizes.values())
+            passes += (3 + again) * (projection + sum(sizes.values()))
+            if stops_before_last:
+                passes -= sizes["mlp.down_proj.weight"]
+            if gathers_latents(config, layer):
+                _, got = seen_shares(layout, at["cp"], model.window_of(layer))
+                # Of all latents, in a forward; the backward projects them again for dX and dW.
+                times = (4 + again + ("core_attn" in remade)) * (1 + got) - (3 + again)
+                passes += times * sizes["self_attn.kv_b_proj.weight"]
+                once += got * sizes["self_attn.kv_b_proj.weight"]
+            if "mla_up_proj" in remade:
+                passes += sum(sizes.get(f"self_attn.{up}_proj.weight", 0) for up in _UP)
+            if "mlp" in remade:
+                inner = ("gate", "up") if stops else ("gate", "up", "down")
+                passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
         total += count * passes + recomputed[stage] * once
     return 2 * total * tokens
 

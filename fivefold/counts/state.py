@@ -154,7 +154,8 @@ class ModelState:
 
 @dataclass(frozen=True)
 class GatheredBlock:
-    """Parameters that are gathered together: a layer, or the ends of the model in a stage.
+    """Parameters that are gathered together: a layer, with what stands around it where it predicts
+    a further token, or the ends of the model in a stage.
 
     Attributes:
         dense: local shapes of those on the attention mesh, after tensor parallelism.
@@ -173,25 +174,38 @@ class GatheredBlock:
 
 
 def stage_blocks(layout: Layout, stage: StageParts) -> list[GatheredBlock]:
-    """The blocks of a stage: its ends first, then every kind of layer."""
+    """The blocks of a stage: its ends first, then predictions, then every kind of layer."""
     model, grid = layout.config.model, layout.grid
     degrees = (grid.tp, grid.ep, grid.etp)
-    ends = _block(model, degrees, WholeModel((), stage.embedding, stage.head, stage.mtp))
+    around = WholeModel((), stage.embedding, stage.head, stage.mtp)
+    ends = _block(model, degrees, around, leaves_out="mtp.")
+    predicts = _block(model, degrees, around, only="mtp.0.")
+    further = [replace(predicts, count=stage.mtp)] if stage.mtp else []
     kinds = Counter(layer_kind(model, layer) for layer in stage.layers)
     first = {layer_kind(model, layer): layer for layer in reversed(stage.layers)}
     layers = [
         replace(_block(model, degrees, WholeModel((first[kind],), False, False)), count=count)
         for kind, count in kinds.items()
     ]
-    return [ends, *layers]
+    return [ends, *further, *layers]
 
 
 @lru_cache(maxsize=1024)
-def _block(model: ModelConfig, degrees: tuple[int, int, int], parts: WholeModel) -> GatheredBlock:
+def _block(
+    model: ModelConfig,
+    degrees: tuple[int, int, int],
+    parts: WholeModel,
+    *,
+    only: str = "",
+    leaves_out: str | None = None,
+) -> GatheredBlock:
+    """Of the parameters of a stage whose names begin with `only`, and not with `leaves_out`."""
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
-    for weight in stage_weights(model, parts).values():
+    for name, weight in stage_weights(model, parts).items():
+        if not name.startswith(only) or (leaves_out and name.startswith(leaves_out)):
+            continue
         place = experts if weight.of_experts else dense
         place.append(weight.local(tp, ep, etp))
     return GatheredBlock(tuple(dense), tuple(experts))
@@ -223,8 +237,20 @@ def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
     return min(max(shape[0] - shard * each, 0), each) * prod(shape[1:])
 
 
+def held_of_experts(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
+    """As `held`, of experts: where shards divide their features and not them, they split those."""
+    if len(shape) < 3 or shape[0] % shards == 0 or shape[1] % shards:
+        return held(shape, shards, shard)
+    return prod(shape) // shards
+
+
 def model_state(
-    layout: Layout, pp_rank: int, shard: int = 0, policy: StatePolicy | None = None
+    layout: Layout,
+    pp_rank: int,
+    shard: int = 0,
+    policy: StatePolicy | None = None,
+    *,
+    expert_shard: int = 0,
 ) -> ModelState:
     """What a rank keeps of weights, gradients and optimizer state.
 
@@ -233,6 +259,7 @@ def model_state(
         pp_rank: of the rank.
         shard: its index among those that share the state; the first one holds the most.
         policy: policy of the framework; None: of Fivefold.
+        expert_shard: its index among those that share the state of experts.
     """
     policy = policy or engine_policy(layout.config)
     shards, expert_shards = num_shards(layout), num_expert_shards(layout)
@@ -242,8 +269,9 @@ def model_state(
         for block in (ends, *layers):
             whole += block.count * block.size
             own += block.count * sum(held(shape, shards, shard) for shape in block.dense)
-            # Fewer experts than shards: their inner features are split as well.
-            own += block.count * sum(-(-prod(shape) // expert_shards) for shape in block.experts)
+            own += block.count * sum(
+                held_of_experts(shape, expert_shards, expert_shard) for shape in block.experts
+            )
         largest = max((block.size for block in layers), default=0)
         gathered = max(gathered, ends.size + policy.in_flight * largest)
     optimizer = own if policy.splits_optimizer else whole

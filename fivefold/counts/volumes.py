@@ -1,49 +1,43 @@
 """The bytes that theory says a rank sends in one training step, in closed form; torch-free."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import gathers_latents, seen_shares
-from fivefold.counts.messages import context_volumes, rows_sent, wire_bytes
+from fivefold.counts.expert_volumes import expert_flows
+from fivefold.counts.messages import Flow, context_volumes, wire_bytes
 from fivefold.counts.parameters import parameter_records, tied_ranks
-from fivefold.counts.state import held, num_expert_shards, num_shards
+from fivefold.counts.routed import LayerRows
+from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
 from fivefold.layout import Layout
+from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.operations import CoreAttention, Operation
-from fivefold.pipeline.ir import Kind
+from fivefold.model.shape import StageParts
+from fivefold.pipeline.ir import Direction, Kind
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
 
-@dataclass(frozen=True)
-class Flow:
-    """What one rank sends in one step for one purpose.
+def step_volumes(
+    layout: Layout, rank: int, rows: Mapping[int, LayerRows] | None = None
+) -> tuple[Flow, ...]:
+    """Everything that a rank sends in one training step, optimizer included.
 
-    Attributes:
-        axis: over which ranks: "tp", "pp", "cp" (its inner and outer groups as well), "ep", "etp",
-            "edp", "data" (all that see other tokens), "dp_shard_cp" and "dp_replicate" (its two
-            factors, where both are more than one), "tied", "mirror", "world".
-        purpose: purpose in words.
-        size: bytes.
+    Args:
+        layout: layout of the run.
+        rank: rank that sends.
+        rows: rows of each layer with experts; None: in expectation, of experts chosen evenly.
     """
-
-    axis: str
-    purpose: str
-    size: float
-
-
-def step_volumes(layout: Layout, rank: int) -> tuple[Flow, ...]:
-    """Everything that a rank sends in one training step, optimizer included."""
     volumes = _Volumes(layout, rank)
     flows = (
         *volumes.data_parallel(),
         *volumes.tensor_parallel(),
         *volumes.context_parallel(),
-        *volumes.expert_parallel(),
+        *volumes.expert_data_parallel(),
+        *expert_flows(layout, rank, rows),
         *volumes.pipeline(),
         *volumes.scalars(),
     )
@@ -64,7 +58,7 @@ class _Volumes:
     def __init__(self, layout: Layout, rank: int) -> None:
         config, grid = layout.config, layout.grid
         self.layout, self.model, self.parallel = layout, config.model, config.parallel
-        self.at = grid.coordinates(rank)
+        self.rank, self.at = rank, grid.coordinates(rank)
         # Each copy of the model takes its share of the microbatches.
         self.tp, self.microbatches = grid.tp, layout.num_microbatches // layout.num_copies
         self.slices = self.parallel.num_sequence_slices
@@ -78,6 +72,8 @@ class _Volumes:
         self.stages = layout.stages_of(self.at["pp"])
         self.recomputed = layout.recomputed()
         self.records = parameter_records(layout, rank)
+        self.expert_shards = num_expert_shards(layout)
+        self.expert_shard = grid.coordinates(rank, EXPERT_AXES)["edp"] % self.expert_shards
 
     def data_parallel(self) -> Iterator[Flow]:
         """Gathers of parameters and reductions of gradients, with the padding of uneven shards.
@@ -86,27 +82,68 @@ class _Volumes:
         ZeRO-1, (M g + c) Psi for ZeRO-2, M (2c + g) Psi for ZeRO-3; the r replicas of a shard
         then all-reduce it, 2 (r-1)/r of g Psi / d, and so do all ranks without sharding (d = 1).
         """
-        sharding = self.parallel.sharding
         shards, replicas = self.shards, self.data // self.shards
+        axes = (
+            "data" if replicas == 1 else "dp_shard_cp",
+            "data" if shards == 1 else "dp_replicate",
+        )
+        yield from self._sharded("data", "parameters", axes, shards, replicas)
+
+    def expert_data_parallel(self) -> Iterator[Flow]:
+        """As `data_parallel`, over the ranks that hold the same experts."""
+        ranks = self.layout.grid.group_of(self.rank, ("edp",), EXPERT_AXES)
+        shards = self.expert_shards
+        block, place = divmod(ranks.index(self.rank), shards)
+        sharing = ranks[block * shards : (block + 1) * shards]
+        axes = self._axis(sharing, "edp_shard"), self._axis(ranks[place::shards], "edp_replicate")
+        yield from self._sharded("edp", "experts", axes, shards, len(ranks) // shards)
+
+    def _axis(self, ranks: tuple[int, ...], name: str) -> str:
+        """The first of the axes with these ranks, which share a group."""
+        grid = self.layout.grid
+        named = {
+            "tp": ("tp",),
+            "data": ("dp_replicate", "dp_shard", "cp"),
+            "dp_replicate": ("dp_replicate",),
+            "dp_shard_cp": ("dp_shard", "cp"),
+        }
+        for axis, over in named.items():
+            if grid.group_of(self.rank, over) == ranks:
+                return axis
+        return "edp" if grid.group_of(self.rank, ("edp",), EXPERT_AXES) == ranks else name
+
+    def _sharded(
+        self, group: str, what: str, axes: tuple[str, str], shards: int, replicas: int
+    ) -> Iterator[Flow]:
+        """Of the parameters whose gradients a group sums first.
+
+        Args:
+            group: name of the group in their records.
+            what: what they are, in words.
+            axes: axis of the ranks that share state, and of those that hold the same.
+            shards: number of the former.
+            replicas: number of the latter.
+        """
+        sharding = self.parallel.sharding
         often = self._gathers()
         padded = gathers = 0
         for record in self.records:
-            if "data" in record.sums:
-                size = -(-record.shape[0] // shards) * prod(record.shape[1:])
+            if group in record.sums:
+                part = held_of_experts if record.experts else held
+                size = part(record.shape, shards)
                 padded += size
                 gathers += often[record.stage] * size
         reductions = sharding.reductions(self.microbatches * self.slices)
-        axis = "data" if replicas == 1 else "dp_shard_cp"
         gathered = wire_bytes("all_gather", shards * gathers * self.element, shards)
-        yield Flow(axis, "gathered parameters", gathered)
+        yield Flow(axes[0], f"gathered {what}", gathered)
         reduced = wire_bytes("reduce_scatter", shards * padded * self.wire, shards)
-        yield Flow(axis, "reduced gradients", reductions * reduced)
+        yield Flow(axes[0], f"reduced gradients of {what}", reductions * reduced)
         # FSDP2 sums replicas in the reduction type; only our buckets and reduce-scatter narrow it.
         bucketed = not sharding.splits_optimizer and self.element == self.master
         summed = padded * (self.wire if bucketed else self.master)
         yield Flow(
-            "data" if shards == 1 else "dp_replicate",
-            "gradients summed over replicas",
+            axes[1],
+            f"gradients of {what} summed over replicas",
             wire_bytes("all_reduce", summed, replicas),
         )
 
@@ -128,6 +165,11 @@ class _Volumes:
         input = 5. The embedding: 2. The
         output layer: an all-reduce = 2, or 2 gathers and a reduce-scatter = 3. The loss gathers 2
         numbers a token (3 with label smoothing) in at least fp32.
+
+        Each further prediction looks up an embedding, and projects two hidden states to one as a
+        column-parallel linear does (4, or 2 gathers and a reduce-scatter = 6). Its features are
+        gathered (1), or exchanged for tokens forward and backward (1/t each). Output layer and loss
+        run once more.
         """
         sequence = self.parallel.sequence_parallel
         feature = self.tokens * self.element * (self.tp - 1) / self.tp
@@ -135,22 +177,44 @@ class _Volumes:
         numbers = 3 if self.layout.config.training.label_smoothing else 2
         loss = self.tp * numbers * self.tokens * self.master
         for stage, spec in self.stages.items():
-            layers = sum(sum(self._features(layer)) for layer in spec.layers) * feature
-            yield Flow("tp", "activations of layers", self.microbatches * layers)
-            again = self.microbatches * self._repeated(spec.layers)
+            layers = (*spec.layers, *self._further(spec))
             twice = self.recomputed[stage]  # forwards of the whole stage
-            again += twice * sum(self._features(layer)[0] for layer in spec.layers)
+            exchanged = self._exchanged(spec.mtp)
+            forward = sum(self._features(layer)[0] for layer in layers) + exchanged
+            backward = sum(self._features(layer)[1] for layer in layers) + exchanged
+            yield Flow(
+                "tp", "activations of layers", self.microbatches * (forward + backward) * feature
+            )
+            again = self._repeated(spec.layers) + self._repeated_further(spec.mtp)
+            again = self.microbatches * again + twice * forward
             yield Flow("tp", "activations made again", again * feature)
-            if spec.embedding:
-                embedding = 2 * self.microbatches + (1 if sequence else 2) * twice
-                yield Flow("tp", "embedding", embedding * unit)
+            embedding = 2 * self.microbatches + (1 if sequence else 2) * twice
+            yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedding * unit)
             if spec.head:
+                runs = 1 + self.model.mtp_num_layers
                 head = 3 * self.microbatches + twice if sequence else 2 * self.microbatches
-                yield Flow("tp", "output layer", head * unit)
+                yield Flow("tp", "output layer", runs * head * unit)
                 whole = wire_bytes("all_gather", loss, self.tp)
-                yield Flow("tp", "cross entropy", (self.microbatches + twice) * whole)
+                yield Flow("tp", "cross entropy", runs * (self.microbatches + twice) * whole)
         size = wire_bytes("all_reduce", self._held("tp") * self.master, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
+
+    def _further(self, spec: StageParts) -> range:
+        """The numbers of a stage's layers of multi-token prediction."""
+        return range(self.model.num_layers, self.model.num_layers + spec.mtp)
+
+    def _exchanged(self, predictions: int) -> float:
+        """Features of a token that so many projections exchange for tokens, in one direction."""
+        sequence = self.parallel.sequence_parallel
+        return predictions * self.model.hidden_size / self.tp if sequence else 0.0
+
+    def _repeated_further(self, predictions: int) -> float:
+        """As `_repeated`, of so many further predictions: each ends with a norm, which saves."""
+        memory = self.layout.config.memory
+        layer = self.model.num_layers
+        if memory.recompute_granularity != "full":
+            return predictions * self._repeated([layer])
+        return predictions * self._features(layer)[0] + self._exchanged(predictions)
 
     def _repeated(self, layers: Sequence[int]) -> int:
         """Features of a token that the backward of a stage sends to make its input anew.
@@ -159,20 +223,28 @@ class _Volumes:
         before the sum that ends an MLP (unless the mask of a dropout comes after).
         """
         memory, sequence = self.layout.config.memory, self.parallel.sequence_parallel
+        if memory.recompute_granularity == "selective":
+            return sum(self._repeated_block(self._layer(layer)) for layer in layers)
         last = (1 if sequence else 2) * self.model.hidden_size
-        remade = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-        repeated: list[Operation] = []
-        for layer in map(self._layer, layers):
-            repeated += [layer.mlp_input] if "mlp" in remade else []
-            repeated += [
-                op for op in layer.attention if "mla_up_proj" in {*remade} & {*op.rerun_by}
-            ]
-        features = sum(op.tensor_features(sequence_parallel=sequence)[0] for op in repeated)
+        features = 0
         for group, again in memory.recomputed_groups(len(layers)):
             if again:
                 features += sum(self._features(layers[index])[0] for index in group)
                 features -= last * self._layer(layers[group[-1]]).ends_with_sum
         return features
+
+    def _repeated_block(self, layer: Layer) -> int:
+        """Of a layer in which only modules are repeated: up to the last linear layer's input."""
+        modules = self.layout.config.memory.recompute_modules
+        linears: Sequence[Operation] = ()
+        if "mlp" in modules and not layer.kind.experts:
+            linears = layer.mlp_inputs
+        elif "moe" in modules and layer.kind.experts:
+            linears = layer.mlp if self.model.moe_shared_expert_gate else layer.mlp_inputs
+        latent = [op for op in layer.attention if "mla_up_proj" in {*modules} & {*op.rerun_by}]
+        sequence = self.parallel.sequence_parallel
+        operations = (*latent, *linears)
+        return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in operations)
 
     def context_parallel(self) -> Iterator[Flow]:
         """Keys and values, or heads for tokens, of every layer of this rank."""
@@ -182,8 +254,8 @@ class _Volumes:
         sizes = self.parallel.hierarchical_context_parallel_sizes
         heads = max(model.num_kv_heads // self.tp, 1)
         for stage, spec in self.stages.items():
-            whole, kernels = self._remade_attention(spec.layers)
-            for layer in spec.layers:
+            whole, kernels = self._remade_attention(spec)
+            for layer in (*spec.layers, *self._further(spec)):
                 kind = kinds[layer % len(kinds)]
                 # A ring adds the gradients of many ranks up on their way; others add them at home.
                 volumes = partial(
@@ -217,68 +289,48 @@ class _Volumes:
         gathered = kinds[layer % len(kinds)] == "all_gather"
         return self._layer(layer).one(CoreAttention).key_value_features(self.tp, gathered=gathered)
 
-    def _remade_attention(self, layers: tuple[int, ...]) -> tuple[set[int], set[int]]:
+    def _remade_attention(self, spec: StageParts) -> tuple[set[int], set[int]]:
         """Those of a stage's layers that the backward repeats whole, or only their attention."""
-        memory = self.layout.config.memory
+        memory, layers, further = self.layout.config.memory, spec.layers, self._further(spec)
         if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
-            return set(), set(layers)
+            return set(), {*layers, *further}
         groups = memory.recomputed_groups(len(layers))
-        return {layers[place] for group, again in groups if again for place in group}, set()
-
-    def expert_parallel(self) -> Iterator[Flow]:
-        """Tokens on their way to experts and back, in expectation; the experts' own sharding.
-
-        A row goes out and comes back, forward and backward: 4 times h elements. The ranks of an
-        expert's tensor group gather each other's rows and reduce their results.
-        """
-        grid, model = self.layout.grid, self.model
-        kinds = [layer_kind(model, i) for spec in self.stages.values() for i in spec.layers]
-        layers = sum(kind.experts for kind in kinds)
-        if not layers:
-            return
-        tokens = self.tokens / (self.tp if self.parallel.sequence_parallel else 1)
-        row = 4 * self.microbatches * layers * tokens * model.hidden_size * self.element
-        dispatcher = self.parallel.moe_token_dispatcher_type
-        rows = rows_sent(dispatcher, model, grid.ep)
-        yield Flow("ep", "tokens to experts and back", rows * row)
-        yield Flow("etp", "rows of a split expert", (grid.etp - 1) * model.moe_router_topk * row)
-        owned = sum(prod(record.shape) for record in self.records if "edp" in record.sums)
-        yield from self._expert_data(owned)
-
-    def _expert_data(self, owned: int) -> Iterator[Flow]:
-        """As `data_parallel`, over the ranks that hold the same experts."""
-        shards = num_expert_shards(self.layout)
-        sharding = self.parallel.sharding
-        if not sharding.splits_optimizer:
-            summed = wire_bytes("all_reduce", owned * self.wire, self.layout.grid.edp)
-            yield Flow("edp", "gradients of experts", summed)
-            return
-        gathers = sharding.gathers(self.microbatches)
-        reductions = sharding.reductions(self.microbatches)
-        gathered = wire_bytes("all_gather", owned * self.element, shards)
-        yield Flow("edp", "gathered experts", gathers * gathered)
-        reduced = wire_bytes("reduce_scatter", owned * self.wire, shards)
-        yield Flow("edp", "gradients of experts", reductions * reduced)
+        whole = {layers[place] for group, again in groups if again for place in group}
+        return whole | {*(further if memory.recompute_granularity == "full" else ())}, set()
 
     def pipeline(self) -> Iterator[Flow]:
         """Hidden states and their gradients, [T, H] or its part, and tied embeddings."""
         messages = [m for m in self.layout.program().messages if m.src_rank == self.at["pp"]]
         parts = self.tp if self.parallel.sequence_parallel else 1
         size = self.tokens // self.slices // parts * self.model.hidden_size * self.element
-        yield Flow("pp", "hidden states and gradients", len(messages) * size)
+        backward = Direction.BACKWARD
+        states = sum(
+            self.layout.states_into(m.dst_stage + (m.direction is backward)) for m in messages
+        )
+        yield Flow("pp", "hidden states and gradients", states * size)
         # The pair of ranks is all of the pipeline where that has two.
-        two = self.layout.grid.pp == 2
+        pp = self.layout.grid.pp
         copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
-        yield Flow("pp" if two else "mirror", "gradients of both copies of the model", copies)
-        if self.at["pp"] in (tied_ranks(self.layout) or ()):
-            tied = wire_bytes("all_reduce", self._held("tied") * self.master, 2)
-            yield Flow("pp" if two else "tied", "gradient of the tied embedding", tied)
+        yield Flow("pp" if pp == 2 else "mirror", "gradients of both copies of the model", copies)
+        for ranks in tied_ranks(self.layout):
+            if self.at["pp"] in ranks:
+                embedding = next(record for record in self.records if "tied" in record.sums)
+                size = held(embedding.shape, self.shards, self.shard) * self.master
+                tied = wire_bytes("all_reduce", size, len(ranks))
+                axis = "pp" if len(ranks) == pp else "tied"
+                yield Flow(axis, "gradient of the tied embedding", tied)
 
     def scalars(self) -> Iterator[Flow]:
-        """The valid tokens before the step; loss, votes to stop and squared norm after it."""
-        yield Flow("data", "token count", wire_bytes("all_reduce", SCALAR_BYTES, self.data))
+        """The valid tokens before the step; losses, votes to stop and squared norm after it."""
+        losses = 1 + self.model.mtp_num_layers
+        count = wire_bytes("all_reduce", SCALAR_BYTES, self.data)
+        yield Flow("data", "token count", losses * count)
         one = wire_bytes("all_reduce", SCALAR_BYTES, self.layout.grid.world_size)
-        yield Flow("world", "loss, votes and gradient norm", 3 * one)
+        yield Flow("world", "loss, votes and gradient norm", (losses + 2) * one)
+        every = range(self.model.num_layers + self.model.mtp_num_layers)
+        mixtures = sum(layer_kind(self.model, layer).experts for layer in every)
+        numbers = mixtures * ((self.model.num_experts or 0) + 4)
+        yield Flow("world", "what routers decided", numbers * one)
 
     def _layer(self, layer: int) -> Layer:
         return describe(self.model, layer_kind(self.model, layer))
@@ -296,5 +348,10 @@ class _Volumes:
 
     def _held(self, group: str) -> int:
         """Elements in this rank's shard of the parameters whose gradients a group sums."""
-        summed = (record.shape for record in self.records if group in record.sums)
-        return sum(held(shape, self.shards, self.shard) for shape in summed)
+        return sum(
+            held_of_experts(record.shape, self.expert_shards, self.expert_shard)
+            if record.experts
+            else held(record.shape, self.shards, self.shard)
+            for record in self.records
+            if group in record.sums
+        )

@@ -17,12 +17,14 @@ from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.experts import Experts
+from fivefold.model.prediction import FurtherToken
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Work, run_works
 
 
 class ShardedStage:
-    """A stage whose parameters FSDP2 holds; each layer is a unit, the ends are one with the stage.
+    """A stage whose parameters FSDP2 holds; each layer is a unit, also with what stands around it
+    where it predicts a further token; the ends are one with the stage.
 
     The experts of a layer are a unit of their own, on a mesh of their own.
 
@@ -50,7 +52,7 @@ class ShardedStage:
             )
         dense = _data_mesh(groups.mesh, policy)
         meshes: dict[nn.Module, DeviceMesh] = dict.fromkeys(
-            (*stage.transformer_layers, stage), dense
+            (*stage.layers.values(), *stage.predictions, stage), dense
         )
         if groups.experts is not None:
             of_experts = _data_mesh(groups.experts.mesh, policy)
@@ -78,14 +80,19 @@ class ShardedStage:
 
         Left alone, FSDP2 gathers in the backward what ran before in the order of all forwards; a
         pipeline interleaves microbatches, and the last of these gathers would be for nothing. To
-        gather the root, which still is gathered in a backward, means to gather nothing.
+        gather the root, which still is gathered in a backward, means to gather nothing. Predictions
+        of further tokens, which an evaluation leaves out, are gathered when they run.
         """
         root, *layers = self._units
         backward = [root, *_last_layer_first(layers)]
         for unit, following in zip(backward, [*backward[1:], root], strict=True):
             unit.set_modules_to_backward_prefetch([following if early else root])
-        for unit, following in pairwise(layers if early else ()):
-            unit.set_modules_to_forward_prefetch([following])
+        predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
+        parts = [[m for m in each.modules() if m in layers] for each in predictions]
+        always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
+        for run in (always, *parts) if early else ():
+            for unit, others in _with_following(run):
+                unit.set_modules_to_forward_prefetch(others)
 
     def _set_communication(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
         on_cpu = mesh.device_type == "cpu"
@@ -180,6 +187,16 @@ def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
     if local.dim() < 3 or local.shape[0] % shards == 0 or local.shape[1] % shards:
         return None
     return Shard(1)
+
+
+def _with_following(
+    units: Sequence[FSDPModule],
+) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
+    """Each layer with its own experts and the layer after it. Experts are followed by nothing: a
+    backward that runs them again would gather a layer that is done with."""
+    places = [place for place, unit in enumerate(units) if not isinstance(unit, Experts)]
+    for place, after in pairwise([*places, len(units)]):
+        yield units[place], list(units[place + 1 : after + 1])
 
 
 def _last_layer_first(units: Sequence[FSDPModule]) -> Iterator[FSDPModule]:

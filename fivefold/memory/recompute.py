@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ from fivefold.model.context import Context
 from fivefold.model.experts import Experts
 from fivefold.model.latent_attention import Heads, LatentAttention
 from fivefold.model.layers import LayerBlock
-from fivefold.model.transformer import Norm, Stage, plain_layers
+from fivefold.model.transformer import Norm, RunLayer, Stage, plain_layers
 
 
 def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
@@ -58,7 +58,7 @@ class RecomputedLayers:
 
     memory: MemoryConfig
 
-    def __call__(self, layers: Sequence[nn.Module], x_TH: Tensor, context: Context) -> Tensor:
+    def __call__(self, layers: Sequence[RunLayer], x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         for group, again in self.memory.recomputed_groups(len(layers)):
             inside = [layers[index] for index in group]

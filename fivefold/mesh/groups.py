@@ -64,7 +64,7 @@ class Groups:
         cp: group of the ranks that hold the parts of the same sequences.
         cp_inner: subgroup of `cp` that exchanges heads for tokens in hierarchical attention.
         cp_outer: subgroup of `cp` that forms the ring in hierarchical attention.
-        tied: group of the two pipeline ranks that each hold a copy of a tied embedding.
+        tied: group of the pipeline ranks that hold copies of the embedding, if several do.
         mirror: group of the two pipeline ranks that hold the same stages, if the pipeline holds two
             copies of the model.
         mesh: [dp_replicate, dp_shard_cp, tp] mesh of this pipeline rank, on which parameters are
@@ -134,7 +134,7 @@ def build_groups(
     sharded: bool,
     expert_shards: int | None = None,
     cp_sizes: tuple[int, ...] = (),
-    tied_ranks: tuple[int, int] | None = None,
+    tied_ranks: Sequence[tuple[int, ...]] = (),
     mirrored: bool = False,
 ) -> Groups:
     """Create the groups of this rank.
@@ -151,8 +151,7 @@ def build_groups(
             experts.
         cp_sizes: sizes of the inner and outer groups of hierarchical context parallelism; empty if
             it is not hierarchical.
-        tied_ranks: pipeline ranks of the first and the last stage, if these share a tied embedding
-            and differ.
+        tied_ranks: sets of pipeline ranks, each of which holds copies of the embedding.
         mirrored: whether the pipeline holds a second copy of the model, in reverse.
     """
     made = _Made()
@@ -163,9 +162,10 @@ def build_groups(
     inner, outer = _hierarchy(cp_ranks, rank, cp_sizes)
     here = grid.coordinates(rank)["pp"]
     tied = None
-    if tied_ranks is not None and here in tied_ranks:
-        tied = made.group(tuple(pp_ranks[i] for i in tied_ranks))
-    elif tied_ranks is not None:
+    sharing = next((ranks for ranks in tied_ranks if here in ranks), None)
+    if sharing is not None:
+        tied = made.group(tuple(pp_ranks[i] for i in sharing))
+    elif tied_ranks:
         # torch names a group after its ranks and the number of groups that each has made before:
         # ranks without a tied embedding make one as well, or the next common group would hang.
         new_group((rank,))

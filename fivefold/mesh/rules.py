@@ -39,6 +39,9 @@ def _split_over_tp(model: ModelConfig) -> list[tuple[str, int]]:
         "ffn_hidden_size": model.ffn_size if dense else 0,
         "moe_shared_expert_intermediate_size": model.shared_ffn_size,
         "padded vocabulary": model.padded_vocab_size,
+        "hidden_size, which mtp_num_layers projects to,": (
+            model.hidden_size if model.mtp_num_layers else 0
+        ),
     }
     return [(name, size) for name, size in sizes.items() if size]
 

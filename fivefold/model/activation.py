@@ -85,17 +85,27 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weights_T: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weights_T)
-        return (F.silu(gate).mul_(up) * weights_T[:, None]).to(gate.dtype)
+        act = F.silu(gate).mul_(up)
+        if weights_T.dtype == act.dtype:
+            return act.mul_(weights_T[:, None])
+        return (act * weights_T[:, None]).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate, up, weights_T = ctx.saved_tensors
         act = F.silu(gate)
-        wide = grad.to(weights_T.dtype)
-        grad_weights = torch.linalg.vecdot(wide, (act * up).to(weights_T.dtype))
-        weighted = (wide * weights_T[:, None]).to(gate.dtype)
-        grad_gate = torch.ops.aten.silu_backward(weighted * up, gate)
-        return grad_gate, act.mul_(weighted), grad_weights
+        product = act * up
+        if grad.dtype == weights_T.dtype:  # in place, and again in place
+            grad_weights = product.mul_(grad).sum(1)
+            weighted = torch.mul(grad, weights_T[:, None], out=product)
+        else:
+            wide = grad.to(weights_T.dtype)
+            grad_weights = torch.linalg.vecdot(wide, product.to(weights_T.dtype))
+            weighted = (wide * weights_T[:, None]).to(gate.dtype)
+        grad_up = act.mul_(weighted)
+        weighted.mul_(up)
+        torch.ops.aten.silu_backward.grad_input(weighted, gate, grad_input=weighted)
+        return weighted, grad_up, grad_weights
 
 
 class _BoundedGate(torch.autograd.Function):

@@ -10,7 +10,7 @@ from fivefold.model.description import describe, layer_kind
 from fivefold.model.latent_operations import LatentDown
 from fivefold.model.operations import Kept, Norm
 from fivefold.model.running import Running
-from fivefold.model.shape import StageParts
+from fivefold.model.shape import StageParts, has_final_norm
 
 _LOSS_CHUNK = 3072  # entries of the vocabulary that a fused output layer and loss hold at a time
 
@@ -91,6 +91,24 @@ def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     return {"tokens": Saved(kept=8.0), "embedding_dropout": Saved(kept=mask)}
 
 
+def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict[str, Saved]:
+    """What a stage keeps for its predictions of further tokens beside their layers, per token.
+
+    Numbers of the tokens that are looked up, and masks of their dropout; where another stage has
+    the output layer, which counts them as its input, the states that are predicted from as well,
+    and the input of the final norm.
+    """
+    if not parts.mtp:
+        return {}
+    around = model.hidden_size / running.token_parts
+    states = 0 if parts.head else 1 + parts.mtp
+    return {
+        "further_tokens": Saved(kept=8.0 * parts.mtp),
+        "further_dropout": Saved(kept=around * parts.mtp if model.hidden_dropout else 0.0),
+        "states": Saved(kept=running.element_bytes * around * states),
+    }
+
+
 def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     """What the final norm, the output layer and the loss keep, per token, on one rank.
 
@@ -132,24 +150,30 @@ def bookkeeping_bytes(
     # PyTorch's layer norm keeps mean and deviation, on a CPU in the compute type.
     norm = (2 * running.element_bytes if model.normalization == "LayerNorm" else wide) / tokens
     size = 0.0
-    for group, again in running.memory.recomputed_groups(len(parts.layers)):
-        for place in () if again else group:
-            for operation in describe(model, layer_kind(model, parts.layers[place])).operations:
-                if isinstance(operation, Norm):
-                    queries, keys = operation.heads or (0, 0)
-                    size += wide * (queries / tp + max(keys / tp, 1)) if queries else norm
-                if isinstance(operation, LatentDown):
-                    size += norm * operation.norms
-    if model.position_embedding_type == "rope":
+    groups = running.memory.recomputed_groups(len(parts.layers))
+    kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
+    if running.memory.recompute_granularity != "full":
+        kept_whole += [model.num_layers] * parts.mtp
+        size += 3 * norm * parts.mtp
+    for layer in kept_whole:
+        for operation in describe(model, layer_kind(model, layer)).operations:
+            if isinstance(operation, Norm):
+                queries, keys = operation.heads or (0, 0)
+                size += wide * (queries / tp + max(keys / tp, 1)) if queries else norm
+            if isinstance(operation, LatentDown):
+                size += norm * operation.norms
+    if model.position_embedding_type == "rope" and (parts.layers or parts.mtp):
         size += running.element_bytes * 1.5 * model.rotary_dim  # cosines of all, sines of half
-    if parts.embedding and tp > 1:
-        size += 1.0
-    if parts.head:
+    if tp > 1:
+        size += parts.embedding + parts.mtp
+    if has_final_norm(model, parts):
         size += norm
+    if parts.head:
+        runs = 1 + model.mtp_num_layers
         if not running.memory.cross_entropy_loss_fusion:
-            size += wide * (1 + smoothed) if tp > 1 else 8.0 + wide
+            size += runs * (wide * (1 + smoothed) if tp > 1 else 8.0 + wide)
         elif running.memory.cross_entropy_fusion_impl == "linear":
-            size += wide * (2 + smoothed)
+            size += runs * wide * (2 + smoothed)
     return size
 
 

@@ -39,6 +39,10 @@ class Batch:
         token_ids: [B, L] int64, number of the token in the whole run; keys dropout masks.
         loss_weights: [B, S] float, weight of each token's loss; None if all weigh one.
         step: optimizer step; keys dropout masks.
+        further_tokens: [D, B, S] int64, the token 1 .. D places further on, if more than the next
+            one is to be predicted (`model.prediction`); None: no more.
+        further_labels: [D, B, S] int64, what to predict from there; -100 takes no loss.
+        further_weights: [D, B, S] float, weights of these losses; None if all weigh one.
         part: which tokens of [B, L] these are, if they are divided over ranks. Packed rows then
             are one row, laid end to end: S is its part, and B is 1.
     """
@@ -50,7 +54,15 @@ class Batch:
     token_ids: Tensor
     loss_weights: Tensor | None = None
     step: int = 0
+    further_tokens: Tensor | None = None
+    further_labels: Tensor | None = None
+    further_weights: Tensor | None = None
     part: MicrobatchShare | None = None
+
+    @property
+    def num_further(self) -> int:
+        """D: how many tokens behind the next one are predicted as well."""
+        return 0 if self.further_tokens is None else len(self.further_tokens)
 
     @property
     def own_token_ids(self) -> Tensor:
@@ -74,12 +86,21 @@ class Batch:
     def divided(self, part: MicrobatchShare) -> "Batch":
         """The part of a whole microbatch that lies on one rank."""
         weights = self.loss_weights
+
+        def of_each(values_DBS: Tensor | None) -> Tensor | None:
+            if values_DBS is None:
+                return None
+            return torch.stack([taken(values_BS, part) for values_BS in values_DBS])
+
         return replace(
             self,
             tokens=taken(self.tokens, part),
             labels=taken(self.labels, part),
             positions=taken(self.positions, part),
             loss_weights=None if weights is None else taken(weights, part),
+            further_tokens=of_each(self.further_tokens),
+            further_labels=of_each(self.further_labels),
+            further_weights=of_each(self.further_weights),
             part=part,
         )
 
@@ -87,6 +108,7 @@ class Batch:
         """Consecutive slices of the sequences, all of the same length."""
         if num_slices == 1:
             return (self,)
+        assert self.num_further == 0, "slices share keys and values only"
         length = self.tokens.shape[1] // num_slices
         return tuple(
             self._slice(end - length, end) for end in range(length, num_slices * length + 1, length)

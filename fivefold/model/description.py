@@ -31,6 +31,7 @@ from fivefold.model.operations import (
     Weight,
 )
 
+_SHARED_GATE = "mlp.shared_expert_gate.weight"
 OperationT = TypeVar("OperationT", bound=Operation)
 
 
@@ -107,7 +108,8 @@ class Layer:
         """Whether the last result is a sum over tensor-parallel ranks that nothing keeps."""
         *_, last, residual = self.operations
         assert isinstance(residual, Residual)
-        return isinstance(last, RowLinear) and not self.kind.experts and not residual.dropout
+        gated = any(weight.name == _SHARED_GATE for weight in self.weights)
+        return isinstance(last, RowLinear) and not gated and not residual.dropout
 
 
 def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
@@ -298,7 +300,8 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
     first, last = _mlp("mlp.shared_experts", model, inner)
     outputs, widths = inner * _gates(model), _kept_widths(model)
-    gate = _whole("mlp.shared_expert_gate", h, 1, False) if model.moe_shared_expert_gate else ()
+    gated = model.moe_shared_expert_gate
+    gate = _whole(_SHARED_GATE.removesuffix(".weight"), h, 1, False) if gated else ()
     return (
         ColumnLinear(
             "shared_fc1", (*first, *gate), again, inputs=h, outputs=outputs, shared_input=True

@@ -56,23 +56,37 @@ class GroupedLinear(nn.Module):
 
 
 def plain_multiply(x_TH: Tensor, rows_E: Tensor, linear: GroupedLinear) -> Tensor:
-    """The multiplication itself: the seam of weight gradients that wait."""
-    return grouped_linear(x_TH, local(linear.weight), rows_E)
-
-
-def grouped_linear(x_TH: Tensor, weight_EFH: Tensor, rows_E: Tensor) -> Tensor:
-    """Rows of group e times W_e^T: [T, H] -> [T, F]."""
+    """The multiplication itself, under autograd: the seam of weight gradients that wait."""
+    weight_EFH = local(linear.weight)
     if has_kernel(x_TH):
-        return torch._grouped_mm(x_TH, weight_EFH.transpose(1, 2), offs=_ends(rows_E))
+        return grouped_linear(x_TH, weight_EFH, rows_E, None)
     pieces = zip(x_TH.split(rows_E.tolist()), weight_EFH.unbind(), strict=True)
     return torch.cat([x @ weight.t() for x, weight in pieces])
 
 
-def grouped_weight_gradient(grad_TF: Tensor, x_TH: Tensor, rows_E: Tensor) -> Tensor:
-    """[E, F, H]: zero for a group without rows."""
-    if has_kernel(x_TH):
+def group_ends(x_TH: Tensor, rows_E: Tensor) -> list[int] | None:
+    """Where each group ends, for which the host waits; None where the kernel looks itself."""
+    return None if has_kernel(x_TH) else list(accumulate(rows_E.tolist()))
+
+
+def grouped_linear(
+    x_TH: Tensor, weight_EFH: Tensor, rows_E: Tensor, ends: list[int] | None
+) -> Tensor:
+    """Rows of group e times W_e^T, without autograd: [T, H] -> [T, F]; `ends` of `group_ends`."""
+    if ends is None:
+        return torch._grouped_mm(x_TH, weight_EFH.transpose(1, 2), offs=_ends(rows_E))
+    y_TF = x_TH.new_empty(len(x_TH), weight_EFH.shape[1])
+    for weight, start, end in zip(weight_EFH, [0, *ends], ends, strict=False):
+        torch.mm(x_TH[start:end], weight.t(), out=y_TF[start:end])
+    return y_TF
+
+
+def grouped_weight_gradient(
+    grad_TF: Tensor, x_TH: Tensor, rows_E: Tensor, ends: list[int] | None
+) -> Tensor:
+    """[E, F, H]: zero for a group without rows; `ends` of `group_ends`."""
+    if ends is None:
         return torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
-    ends = list(accumulate(rows_E.tolist()))
     grad = x_TH.new_empty(len(ends), grad_TF.shape[1], x_TH.shape[1])
     for one, start, end in zip(grad, [0, *ends], ends, strict=False):
         torch.mm(grad_TF[start:end].t(), x_TH[start:end], out=one)

@@ -346,9 +346,22 @@ class PredictionInput(Operation):
     features: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Inputs of the norms and of the projection."""
+        """The embedding, the input of the last norm, and that of the projection.
+
+        The state before, which the first norm reads, counts with those that predict.
+        """
         size = self.features / running.token_parts
         return (
-            Kept("mtp_norms", (3 * running.element_bytes * size,)),
+            Kept("mtp_norms", (2 * running.element_bytes * size,)),
             Kept("mtp_proj", (2 * running.input_bytes * size,)),
         )
+
+    def deferred(self, running: Running) -> float:
+        """Input of the projection, and the gradient of its output."""
+        outputs = running.element_bytes * self.features / running.tensor_parallel
+        return 2 * running.input_bytes * self.features / running.token_parts + outputs
+
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
+        """As of a column-parallel layer of two hidden states; without sequence parallelism its
+        features are gathered besides."""
+        return (2 if sequence_parallel else 1) * self.features, 4 * self.features

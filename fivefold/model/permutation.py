@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -46,19 +47,42 @@ class Rows:
 
 
 def _collected(x: Tensor, rows: Rows) -> Tensor:
-    """No atomic sums: every slot has a place of its own, and free ones add zeros."""
-    places = x.new_zeros(rows.tokens * rows.per_token, *x.shape[1:])
-    places[rows.slots_R] = x
-    if rows.per_token == 1:
-        return places
-    return places.view(rows.tokens, rows.per_token, *x.shape[1:]).sum(1)
+    """No atomic sums: every token adds up its rows, in the order of its slots."""
+    taken, slots = len(rows.slots_R), rows.tokens * rows.per_token
+    shape = rows.tokens, *x.shape[1:]
+    if taken == 0:
+        return x.new_zeros(shape)
+    # Where each slot's row is, if every slot has one.
+    order = None
+    if taken == slots:
+        order = torch.empty_like(rows.slots_R)
+        order[rows.slots_R] = torch.arange(taken, device=x.device)
+        if rows.per_token == 1:
+            return x.index_select(0, order)
+    if rows.per_token > 1 and _sums_exactly(x):
+        bags, firsts_T = order, torch.arange(0, slots, rows.per_token, device=x.device)
+        if bags is None:
+            sorted_R, bags = rows.slots_R.sort()
+            firsts_T = torch.searchsorted(sorted_R, firsts_T)
+        return F.embedding_bag(bags, x.reshape(taken, -1), firsts_T, mode="sum").view(shape)
+    if order is None:
+        places = x.new_zeros(slots, *x.shape[1:])
+        places[rows.slots_R] = x
+    else:
+        places = x.index_select(0, order)
+    return places.view(rows.tokens, rows.per_token, *x.shape[1:]).sum(1).view(shape)
+
+
+def _sums_exactly(x: Tensor) -> bool:
+    """Whether bags are summed without a copy in at least fp32: bf16 not on the CPU."""
+    return x.is_cuda or x.dtype in (torch.float32, torch.float64)
 
 
 class _SpreadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
-        return x[rows.tokens_R]
+        return x.index_select(0, rows.tokens_R)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -73,7 +97,7 @@ class _CollectRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[ctx.rows.tokens_R], None
+        return grad.index_select(0, ctx.rows.tokens_R), None
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class Router(nn.Module):
             weights_TK,
             decided.kept_TK,
             logits_TE.shape[1],
-            self.capacity(len(x_TH)) if pads else None,
+            self.settings.capacity(len(x_TH), self.model) if pads else None,
         )
 
     def update_bias(self, counts_E: Tensor) -> None:
@@ -210,7 +210,7 @@ class Router(nn.Module):
 
     def within_capacity(self, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
         """[T, K], whether an expert has room for the token among those of this rank."""
-        capacity = self.capacity(len(experts_TK))
+        capacity = self.settings.capacity(len(experts_TK), self.model)
         if capacity is None:
             return None
         chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, experts_TK, True)
@@ -227,13 +227,6 @@ class Router(nn.Module):
             place_TE = torch.empty_like(order_TE)
             place_TE.scatter_(0, order_TE, places_T1.expand_as(order_TE))
         return place_TE.gather(1, experts_TK) < capacity
-
-    def capacity(self, tokens: int) -> int | None:
-        """Rows that an expert takes at most from a rank with so many tokens; None: all."""
-        factor, experts = self.settings.moe_expert_capacity_factor, self.model.num_experts
-        if factor is None or experts is None:
-            return None
-        return -int(-tokens * self.model.moe_router_topk * factor // experts)
 
     def _weights(self, logits_TE: Tensor, decided: Decision) -> Tensor:
         """[T, K] weights of the results of chosen experts; 0 for dropped rows."""

@@ -43,7 +43,7 @@ class StageParts(Protocol):
 
     @property
     def head(self) -> bool:
-        """Whether it holds the final norm, the output layer and the loss."""
+        """Whether it holds the output layer and the loss."""
 
     @property
     def mtp(self) -> int:
@@ -69,10 +69,24 @@ def canonical_name(model: ModelConfig, name: str) -> str:
     """The name under which a parameter is initialised and stored.
 
     With tied embeddings the last pipeline stage owns a copy, `lm_head.weight`, of
-    `embed_tokens.weight`; every other parameter has one name.
+    `embed_tokens.weight`, and a stage that predicts further tokens may own another,
+    `mtp_embed_tokens.weight`; every other parameter has one name.
     """
-    tied = not model.untie_embeddings_and_output_weights
-    return "embed_tokens.weight" if tied and name == "lm_head.weight" else name
+    return EMBEDDING if name in embedding_names(model) else name
+
+
+EMBEDDING = "embed_tokens.weight"
+
+
+def embedding_names(model: ModelConfig) -> tuple[str, ...]:
+    """The names of the token embedding and of all copies that stages may have of it."""
+    output = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
+    return EMBEDDING, *output, "mtp_embed_tokens.weight"
+
+
+def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
+    """Whether a stage holds the final norm, behind the last layer and before all that predicts."""
+    return parts.mtp > 0 if model.mtp_num_layers else parts.head
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Weights:
@@ -103,11 +117,13 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
         around = describe(model, layer_kind(model, model.num_layers)).one(PredictionInput)
         found |= {f"mtp.{depth}.{weight.name}": weight for weight in around.weights}
         found |= {f"mtp.{depth}.layer.{name}": weight for name, weight in in_layer.items()}
-    if parts.head:
-        head = {weight.name: weight for weight in head_weights(model)}
-        found |= {n: weight for n, weight in head.items() if canonical_name(model, n) not in found}
+    norm, output = _head(model)
+    if has_final_norm(model, parts):
+        found |= {weight.name: weight for weight in norm}
+    if parts.head and canonical_name(model, output.name) not in found:
+        found[output.name] = output
     if _copies_embedding(model, parts):
-        found["embed_tokens.weight"] = embedding_weights(model)[0]
+        found["mtp_embed_tokens.weight"] = embedding_weights(model)[0]
     return found
 
 
@@ -153,13 +169,15 @@ def count_parameters(
     embedding = sum(weight.size for weight in embedding_weights(model)) - padding
     if not parts.embedding:
         embedding = table - padding if _copies_embedding(model, parts) else 0
-    head = sum(weight.size for weight in head_weights(model))
+    norm, output = _head(model)
+    head = sum(weight.size for weight in norm) if has_final_norm(model, parts) else 0
+    head += (0 if shared else output.size - padding) if parts.head else 0
     return ParameterCount(
         embedding=embedding,
         layers=sum(
             _size(model, kind, active) * count for kind, count in _kinds(model, parts.layers)
         ),
-        head=(head - (table if shared else padding)) if parts.head else 0,
+        head=head,
         mtp=_size(model, layer_kind(model, model.num_layers), active) * parts.mtp,
     )
 
@@ -248,6 +266,12 @@ def _size(
 def _kinds(model: ModelConfig, layers: Iterable[int]) -> Iterator[tuple[LayerKind, int]]:
     """(kind, how many) of some layers."""
     yield from Counter(layer_kind(model, layer) for layer in layers).items()
+
+
+def _head(model: ModelConfig) -> tuple[tuple[Weight, ...], Weight]:
+    """The final norm's weights, and the output layer's."""
+    *norm, output = head_weights(model)
+    return tuple(norm), output
 
 
 def _copies_embedding(model: ModelConfig, parts: StageParts) -> bool:

@@ -5,8 +5,10 @@ whole model (`layers.17.self_attn.q_proj.weight`) in whichever stage they are.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
@@ -30,10 +32,11 @@ from fivefold.model.layers import (
 )
 from fivefold.model.loss import cross_entropy
 from fivefold.model.mlp import MLP
+from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import RotaryTables
 from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
-from fivefold.model.shape import StageParts, whole_model
+from fivefold.model.shape import StageParts, has_final_norm, whole_model
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -88,22 +91,31 @@ class TransformerLayer(nn.Module):
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        sum_TH = x_TH + self._drop(attended_TH, context, f"{self.site}.self_attn")
+        sum_TH = x_TH + self._drop(attended_TH, context, "self_attn")
         read_TH = x_TH if self.side_by_side else sum_TH
         made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
-        return sum_TH + self._drop(made_TH, context, f"{self.site}.mlp")
+        return sum_TH + self._drop(made_TH, context, "mlp")
 
-    def _drop(self, x_TH: Tensor, context: Context, site: str) -> Tensor:
-        if context.dropout is None or self.dropout == 0.0:
-            return x_TH
-        return context.dropout.hidden(x_TH, self.dropout, site)
+    def _drop(self, x_TH: Tensor, context: Context, after: str) -> Tensor:
+        return _dropped(x_TH, context.dropout, self.dropout, f"{self.site}.{after}")
 
 
-Through = Callable[[Sequence[nn.Module], Tensor, Context], Tensor]
+def _make_layer(
+    model: ModelConfig, rules: tuple[ExpertsConfig, int], layer: int
+) -> TransformerLayer:
+    return TransformerLayer(model, layer, *rules)
+
+
+def _dropped(x_TH: Tensor, dropout: Dropout | None, rate: float, site: str) -> Tensor:
+    return x_TH if dropout is None or rate == 0.0 else dropout.hidden(x_TH, rate, site)
+
+
+RunLayer = Callable[[Tensor, Context], Tensor]
+Through = Callable[[Sequence[RunLayer], Tensor, Context], Tensor]
 """The layers of a stage, [T, H] -> [T, H]."""
 
 
-def plain_layers(layers: Sequence[nn.Module], x_TH: Tensor, context: Context) -> Tensor:
+def plain_layers(layers: Sequence[RunLayer], x_TH: Tensor, context: Context) -> Tensor:
     """One after the other: the seam of layers that are recomputed."""
     for layer in layers:
         x_TH = layer(x_TH, context)
@@ -114,7 +126,9 @@ class Stage(nn.Module):
     """A contiguous piece of the model, with children only for what it holds.
 
     Tied embeddings: a stage that holds both ends shares one Parameter between `embed_tokens` and
-    `lm_head`; otherwise the last stage owns a copy (see `shape.canonical_name`).
+    `lm_head`; otherwise the last stage owns a copy (see `shape.canonical_name`). A stage that
+    predicts further tokens (`model.prediction`) without the embedding looks them up in its output
+    weight, if that is tied, or in a copy of the embedding.
 
     Attributes:
         column: seam around the output layer.
@@ -126,6 +140,7 @@ class Stage(nn.Module):
 
     embed_tokens: Embedding | None
     embed_positions: Embedding | None
+    mtp_embed_tokens: Embedding | None
     norm: LayerNorm | RMSNorm | None
     lm_head: Linear | None
 
@@ -136,6 +151,7 @@ class Stage(nn.Module):
         *,
         seed: int = 0,
         label_smoothing: float = 0.0,
+        mtp_loss_scaling_factor: float = 0.1,
         experts: ExpertsConfig | None = None,
         global_batch_size: int = 1,
     ) -> None:
@@ -146,17 +162,21 @@ class Stage(nn.Module):
         self.embed_tokens = Embedding(vocab, hidden) if parts.embedding else None
         self.embed_positions = Embedding(model.max_position_embeddings, hidden) if learned else None
         rules = experts or ExpertsConfig(), global_batch_size
-        self.layers = nn.ModuleDict(
-            {str(i): TransformerLayer(model, i, *rules) for i in parts.layers}
-        )
-        self.norm = make_norm(model) if parts.head else None
+        make_layer = partial(_make_layer, model, rules)
+        self.layers = nn.ModuleDict({str(i): make_layer(i) for i in parts.layers})
+        self.norm = make_norm(model) if has_final_norm(model, parts) else None
         self.lm_head = Linear(hidden, vocab) if parts.head else None
-        tied = not model.untie_embeddings_and_output_weights
-        if tied and self.embed_tokens is not None and self.lm_head is not None:
-            self.lm_head.weight = self.embed_tokens.weight
+        further = range(model.num_layers, model.num_layers + parts.mtp)
+        self.mtp = nn.ModuleDict(
+            {str(d): FurtherToken(model, make_layer(i)) for d, i in enumerate(further)}
+        )
+        copies = parts.mtp > 0 and not parts.embedding
+        self.mtp_embed_tokens = Embedding(vocab, hidden) if copies else None
         self.model, self.parts = model, parts
         self.seed, self.label_smoothing = seed, label_smoothing
+        self.mtp_loss_scaling_factor = mtp_loss_scaling_factor
         self.jitters = rules[0].moe_input_jitter_eps is not None
+        self.tie()
         self.column: Column = plain_column
         self.through: Through = plain_layers
         self.head_loss: HeadLoss = plain_head_loss
@@ -165,14 +185,35 @@ class Stage(nn.Module):
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
-        """All layers that it holds, in the order in which they run."""
-        layers: list[Any] = [*self.layers.values()]
+        """All layers that it holds, in the order in which they run, those of predictions last."""
+        layers: list[Any] = [*self.layers.values(), *(each.layer for each in self.predictions)]
         return layers
 
     @property
     def mixtures(self) -> list[MoE]:
         """All mixtures of experts that it holds."""
         return [module for module in self.modules() if isinstance(module, MoE)]
+
+    @property
+    def predictions(self) -> list[FurtherToken]:
+        """Its modules of multi-token prediction, from the first depth on."""
+        modules: list[Any] = [*self.mtp.values()]
+        return modules
+
+    @property
+    def embeddings(self) -> list[Embedding]:
+        """The tables in which it looks up tokens."""
+        tables = (self.embed_tokens, self.mtp_embed_tokens)
+        return [table for table in tables if table is not None]
+
+    def tie(self) -> None:
+        """Let modules that share a weight hold one Parameter; memory that is new parts them."""
+        if self.model.untie_embeddings_and_output_weights or self.lm_head is None:
+            return
+        if self.embed_tokens is not None:
+            self.lm_head.weight = self.embed_tokens.weight
+        if self.mtp_embed_tokens is not None:
+            self.mtp_embed_tokens.weight = self.lm_head.weight
 
     @property
     def blocks(self) -> list[LayerBlock]:
@@ -188,26 +229,50 @@ class Stage(nn.Module):
     ) -> Tensor:
         """The stage's hidden states [T, H], or the summed loss (a scalar) if it holds the head.
 
+        Behind the layers of multi-token prediction, where the batch asks for it: the states of all
+        depths [(1 + depths) T, H], one below the other, or the losses of all depths [1 + depths].
+
         Args:
             x_TH: what the stage before gave; None for the one that holds the embedding.
             batch: the microbatch, or a slice of it.
             sequence: what the slices of the microbatch share in this stage.
             routing: what its routers decide, by layer: found there when a forward is repeated.
         """
-        x_TH = self.hidden(x_TH, batch, sequence, routing)
-        return self.loss(x_TH, batch) if self.parts.head else x_TH
+        states = self._states(*self._run_layers(x_TH, batch, sequence, routing), batch)
+        if self.parts.head:
+            return self.loss(states, batch)
+        return states[0] if len(states) == 1 else torch.cat(states)
 
-    def hidden(
+    def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
+        """Logits [T, V] over the padded vocabulary, of the stage that holds the head."""
+        assert self.lm_head is not None, "the last stage has the head"
+        state_TH = self._states(*self._run_layers(x_TH, batch, None, None), batch)[0]
+        (logits_TV,) = self.column(state_TH, self.lm_head)
+        return logits_TV
+
+    def loss(self, states: Sequence[Tensor], batch: Batch) -> Tensor:
+        """Sum of the weighted token losses, from normed states [T, H]; of several depths each."""
+        losses = [
+            self.head_loss(self, state_TH, labels_T, weights_T)
+            for state_TH, (labels_T, weights_T) in zip(states, targets(batch), strict=True)
+        ]
+        return losses[0] if len(losses) == 1 else torch.stack(losses)
+
+    def objective(self, losses: Tensor) -> Tensor:
+        """What is differentiated, a scalar, of `loss` or of multiples of its elements."""
+        return objective(losses, self.mtp_loss_scaling_factor)
+
+    def _run_layers(
         self,
         x_TH: Tensor | None,
         batch: Batch,
-        sequence: SlicedSequence | None = None,
-        routing: dict[int, Decision] | None = None,
-    ) -> Tensor:
+        sequence: SlicedSequence | None,
+        routing: dict[int, Decision] | None,
+    ) -> tuple[Tensor, Context]:
         """Embedding (if here) and layers: [T, H], before the final norm."""
         dropout = self._dropout(batch)
         if self.embed_tokens is not None:
-            x_TH = self._embed(self.embed_tokens, batch, dropout)
+            x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
         rotary = None
         if self.model.position_embedding_type == "rope":
@@ -224,41 +289,34 @@ class Stage(nn.Module):
             batch.token_ids[:, 0],
             batch.step,
         )
-        return self.through(self.transformer_layers, x_TH, context)
+        return self.through([*self.layers.values()], x_TH, context), context
 
-    def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
-        """Logits [T, V] over the padded vocabulary, of the stage that holds the head."""
-        return self._project(self.hidden(x_TH, batch))
+    def _states(self, x_TH: Tensor, context: Context, batch: Batch) -> list[Tensor]:
+        """Hidden states [T, H]: behind the final norm, that of the model and of each depth."""
+        if self.norm is None:
+            return list(x_TH.chunk(1 + batch.num_further)) if self.parts.head else [x_TH]
+        states = [self.norm(x_TH)]
+        if batch.further_tokens is not None:
+            (table,) = self.embeddings
+            for depth, predict in enumerate(self.predictions):
+                embedded_TH = table(batch.further_tokens[depth].flatten())
+                rate, site = self.model.hidden_dropout, f"mtp.{depth}.embedding"
+                embedded_TH = _dropped(embedded_TH, context.dropout, rate, site)
+                run = partial(predict, embedded_TH=embedded_TH)
+                states.append(self.through([run], states[-1], context))
+        return states
 
-    def loss(self, x_TH: Tensor, batch: Batch) -> Tensor:
-        """Sum of the weighted token losses, from the last layer's hidden states."""
-        assert self.norm is not None, "the last stage has the head"
-        weights = batch.loss_weights
-        return self.head_loss(
-            self,
-            self.norm(x_TH),
-            batch.labels.flatten(),
-            None if weights is None else weights.flatten(),
-        )
-
-    def _project(self, x_TH: Tensor) -> Tensor:
-        assert self.norm is not None and self.lm_head is not None, "the last stage has the head"
-        (logits_TV,) = self.column(self.norm(x_TH), self.lm_head)
-        return logits_TV
-
-    def _embed(self, embed_tokens: Embedding, batch: Batch, dropout: Dropout | None) -> Tensor:
-        x_TH: Tensor = embed_tokens(batch.tokens.flatten())
+    def _embed(self, batch: Batch, dropout: Dropout | None) -> Tensor:
+        assert self.embed_tokens is not None
+        x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
             x_TH = x_TH + self.embed_positions(self.shard_tokens(batch.positions.flatten()))
-        if dropout is not None and self.model.hidden_dropout > 0.0:
-            x_TH = dropout.hidden(x_TH, self.model.hidden_dropout, "embedding")
-        return x_TH
+        return _dropped(x_TH, dropout, self.model.hidden_dropout, "embedding")
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         model = self.model
-        if not self.training or not (
-            model.hidden_dropout or model.attention_dropout or self.jitters
-        ):
+        drops = model.hidden_dropout or model.attention_dropout or self.jitters
+        if not (self.training and drops):
             return None
         rows_T = self.shard_tokens(batch.own_token_ids.flatten())
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids)

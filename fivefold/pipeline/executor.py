@@ -14,7 +14,7 @@ from fivefold.model.batch import Batch
 from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Program
+from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Message, Program
 from fivefold.pipeline.messages import Mail
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
@@ -67,12 +67,14 @@ class Executor:
         gradients: data parallelism of each of them.
         deferred: where their linears leave weight gradients during a B.
         group: the pipeline group; None for one rank.
-        hidden_shape: shape of a hidden state between stages, [T or T/tp, H], of a slice where
+        hidden_shape: shape of one hidden state of every token, [T or T/tp, H], of a slice where
             sequences are cut.
         dtype: type of hidden states.
         device: where stages live.
         observe: told of every compute act, of an FB's halves one by one; what measures a step sets
             it.
+        states_into: hidden states of a token that enter a stage, by its index, where further tokens
+            are predicted; None: always one.
     """
 
     stages: Mapping[int, Stage]
@@ -83,6 +85,7 @@ class Executor:
     dtype: torch.dtype
     device: torch.device
     observe: Observer = field(default=nullcontext)
+    states_into: Callable[[int], int] | None = None
 
     @property
     def pp_rank(self) -> int:
@@ -97,7 +100,8 @@ class Executor:
             batches: the microbatches, the same on every pipeline rank; of each, one after the
                 other, as many slices as the program has.
             scale: scale by which each microbatch's summed loss is multiplied: one over the number
-                of valid tokens of the global batch; a scalar of the device.
+                of valid tokens of the global batch; on the device, a scalar, or [1 + D] where the
+                batches ask for D further predictions, one for the loss of each depth.
 
         Returns:
             This rank's sums. Gradients are on the parameters, reductions started.
@@ -110,7 +114,8 @@ class StepSums:
     """What the forwards of a step on one rank come to.
 
     Attributes:
-        loss: this rank's part of the loss: a scalar in at least fp32, 0 without the head.
+        loss: this rank's part of the loss, shaped as the step's scale, in at least fp32; 0 without
+            the head.
         routing: sums of its routers' decisions that had a backward, by layer.
     """
 
@@ -128,6 +133,7 @@ class _Step:
         self._program, self._batches = program, batches
         self._scale = scale.to(torch.promote_types(executor.dtype, torch.float32))
         self._acts = program.ranks[executor.pp_rank]
+        self._predicts = batches[0].num_further > 0
         self._mail = Mail(executor.group, executor.hidden_shape, executor.dtype, executor.device)
         self._recomputed = {_piece(act) for act in self._acts if act.kind is Kind.R}
         self._forwards: dict[Piece, _Forward] = {}
@@ -149,7 +155,7 @@ class _Step:
                 else:
                     self._manage(act)
         self._mail.finish()
-        loss = torch.stack(self._losses).sum() if self._losses else torch.zeros_like(self._scale)
+        loss = torch.stack(self._losses).sum(0) if self._losses else torch.zeros_like(self._scale)
         return StepSums(loss, self._routing)
 
     def _manage(self, act: Act) -> None:
@@ -157,13 +163,23 @@ class _Step:
         match act.kind:
             case Kind.SEND | Kind.RECV:
                 assert act.message is not None
-                (self._mail.send if act.kind is Kind.SEND else self._mail.receive)(act.message)
+                if act.kind is Kind.SEND:
+                    self._mail.send(act.message)
+                else:
+                    self._mail.receive(act.message, self._states_of(act.message))
             case Kind.UNSHARD:
                 self._on.gradients[act.stage].unshard()
             case Kind.RESHARD:
                 self._on.gradients[act.stage].reshard()
             case Kind.REDUCE:
                 self._on.gradients[act.stage].reduce()
+
+    def _states_of(self, message: Message) -> int:
+        """Hidden states of a token, or their gradients, in a message."""
+        if self._on.states_into is None or not self._predicts:
+            return 1
+        backward = message.direction is Direction.BACKWARD
+        return self._on.states_into(message.dst_stage + backward)
 
     def _compute(self, act: Act) -> None:
         """Wait for what the act needs, then do it; the halves of an FB one after the other.
@@ -210,7 +226,7 @@ class _Step:
             # Detached: once sent, nothing but the graph holds what the stage made.
             self._give(act, Direction.FORWARD, act.stage + 1, out.detach())
         if not self._program.forward_only:
-            self._forwards[piece] = _Forward(x, get_gradient_edge(out) if keeps else None)
+            self._forwards[piece] = _Forward(x, self._edge(act, out) if keeps else None)
         else:
             del self._decisions[piece]
             if act.slice == self._program.num_slices - 1:
@@ -219,10 +235,15 @@ class _Step:
     def _recompute(self, act: Act) -> None:
         """Run a forward of which only the input was kept once more, with its graph."""
         forward = self._forwards[_piece(act)]
-        forward.edge = get_gradient_edge(self._run_stage(act, forward.x))
+        forward.edge = self._edge(act, self._run_stage(act, forward.x))
+
+    def _edge(self, act: Act, out: Tensor) -> GradientEdge:
+        """Where the backward of a stage begins: at its hidden states, or its objective."""
+        module = self._on.stages[act.stage]
+        return get_gradient_edge(module.objective(out) if module.parts.head else out)
 
     def _run_stage(self, act: Act, x: Tensor | None) -> Tensor:
-        """Hidden states, or the scaled loss."""
+        """Hidden states, or the scaled losses."""
         program, module = self._program, self._on.stages[act.stage]
         sequence = None
         if program.num_slices > 1:

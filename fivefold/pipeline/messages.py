@@ -20,7 +20,7 @@ class Mail:
 
     Args:
         group: the pipeline group; None for one rank.
-        hidden_shape: shape of a hidden state between stages, [T, H].
+        hidden_shape: shape of one hidden state of every token, [T, H].
         dtype: type of hidden states.
         device: where stages live.
     """
@@ -66,9 +66,10 @@ class Mail:
         assert work is not None
         self._sending.append((work, tensor))
 
-    def receive(self, message: Message) -> None:
-        """Start receiving into a new buffer."""
-        buffer = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+    def receive(self, message: Message, states: int = 1) -> None:
+        """Start receiving into a new buffer, [states * T, H]."""
+        tokens, features = self._shape
+        buffer = torch.empty(states * tokens, features, dtype=self._dtype, device=self._device)
         work = dist.irecv(buffer, group=self._group, group_src=message.src_rank, tag=message.id)
         self._incoming[address_of(message)] = (work, buffer)
 

@@ -14,8 +14,9 @@ class StageSpec:
     Attributes:
         embedding: holds the token (and position) embedding.
         layers: global indices of its decoder layers, ascending.
-        head: holds the final norm, the output head and the loss.
-        mtp: how many multi-token-prediction layers it holds.
+        head: holds the output head and the loss.
+        mtp: how many multi-token-prediction layers it holds; the final norm stands before them, in
+            a model that has none before the output head.
     """
 
     embedding: bool
@@ -35,6 +36,14 @@ class Split:
 
     stages: tuple[StageSpec, ...]
     placement: tuple[int, ...]
+
+    def states_into(self, stage: int) -> int:
+        """Hidden states of a token that enter a stage of the model, or leave the one before.
+
+        One, and behind the layers of multi-token prediction another for each of them: the output
+        head computes all losses.
+        """
+        return 1 + sum(before.mtp for before in self.stages[:stage])
 
     @property
     def num_ranks(self) -> int:

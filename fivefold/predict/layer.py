@@ -10,7 +10,7 @@ from functools import cached_property
 from fivefold.layout import Layout
 from fivefold.model.activations import saved_activations, total
 from fivefold.model.description import LayerKind, describe, layer_kinds
-from fivefold.model.operations import Operation
+from fivefold.model.operations import Operation, PredictionInput
 from fivefold.model.running import Running
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.compute import Phases
@@ -114,11 +114,13 @@ class LayerTimes(OperationTimes):
         def timed(operations: Sequence[Operation]) -> dict[str, Times]:
             return {operation.name: self.operation(operation) for operation in operations}
 
-        attention = ("attention", *self._degrees(LayerKind()))
-        mlp = ("mlp", kind, *self._degrees(kind))
-        return self._once(attention, lambda: timed(layer.attention)) | self._once(
-            mlp, lambda: timed(layer.mlp)
-        )
+        around = [op for op in layer.attention if isinstance(op, PredictionInput)]
+        shared = [op for op in layer.attention if op not in around]
+        dense = self._degrees(LayerKind())
+        found = self._once(("attention", *dense), lambda: timed(shared))
+        if around:
+            found = self._once(("prediction", *dense), lambda: timed(around)) | found
+        return found | self._once(("mlp", kind, *self._degrees(kind)), lambda: timed(layer.mlp))
 
     def _once(
         self, key: tuple[object, ...], block: Callable[[], dict[str, Times]]

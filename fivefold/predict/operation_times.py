@@ -17,6 +17,7 @@ from fivefold.model.operations import (
     CoreAttention,
     Norm,
     Operation,
+    PredictionInput,
     Residual,
     RowLinear,
 )
@@ -93,6 +94,9 @@ class OperationTimes:
                 return self._latent_up(weights)
             case CoreAttention():
                 return self._core_attention()
+            case PredictionInput():
+                (weight,) = weights
+                return self._norm() * 3 + self._projection(self._linear(weight, self.tokens))
             case RowLinear():
                 (weight,) = weights
                 return self._row(self._linear(weight, self.tokens))
@@ -149,11 +153,23 @@ class OperationTimes:
         hidden = self.model.hidden_size
         return sum((self._linear((n, hidden), tokens) for n in parts), Phases())
 
-    def _column(self, linear: Phases) -> Times:
-        """A column-parallel linear layer: X is gathered before it, dX is reduced after."""
+    def _projection(self, linear: Phases) -> Times:
+        """Of two hidden states to one: as a column-parallel layer, whose features are gathered, or
+        exchanged for tokens."""
+        times = self._column(linear, inputs=2)
+        if self.grid.tp == 1:
+            return times
+        moved = gather(self.cluster, self.tp, self.hidden_bytes / self.parts)
+        return times + Times(tp=Phases(moved, moved if self.parallel.sequence_parallel else 0.0))
+
+    def _column(self, linear: Phases, inputs: int = 1) -> Times:
+        """A column-parallel linear layer: X is gathered before it, dX is reduced after.
+
+        `inputs`: hidden states that X is made of.
+        """
         if self.grid.tp == 1:
             return Times(linear)
-        whole = self.hidden_bytes
+        whole = inputs * self.hidden_bytes
         if self.parallel.sequence_parallel:
             move = gather(self.cluster, self.tp, whole)
             forward = self._beside(linear.forward, move)

@@ -16,6 +16,7 @@ from fivefold.model.activations import (
     Saved,
     embedding_bytes,
     loss_bytes,
+    prediction_bytes,
     saved_activations,
     total,
 )
@@ -87,10 +88,12 @@ def stage_bytes(
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
     layers = _saved_by_layer(layout, stage, running)
     ends: list[Saved] = list(embedding_bytes(model, running).values()) if stage.embedding else []
+    ends += prediction_bytes(model, stage, running).values()
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
     waiting = tokens * sum(
-        waiting_bytes(model, running, layer_kind(model, layer)) for layer in stage.layers
+        waiting_bytes(model, running, layer_kind(model, layer))
+        for layer in (*stage.layers, *[model.num_layers] * stage.mtp)
     )
     moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
     kept = tokens * (whole.kept + total(ends).kept)
@@ -192,7 +195,9 @@ def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list
     for place, layer in enumerate(numbers):
         kind = layer_kind(model, layer), place if by_place else 0
         if kind not in known:
-            known[kind] = total(saved_activations(model, layer, running, position=place))
+            # Full recomputation makes each prediction anew by itself.
+            position = place if layer < model.num_layers else 0
+            known[kind] = total(saved_activations(model, layer, running, position=position))
         result.append(known[kind])
     return result
 

@@ -147,15 +147,17 @@ class _Predictor:
 
     def _stage(self, kind: "StageKind", spec: StageParts) -> Times:
         model = self.layout.config.model
-        further = ((layer_kind(model, model.num_layers), False), kind.mtp)
+        full = self.layout.config.memory.recompute_granularity == "full"
+        further = ((layer_kind(model, model.num_layers), full), kind.mtp)
         total, host = Times(), 0.0
         for (which, recomputed), count in (*kind.layers, further):
             if count:
                 total = total + self.times.layer(which, recomputed) * count
                 host += self.times.host(which) * count
         self._paired[kind] = Paired(total, host)
-        if kind.embedding:
-            total = total + self.times.embedding()
+        looked_up = kind.embedding + kind.mtp
+        if looked_up:
+            total = total + self.times.embedding() * looked_up
         if kind.head:
             total = total + self.times.head()
         return total + Times(dp=self._sharded(total, kind, spec))

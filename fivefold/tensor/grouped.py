@@ -6,7 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.grouped import GroupedLinear, grouped_linear, grouped_weight_gradient
+from fivefold.model.grouped import (
+    GroupedLinear,
+    group_ends,
+    grouped_linear,
+    grouped_weight_gradient,
+)
 from fivefold.model.layers import local
 from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
 
@@ -40,20 +45,22 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x_TH, weight_EFH, rows_E)
         ctx.deferred, ctx.parameter = deferred, target[0]
-        return grouped_linear(x_TH, weight_EFH, rows_E)
+        ctx.ends = ends = group_ends(x_TH, rows_E)
+        return grouped_linear(x_TH, weight_EFH, rows_E, ends)
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Any, ...]:
         x_TH, weight_EFH, rows_E = ctx.saved_tensors
-        parameter, grad_weight = ctx.parameter, None
+        parameter, ends, grad_weight = ctx.parameter, ctx.ends, None
+
+        def weight_gradient() -> Tensor:
+            return grouped_weight_gradient(grad_TF, x_TH, rows_E, ends)
+
         if ctx.deferred.deferring:
-            ctx.deferred.put(
-                [parameter],
-                lambda: add_to_grad(parameter, grouped_weight_gradient(grad_TF, x_TH, rows_E)),
-            )
+            ctx.deferred.put([parameter], lambda: add_to_grad(parameter, weight_gradient()))
         else:
-            grad_weight = grouped_weight_gradient(grad_TF, x_TH, rows_E)
+            grad_weight = weight_gradient()
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grouped_linear(grad_TF, weight_EFH.transpose(1, 2), rows_E)
+            grad_x = grouped_linear(grad_TF, weight_EFH.transpose(1, 2), rows_E, ends)
         return grad_x, grad_weight, None, None, None

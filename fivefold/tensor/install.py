@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
-from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens
+from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens, WholeRows
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
@@ -20,7 +20,9 @@ def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
     stage.column = column
     for block in stage.blocks:
         block.column, block.row, block.whole = column, row, column
-    for embedding in (stage.embed_tokens, stage.embed_positions):
+    for prediction in stage.predictions:
+        prediction.column = column
+    for embedding in (*stage.embeddings, stage.embed_positions):
         if embedding is not None:
             embedding.lookup = VocabularyLookup(None, False, deferred)
 
@@ -55,6 +57,8 @@ def install_tensor_parallel(
         block.column, block.row = column, row
         block.whole, block.spread = whole, spread
         block.split(rank, size)
+    for prediction in stage.predictions:
+        prediction.column, prediction.joined = column, WholeRows(group, sequence_parallel)
     _install_vocabulary(stage, group, column)
     if sequence_parallel:
         stage.shard_tokens = lambda values_T: values_T.chunk(size)[rank]
@@ -62,9 +66,8 @@ def install_tensor_parallel(
 
 
 def _install_vocabulary(stage: Stage, group: dist.ProcessGroup, column: ColumnParallel) -> None:
-    if stage.embed_tokens is not None:
-        lookup = VocabularyLookup(group, column.sequence_parallel, column.deferred)
-        stage.embed_tokens.lookup = lookup
+    for embedding in stage.embeddings:
+        embedding.lookup = VocabularyLookup(group, column.sequence_parallel, column.deferred)
     if stage.embed_positions is not None:
         stage.embed_positions.lookup = VocabularyLookup(None, False, column.deferred)
     if stage.lm_head is not None:

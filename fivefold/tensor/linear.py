@@ -18,6 +18,7 @@ from torch import Tensor
 from fivefold.mesh.collectives import (
     all_gather,
     all_reduce,
+    all_to_all,
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
@@ -211,6 +212,52 @@ class _SumTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return all_gather(grad, ctx.group) if ctx.scatter else grad, None, None
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """The `joined` seam behind a column-parallel linear: whole rows of the features that each rank
+    has some of.
+
+    The ranks gather each other's features; or with sequence parallelism, where each needs only its
+    own tokens, they exchange features for tokens. Every rank computes the same with the rows of a
+    token, so that the gradient of its features needs no sum.
+
+    Attributes:
+        group: group of tensor parallelism.
+        sequence_parallel: whether the rows leave sharded along the tokens.
+    """
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+
+    def __call__(self, x_TF: Tensor) -> Tensor:
+        """[T, F] -> [T or t, F * tp]."""
+        y: Tensor = _WholeRows.apply(x_TF, self)
+        return y
+
+
+class _WholeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TF: Tensor, rows: WholeRows) -> Tensor:
+        ctx.rows = rows
+        size = rows.group.size()
+        if not rows.sequence_parallel:
+            return torch.cat(all_gather(x_TF, rows.group).chunk(size), dim=1)
+        sends = list(x_TF.chunk(size))
+        receives = [torch.empty_like(part) for part in sends]
+        all_to_all(sends, receives, rows.group)
+        return torch.cat(receives, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        group: dist.ProcessGroup = ctx.rows.group
+        sends = [part.contiguous() for part in grad.chunk(group.size(), dim=1)]
+        if not ctx.rows.sequence_parallel:
+            return sends[group.rank()], None
+        receives = [torch.empty_like(part) for part in sends]
+        all_to_all(sends, receives, group)
+        return torch.cat(receives), None
 
 
 def _part(parameter: Tensor, rows: slice | None) -> Tensor:

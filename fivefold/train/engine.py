@@ -1,7 +1,7 @@
 """Forward, backward, reduce and update on one rank, and evaluate: no input, output or logging."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
@@ -16,7 +16,7 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups, build_groups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.batch import Batch
-from fivefold.model.loss import IGNORED
+from fivefold.model.prediction import valid_by_depth, with_further
 from fivefold.optim.adamw import MOMENTS, AdamW
 from fivefold.optim.grad_norm import clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.schedule import learning_rate
@@ -38,6 +38,7 @@ class StepResult:
         lr: learning rate that the step was taken with.
         tokens: valid tokens of the global batch.
         votes: how many ranks asked to stop after this step.
+        extra: further numbers by name, for the metrics; the losses of further predictions.
         routing: what routers decided, of each layer with experts.
     """
 
@@ -46,6 +47,7 @@ class StepResult:
     lr: float
     tokens: int
     votes: int = 0
+    extra: Mapping[str, float] = field(default_factory=dict)
     routing: tuple[LayerRouting, ...] = ()
 
     @property
@@ -64,6 +66,7 @@ class DeviceResult:
         tokens: int64 scalar.
         votes: fp64 scalar.
         lr: learning rate of the step, which the host knows.
+        extra: fp64 scalars by name.
         routing: fp64, as `Routers.sums` has it.
     """
 
@@ -72,6 +75,7 @@ class DeviceResult:
     tokens: Tensor
     votes: Tensor
     lr: float
+    extra: Mapping[str, Tensor]
     routing: Tensor
 
     @property
@@ -85,13 +89,15 @@ class DeviceResult:
         Args:
             layers: layers with experts, as many as `routing` has rows.
         """
-        scalars = torch.stack([self.loss, self.grad_norm, self.tokens.double(), self.votes])
-        every = torch.cat([scalars, self.routing.flatten()]).tolist()
-        loss, grad_norm, tokens, votes = every[:4]
-        width = self.routing.shape[1]
-        rows = [every[4 + i * width : 4 + (i + 1) * width] for i in range(len(layers))]
+        scalars = [self.loss, self.grad_norm, self.tokens.double(), self.votes]
+        numbers = torch.stack([*scalars, *self.extra.values()])
+        every = torch.cat([numbers, self.routing.flatten()]).tolist()
+        loss, grad_norm, tokens, votes, *further = every[: len(numbers)]
+        width, first = self.routing.shape[1], len(numbers)
+        rows = [every[first + i * width : first + (i + 1) * width] for i in range(len(layers))]
         routing = tuple(map(LayerRouting.of, layers, rows))
-        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes), routing)
+        extra = dict(zip(self.extra, further, strict=True))
+        return StepResult(loss, grad_norm, self.lr, int(tokens), int(votes), extra, routing)
 
 
 class Engine:
@@ -147,7 +153,8 @@ class Engine:
         self, microbatches: Sequence[Microbatch], *, vote: Callable[[], bool] = lambda: False
     ) -> DeviceResult:
         """Leave the global batch's complete gradient on the parameters."""
-        batches = self._batches(microbatches)
+        depths = self.layout.config.model.mtp_num_layers
+        batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
         local = self.model.executor.run(
             self._program(len(microbatches)),
@@ -163,11 +170,12 @@ class Engine:
             vouches=self._weights() if training.check_for_nan_in_loss_and_grad else None,
         )
         lr = learning_rate(self.steps, optimizer, training.train_iters)
-        loss, votes = self._sums(local.loss, vote())
+        (loss, *further), votes = self._sums(local.loss, vote())
+        extra = {f"mtp_{depth}_loss": of for depth, of in enumerate(further, 1)}
         routing = self._routers.sums(local.routing, self.device)
         if len(routing):
             routing = all_reduce(routing, self.groups.world)
-        return DeviceResult(loss, norm, tokens, votes, lr, routing)
+        return DeviceResult(loss, norm, tokens.flatten()[0], votes, lr, extra, routing)
 
     def apply(self, found: DeviceResult) -> StepResult:
         """Clip the gradients by their norm and step the optimizer.
@@ -204,7 +212,7 @@ class Engine:
             here = self._batches(microbatches)
             program = self._program(len(microbatches), forward_only=True)
             moved = [batch.to(self.device) for batch in here]
-            total += self._sums(self.model.executor.run(program, moved, one).loss)[0]
+            total += self._sums(self.model.executor.run(program, moved, one).loss)[0][0]
             tokens += self._count(here)
         self.model.train(True)
         self.model.reshard()
@@ -239,10 +247,11 @@ class Engine:
         """Finish loading into `stored_tensors`: step count, and copies of tied weights."""
         state = {n: piece.local for n, piece in self.optimizer.state_tensors().items()}
         state |= {n: local_tensor(p) for n, p in self.parameters.items()}
+        source = {record.stored: record.name for record in self._records if record.loaded}
         for record in self._records:
             if not record.loaded:
                 for kind in ("", *(f"optim.{moment}." for moment in MOMENTS)):
-                    state[kind + record.name].copy_(state[kind + record.stored])
+                    state[kind + record.name].copy_(state[kind + source[record.stored]])
         self.optimizer.steps = steps
 
     def _program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
@@ -255,13 +264,14 @@ class Engine:
             self._programs[key] = program
         return self._programs[key]
 
-    def _batches(self, microbatches: Sequence[Microbatch]) -> list[Batch]:
-        """Still on the host, each cut into the slices that the program has."""
+    def _batches(self, microbatches: Sequence[Microbatch], depths: int = 0) -> list[Batch]:
+        """Still on the host, each cut into the slices that the program has; `depths`: of further
+        predictions."""
         count = self.layout.config.parallel.num_sequence_slices
         return [
             piece
             for microbatch in microbatches
-            for piece in self._divided(as_batch(microbatch, self.steps)).cut(count)
+            for piece in self._divided(as_batch(microbatch, self.steps, depths)).cut(count)
         ]
 
     def _divided(self, batch: Batch) -> Batch:
@@ -271,17 +281,26 @@ class Engine:
         return divide(batch, self.layout.config.model.widest_window, self.groups.cp)
 
     def _count(self, batches: Sequence[Batch]) -> Tensor:
-        """Valid tokens over all ranks that see other tokens, of batches that the host holds."""
-        own = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+        """Valid tokens over all ranks that see other tokens, of batches that the host holds.
+
+        A scalar, or where the batches ask for D further predictions [1 + D], those of each depth.
+        """
+        owns = [valid_by_depth(batch) for batch in batches]
         # Filled, not copied from the host, which would wait for the device.
-        count = torch.full((), own, dtype=torch.int64, device=self.device)
+        counts = [
+            torch.full((), sum(own), dtype=torch.int64, device=self.device)
+            for own in zip(*owns, strict=True)
+        ]
+        count = counts[0] if len(counts) == 1 else torch.stack(counts)
         return all_reduce(count, self.groups.data)
 
-    def _sums(self, local_loss: Tensor, vote: bool = False) -> tuple[Tensor, Tensor]:
-        """The whole loss, of which tensor-parallel ranks hold the same part, and all votes."""
-        loss = local_loss.to(torch.float64) * (self.groups.at["tp"] == 0)
-        sums = all_reduce(torch.stack([loss, torch.full_like(loss, vote)]), self.groups.world)
-        return sums[0], sums[1]
+    def _sums(self, local_losses: Tensor, vote: bool = False) -> tuple[list[Tensor], Tensor]:
+        """The whole losses, of which tensor-parallel ranks hold the same part, and all votes."""
+        losses = local_losses.to(torch.float64).reshape(-1) * (self.groups.at["tp"] == 0)
+        *sums, votes = all_reduce(
+            torch.cat([losses, torch.full_like(losses[:1], vote)]), self.groups.world
+        )
+        return sums, votes
 
     @property
     def _records(self) -> Iterable[ParameterRecord]:
@@ -299,10 +318,13 @@ class Engine:
         return counted
 
 
-def as_batch(microbatch: Microbatch, step: int) -> Batch:
-    """What the loader gives, as what the model takes, at optimizer step `step`."""
+def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:
+    """What the loader gives, as what the model takes, at optimizer step `step`.
+
+    `depths`: how many tokens behind the next one are to be predicted as well.
+    """
     weights = microbatch.loss_weights_BS
-    return Batch(
+    batch = Batch(
         tokens=torch.from_numpy(microbatch.tokens_BS),
         labels=torch.from_numpy(microbatch.labels_BS),
         positions=torch.from_numpy(microbatch.positions_BS),
@@ -311,3 +333,4 @@ def as_batch(microbatch: Microbatch, step: int) -> Batch:
         loss_weights=None if weights is None else torch.from_numpy(weights),
         step=step,
     )
+    return with_further(batch, depths)

@@ -202,6 +202,7 @@ class Trainer:
                 peak_flops=device_peak(self.engine.device, training.precision),
                 memory_bytes=peak_memory(self.engine.device),
                 data_wait_seconds=self.loader.data_wait_s,
+                extra=result.extra,
                 routing=result.routing,
             )
         )

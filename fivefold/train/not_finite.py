@@ -119,7 +119,7 @@ class _Witness:
         def after(_: nn.Module, inputs: tuple[Any, ...], out: Any) -> None:
             scalar = False
             for y in _tensors(out):
-                scalar = whole and y.ndim == 0
+                scalar = whole and y.ndim < 2  # of hidden states, there are rows
                 self._look(y, "the loss" if scalar else f"the output of {name}")
                 if y.requires_grad:
                     y.register_hook(backward)

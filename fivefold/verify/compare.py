@@ -101,6 +101,8 @@ def _gradient_differences(
     """Loss, norm and every gradient."""
     rank = engine.groups.rank
     yield _number("loss", step, rank, result.loss, reference.loss)
+    for name, true in reference.further.items():
+        yield _number("loss", step, rank, result.extra[name], true, name)
     yield _number("norm", step, rank, result.grad_norm, reference.norm)
     # A gradient that is zero but for rounding (a key's bias) is judged by the larger ones.
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
@@ -138,9 +140,9 @@ def _weight_differences(
         yield _tensor("param", step, rank, stored, piece, whole, floor=floor, digests=True)
 
 
-def _number(what: str, step: int, rank: int, own: float, true: float) -> Difference:
+def _number(what: str, step: int, rank: int, own: float, true: float, name: str = "") -> Difference:
     return Difference(
-        what, step, "", (), rank, abs(own - true), abs(true), own * true, own**2, true**2
+        what, step, name, (), rank, abs(own - true), abs(true), own * true, own**2, true**2
     )
 
 

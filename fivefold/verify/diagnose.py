@@ -15,6 +15,8 @@ from fivefold.config.config import Config
 from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
+from fivefold.model.prediction import valid_by_depth
+from fivefold.model.shape import EMBEDDING
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
@@ -23,6 +25,7 @@ from fivefold.verify.diagnose_experts import gradients_of_tokens, routing_findin
 from fivefold.verify.reference import (
     ReferenceStep,
     Tensors,
+    batches_of,
     gradients,
     plain_model,
     valid_tokens,
@@ -143,7 +146,9 @@ def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
             yield _SUM_OVER.format("expert data parallelism"), summed(experts, edp)
     if groups.tied is not None:
         ends = {name: grad for name, grad in own.items() if "tied" in records[name].sums}
-        yield _SUM_OVER.format("the two copies of the tied embedding"), summed(ends, groups.tied)
+        here = {EMBEDDING: torch.stack([*ends.values()]).sum(0)}
+        sum_of_all = summed(here, groups.tied)[EMBEDDING]
+        yield _SUM_OVER.format("the copies of the embedding"), dict.fromkeys(ends, sum_of_all)
 
 
 def _gradients_of_samples(
@@ -167,12 +172,14 @@ def _gradients_of_samples(
         if len(dp_ranks) < grid.dp or grid.cp > 1:
             rows = [rows_of(config, dp_rank, grid.dp) for dp_rank in sorted(dp_ranks)]
             samples = [sample for part in rows for sample in microbatches(config, batch, part)]
+            taken = batches_of(config, samples, step)
             part = "samples"
             if grid.cp > 1:
                 # Near the loss; before the last attention tokens of other ranks come in.
-                samples = [of_rank(config, sample, here["cp"], step) for sample in samples]
+                taken = [of_rank(config, each, here["cp"]) for each in taken]
                 part = "tokens"
-            _, grads = gradients(_plain(config, reference), samples, step, valid_tokens(batch))
+            (whole,) = batches_of(config, [batch], step)
+            _, grads = gradients(_plain(config, reference), taken, valid_by_depth(whole))
             yield f"is that of some {part}: the sum over {missing} is missing", grads
 
 

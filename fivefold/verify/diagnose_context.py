@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fivefold.config.config import Config
 from fivefold.context.install import shards_of
-from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.data.packing import Microbatch
 from fivefold.model.attention import Scope, attention
 from fivefold.model.batch import Batch, taken
 from fivefold.model.blockwise import Keys, Queries
 from fivefold.model.dropout import HeadDropout
+from fivefold.model.loss import IGNORED
 from fivefold.model.shards import MicrobatchShare, Shards
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import as_batch
@@ -58,14 +58,23 @@ def losses_by_mistake(
         yield text, total
 
 
-def of_rank(config: Config, sample: Microbatch, rank: int, step: int) -> Microbatch:
-    """A microbatch in which only the tokens of one context-parallel rank take a loss."""
-    batch = as_batch(sample, step)
+def of_rank(config: Config, batch: Batch, rank: int) -> Batch:
+    """A whole microbatch in which only the tokens of one context-parallel rank take a loss."""
     own = torch.zeros(batch.tokens.shape, dtype=torch.bool)
     shards = _shards(config, batch)
     for start, stop in shards.chunks[rank]:
         own.view(shards.rows, -1)[:, start:stop] = True
-    return replace(sample, labels_BS=np.where(own.numpy(), sample.labels_BS, IGNORED))
+    return without_losses(batch, ~own)
+
+
+def without_losses(batch: Batch, lost_BS: Tensor) -> Batch:
+    """A batch in which some tokens take no loss of any depth."""
+    further = batch.further_labels
+    return replace(
+        batch,
+        labels=batch.labels.masked_fill(lost_BS, IGNORED),
+        further_labels=None if further is None else further.masked_fill(lost_BS, IGNORED),
+    )
 
 
 def _loss(model: Stage, batches: Sequence[Batch]) -> float:

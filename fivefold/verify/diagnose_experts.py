@@ -1,20 +1,20 @@
 """What experts and their routers may get wrong: tokens counted twice, sums and losses missed."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fivefold.counts.state import num_expert_shards
-from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.data.packing import Microbatch
 from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.batch import Batch
+from fivefold.model.prediction import valid_by_depth
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
-from fivefold.verify.diagnose_context import of_rank
-from fivefold.verify.reference import ReferenceStep, Tensors, gradients, valid_tokens
+from fivefold.verify.diagnose_context import of_rank, without_losses
+from fivefold.verify.reference import ReferenceStep, Tensors, batches_of, gradients
 
 
 def routing_findings(engine: Engine, result: StepResult, reference: ReferenceStep) -> list[str]:
@@ -56,18 +56,20 @@ def gradients_of_tokens(
     """
     config = engine.layout.config
     batch = global_batch(config, step)
-    tokens = valid_tokens(batch)
+    (whole,) = batches_of(config, [batch], step)
+    tokens = valid_by_depth(whole)
     if config.experts.aux_losses or config.experts.moe_z_loss_coeff:
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
-        without = [replace(s, labels_BS=np.full_like(s.labels_BS, IGNORED)) for s in samples]
+        batches = batches_of(config, samples, step)
+        without = [without_losses(each, torch.tensor(True)) for each in batches]
         text = "is that of the losses which balance experts: the main loss does not reach it"
-        yield text, gradients(model, without, step, tokens)[1]
+        yield text, gradients(model, without, tokens)[1]
     for missing, ranks in _ranks_without_sum(engine):
-        samples = _samples_of(engine, ranks, batch, step)
+        taken = _batches_of_ranks(engine, ranks, batch, step)
         part = "samples" if engine.layout.grid.cp == 1 else "tokens"
-        if samples:
+        if taken:
             text = f"is that of some {part}: the sum over {missing} is missing"
-            yield text, gradients(model, samples, step, tokens)[1]
+            yield text, gradients(model, taken, tokens)[1]
 
 
 def _ranks_without_sum(engine: Engine) -> Iterator[tuple[str, list[int]]]:
@@ -84,16 +86,18 @@ def _ranks_without_sum(engine: Engine) -> Iterator[tuple[str, list[int]]]:
             yield missing, [n for n, of in enumerate(at) if (of["pp"], of["edp"] % apart) == same]
 
 
-def _samples_of(
+def _batches_of_ranks(
     engine: Engine, ranks: Sequence[int], batch: Microbatch, step: int
-) -> list[Microbatch]:
+) -> list[Batch]:
     """The tokens of some ranks; none where they have only parts of those that tp ranks split."""
     config, grid = engine.layout.config, engine.layout.grid
     parts = sorted({(grid.dp_rank(rank), grid.coordinates(rank)["cp"]) for rank in ranks})
     if len(parts) * grid.tp != len(ranks):
         return []
     return [
-        sample if grid.cp == 1 else of_rank(config, sample, cp, step)
+        each if grid.cp == 1 else of_rank(config, each, cp)
         for dp_rank, cp in parts
-        for sample in microbatches(config, batch, rows_of(config, dp_rank, grid.dp))
+        for each in batches_of(
+            config, microbatches(config, batch, rows_of(config, dp_rank, grid.dp)), step
+        )
     ]

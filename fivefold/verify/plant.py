@@ -243,9 +243,9 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
             _skip_data_sum,
         ),
         "skip-tied-sum": Plant(
-            "do not sum the two copies of a tied embedding",
-            "tied embeddings whose ends lie on different pipeline ranks",
-            lambda layout: tied_ranks(layout) is not None,
+            "do not sum the copies of an embedding that pipeline ranks share",
+            "tied embeddings, or multi-token prediction, on different pipeline ranks",
+            lambda layout: bool(tied_ranks(layout)),
             _skip_tied_sum,
         ),
         "own-token-count": Plant(

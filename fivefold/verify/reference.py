@@ -13,7 +13,9 @@ from torch import Tensor
 from fivefold.config.config import Config
 from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import IGNORED, Microbatch
+from fivefold.model.batch import Batch
 from fivefold.model.init import initialise
+from fivefold.model.prediction import valid_by_depth
 from fivefold.model.routing import Decision
 from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
@@ -32,6 +34,7 @@ class ReferenceStep:
         loss: mean over the valid tokens.
         norm: norm of the gradient, before clipping.
         evaluation: loss of batch EVALUATION with the weights after the update, without dropout.
+        further: mean losses of further predictions, by name.
         losses: [microbatches] summed loss of each.
         loads: [layers with experts, microbatches, experts] tokens that chose each expert.
         grads: gradients by global name, before clipping.
@@ -42,6 +45,7 @@ class ReferenceStep:
     loss: float
     norm: float
     evaluation: float
+    further: dict[str, float]
     losses: Tensor
     loads: Tensor
     grads: Tensors
@@ -56,6 +60,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
         config.model,
         seed=training.seed,
         label_smoothing=training.label_smoothing,
+        mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
         experts=config.experts,
         global_batch_size=training.global_batch_size,
     )
@@ -86,8 +91,9 @@ def run_reference(
         before = _copies(master.state_dict())
         batch = global_batch(config, step)
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
+        tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
         routing: dict[int, list[Tensor]] = {}
-        losses, grads = gradients(model, samples, step, valid_tokens(batch), routing)
+        losses, grads = gradients(model, batches_of(config, samples, step), tokens, routing)
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         limit = config.optimizer.clip_grad
         factor = min(1.0, limit / (float(norm) + 1e-6)) if limit > 0 else 1.0
@@ -101,10 +107,14 @@ def run_reference(
         model.load_state_dict(master.state_dict())
         found.append(
             ReferenceStep(
-                loss=float(losses.sum()) / valid_tokens(batch),
+                loss=float(losses[:, 0].sum()) / valid_tokens(batch),
                 norm=float(norm),
                 evaluation=_evaluate(model, config),
-                losses=losses,
+                further={
+                    f"mtp_{depth}_loss": float(losses[:, depth].sum()) / max(tokens[depth], 1)
+                    for depth in range(1, len(tokens))
+                },
+                losses=losses[:, 0],
                 loads=torch.stack([torch.stack(routing[layer]) for layer in sorted(routing)])
                 if routing
                 else torch.zeros(0),
@@ -116,37 +126,42 @@ def run_reference(
     return found
 
 
+def batches_of(config: Config, samples: Sequence[Microbatch], step: int) -> list[Batch]:
+    """Microbatches as the model takes them, with what its further predictions need."""
+    return [as_batch(sample, step, config.model.mtp_num_layers) for sample in samples]
+
+
 def gradients(
     model: Stage,
-    samples: Sequence[Microbatch],
-    step: int,
-    tokens: int,
+    batches: Sequence[Batch],
+    tokens: Sequence[int],
     routing: dict[int, list[Tensor]] | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Summed loss of each microbatch in fp64, and the gradient of their sum over `tokens`.
+    """Summed losses [microbatches, 1 + D] in fp64, and the gradient of what is made of their sums.
 
     Args:
         model: plain.
-        samples: microbatches.
-        step: optimizer step.
-        tokens: valid tokens of them all.
+        batches: microbatches, with D further predictions.
+        tokens: number by which the loss of each of the 1 + D depths is divided.
         routing: gets the tokens of each expert in each microbatch, by layer.
     """
     model.zero_grad()
+    scale = torch.tensor(tokens).clamp_min(1)
+    scale = scale[0] if len(tokens) == 1 else scale
     total = {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in model.named_parameters()
     }
     losses = []
-    for batch in in_order(model, [as_batch(sample, step) for sample in samples]):
+    for batch in in_order(model, batches):
         decisions: dict[int, Decision] = {}
         loss = model(None, batch, None, decisions)
         if routing is not None:
             for layer, decision in decisions.items():
                 counts_E = decision.sums[: model.model.num_experts]
                 routing.setdefault(layer, []).append(counts_E)
-        (loss / tokens).backward()
-        losses.append(loss.detach().double())
+        model.objective(loss / scale).backward()
+        losses.append(loss.detach().double().reshape(-1))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 total[name] += parameter.grad

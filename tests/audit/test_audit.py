@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,30 @@ import torch
 from fivefold.audit.measure import measured
 from fivefold.audit.record import RankRecord, expected_record, read_records
 from fivefold.audit.report import audit
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
 from fivefold.errors import DataError
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from fivefold.verify.report import describe
-from tests.audit.layouts import microbatches_of, random_layouts
+from tests.audit.layouts import FAMILIES, microbatches_of, random_layouts
 from tests.pool import run
 
 FEW, MANY = 6, 50
+SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 36,
+    "num_attention_heads": 4,
+    "kv_channels": 8,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 44,
+    "vocab_size": 230,
+    "make_vocab_size_divisible_by": 16,
+    "max_position_embeddings": 64,
+    "mtp_num_layers": 2,
+}
 
 
 def _step(rank: int, world: int, layout: Layout, documents: int, folder: Path) -> None:
@@ -46,6 +63,42 @@ def _check(layout: Layout, documents: int, folder: Path) -> None:
 def test_a_step_does_what_theory_says(number: int, tmp_path: Path) -> None:
     layout = next(islice(random_layouts(5), number, None))
     _check(layout, _documents(layout, number), tmp_path)
+
+
+# (ranks, family, settings); two further tokens
+PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "with the head": (1, "gpt", {"hidden_dropout": 0.1}),
+    "before the head": (
+        4,
+        "llama",
+        SEQUENCE
+        | {
+            "pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "Ettttmm|L",
+            "cross_entropy_loss_fusion": True,
+            "cross_entropy_fusion_impl": "linear",
+        },
+    ),
+    "recomputed": (2, "qwen", SEQUENCE | {"recompute_granularity": "full"}),
+    "recomputed in part": (
+        2,
+        "llama",
+        {
+            "context_parallel_size": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "mlp"),
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_further_predictions_do_what_theory_says(name: str, tmp_path: Path) -> None:
+    world, family, settings = PREDICTIONS[name]
+    model = ModelConfig(**SIZES | FAMILIES[family])
+    config = Config(model).with_values(precision="fp32", seq_length=16, **settings)
+    _check(check(config, world), 1, tmp_path)
 
 
 @pytest.mark.exhaustive

@@ -92,6 +92,7 @@ CP = "context_parallel_size"
 KIND = "cp_comm_type"
 SIZES = "hierarchical_context_parallel_sizes"
 SCHEDULE = "pipeline_schedule"
+STAGES = "pipeline_model_parallel_layout"
 V = "num_virtual_stages_per_pipeline_rank"
 ZERO = "data_parallel_sharding_strategy"
 HSDP = "num_distributed_optimizer_instances"
@@ -104,6 +105,7 @@ GPT = {
     "activation_func": "gelu",
     "untie_embeddings_and_output_weights": False,
 }
+MTP = {"mtp_num_layers": 2}
 BF16 = {"precision": "bf16"}
 FULL = {"recompute_granularity": "full"}
 FUSED = {"cross_entropy_loss_fusion": True}
@@ -153,6 +155,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {PP: 2, SCHEDULE: "sliced_1f1b", "num_sequence_slices": 2, ZERO: "optim_grads_params"},
     ),
+    "further predictions, tp": (2, {TP: 2, "mtp_num_layers": 2}),
+    "further predictions, tp + sp, layers recomputed": (2, SP | FULL | {"mtp_num_layers": 1}),
+    "further predictions, pp, copies of the embedding": (4, {PP: 4, STAGES: "Ett|t|tmm|L"} | MTP),
+    "further predictions, pp, tied, both copies of the model": (
+        4,
+        {PP: 4, STAGES: "Ett|tt|mm|L", SCHEDULE: "dualpipe", "global_batch_size": 8} | MTP | GPT,
+    ),
+    "further predictions, optim_grads_params": (2, {ZERO: "optim_grads_params"} | MTP),
     "stages kept gathered": (
         4,
         {
@@ -249,6 +259,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         "optim in bf16, bf16 on the wire",
         "optim_grads_params, nothing overlapped",
         "one microbatch of optim_grads_params",
+        "further predictions, pp, copies of the embedding",
+        "further predictions, pp, tied, both copies of the model",
         "stages kept gathered",
         "two copies of a tied model, sharded",
         "pp of 4, tied",

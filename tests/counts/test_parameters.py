@@ -1,6 +1,7 @@
 """Records of parameters, over all ranks of a layout."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import islice
 from math import prod
 
@@ -35,18 +36,24 @@ EXPERTS = [
     for strategy, instances in (("no_shard", 1), ("optim", 1), ("optim_grads", 2))
 ]
 
-COPIES = [  # of a tied embedding, or of the whole model, on one rank
+COPIES = [  # of the embedding, or of the whole model, on one rank
     check(
         config(
-            MODELS["llama tied"],
+            replace(MODELS[family], mtp_num_layers=stages.count("m")),
             **flags(pp=2, stages=stages) | {"micro_batch_size": 1, "pipeline_schedule": schedule},
         ),
         4,
     )
-    for schedule, stages in (
-        ("dualpipe", "Ett|tttL"),
-        ("gpipe", "v:Et|tt|t|tL"),
-        ("gpipe", "Ett|tttL"),
+    for family, schedule, stages in (
+        ("llama tied", "dualpipe", "Ett|tttL"),
+        ("llama tied", "gpipe", "v:Et|tt|t|tL"),
+        ("llama tied", "gpipe", "Ett|tttL"),
+        ("llama tied", "gpipe", "Ett|tttmmL"),
+        ("llama tied", "gpipe", "v:Et|tt|ttm|L"),
+        ("llama tied", "gpipe", "v:Et|ttttm||L"),
+        ("llama tied", "dualpipe", "Etttttm|L"),
+        ("llama", "gpipe", "Ett|ttt|m|L"),
+        ("llama", "dualpipe", "Ett|tttmL"),
     )
 ]
 

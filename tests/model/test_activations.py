@@ -126,7 +126,7 @@ def test_latents_and_shared_experts_are_kept() -> None:
     experts = attention + 4 * h + 9 * 256 + 8 * (4 * h + 6 * f) + 6 * f
     assert kept(model, Running(4096), layer=0) == dense
     assert kept(model, Running(4096), layer=3) == experts
-    prediction = experts + 3 * 2 * h + 2 * 2 * h
+    prediction = experts + 2 * 2 * h + 2 * 2 * h
     assert kept(model, Running(4096), layer=61) == prediction
 
 

@@ -29,6 +29,13 @@ PARTS = {
     "ends": WholeModel(()),
 }
 MODELS = FAMILIES | {"tied": replace(LLAMA, untie_embeddings_and_output_weights=False)}
+FURTHER = {
+    "whole": None,
+    "with the head": WholeModel((2,), embedding=False, mtp=2),
+    "before the head": WholeModel((), embedding=False, head=False, mtp=2),
+    "with the embedding": WholeModel((0,), head=False, mtp=2),
+    "head": WholeModel((), embedding=False),
+}
 
 
 def shapes_of(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
@@ -38,6 +45,16 @@ def shapes_of(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_parameters_are_those_of_the_modules(model: ModelConfig, parts: WholeModel | None) -> None:
+    _are_those_of_the_modules(model, parts)
+
+
+@pytest.mark.parametrize("parts", FURTHER.values(), ids=FURTHER)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_so_are_those_of_further_predictions(model: ModelConfig, parts: WholeModel | None) -> None:
+    _are_those_of_the_modules(replace(model, mtp_num_layers=2), parts)
+
+
+def _are_those_of_the_modules(model: ModelConfig, parts: WholeModel | None) -> None:
     with torch.device("meta"):
         stage = Stage(model, parts)
     actual = {name: tuple(p.shape) for name, p in stage.named_parameters()}
@@ -154,7 +171,7 @@ def test_counts_of_sparse_stages_are_those_of_their_shapes(tied: bool) -> None:
         shapes = parameter_shapes(model, parts)
         assert count_parameters(model, parts).total == sum(map(prod, shapes.values()))
     last = parameter_shapes(model, cuts[1])
-    assert ("embed_tokens.weight" in last) is not tied  # the tied output weight is a copy of it
+    assert ("mtp_embed_tokens.weight" in last) is not tied  # the tied output weight is a copy of it
     assert last["mtp.0.eh_proj.weight"] == (64, 128)
     assert last["mtp.0.layer.mlp.router.weight"] == (8, 64)
     whole = training_flops(model, 64)

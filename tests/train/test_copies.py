@@ -1,4 +1,4 @@
-"""Two copies of the model in one pipeline: one set of weights in the checkpoint."""
+"""Copies of the model, or of its embedding: one set of weights in the checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -65,3 +65,45 @@ def test_copies_come_and_go_with_a_checkpoint(
     whole = {name: bits for held in one for name, bits in held.items()}
     assert set(whole) == set(two[0]) == set(two[1])
     assert two[0] == two[1] == whole
+
+
+SCHEDULE, STAGES = "pipeline_schedule", "pipeline_model_parallel_layout"
+# Where the predictions are, and with them a copy of the embedding: on the rank of the original, on
+# that of a tied output layer, in the layer's own stage or not.
+LAYOUTS = ("Ett|tttmL", "v:Ett|t|tt|mL", "Ett|ttt|m|L", "Ett|t|ttm|L")
+
+
+def _predicting(rank: int, world: int, layout: str, tied: bool) -> Engine:
+    settings = config(LLAMA, mtp_num_layers=1, untie_embeddings_and_output_weights=not tied)
+    stages = {} if world == 1 else SETTINGS | {SCHEDULE: "gpipe", STAGES: layout}
+    return Engine(check(settings.with_values(**stages), world), rank, torch.device("cpu"))
+
+
+def _save_predictions(rank: int, world: int, layout: str, tied: bool, folder: Path) -> Bits:
+    engine = _predicting(rank, world, layout, tied)
+    whole = slice(0, engine.layout.config.training.global_batch_size)
+    batch = global_batch(engine.layout.config, 0)
+    engine.step(microbatches(engine.layout.config, batch, whole))
+    tensors: dict[str, Any] = engine.written_tensors()
+    Checkpointer(folder).save(1, tensors, {"step": 1})
+    return _bits(engine)
+
+
+def _load_predictions(rank: int, world: int, layout: str, tied: bool, folder: Path) -> Bits:
+    engine = _predicting(rank, world, layout, tied)
+    tensors: dict[str, Any] = engine.stored_tensors()
+    Checkpointer(folder).load(1, tensors)
+    engine.after_load(1)
+    return _bits(engine)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_copy_of_the_embedding_is_loaded(tied: bool, tmp_path: Path) -> None:
+    (whole,) = run(1, _save_predictions, "", tied, tmp_path)
+    names = ("mtp_embed_tokens.weight", "embed_tokens.weight", *["lm_head.weight"] * tied)
+    for layout in LAYOUTS:
+        for held in run(2, _load_predictions, layout, tied, tmp_path):
+            for name, bits in held.items():
+                copy = next((copy for copy in names if name.endswith(copy)), "")
+                stored = name.removesuffix(copy) + ("embed_tokens.weight" if copy else "")
+                assert bits == whole[stored], (layout, name)

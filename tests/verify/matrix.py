@@ -90,6 +90,12 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "v: synthesised": _pipeline("synthesised", LOOP),
         "copies": _pipeline("dualpipe", LINE),
     },
+    "further": {  # tokens that are predicted behind the next one, and where in the pipeline
+        "none": {},
+        "some: 1": {"mtp_num_layers": 1},
+        "some: 2": {"mtp_num_layers": 2},
+        "some: 1 before the head": {"mtp_num_layers": 1},
+    },
     "sharding": {s: {STRATEGY: s} for s in ("no_shard", "optim", "optim_grads")}
     | {"optim_grads_params": {STRATEGY: "optim_grads_params"}},
     "shards": {str(n): {SHARDS: n} for n in (1, 2)},
@@ -132,7 +138,14 @@ DEFERRED = ("zb", "v_", "dualpipe", "synthesised")  # in schedules with weight g
 def settings(row: Row) -> dict[str, Any]:
     """What to configure."""
     chosen = [AXES[axis][choice] for axis, choice in row.items()]
-    return {name: value for values in chosen for name, value in values.items()}
+    values = {name: value for values in chosen for name, value in values.items()}
+    layout, predictions = "pipeline_model_parallel_layout", values.get("mtp_num_layers", 0)
+    if layout in values and predictions:
+        first, _, last = values[layout].removesuffix("L").rpartition("|")
+        apart = row["further"].endswith("before the head")
+        further = "m" * predictions
+        values[layout] = f"{first}{last}{further}|L" if apart else f"{first}|{last}{further}L"
+    return values
 
 
 def ranks(row: Row) -> int:

@@ -16,8 +16,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tensor parallel, deferred weights": (
         4,
         "llama tied",
-        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True)
-        | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1},
+        flags(tp=2, pp=2, stages="Ett|tttmL", sequence=True)
+        | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "mtp_num_layers": 1},
     ),
     "latents, sequence parallel, ring": (
         4,

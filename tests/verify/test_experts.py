@@ -1,4 +1,5 @@
-"""Mixtures of experts in every layout compute what one device computes."""
+"""Mixtures of experts in every layout compute what one device computes, and send what the formulas
+say."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.verify.cases import MIXTURE, config, verify_in_pool
+from tests.verify.test_matrix import measured
 
 
 def _settings(**values: Any) -> dict[str, Any]:
@@ -44,6 +46,7 @@ DEEPSEEK = {
     "moe_router_topk_scaling_factor": 2.5,
     "moe_layer_freq": "[0]*2+[1]*3",
 }
+PREDICTING = DEEPSEEK | {"mtp_num_layers": 1}
 # Ranks, model, settings: each dispatcher with every degree, strategy and kind of balance somewhere.
 CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {}, {"moe_z_loss_coeff": 0.1}),
@@ -133,6 +136,27 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             **BALANCED,
         },
     ),
+    (
+        4,
+        {},
+        {"ep": 2, "recompute_granularity": "full", "strategy": "optim_grads_params"},
+    ),
+    (
+        4,
+        {"moe_shared_expert_intermediate_size": None},
+        {
+            "ep": 2,
+            "etp": 2,
+            "tp": 2,
+            "cp": 2,
+            "recompute_granularity": "full",
+            "recompute_num_layers": 2,
+            "dispatcher": "flex",
+            "moe_router_load_balancing_type": ("global_aux_loss",),
+            "moe_aux_loss_coeff": (0.1,),
+        },
+    ),
+    (4, {}, {"ep": 2, "etp": 2, "tp": 2, "recompute_granularity": "full"}),
     (4, {}, {"ep": 1, "strategy": "optim_grads_params"}),
     (
         4,
@@ -278,10 +302,60 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             "recompute_modules": ("moe",),
         },
     ),
+    (
+        4,
+        PREDICTING,
+        {"ep": 2, "pp": 2, "pipeline_model_parallel_layout": "Ett|tttmL", **BALANCED},
+    ),
+    (
+        4,
+        PREDICTING | {"mtp_num_layers": 2},
+        {"ep": 2, "recompute_granularity": "full", "strategy": "optim_grads_params", **BALANCED},
+    ),
+    (
+        4,
+        PREDICTING,
+        {
+            "ep": 2,
+            "pp": 2,
+            "pipeline_schedule": "zb_h1",
+            "pipeline_model_parallel_layout": "Etttttm|L",
+            "recompute_in_flight_limit": 1,
+            "strategy": "optim_grads_params",
+            "moe_router_load_balancing_type": ("global_aux_loss",),
+            "moe_aux_loss_coeff": (0.3,),
+        },
+    ),
+    (
+        4,
+        PREDICTING,
+        {
+            "tp": 2,
+            "cp": 2,
+            "ep": 4,
+            "moe_expert_capacity_factor": 0.8,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mla_up_proj", "layernorm", "moe_act"),
+        },
+    ),
+    (
+        2,
+        PREDICTING,
+        {
+            "cp": 2,
+            "cp_comm_type": ("all_gather",),
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("expert_fc1", "core_attn"),
+            "compile": True,
+            "compile_backend": "aot_eager",
+        },
+    ),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "model", "values"), CASES, ids=str)
 def test_experts(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
-    report = verify_in_pool(ranks, config(replace(MIXTURE, **model), **_settings(**values)))
+    report = verify_in_pool(
+        ranks, config(replace(MIXTURE, **model), **_settings(**values)), on_rank=measured
+    )
     assert report.passed, report.text()

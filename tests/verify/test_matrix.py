@@ -1,6 +1,7 @@
 """Every two settings that can go together, in rows of as many as can: each row computes what one
 device computes, and sends the bytes that the formulas say."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations, product
 from random import Random
@@ -8,9 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
+from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.config.config import Config
+from fivefold.counts.routed import LayerRows, RankChoices, rows_of_choices
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine, StepResult
@@ -26,6 +30,7 @@ IMPOSSIBLE: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("pipeline", "sliced", "memory", ("layers",)),  # later slices need keys and values
     ("pipeline", "one", "memory", ("stages",)),  # a microbatch at a time
     ("pipeline", "sliced", "weights", ("deferred",)),
+    ("pipeline", "sliced", "further", ("some",)),
     ("pipeline", "copies", "weights", ("at once",)),
     ("pipeline", "sliced", "family", ("latent",)),  # later slices need keys and values
     ("sharding", "no_shard", "replicas", ("2",)),
@@ -74,25 +79,30 @@ def _name(row: Row) -> str:
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_every_row_is_exact_and_sends_what_the_formulas_say(row: Row) -> None:
     settings = config(MODELS[row["family"]], **matrix.settings(row))
-    report = verify_in_pool(matrix.ranks(row), settings, on_rank=_measured)
+    report = verify_in_pool(matrix.ranks(row), settings, on_rank=measured)
     assert report.passed, report.text()
     assert report.steps == STEPS and None not in report.max_rel_error.values()
 
 
-def _measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
+def measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
     """Compare with one device, and at the end of each step what was sent in it with theory."""
     gradients, apply = Engine.gradients, Engine.apply
     steps: list[Traffic] = []
+    choices: list[ChosenExperts] = []
 
     def watched_gradients(engine: Engine, *batches: Any) -> StepResult:
         steps.append(Traffic(axes_of(engine.groups)))
-        with steps[-1]:
+        choices.append(ChosenExperts(engine.model.stages, engine.groups))
+        with steps[-1], choices[-1]:
             return gradients(engine, *batches)
 
     def watched_apply(engine: Engine, result: StepResult) -> None:
         with steps[-1]:
             apply(engine, result)
-        sent, expected = steps[-1].by_axis, _expected(engine.layout, rank)
+        every: list[RankChoices] = [{}] * world_size
+        dist.all_gather_object(every, choices[-1].by_layer)
+        rows = rows_of_choices(engine.layout, rank, every)
+        sent, expected = steps[-1].by_axis, _expected(engine.layout, rank, rows)
         if "cp" in expected and not _sends_all(engine.layout.config):
             assert sent.get("cp", 0.0) <= _expected(_without_window(engine.layout), rank)["cp"]
             sent["cp"] = expected["cp"]
@@ -105,8 +115,10 @@ def _measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | Non
         return compare_on_rank(rank, world_size, *arguments)
 
 
-def _expected(layout: Layout, rank: int) -> dict[str, float]:
-    return by_axis(step_volumes(layout, rank))
+def _expected(
+    layout: Layout, rank: int, rows: Mapping[int, LayerRows] | None = None
+) -> dict[str, float]:
+    return by_axis(step_volumes(layout, rank, rows))
 
 
 def _sends_all(settings: Config) -> bool:

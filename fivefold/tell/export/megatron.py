@@ -60,6 +60,8 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
         yield from flags(said, "window_attn_skip_freq")
     if model.position_embedding_type == "rope":
         yield from set_flag("rotary_base", round(said["rotary_base"]))
+        latent = said["multi_latent_attention"]  # whose default is another, and which alone has two
+        yield from flag("rope-type", said["rope_type"] if latent else "rope")
         if said["rotary_percent"] != 1.0:
             yield from flags(said, "rotary_percent")
         if model.use_rope_scaling:
@@ -79,11 +81,11 @@ def _model(said: Settings, layout: Layout) -> Iterator[str]:
     if said["multi_latent_attention"]:
         yield from flags(said, "multi_latent_attention", "q_lora_rank", "kv_lora_rank")
         yield from flags(said, "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        yield from flags(said, "rope_type")  # its default is another
-    if said["rope_type"] == "yarn":
-        yield from flags(said, "rotary_scaling_factor", "original_max_position_embeddings")
-        yield from flags(said, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    if said["rope_type"] == "yarn" and said["multi_latent_attention"]:
+        yield from flags(said, "rotary_scaling_factor", "mscale", "mscale_all_dim")
     yield from set_flag("mtp_num_layers", said["mtp_num_layers"] or None)
+    if model.mtp_num_layers:
+        yield from flags(said, "mtp_loss_scaling_factor")
 
 
 def _routing(said: Settings) -> Iterator[str]:
@@ -112,6 +114,8 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
         yield "--no-bias-gelu-fusion"
     if said["glu_linear_offset"]:
         yield from flags(said, "glu_linear_offset")
+        if model.activation_func != "quick_gelu":
+            yield "--no-bias-swiglu-fusion"
     yield from flags(said, "activation_func_clamp_value")
     if not said["add_bias_linear"]:
         yield "--disable-bias-linear"
@@ -237,9 +241,19 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     if said["parallel_residual"]:
         yield "it has no parallel_residual: attention and MLP run one after the other there"
     if said["rope_type"] == "yarn" and not said["multi_latent_attention"]:
-        yield "its YaRN (rope_type) is for latent attention; other models need its own recipes"
-    if not said["yarn_correction_range_round_to_int"]:
-        yield "its flags have no yarn_correction_range_round_to_int: YaRN's ramp is rounded there"
+        scaling = f"rotary_scaling_factor = {said['rotary_scaling_factor']}"
+        yield (
+            f"it has no rope_type yarn but for latent attention: {scaling}, mscale = "
+            f"{said['mscale']} and mscale_all_dim = {said['mscale_all_dim']} were left out"
+        )
+    if said["rope_type"] == "yarn":
+        names = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+        given = ", ".join(f"{name} = {said[name]}" for name in names)
+        rounds = said["yarn_correction_range_round_to_int"]
+        yield (
+            f"fields of its configuration, without flags: {given}, "
+            f"yarn_correction_range_round_to_int = {str(rounds).lower()}"
+        )
     if said["moe_router_group_scores"] is not None:
         yield (
             "it scores a group by its best experts, as many as go to each group on average, not by "

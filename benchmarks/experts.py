@@ -1,0 +1,93 @@
+"""Mixtures of experts side by side: CPU seconds and bytes sent per step, per layout.
+
+    python benchmarks/experts.py [--rows ep2 ...] [--systems megatron ...] [--rounds 3]
+
+As benchmarks/peers.py, whose ranks, rounds and virtual environment these are: in every round each
+row is measured on each system in turn, so that a busy machine is busy for all, and medians count.
+The model is that of the peers with 16 experts of 192 inner features in every layer, 4 of them per
+token, in fp32, without losses that balance them. `loop` is plain PyTorch with a loop over the
+experts of a rank; megatron-core and Fivefold send tokens by alltoall, and Fivefold by flex as well.
+Bytes are those that the kernel counted on the ranks' connections, the same way for everybody.
+"""
+
+import argparse
+import datetime
+import json
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.peer_systems.rows import EXPERT_ROWS  # noqa: E402
+from benchmarks.peers import System, answer, make_peers_venv, measure, save, table  # noqa: E402
+
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("loop"),
+        System("megatron", peer=True, environment={"TORCHDYNAMO_DISABLE": "1"}),
+        System("alltoall", script="fivefold", own_launcher=True),
+        System(
+            "flex", script="fivefold", own_launcher=True, environment={"PEERS_DISPATCHER": "flex"}
+        ),
+    )
+}
+
+
+def main() -> None:
+    asked = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    if "megatron" in asked.systems:
+        make_peers_venv()
+    about = {name: answer(SYSTEMS[name], ["--supports"]) for name in asked.systems}
+    runs: dict[tuple[str, str], list[dict]] = {}
+    for turn in range(asked.rounds):
+        for row in (EXPERT_ROWS[name] for name in asked.rows):
+            for name in asked.systems:
+                print(f"round {turn + 1}: {row.label}, {name}", file=sys.stderr)
+                run = measure(SYSTEMS[name], row, asked.steps, asked.warmup)
+                runs.setdefault((row.name, name), []).append(run)
+        save(asked, about, runs)
+    print(render(json.loads(asked.json.read_text())))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", nargs="+", choices=EXPERT_ROWS, default=list(EXPERT_ROWS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each cell; medians count")
+    results = ROOT / "benchmarks" / "results" / f"experts-{datetime.date.today()}.json"
+    parser.add_argument("--json", type=Path, default=results)
+    asked = parser.parse_args()
+    if asked.warmup < 1:
+        parser.error("--warmup must be at least 1: the first step sets things up")
+    return asked
+
+
+def render(report: dict) -> str:
+    """Tables in Markdown."""
+    found = {(cell["row"], cell["system"]): cell["median"] for cell in report["results"]}
+    return "\n".join(
+        [
+            f"{report['date']}, {report['machine']}, {report['settings']}",
+            "",
+            "CPU s/step over all ranks (x of the lowest, which is bold)",
+            *table(report, found, cpu_cell),
+            "",
+            "MB received per step over all ranks",
+            *table(report, found, lambda cell, _, __: f"{cell['bytes_per_step'] / 1e6:.1f}"),
+        ]
+    )
+
+
+def cpu_cell(cell: dict, _: dict | None, best: float) -> str:
+    cost = cell["cpu_s_per_step"]
+    return f"**{cost:.3f}**" if cost == best else f"{cost:.3f} ({cost / best:.2f}x)"
+
+
+if __name__ == "__main__":
+    main()

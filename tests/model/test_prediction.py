@@ -1,0 +1,148 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.batch import Batch
+from fivefold.model.loss import IGNORED
+from fivefold.model.prediction import with_further
+from fivefold.model.shape import WholeModel
+from fivefold.model.transformer import Stage
+from tests.model.models import FAMILIES, GPT, LLAMA, batch_of, build
+
+MODELS = FAMILIES | {
+    "llama tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
+    "gpt untied": replace(GPT, untie_embeddings_and_output_weights=True),
+}
+FACTOR = 0.3
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= 1e-12 * b.abs().max())
+
+
+def predicting(model: ModelConfig, depths: int) -> ModelConfig:
+    return replace(model, mtp_num_layers=depths)
+
+
+def norm(stage: Stage, name: str, x: Tensor) -> Tensor:
+    """A norm as its paper defines it."""
+    weights = dict(stage.named_parameters())
+    if stage.model.normalization == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    scaled = x * (x.square().mean(-1, keepdim=True) + stage.model.norm_epsilon).rsqrt()
+    scaled = scaled * weights[f"{name}.weight"]
+    return scaled + weights[f"{name}.bias"] if f"{name}.bias" in weights else scaled
+
+
+def layers(stage: Stage, x: Tensor, names: list[str], batch: Batch) -> Tensor:
+    """The named layers alone, by a stage that has nothing else."""
+    model = replace(stage.model, num_layers=len(names), mtp_num_layers=0)
+    middle = Stage(model, WholeModel(tuple(range(len(names))), embedding=False, head=False))
+    weights = dict(stage.named_parameters())
+    own = {
+        key: weights[f"{name}.{key.partition('.')[2].partition('.')[2]}"]
+        for place, name in enumerate(names)
+        for key in dict(middle.named_parameters())
+        if key.startswith(f"layers.{place}.")
+    }
+    whole: Tensor = torch.func.functional_call(middle, own, (x, batch))
+    return whole
+
+
+def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Summed loss of each depth, of one document by itself: the equations, token by token."""
+    model, length = stage.model, len(tokens)
+    place = torch.arange(length)[None]
+    batch = Batch(tokens[None], labels[None], place, None, place)
+    table: Tensor = dict(stage.named_parameters())["embed_tokens.weight"]
+    x = table[tokens]
+    if model.position_embedding_type == "learned_absolute":
+        x = x + dict(stage.named_parameters())["embed_positions.weight"][:length]
+    x = layers(stage, x, [f"layers.{i}" for i in range(model.num_layers)], batch)
+    tied = not model.untie_embeddings_and_output_weights
+    output = table if tied else dict(stage.named_parameters())["lm_head.weight"]
+    states = [norm(stage, "norm", x)]
+    for depth in range(1, model.mtp_num_layers + 1):
+        name = f"mtp.{depth - 1}"
+        following = torch.stack([table[tokens[min(t + depth, length - 1)]] for t in range(length)])
+        both = [norm(stage, f"{name}.enorm", following), norm(stage, f"{name}.hnorm", states[-1])]
+        projection = dict(stage.named_parameters())[f"{name}.eh_proj.weight"]
+        made = layers(stage, torch.cat(both, 1) @ projection.t(), [f"{name}.layer"], batch)
+        states.append(norm(stage, f"{name}.norm", made))
+    losses = [x.new_zeros(()) for _ in states]
+    for depth, state in enumerate(states):
+        log_p = (state @ output.t())[:, : model.vocab_size].log_softmax(-1)
+        for t in range(length - depth):
+            label = int(labels[t + depth])
+            if label != IGNORED:
+                losses[depth] = losses[depth] - weights[t + depth] * log_p[t, label]
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+@pytest.mark.parametrize("family", MODELS)
+def test_losses_and_gradients_are_those_of_the_equations(family: str, depths: int) -> None:
+    options: dict[str, Any] = {"mtp_loss_scaling_factor": FACTOR}
+    ours, plain = (build(predicting(MODELS[family], depths), **options) for _ in range(2))
+    lengths = [[5, 1, 6], [12]]
+    batch = batch_of(ours.model, lengths)
+    assert batch.loss_weights is not None
+    losses = ours(None, with_further(batch, depths))
+    expected = torch.stack(
+        [
+            document_losses(plain, *parts)
+            for row, of_row in enumerate(lengths)
+            for parts in zip(
+                *(x[row].split(of_row) for x in (batch.tokens, batch.labels, batch.loss_weights)),
+                strict=True,
+            )
+        ]
+    ).sum(0)
+    assert close(losses, expected)
+    scale = torch.tensor([1 / 20, 1 / 16, 1 / 13][: depths + 1], dtype=torch.float64)
+    ours.objective(losses * scale).backward()
+    weighted = expected * scale
+    (weighted[0] + FACTOR / depths * weighted[1:].sum()).backward()
+    grads = [torch.cat([p.grad.flatten() for p in s.parameters()]) for s in (ours, plain)]
+    assert close(*grads)
+
+
+def test_what_is_moved_up_stays_in_its_document() -> None:
+    batch = batch_of(LLAMA, [[3, 1, 4], [8]])
+    batch = replace(batch, labels=torch.arange(16).view(2, 8), tokens=torch.arange(16).view(2, 8))
+    further = with_further(batch, 2)
+    assert further.further_labels is not None and further.further_tokens is not None
+    assert further.further_labels.tolist() == [
+        [[1, 2, -100, -100, 5, 6, 7, -100], [9, 10, 11, 12, 13, 14, 15, -100]],
+        [[2, -100, -100, -100, 6, 7, -100, -100], [10, 11, 12, 13, 14, 15, -100, -100]],
+    ]
+    assert further.further_tokens[0].tolist()[0] == [1, 2, 0, 0, 5, 6, 7, 0]
+    short = with_further(replace(batch, documents=None), 9)
+    assert short.further_labels is not None
+    assert short.further_labels[6, 0].tolist() == [7] + [-100] * 7
+    assert bool((short.further_labels[8] == -100).all())
+
+
+def test_states_pass_a_stage_with_the_head_alone() -> None:
+    """In training each depth's; in an evaluation only the model's own."""
+    model = predicting(LLAMA, 2)
+    whole = build(model)
+    first = WholeModel((0, 1), head=False)
+    middle = WholeModel((2,), embedding=False, head=False, mtp=2)
+    last = WholeModel((), embedding=False)
+    stages = [build(model, parts) for parts in (first, middle, last)]
+    plain = batch_of(model, [[5, 7], [12]])
+    for batch, states in ((with_further(plain, 2), 3), (plain, 1)):
+        x = stages[0](None, batch)
+        assert x.shape == (24, 32)
+        x = stages[1](x, batch)
+        assert x.shape == (states * 24, 32)
+        assert torch.equal(stages[2](x, batch), whole(None, batch))
+    assert whole(None, plain).dim() == 0
+    without = build(replace(model, mtp_num_layers=0))
+    assert torch.equal(without(None, plain), whole(None, plain))
+    assert torch.equal(without.logits(None, plain), whole.logits(None, plain))
