@@ -6,6 +6,7 @@ layer, transfers from the process groups of `mesh.grid`.
 
 from functools import cached_property
 
+from fivefold.counts.context import gathers_latents
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, describe
 from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
@@ -90,8 +91,7 @@ class OperationTimes:
                 linears = (self._linear(weight, own) for weight in weights)
                 return self._column(sum(linears, Phases()))
             case LatentUp():
-                linears = (self._linear(weight, self.tokens) for weight in weights)
-                return Times(sum(linears, Phases()))
+                return self._latent_up(weights)
             case CoreAttention():
                 return self._core_attention()
             case PredictionInput():
@@ -136,6 +136,16 @@ class OperationTimes:
             forward += elementwise(gpu, cast * batch * tokens * k)
             dx += elementwise(gpu, cast * batch * tokens * n)
         return Phases(forward, dx, dw)
+
+    def _latent_up(self, weights: list[tuple[int, ...]]) -> Times:
+        """Projections to heads: of queries, then of keys and values. Where latents are gathered,
+        these are made of all tokens, and once more in the backward."""
+        *queries, keys = weights
+        own = sum((self._linear(weight, self.tokens) for weight in queries), Phases())
+        if not gathers_latents(self.config, 0):
+            return Times(own + self._linear(keys, self.tokens))
+        every = self._linear(keys, self.tokens * self.grid.cp)
+        return Times(own + every, recompute=Phases(0.0, every.forward))
 
     def _joined(self, rows: list[int], tokens: int) -> Phases:
         """Linear layers of the hidden state with these numbers of output rows, joined or not."""

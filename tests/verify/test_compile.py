@@ -19,6 +19,11 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         flags(tp=2, pp=2, stages="Ett|tttmL", sequence=True)
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "mtp_num_layers": 1},
     ),
+    "latents, sequence parallel, ring": (
+        4,
+        "latent",
+        flags(tp=2, sequence=True) | {"context_parallel_size": 2, "cp_comm_type": ("p2p",)},
+    ),
     "tensor parallel, deferred weights, ZeRO-1": (
         8,
         "llama tied",
