@@ -138,6 +138,6 @@ def _shared(x: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
     if len(set(rows)) == 1:
         return reduce_scatter(x, group)
     own = rows[group.rank()]
-    parts = x.new_empty(group.size() * own, *x.shape[1:])
-    all_to_all(list(x.split(rows)), list(parts.split(own)), group)
-    return parts.view(group.size(), own, *x.shape[1:]).sum(0)
+    parts = x.new_empty(group.size(), own, *x.shape[1:])
+    all_to_all(list(x.split(rows)), list(parts.unbind()), group)
+    return parts.sum(0)
