@@ -25,7 +25,8 @@ class Context:
         part: what this rank holds of rows divided over ranks, or None if it has all of them.
         sequence: what earlier slices of the rows left, or None if rows are whole.
         routing: what the routers of the stage decide, by layer; a repeated forward finds it here.
-        token_ids_T: run-wide ids of the tokens of the residual stream on this rank.
+        token_ids_T: run-wide ids of the tokens of the residual stream on this rank; None for a
+            model without experts.
         first_ids_B: id of the first token of every row of the microbatch, ascending.
         step: optimizer step.
     """
@@ -37,7 +38,7 @@ class Context:
     part: MicrobatchShare | None
     sequence: SlicedSequence | None
     routing: dict[int, Any]
-    token_ids_T: Tensor
+    token_ids_T: Tensor | None
     first_ids_B: Tensor
     step: int
 
@@ -49,4 +50,5 @@ class Context:
     @property
     def rows_T(self) -> Tensor:
         """The row of each token of the residual stream on this rank."""
+        assert self.token_ids_T is not None, "only experts ask"
         return torch.searchsorted(self.first_ids_B.contiguous(), self.token_ids_T, right=True) - 1

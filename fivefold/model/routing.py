@@ -184,6 +184,7 @@ class Router(nn.Module):
         """[T, K] experts."""
         topk, experts = self.model.moe_router_topk, logits_TE.shape[1]
         if self.settings.moe_router_force_load_balancing:
+            assert context.token_ids_T is not None
             turn_T1 = context.token_ids_T[:, None] * topk
             return (turn_T1 + torch.arange(topk, device=turn_T1.device)) % experts
         if "sinkhorn" in self.settings.moe_router_load_balancing_type:

@@ -277,6 +277,7 @@ class Stage(nn.Module):
         rotary = None
         if self.model.position_embedding_type == "rope":
             rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
+        routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),
             rotary,
@@ -285,7 +286,7 @@ class Stage(nn.Module):
             batch.part,
             sequence,
             {} if routing is None else routing,
-            self.shard_tokens(batch.own_token_ids.flatten()),
+            self.shard_tokens(batch.own_token_ids.flatten()) if routes else None,
             batch.token_ids[:, 0],
             batch.step,
         )
