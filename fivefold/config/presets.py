@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.model import ModelConfig
@@ -183,6 +184,16 @@ _DEMO_LLAMA = ModelConfig(
     max_position_embeddings=2048,
 )
 
+_DEBUG: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 192,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "make_vocab_size_divisible_by": 128,
+}
+
 PRESETS: Mapping[str, ModelConfig] = {
     "gpt2": _GPT2,
     "gpt-22b": replace(_GPT_1T, num_layers=48, hidden_size=6144, num_attention_heads=64),
@@ -319,6 +330,33 @@ PRESETS: Mapping[str, ModelConfig] = {
         num_attention_heads=4,
         vocab_size=500,
         max_position_embeddings=512,
+    ),
+    "debug-mixtral": replace(_MIXTRAL_8X7B, **_DEBUG, num_query_groups=2, moe_ffn_hidden_size=96),
+    "debug-deepseek-v3": replace(
+        _DEEPSEEK_V3,
+        **_DEBUG,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=16,
+        num_experts=16,
+        moe_router_topk=4,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_ffn_hidden_size=48,
+        moe_shared_expert_intermediate_size=48,
+        moe_layer_freq="[0]*1+[1]*3",
+    ),
+    "debug-gpt-oss": replace(
+        _GPT_OSS_120B,
+        **_DEBUG,
+        num_query_groups=2,
+        kv_channels=16,
+        window_size=15,
+        num_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=96,
     ),
 }
 

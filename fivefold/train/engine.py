@@ -109,9 +109,13 @@ class Engine:
         layout: the checked configuration.
         rank: rank of this process.
         device: where its model lives.
+        initialises: whether weights get initial values; they have none until a checkpoint is
+            loaded if not.
     """
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, device: torch.device, *, initialises: bool = True
+    ) -> None:
         self.layout, self.device = layout, device
         sharded = layout.config.parallel.sharding.splits_optimizer
         self.groups: Groups = build_groups(
@@ -125,7 +129,8 @@ class Engine:
             expert_shards=num_expert_shards(layout) if layout.config.model.num_experts else None,
         )
         self.model: ParallelModel = parallelize(layout, self.groups, device)
-        self.model.initialise()
+        if initialises:
+            self.model.initialise()
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
         self.optimizer = AdamW(self.parameters, layout.config.optimizer)
         self._routers = Routers(layout, self.model.stages)

@@ -207,7 +207,7 @@ def _make_trainer(
     console: Console | None,
 ) -> Trainer:
     config = job.layout.config
-    engine = Engine(job.layout, env.rank, device)
+    engine = Engine(job.layout, env.rank, device, initialises=job.origin is None)
     own = Checkpointer(
         folder.path / CHECKPOINTS,
         keep_latest=config.checkpoint.keep_latest_k,

@@ -159,15 +159,15 @@ LAYOUTS = [
     layout("tp -2", "--tp -2", "tensor_model_parallel_size must be at least 1, or -1 to infer it"),
     layout("two to infer", "--tp -1", "only one degree can be inferred", "tp and dp_shard are -1"),
     layout("context parallel", "--nproc 2 --cp 2 --seq-length 62", "/ (2 x 2)", "--seq-length 64"),
-    layout("expert parallel", "--nproc 2 --ep 2", "does not train with it yet"),
+    layout("expert parallel", "--nproc 2 --ep 2", "needs a model with num_experts"),
     layout("too few experts", "--num-experts 2 --moe-router-topk 3", "--num-experts 3"),
     layout("layers of experts", "--num-experts 2 --moe-layer-freq [1]*3", "3 entries, 4 layers"),
     layout("latents of nothing", "--q-lora-rank 8", "works: --multi-latent-attention"),
     layout(
         "planned with only",
-        "--model deepseek-v3",
-        "leaves out yarn RoPE scaling, sigmoid router scores",
-        "plans with mixtures of experts, and does not train with it yet",
+        "--model deepseek-v3 --fp8-format hybrid",
+        "fp8_format = hybrid",
+        "plans with 8-bit multiplications, and does not train with it yet",
     ),
     layout("HSDP of nothing", "--nproc 2 --dp-replicate 2", "no_shard has none"),
     layout("batch and dp", "--nproc 3", "1 x dp 3 = 3, and 8 / 3 = 2.667", "--global-batch-size 9"),
@@ -219,7 +219,11 @@ MODELS = [
     model("config.json is a list", [1], "Expected `object`, got `array`"),
     model("unsupported model type", LLAMA | {"model_type": "lama"}, "did you mean 'llama'?"),
     model("config.json lacks a size", {"model_type": "llama"}, "whole number for 'hidden_size'"),
-    model("unsupported scaling", LLAMA | {"rope_scaling": {"type": "yarn"}}, 'rope_type = "yarn"'),
+    model(
+        "unsupported scaling",
+        LLAMA | {"rope_scaling": {"type": "yarn"}},
+        "yarn RoPE scaling needs factor",
+    ),
     Case("folder without config.json", "train --model .", ("cannot read config.json",)),
 ]
 
@@ -295,7 +299,9 @@ COMMAND_LINES = [
 MODEL = '[model]\npreset = "debug-llama"\n'
 
 RECIPES = [
-    Case("unknown recipe", "train llama-8b", ("did you mean 'llama3-8b'?", "works: debug | demo")),
+    Case(
+        "unknown recipe", "train llama-8b", ("did you mean 'llama3-8b'?", "works: debug | debug-")
+    ),
     Case("no recipe file", "train dir/my.toml", ("no such recipe file: dir/my.toml",)),
     Case(
         "recipe file typo",
