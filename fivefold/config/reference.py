@@ -46,7 +46,7 @@ def _help_lines(
     yield "\nMegatron-LM's switches"
     for name, implied in SWITCHES.items():
         yield f"  --{_dashed(name):<36}{_implied(name, implied)}"
-    yield f"\nrecipes: {', '.join(recipe_names())}"
+    yield "\n" + fill(f"recipes: {', '.join(recipe_names())}", width, break_on_hyphens=False)
 
 
 def _entry(setting: Setting, width: int) -> Iterator[str]:
@@ -140,8 +140,8 @@ def _table(settings: Iterable[Setting]) -> Iterator[str]:
 _SAID_BY_OTHERS = MappingProxyType(
     {
         "group_query_attention": "needs --num-query-groups, which says it all",
-        "moe_grouped_gemm": "needs --num-experts: a layer's experts are always one parameter",
-        "moe_permute_fusion": "needs --num-experts: rows are always made without copies between",
+        "moe_grouped_gemm": "needs --num-experts; experts always run grouped",
+        "moe_permute_fusion": "needs --num-experts; rows are always fused",
     }
 )
 

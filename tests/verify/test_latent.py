@@ -9,7 +9,7 @@ from fivefold.audit.report import audit
 from fivefold.check import check
 from fivefold.verify.report import describe
 from tests.audit.test_audit import records_of
-from tests.verify.cases import MODELS, config, flags, verify_in_pool
+from tests.verify.cases import MODELS, chosen, config, flags, verify_in_pool
 
 
 def context(ranks: int, *kinds: str) -> dict[str, Any]:
@@ -110,8 +110,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+# Every third runs in `make test`, all of them in `make exhaustive`.
+SOME = chosen(CASES, *list(CASES)[::3])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SOME)
 def test_layouts(case: str) -> None:
     ranks, family, values = CASES[case]
     report = verify_in_pool(ranks, config(MODELS[family], **values))
@@ -120,7 +124,7 @@ def test_layouts(case: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SOME)
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
     ranks, family, values = CASES[case]
     dry = dict.fromkeys(DROP, 0.0)
