@@ -46,6 +46,7 @@ LAYOUTS: Mapping[str, tuple[str, int, dict[str, Any]]] = {
             "expert_model_parallel_size": 32,
             "moe_token_dispatcher_type": "flex",
             "overlap_moe_expert_parallel_comm": True,
+            "delay_wgrad_compute": True,
             "data_parallel_sharding_strategy": "optim",
             "recompute_granularity": "selective",
             "recompute_modules": ("mla_up_proj", "routed_experts"),
@@ -156,6 +157,7 @@ _TP = {"tensor_model_parallel_size": 2}
 _CP = {"context_parallel_size": 4}
 _EP = {"preset": "mixtral-8x7b", "expert_model_parallel_size": 2}
 _MIXED = {"preset": "mixtral-8x7b"}
+_FLEX = {**_EP, "moe_token_dispatcher_type": "flex"}
 _AUX = {**_MIXED, "moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.01,)}
 _ROOM = {**_MIXED, "moe_expert_capacity_factor": 1.5}
 _YARN = {"use_rope_scaling": False, "rope_type": "yarn"}
@@ -277,8 +279,11 @@ CHANGES: Mapping[str, Change] = {
     "expert_model_parallel_size": Change(4, _EP),
     "expert_tensor_parallel_size": Change(2, {**_EP, **_TP, "sequence_parallel": True}),
     "moe_token_dispatcher_type": Change("flex", _EP),
+    "moe_enable_deepep": Change(True, _FLEX),
+    "moe_deepep_num_sms": Change(24, {**_FLEX, "moe_enable_deepep": True}),
     "moe_shared_expert_overlap": Change(True, {**_EP, "moe_shared_expert_intermediate_size": 1024}),
     "overlap_moe_expert_parallel_comm": Change(True, _EP),
+    "delay_wgrad_compute": Change(True, {**_EP, "overlap_moe_expert_parallel_comm": True}),
     "tp_comm_overlap": Change(True, {**_TP, "sequence_parallel": True}),
     "data_parallel_shard_size": Change(2, {**_ZERO3, "num_distributed_optimizer_instances": 4}),
     "num_distributed_optimizer_instances": Change(2, {**_ZERO3, "data_parallel_shard_size": -1}),
@@ -298,6 +303,7 @@ CHANGES: Mapping[str, Change] = {
     "moe_input_jitter_eps": Change(0.125, _MIXED),
     "moe_router_force_load_balancing": Change(True, _MIXED),
     "moe_expert_capacity_factor": Change(1.25, _MIXED),
+    "moe_expert_rank_capacity_factor": Change(1.75, _MIXED),
     "moe_token_drop_policy": Change("position", _ROOM),
     "moe_pad_expert_input_to_capacity": Change(True, _ROOM),
     # memory
@@ -308,6 +314,7 @@ CHANGES: Mapping[str, Change] = {
     "recompute_in_flight_limit": Change(1, _PP),
     "fine_grained_activation_offloading": Change(True, {}, {"offload_modules": ("core_attn",)}),
     "offload_modules": Change(("core_attn", "attn_proj"), _MOVED),
+    "offload_tensors": Change(("dispatched_input",), {**_MIXED, **_MOVED}),
     "min_offloaded_tensor_size": Change(1 << 16, _MOVED),
     "cross_entropy_loss_fusion": Change(True),
     "cross_entropy_fusion_impl": Change("linear", _FUSED),

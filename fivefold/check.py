@@ -129,8 +129,27 @@ def _check(
     except ConfigError as error:
         raise error.spelled(lambda choice: _as_flags(choice, layout, passes)) from error
     _check_in_flight_limit(layout, mistakes)
+    _check_gathers(layout, mistakes)
     mistakes.raise_if_any()
     return layout
+
+
+def _check_gathers(layout: Layout, mistakes: Mistakes) -> None:
+    """Add layers that one half of a pair would free while the other half needs them."""
+    parallel = layout.config.parallel
+    if (
+        parallel.sharding.splits_parameters
+        and parallel.pipeline_max_unsharded_stages is None
+        and layout.alternates_within_stages
+    ):
+        mistakes.add(
+            "overlap_moe_expert_parallel_comm alternates a forward and a backward of the same "
+            f"stage ({layout.schedule}), which optim_grads_params gathers and frees layer by layer",
+            works=[
+                "--pipeline-max-unsharded-stages 1",
+                "--data-parallel-sharding-strategy optim_grads",
+            ],
+        )
 
 
 def _check_in_flight_limit(layout: Layout, mistakes: Mistakes) -> None:
@@ -242,7 +261,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("tp_comm_overlap", "overlapped tensor parallelism", False),
-    ("overlap_moe_expert_parallel_comm", "overlapped expert parallelism", False),
     ("fp8_format", "8-bit multiplications", None),
     ("fp4_format", "4-bit multiplications", None),
 )

@@ -59,7 +59,8 @@ class Layout:
     def defers_weights(self) -> bool:
         """Whether some dX is computed, and can be sent, before its dW."""
         alone = self.order().program().ranks[0] if self.grid.pp == 1 else ()
-        return self.grid.pp > 1 or any(act.kind is Kind.B for act in alone)
+        delays = self.config.parallel.delay_wgrad_compute
+        return delays or self.grid.pp > 1 or any(act.kind is Kind.B for act in alone)
 
     @property
     def runs_pairs(self) -> bool:
@@ -72,6 +73,12 @@ class Layout:
         return self.config.parallel.overlap_moe_expert_parallel_comm
 
     @property
+    def alternates_within_stages(self) -> bool:
+        """Whether a forward and a backward of the same stage run in turns."""
+        acts = (act for row in self._computes().ranks for act in row if act.kids)
+        return self.overlaps_pairs and any(act.kids[0].stage == act.kids[1].stage for act in acts)
+
+    @property
     def enough_microbatches(self) -> int:
         """Microbatches after which no rank holds anything new."""
         group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
@@ -82,7 +89,6 @@ class Layout:
         num_microbatches: int | None = None,
         *,
         forward_only: bool = False,
-        pairs: bool = False,
         eager: bool | None = None,
         costs: Costs | None = None,
     ) -> Program:
@@ -93,8 +99,6 @@ class Layout:
         Args:
             num_microbatches: microbatches of the program; None: those of the layout.
             forward_only: whether to build the program of an evaluation.
-            pairs: whether the halves of a pair run at the same time. The executor runs them in
-                turn, so that the second half's messages may come later.
             eager: whether a dX outside of pairs is sent before its dW is computed; None: where
                 the executor computes them separately.
             costs: times by which messages are ordered; None: one unit for each compute action.
@@ -102,12 +106,12 @@ class Layout:
         Raises:
             ConfigError: the schedule cannot take that many microbatches.
         """
-        program = self._computes(
-            num_microbatches, forward_only=forward_only, pairs=pairs, eager=eager
-        )
+        program = self._computes(num_microbatches, forward_only=forward_only, eager=eager)
         gathered = self.config.parallel.pipeline_max_unsharded_stages
         return with_sharding_actions(
-            lower(program, costs), unshard=gathered is not None, max_unsharded=gathered
+            lower(program, costs),
+            unshard=gathered is not None or self.alternates_within_stages,
+            max_unsharded=gathered,
         )
 
     def recomputed(self, num_microbatches: int | None = None) -> Counter[int]:
@@ -122,12 +126,11 @@ class Layout:
         num_microbatches: int | None = None,
         *,
         forward_only: bool = False,
-        pairs: bool = False,
         eager: bool | None = None,
     ) -> Program:
         """The compute actions of `program`, before messages are added."""
         return self.order(num_microbatches).executed(
-            pairs=pairs,
+            pairs=self.overlaps_pairs,
             eager=self.defers_weights if eager is None else eager,
             forward_only=forward_only,
         )

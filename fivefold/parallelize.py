@@ -1,7 +1,7 @@
 """The one list of techniques: what is installed around the plain model, in the one right order."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from fivefold.counts.parameters import ParameterRecord, parameter_records
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
+from fivefold.expert.deepep import Kernels
 from fivefold.expert.install import install_experts
 from fivefold.layout import Layout
 from fivefold.memory.cross_entropy import install_cross_entropy
@@ -24,6 +25,7 @@ from fivefold.model.compiled import compile_layers
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.executor import Executor
+from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral, install_tensor_parallel
 
@@ -135,7 +137,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     config = layout.config
     policy = make_policy(config.parallel, config.training.precision)
     pp_rank = groups.at["pp"]
-    deferred = DeferredWeights()
+    deferred, turns = DeferredWeights(), Turns(device)
     with torch.device("meta"):
         stages = {
             index: Stage(
@@ -151,7 +153,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         }
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
     _install_tensor(layout, groups, stages, deferred, records)
-    _install_experts(layout, groups, stages, deferred, records)
+    meanwhile = turns.give_way if layout.overlaps_pairs else None
+    _install_experts(layout, groups, stages, deferred, records, meanwhile)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
     _install_memory(layout, groups, stages, device)
@@ -171,6 +174,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         _hidden_shape(layout),
         policy.compute_dtype,
         device,
+        turns,
+        delays_weights=config.parallel.delay_wgrad_compute,
         states_into=layout.states_into,
     )
     return ParallelModel(layout, groups, stages, gradients, records, executor)
@@ -202,17 +207,24 @@ def _install_experts(
     stages: dict[int, Stage],
     deferred: DeferredWeights,
     records: dict[str, ParameterRecord],
+    meanwhile: Callable[[], None] | None,
 ) -> None:
     if groups.experts is None:
         return
     grid, parallel = layout.grid, layout.config.parallel
     kind, overlaps = parallel.moe_token_dispatcher_type, parallel.moe_shared_expert_overlap
     dims = {name: record.split_dim for name, record in records.items() if record.experts}
+    kernels, ep = None, groups.experts.ep
+    if parallel.moe_enable_deepep and ep is not None:
+        kernels = Kernels(ep, parallel.moe_deepep_num_sms)
+        log.info("experts' tokens travel by DeepEP, %d SMs", parallel.moe_deepep_num_sms)
     for stage in stages.values():
-        install_experts(stage, kind, groups.experts, overlaps, deferred, dims)
+        install_experts(stage, kind, groups.experts, overlaps, deferred, dims, kernels, meanwhile)
     if grid.ep * grid.etp > 1:
         split = f", each split over {grid.etp}" if grid.etp > 1 else ""
         log.info("experts over %d%s (%s)", grid.ep, split, kind)
+    if meanwhile is not None:
+        log.info("pairs: a forward and a backward run in turns while experts' messages travel")
 
 
 def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -> None:
@@ -245,7 +257,7 @@ def _install_memory(
         count = memory.recompute_in_flight_limit
         log.info("recompute: whole stages, of all but %d microbatches in flight", count)
     if memory.fine_grained_activation_offloading:
-        log.info("to host memory: what %s save", ", ".join(memory.offload_modules))
+        log.info("to host memory: what %s save", ", ".join(memory.moved_items))
 
 
 def _install_data_parallel(
@@ -259,7 +271,8 @@ def _install_data_parallel(
     """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole."""
     in_hooks = policy.overlap_grad_reduce
     if policy.needs_fsdp:
-        sharded = ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks)
+        by_hand = layout.alternates_within_stages
+        sharded = ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks, by_hand=by_hand)
         _materialise(stage, device)
         return sharded
     _materialise(stage, device)

@@ -342,7 +342,7 @@ def test_context_parallelism_that_divides_is_planned_with(values: dict) -> None:
                 "recompute_granularity": "selective",
                 "recompute_modules": ("moe_act",),
             },
-            "moe_act cannot be both recomputed and moved away",
+            "moe_act cannot be both recomputed and offloaded",
         ),
     ],
 )
@@ -369,7 +369,7 @@ def test_inputs_that_make_norms_anew_are_not_moved() -> None:
         fine_grained_activation_offloading=True,
         offload_modules=("mlp_norm", "core_attn"),
     )
-    with pytest.raises(ConfigError, match="the inputs of mlp_norm cannot be moved away"):
+    with pytest.raises(ConfigError, match="the inputs of mlp_norm cannot be offloaded"):
         check(config, 1)
 
 

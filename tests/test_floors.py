@@ -45,13 +45,19 @@ FLOORS = (
     "published",
     "calibrate",
     "verify",
+    "rehearse",
     "report",
     "docs",
     "cli",
     "__main__",
 )
 # A name stands for a module, or for a room and all that is in it.
-WITH_TORCH = ("pipeline.executor", "pipeline.messages", "pipeline.recorder")
+WITH_TORCH = (
+    "pipeline.executor",
+    "pipeline.messages",
+    "pipeline.recorder",
+    "pipeline.turns",
+)
 TORCH_FREE = (
     "errors",
     "units",
@@ -65,6 +71,7 @@ TORCH_FREE = (
     "model.activations",
     "model.description",
     "model.expert_operations",
+    "model.expert_rows",
     "model.latent_operations",
     "model.operations",
     "model.running",
@@ -84,6 +91,10 @@ TORCH_FREE = (
     "audit.report",
     "train.lock",
     "train.preflight",
+    "rehearse.agree",
+    "rehearse.report",
+    "rehearse.roles",
+    "rehearse.script",
     "verify.report",
     "verify.shrink",
     "cli",

@@ -69,8 +69,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         multiplications=work.flops,
         packed=kept.packed,
         any_packed=kept.any_packed,
-        chosen=chosen.by_layer,
-        first_chosen=chosen.first,
+        chosen=chosen.choices,
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
     )
     write_record(folder, record)

@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from fivefold.counts.rank_work import kept_activations, multiplications
-from fivefold.counts.routed import RankChoices, rows_of_choices
+from fivefold.counts.routed import StepChoices, rows_of_choices
 from fivefold.counts.state import model_state, num_expert_shards, num_shards, stages_held
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.errors import DataError
@@ -36,7 +36,6 @@ class RankRecord:
         packed: whether rows of the microbatch of `activations` held several documents.
         any_packed: whether rows of any microbatch of the step held several documents.
         chosen: what the rank's tokens chose in layers with experts.
-        first_chosen: the same of the microbatch of `activations`.
         peak_allocated: peak of device memory in the step; None on a CPU.
     """
 
@@ -50,8 +49,7 @@ class RankRecord:
     multiplications: Amount
     packed: bool = False
     any_packed: bool = False
-    chosen: RankChoices = field(default_factory=dict)
-    first_chosen: RankChoices = field(default_factory=dict)
+    chosen: StepChoices = field(default_factory=StepChoices)
     peak_allocated: Amount | None = None
 
 
@@ -89,10 +87,12 @@ def expected_record(
     Args:
         layout: layout of the run.
         measured: record of the rank.
-        every: records of all ranks, whose tokens may reach this one's experts; none is needed of a
-            model without experts.
+        every: records of all ranks, whose tokens may reach this one's experts; none: the choices
+            are not known, and expected to be even.
     """
-    rows = rows_of_choices(layout, measured.rank, [record.chosen for record in every])
+    rows = None
+    if every:
+        rows = rows_of_choices(layout, measured.rank, [record.chosen for record in every])
     at = layout.grid.coordinates(measured.rank)
     shard = at["dp_shard"] * layout.grid.cp + at["cp"] if num_shards(layout) > 1 else 0
     expert_at = layout.grid.coordinates(measured.rank, EXPERT_AXES)["edp"]
@@ -109,11 +109,13 @@ def expected_record(
         measured,
         sent=by_axis(step_volumes(layout, measured.rank, rows)),
         parameters=state.masters,
-        gradients=state.masters,  # as many and as wide, once they are reduced
+        gradients=state.masters,  # after reduction they have the masters' size
         optimizer=state.optimizer,
         activations={
-            s: kept_activations(layout, s % count, packed=measured.packed, on_host=not on_gpu)
+            s: kept_activations(
+                layout, measured.rank, s % count, rows, packed=measured.packed, on_host=not on_gpu
+            )
             for s in stages
         },
-        multiplications=multiplications(layout, measured.rank),
+        multiplications=multiplications(layout, measured.rank, rows),
     )

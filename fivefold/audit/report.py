@@ -10,6 +10,7 @@ from typing import Annotated
 from msgspec import UNSET, Meta, UnsetType
 
 from fivefold.audit.record import RankRecord, expected_record
+from fivefold.counts.context import gathers_latents
 from fivefold.errors import DataError
 from fivefold.files import read_json_lines
 from fivefold.layout import Layout
@@ -170,7 +171,7 @@ def audit(
         _compare("gradients", pairs, lambda r: r.gradients),
         _compare("optimizer state", pairs, lambda r: r.optimizer),
         *_activations(layout, pairs),
-        _compare("matrix products", pairs, lambda r: r.multiplications, shown=human_flops),
+        _products(layout, pairs),
         *_peaks(layout, records, outlook),
         _step_time(seconds, outlook),
     ]
@@ -221,7 +222,7 @@ def _compare(
 
 
 def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
-    # All but heads for tokens sends only what is seen.
+    # Every cp_comm_type but a2a sends only visible keys.
     by_sight = any(kind != "a2a" for kind in layout.config.parallel.cp_comm_type)
     told = {}
     if by_sight and any(record.any_packed for _, record in pairs):
@@ -256,6 +257,25 @@ def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
             tolerance=ACTIVATION_TOLERANCE,
             note=note,
         )
+
+
+def _products(layout: Layout, pairs: Pairs) -> Finding:
+    """The finding for FLOPs of linear layers."""
+    layers = {layer for spec in layout.split.stages for layer in spec.layers}
+    gathers = any(gathers_latents(layout.config, layer) for layer in layers)
+    told = gathers and any(record.any_packed for _, record in pairs)
+    note = (
+        "told, not judged: the formula is for whole rows, and gathered latents that no query of "
+        "this rank sees, being of other documents, are not projected"
+    )
+    return _compare(
+        "matrix products",
+        pairs,
+        lambda record: record.multiplications,
+        shown=human_flops,
+        note=note if told else "",
+        judged=not told,
+    )
 
 
 def _kept_by(stage: int, record: RankRecord) -> float:

@@ -1,34 +1,55 @@
-"""What the tokens of this rank choose in a step, seen where routers hand it on."""
+"""Records the experts that this rank's tokens choose in a step, at the routers' outputs."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fivefold.counts.routed import Choices
+from fivefold.counts.routed import Choices, StepChoices
 from fivefold.mesh.collectives import group_size
 from fivefold.mesh.groups import Groups
 from fivefold.model.routing import ExpertChoice
 from fivefold.model.transformer import Stage
 
 
+@dataclass
+class _Seen:
+    """A router's choice, without tensors that the run itself frees before the backward.
+
+    Attributes:
+        layer: index of the layer.
+        experts_TK: experts of each token.
+        kept_TK: whether the expert had capacity for the token; None: nothing dropped.
+        here: number of experts per expert-parallel rank.
+        again: whether the forward kept nothing for the backward, so that it is recomputed.
+    """
+
+    layer: int
+    experts_TK: Tensor
+    kept_TK: Tensor | None
+    here: int
+    again: bool
+
+
 class ChosenExperts:
-    """Keeps every choice of routers while it is entered; one that is repeated counts once.
+    """Records every router choice inside its block; a recomputed choice counts once.
 
     Args:
-        stages: the modules by index.
-        groups: groups of this rank.
+        stages: stages by index.
+        groups: process groups of this rank.
     """
 
     def __init__(self, stages: Mapping[int, Stage], groups: Groups) -> None:
         self._stages = stages
         self._ranks = 1 if groups.experts is None else group_size(groups.experts.ep)
         self._exit = ExitStack()
-        # A repetition finds the same tensor of experts, which is kept, so that no other is there.
-        self._seen: dict[tuple[int, int], ExpertChoice] = {}
+        # Recomputation returns the same tensor. Keeping it prevents another one at its address.
+        self._seen: dict[tuple[int, int], _Seen] = {}
+        self._first: dict[int, _Seen] = {}
 
     def __enter__(self) -> "ChosenExperts":
         for stage in self._stages.values():
@@ -42,32 +63,33 @@ class ChosenExperts:
         self._exit.close()
 
     @property
-    def by_layer(self) -> dict[int, Choices]:
-        """All choices together."""
-        return self._of([*self._seen.items()])
+    def choices(self) -> StepChoices:
+        """All choices of the step by layer."""
+        seen = [*self._seen.values()]
+        again = [one for one in seen if one.again]
+        return StepChoices(self._of(seen), self._of(again), self._of([*self._first.values()]))
 
-    @property
-    def first(self) -> dict[int, Choices]:
-        """Those of each layer's first forward."""
-        firsts = {key[0]: (key, choice) for key, choice in reversed(self._seen.items())}
-        return self._of(list(firsts.values()))
-
-    def _of(self, choices: list[tuple[tuple[int, int], ExpertChoice]]) -> dict[int, Choices]:
+    def _of(self, seen: list[_Seen]) -> dict[int, Choices]:
         rows: dict[int, list[int]] = {}
         tokens: dict[int, list[int]] = {}
-        for (layer, _), choice in choices:
-            for total, new in zip((rows, tokens), self._by_rank(choice), strict=True):
-                before = total.get(layer, [0] * self._ranks)
-                total[layer] = [a + b for a, b in zip(before, new, strict=True)]
+        for one in seen:
+            for total, new in zip((rows, tokens), self._by_rank(one), strict=True):
+                before = total.get(one.layer, [0] * self._ranks)
+                total[one.layer] = [a + b for a, b in zip(before, new, strict=True)]
         return {layer: Choices(tuple(rows[layer]), tuple(tokens[layer])) for layer in rows}
 
-    def _by_rank(self, choice: ExpertChoice) -> tuple[list[int], list[int]]:
-        """Choices, and tokens with a choice, by expert-parallel rank."""
-        ranks_TK = choice.experts_TK // (choice.num_experts // self._ranks)
-        if choice.kept_TK is not None:
-            ranks_TK = ranks_TK.masked_fill(~choice.kept_TK, self._ranks)
+    def _by_rank(self, seen: _Seen) -> tuple[list[int], list[int]]:
+        """Number of choices, and of tokens with a choice, by expert-parallel rank."""
+        ranks_TK = seen.experts_TK // seen.here
+        if seen.kept_TK is not None:
+            ranks_TK = ranks_TK.masked_fill(~seen.kept_TK, self._ranks)
         counts_TP = torch.stack([(ranks_TK == rank).sum(1) for rank in range(self._ranks)], 1)
         return counts_TP.sum(0).tolist(), (counts_TP > 0).sum(0).tolist()
 
     def _chosen(self, layer: int, module: nn.Module, args: Any, choice: ExpertChoice) -> None:
-        self._seen.setdefault((layer, id(choice.experts_TK)), choice)
+        keeps = torch.is_grad_enabled()
+        here = choice.num_experts // self._ranks
+        seen = _Seen(layer, choice.experts_TK, choice.kept_TK, here, again=not keeps)
+        self._seen.setdefault((layer, id(choice.experts_TK)), seen)
+        if keeps:
+            self._first.setdefault(layer, seen)

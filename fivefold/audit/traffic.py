@@ -1,30 +1,15 @@
 """Measures the bytes that this rank sends, by observing every collective."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
+from fivefold.audit.calls import call_of
 from fivefold.audit.watch import Watch
 from fivefold.counts.messages import wire_bytes
-from fivefold.errors import FivefoldError
 from fivefold.mesh.groups import EXPERT_PARAMETER_AXES, PARAMETER_AXES, Groups
-
-# Op -> name, and where in its arguments the whole buffer and the group stand.
-_OPS: Mapping[str, tuple[str, int, int]] = {
-    "c10d::_allgather_base_": ("all_gather", 0, 2),
-    "c10d::allgather_": ("all_gather", 0, 2),
-    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
-    "c10d::reduce_scatter_": ("reduce_scatter", 1, 2),
-    "c10d::allreduce_": ("all_reduce", 0, 1),
-    "c10d::allreduce_coalesced_": ("all_reduce", 0, 1),
-    "c10d::alltoall_base_": ("all_to_all", 1, 2),
-    "c10d::alltoall_": ("all_to_all", 1, 2),
-    "c10d::send": ("send", 0, 1),
-}
-_SILENT = ("c10d::recv_", "c10d::barrier", "c10d::monitored_barrier_")
 
 
 class Traffic(Watch):
@@ -59,23 +44,24 @@ class Traffic(Watch):
         return {axis: size for axis, size in total.items() if size}
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._count(func.name().partition(".")[0], args)
+        call = call_of(func, args)
+        if call is not None and call.size:
+            ranks = call.group
+            axis = self._axes.get(ranks.group_name, ranks.group_name)
+            self.sent[axis, call.op] += wire_bytes(call.op, call.size, ranks.size())
         return super()._run(func, args, kwargs)
-
-    def _count(self, op: str, args: tuple[Any, ...]) -> None:
-        if op in _SILENT:
-            return
-        if op not in _OPS:
-            raise FivefoldError(f"no wire model is known for {op}")
-        name, buffer, group = _OPS[op]
-        ranks = dist.ProcessGroup.unbox(args[group])
-        axis = self._axes.get(ranks.group_name, ranks.group_name)
-        self.sent[axis, name] += wire_bytes(name, _bytes(args[buffer]), ranks.size())
 
 
 def axes_of(groups: Groups) -> dict[str, str]:
     """The mesh axis of each group name; if two axes share a group, the first one listed."""
+    axes: dict[str, str] = {}
+    for axis, group in named_groups(groups):
+        axes.setdefault(group.group_name, axis)
+    return axes
+
+
+def named_groups(groups: Groups) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Every group of a rank with its mesh axis; a group that axes share is named with each."""
     named = [
         ("world", groups.world),
         ("pp", groups.pp),
@@ -99,15 +85,4 @@ def axes_of(groups: Groups) -> dict[str, str]:
             ("router", experts.stage),
             *((axis, experts.mesh.get_group(axis)) for axis in EXPERT_PARAMETER_AXES),
         ]
-    axes: dict[str, str] = {}
-    for axis, group in named:
-        if group is not None:
-            axes.setdefault(group.group_name, axis)
-    return axes
-
-
-def _bytes(buffers: Any) -> int:
-    """Bytes of a tensor, or of all tensors in a nested list."""
-    if isinstance(buffers, Tensor):
-        return buffers.numel() * buffers.element_size()
-    return sum(map(_bytes, buffers))
+    yield from ((axis, group) for axis, group in named if group is not None)

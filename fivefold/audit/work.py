@@ -10,8 +10,10 @@ from fivefold.audit.watch import Watch
 
 _PRODUCTS = {
     torch.ops.aten.mm.default: (0, 1),
+    torch.ops.aten.mm.out: (0, 1),
     torch.ops.aten.addmm.default: (1, 2),
     torch.ops.aten.addmm_.default: (1, 2),
+    torch.ops.aten._grouped_mm.default: (0, 1),  # each row of the left by one matrix of the right
 }
 
 
@@ -31,5 +33,5 @@ class Multiplications(Watch):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if func in _PRODUCTS:
             left, right = (args[place] for place in _PRODUCTS[func])
-            self.flops += 2 * prod(left.shape) * right.shape[1]
+            self.flops += 2 * prod(left.shape) * right.shape[-1]
         return super()._run(func, args, kwargs)

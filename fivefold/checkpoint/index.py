@@ -64,7 +64,7 @@ class _Place(Struct):
     relative_path: str
     offset: _Count
     length: _Count
-    transform_descriptors: None = None  # compression and the like: we write none and read none
+    transform_descriptors: None = None  # compression etc., which is neither written nor read
 
 
 class _Metadata(Struct):
@@ -138,8 +138,8 @@ def _tile(shape: _Counts, chunks: Sequence[_Chunk]) -> bool:
         boxes.append(box)
     if sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
         return False
-    # As many elements as the shape has: they cover it unless two boxes overlap. Those that meet
-    # along the dim with the most cuts are few.
+    # The elements add up, so the boxes cover the shape unless two overlap. It suffices to compare
+    # boxes that meet along the dim with the most cuts, which are few.
     dim = max(range(rank), key=lambda d: len({box[d] for box in boxes}), default=None)
     if dim is None:
         return len(boxes) == 1

@@ -58,9 +58,9 @@ def _read(stream: IO[bytes], slot: Slot, dtype: torch.dtype) -> Tensor:
     data = io.BytesIO(stream.read(slot.length))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of damage, which is told below
+            warnings.simplefilter("ignore")  # of damaged data, which is reported below
             found = torch.load(data, "cpu", weights_only=True)
-    except Exception as error:  # torch names no set of errors for bytes that are no tensor
+    except Exception as error:  # torch documents no set of errors for invalid data
         raise _no_tensor(slot, f"{type(error).__name__} in torch.load") from None
     if type(found) is not Tensor or found.layout != torch.strided or found.device.type != "cpu":
         raise _no_tensor(slot, f"found {type(found).__name__}")

@@ -79,12 +79,12 @@ class Team:
 def _attempt(work: Callable[[], T], size: int) -> tuple[T | None, _Failure | None]:
     try:
         return work(), None
-    except CheckpointException as error:  # of DCP, which has told every rank already
+    except CheckpointException as error:  # raised by DCP on every rank
         failed = {rank: _failure(cause) for rank, (cause, _) in error.failures.items()}
         full = any(failure.disk_full for failure in failed.values())
         return None, _Failure("; ".join(_reasons(failed, size)), full)
     except Exception as error:
-        if lost_connection(error):  # nobody is there to be told
+        if lost_connection(error):  # no other rank can be told
             raise
         return None, _failure(error)
 

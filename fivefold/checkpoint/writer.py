@@ -1,7 +1,7 @@
 """Writes pieces of global tensors with torch.distributed.checkpoint (DCP).
 
-DCP's own planner knows DTensors. Ours knows `Piece`, so that a copy on the CPU, an optimizer's
-state and a parameter are saved in the same way, and empty shards leave no trace in the file.
+DCP's own planner supports DTensors. Ours supports `Piece`, so that CPU copies, optimizer state and
+parameters are all saved in the same way, and empty shards are not written.
 """
 
 from typing import Any
@@ -22,10 +22,10 @@ from fivefold.mesh.slices import Piece
 
 
 class PieceWriter(FileSystemWriter):
-    """Writes files and flushes them; reports a full disk as such.
+    """Writes and flushes files; reports a full disk as such.
 
-    torch.save tells a full disk as "unexpected pos 704 vs 598", the true cause is behind it, and
-    other ranks are sent the first only.
+    torch.save reports a full disk as "unexpected pos 704 vs 598" with the true cause chained, but
+    other ranks receive only the first.
     """
 
     def write_data(self, *arguments: Any, **settings: Any) -> Any:
@@ -43,8 +43,9 @@ class PieceWriter(FileSystemWriter):
 
 
 class PieceSavePlanner(DefaultSavePlanner):
-    """Plans the writing of `dict[str, Piece]`; what several ranks hold is written by one of them,
-    and these writes are spread evenly over the ranks.
+    """Plans the writing of `dict[str, Piece]`.
+
+    What several ranks hold is written by one of them, and such writes are spread evenly.
     """
 
     def __init__(self) -> None:

@@ -20,6 +20,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "plan": "find the fastest layout of a model that fits on a cluster, and explain why",
         "train": "train a model in any layout, from a laptop to a cluster",
         "verify": "prove that a layout computes what one device computes",
+        "rehearse": "run a rank of each role of any layout here: memory, messages, would it hang",
         "schedule": "draw and time a pipeline schedule, or compare all of them",
         "audit": "compare a run with theory: bytes on the wire, memory, FLOPs, time",
         "sample": "continue a prompt with a trained model",

@@ -10,6 +10,7 @@ from fivefold.cli.verdict import tell
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
+from fivefold.expert.deepep_rules import check_deepep
 
 PRECISIONS = ("precision", "bf16", "fp32", "fp64")
 
@@ -58,12 +59,13 @@ def run(argv: Sequence[str]) -> int:
 
     from fivefold.verify.run import verify
 
-    enough = torch.cuda.device_count() >= options.nproc
+    device_type = "cuda" if torch.cuda.device_count() >= options.nproc else "cpu"
+    check_deepep(config, device_type)
     report = verify(
         layout,
         steps=options.steps,
         plant=options.plant,
-        device_type="cuda" if enough else "cpu",
+        device_type=device_type,
     )
     return tell(report, as_json=options.json)
 

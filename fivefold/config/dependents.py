@@ -123,11 +123,26 @@ DEPENDENTS = (
         refused=False,
     ),
     Dependents(
-        ("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
+        ("moe_enable_deepep", "moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"),
         "expert_model_parallel_size",
         lambda c: c.parallel.expert_model_parallel_size != 1,
         "hides messages between expert-parallel ranks",
         refused=False,
+    ),
+    Dependents(
+        ("delay_wgrad_compute",),
+        "overlap_moe_expert_parallel_comm",
+        lambda c: c.parallel.overlap_moe_expert_parallel_comm,
+        "fills the time of messages that pairs hide",
+        ("--overlap-moe-expert-parallel-comm",),
+        refused=False,
+    ),
+    Dependents(
+        ("moe_deepep_num_sms",),
+        "moe_enable_deepep",
+        lambda c: c.parallel.moe_enable_deepep,
+        "is what DeepEP's kernels take",
+        ("--moe-enable-deepep",),
     ),
     Dependents(
         (
@@ -137,6 +152,7 @@ DEPENDENTS = (
             "moe_input_jitter_eps",
             "moe_router_force_load_balancing",
             "moe_expert_capacity_factor",
+            "moe_expert_rank_capacity_factor",
             "moe_pad_expert_input_to_capacity",
         ),
         "num_experts",
@@ -161,7 +177,7 @@ DEPENDENTS = (
     Dependents(
         ("moe_token_drop_policy",),
         "moe_expert_capacity_factor",
-        lambda c: c.experts.moe_expert_capacity_factor is not None,
+        lambda c: c.experts.limits_rows,
         "chooses rows to drop",
         ("--moe-expert-capacity-factor 1.0",),
     ),
@@ -187,7 +203,7 @@ DEPENDENTS = (
         ("--recompute-granularity selective",),
     ),
     Dependents(
-        ("offload_modules",),
+        ("offload_modules", "offload_tensors"),
         "fine_grained_activation_offloading",
         lambda c: c.memory.fine_grained_activation_offloading,
         "chooses activations to move",

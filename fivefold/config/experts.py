@@ -1,4 +1,4 @@
-"""How experts are trained: balance, limits and numbers of the router, under Megatron-LM's names."""
+"""Training settings of experts: balancing, capacity and router numerics (Megatron-LM's names)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,55 +13,103 @@ AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """Routing of tokens to experts while a model trains."""
+    """How tokens are routed to experts in training."""
 
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = option(
         ("none",),
-        "what spreads tokens over experts: losses over a microbatch, each sequence, or the global "
-        "batch so far, or Sinkhorn's assignment; several losses add up",
+        "how tokens are balanced over experts: by a loss over each microbatch, each sequence, or "
+        "the global batch so far, or by Sinkhorn assignment; several losses add up",
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(
-        (0.0,), "factor of the balancing losses: one for all, or one for each"
+        (0.0,), "coefficient of the balancing losses: one for all, or one for each"
     )
     moe_z_loss_coeff: float | None = option(
         None,
-        "factor of the squared log-sum-exp of the router's logits (z-loss); none: 0",
+        "coefficient of the router's z-loss, its squared log-sum-exp of logits; none: no z-loss",
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, "how far a step moves an expert's bias towards an even load"
+        1e-3, "step by which an expert's bias moves towards an even load"
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = option(
         None,
-        "type in which the router multiplies; none: the compute type; scores have fp32 at least",
+        "dtype of the router's matrix product; none: the compute dtype; scores are at least fp32",
     )
     moe_input_jitter_eps: float | None = option(
-        None, "multiply the router's input by random factors in 1 +- this; none: leave it"
+        None, "multiply the router's input by random factors in 1 +- this; none: no jitter"
     )
     moe_router_force_load_balancing: bool = option(
-        False, "send tokens to experts in turn, whatever the router says: for benchmarks only"
+        False, "send tokens to experts in turn and ignore the router: for benchmarks only"
     )
     moe_expert_capacity_factor: float | None = option(
         None,
-        "rows that an expert takes from a rank at most, over their even share; the rest are "
+        "rows that an expert accepts from a rank, as a multiple of an even share; the rest are "
         "dropped; none: no limit",
     )
+    moe_expert_rank_capacity_factor: float | None = option(
+        None,
+        "rows that the experts of a rank together accept from a rank, as a multiple of an even "
+        "share; the rest are dropped, and fewer are padded with zeros; none: no limit",
+    )
     moe_token_drop_policy: Literal["probs", "position"] = option(
-        "probs", "which rows an expert keeps: those of the highest scores, or the first ones"
+        "probs",
+        "rows that an expert or a rank keeps: those with the highest scores, or the first ones",
     )
     moe_pad_expert_input_to_capacity: bool = option(
-        False, "let every rank send every expert exactly its capacity, padded with zeros"
+        False, "pad the rows that every rank sends to every expert to exactly its capacity"
     )
 
+    @property
+    def limits_rows(self) -> bool:
+        """Whether rows may be dropped."""
+        factors = self.moe_expert_capacity_factor, self.moe_expert_rank_capacity_factor
+        return any(factor is not None for factor in factors)
+
     def capacity(self, tokens: int, model: ModelConfig) -> int | None:
-        """Rows that an expert takes at most from a rank with so many tokens; None: all."""
+        """Rows that an expert accepts from a rank with `tokens` tokens; None: no limit."""
         factor, experts = self.moe_expert_capacity_factor, model.num_experts
         if factor is None or experts is None:
             return None
         return -int(-tokens * model.moe_router_topk * factor // experts)
 
+    def rank_capacity(self, tokens: int, model: ModelConfig, ranks: int) -> int | None:
+        """Rows that a rank with `tokens` tokens sends to each of `ranks` expert-parallel ranks.
+
+        Includes padding; None: the number is not fixed.
+        """
+        factor = self.moe_expert_rank_capacity_factor
+        if factor is None or model.num_experts is None:
+            return None
+        most = tokens * min(model.moe_router_topk, model.num_experts // ranks)
+        return min(most, -int(-tokens * model.moe_router_topk * factor // ranks))
+
+    def limits(self, tokens: int, model: ModelConfig, ranks: int) -> list[tuple[int, int]]:
+        """Limits of what a rank sends: (rows, number of adjacent experts that share this limit).
+
+        The limits apply in this order.
+
+        Args:
+            tokens: number of tokens of the sending rank.
+            model: model with experts.
+            ranks: number of ranks that hold the experts, equally many each.
+        """
+        each, of_rank = self.capacity(tokens, model), self.rank_capacity(tokens, model, ranks)
+        pairs = (each, 1), (of_rank, (model.num_experts or 1) // ranks)
+        return [(room, experts) for room, experts in pairs if room is not None]
+
+    def fixed_share(self, model: ModelConfig, ranks: int) -> float | None:
+        """Rows that each of `ranks` expert-parallel ranks gets, as a multiple of an even share.
+
+        Includes padding; None: the number is not fixed.
+        """
+        factor, topk = self.moe_expert_rank_capacity_factor, model.moe_router_topk
+        if factor is not None:
+            return min(factor, ranks * min(topk, (model.num_experts or 1) // ranks) / topk)
+        pads = self.moe_pad_expert_input_to_capacity
+        return self.moe_expert_capacity_factor if pads else None
+
     @property
     def aux_losses(self) -> tuple[tuple[str, float], ...]:
-        """The balancing losses that have an effect, with their factors."""
+        """The (kind, coefficient) of each balancing loss that has an effect."""
         kinds, factors = self.moe_router_load_balancing_type, self.moe_aux_loss_coeff
         if len(factors) == 1:
             factors *= len(kinds)
@@ -70,7 +118,7 @@ class ExpertsConfig:
 
 
 def check_routing(experts: ExpertsConfig, model: ModelConfig, mistakes: Mistakes) -> None:
-    """Add what contradicts itself, or has no effect on a model with experts."""
+    """Report routing settings that conflict, or have no effect on a model with experts."""
     kinds, factors = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
     alone = [kind for kind in kinds if kind not in AUX_LOSSES]
     if (len(kinds) > 1 and alone) or len(set(kinds)) < len(kinds):
@@ -91,7 +139,17 @@ def check_routing(experts: ExpertsConfig, model: ModelConfig, mistakes: Mistakes
             "sinkhorn assigns tokens by itself: groups of experts and biases have no effect on it",
             works=["--moe-router-load-balancing-type aux_loss"],
         )
-    if experts.moe_pad_expert_input_to_capacity and experts.moe_expert_capacity_factor is None:
+    padded = experts.moe_pad_expert_input_to_capacity
+    if padded and experts.moe_expert_rank_capacity_factor is not None:
+        mistakes.add(
+            "moe_pad_expert_input_to_capacity pads the rows of every expert, and "
+            "moe_expert_rank_capacity_factor those of every rank",
+            works=[
+                "--no-moe-pad-expert-input-to-capacity",
+                "--moe-expert-rank-capacity-factor none",
+            ],
+        )
+    if padded and experts.moe_expert_capacity_factor is None:
         mistakes.add(
             "moe_pad_expert_input_to_capacity needs moe_expert_capacity_factor, which says how far",
             works=[

@@ -1,4 +1,4 @@
-"""Parses moe_layer_freq and window_attn_skip_freq: which layers have experts, or a window."""
+"""Parses moe_layer_freq and window_attn_skip_freq: which layers have experts or a window."""
 
 import ast
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from itertools import groupby
 
 from fivefold.errors import ConfigError, Mistake
 
-# Stages list their layers, so a slip of the keyboard must not ask for a billion.
+# A limit, because stages list their layers: a typing error must not ask for a billion.
 MAX_LAYERS = 100_000
 
 
@@ -34,12 +34,12 @@ def window_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer's attention has a window.
 
     Args:
-        freq: a whole number N (all but every Nth layer have one: layers N-1, 2N-1, ... see all), or
-            a list expression as of `expert_layers`.
-        num_layers: layers of the model.
+        freq: whole number N (all but every Nth layer have one: layers N-1, 2N-1, ... attend to
+            everything), or list expression as in `expert_layers`.
+        num_layers: number of layers of the model.
 
     Raises:
-        ConfigError: `freq` is neither, or has another number of entries.
+        ConfigError: `freq` is neither, or has a different number of entries.
     """
     value = _read("window_attn_skip_freq", freq, num_layers)
     if isinstance(value, int):
@@ -48,7 +48,7 @@ def window_layers(freq: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def window_frequency(has_window: Sequence[bool]) -> str:
-    """The inverse of `window_layers`: a number if one says it, else a sum of runs.
+    """The inverse of `window_layers`: a number if possible, else a sum of runs.
 
     >>> window_frequency([True, False, True])
     '2'
@@ -60,7 +60,7 @@ def window_frequency(has_window: Sequence[bool]) -> str:
 
 
 def _read(name: str, freq: str, num_layers: int) -> int | tuple[bool, ...]:
-    """A positive number, or an entry a layer."""
+    """A positive number, or one entry per layer."""
     try:
         value = _value(ast.parse(freq.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -94,7 +94,7 @@ def _runs(flags: Sequence[bool]) -> str:
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """The value of an expression of whole numbers, lists, + and *; ValueError for others."""
+    """The value of an expression of whole numbers, lists, + and *; else ValueError."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             return number

@@ -19,6 +19,7 @@ RecomputeModule = Literal[
     "mla_up_proj",
 ]
 OffloadModule = Literal["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
+OffloadTensor = Literal["dispatched_input"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,14 @@ class MemoryConfig:
         "it keeps the stage's input, and recomputes the stage before their backward",
     )
     fine_grained_activation_offloading: bool = option(
-        False, "move the inputs of offload_modules to host memory until their backward"
+        False,
+        "move the inputs of offload_modules, and offload_tensors, to host memory until their "
+        "backward",
     )
     offload_modules: tuple[OffloadModule, ...] = option((), "modules whose inputs are offloaded")
+    offload_tensors: tuple[OffloadTensor, ...] = option(
+        (), "tensors that are offloaded; dispatched_input: the tokens that reach experts"
+    )
     min_offloaded_tensor_size: int = option(1 << 20, "bytes of the smallest tensor to offload")
     cross_entropy_loss_fusion: bool = option(
         False, "compute the loss without keeping intermediate results"
@@ -56,6 +62,13 @@ class MemoryConfig:
     )
     optimizer_cpu_offload: bool = option(False, "keep and step optimizer state in host memory")
     optimizer_offload_fraction: float = option(1.0, "share of the optimizer state in host memory")
+
+    @property
+    def moved_items(self) -> tuple[str, ...]:
+        """What is offloaded, by the module that keeps it."""
+        if not self.fine_grained_activation_offloading:
+            return ()
+        return (*self.offload_modules, *("expert_fc1" for _ in self.offload_tensors))
 
     def recomputed_groups(self, num_layers: int) -> list[tuple[range, bool]]:
         """The groups of consecutive layers of a stage, and whether each is recomputed."""
@@ -96,7 +109,14 @@ def vocab_split_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-_EXPERT_MODULES = ("moe", "moe_act", "shared_experts", "routed_experts", "expert_fc1")
+_EXPERT_MODULES = (
+    "moe",
+    "moe_act",
+    "shared_experts",
+    "routed_experts",
+    "expert_fc1",
+    "dispatched_input",
+)
 
 
 def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -> None:
@@ -107,17 +127,22 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
         named["recompute_modules"] = memory.recompute_modules
     if memory.fine_grained_activation_offloading:
         named["offload_modules"] = memory.offload_modules
-        if not memory.offload_modules:
+        named["offload_tensors"] = memory.offload_tensors
+        if not memory.moved_items:
             mistakes.add(
                 "fine_grained_activation_offloading needs offload_modules, what to move",
                 works=["--offload-modules core_attn attn_proj"],
             )
-    elif memory.offload_modules:
-        mistakes.add(
-            f"offload_modules {' '.join(memory.offload_modules)} are moved by "
-            "fine_grained_activation_offloading only",
-            works=["--fine-grained-activation-offloading", "--offload-modules none"],
-        )
+    for name in ("offload_modules", "offload_tensors"):
+        if not memory.fine_grained_activation_offloading and getattr(memory, name):
+            mistakes.add(
+                f"{name} {' '.join(getattr(memory, name))} are moved by "
+                "fine_grained_activation_offloading only",
+                works=[
+                    "--fine-grained-activation-offloading",
+                    f"--{name.replace('_', '-')} none",
+                ],
+            )
     for name, modules in named.items():
         for module in modules:
             if module in _EXPERT_MODULES and model.num_experts is None:
@@ -140,10 +165,10 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
             works=["--recompute-in-flight-limit none", "--recompute-granularity none"],
         )
     moved = named.get("offload_modules", ())
-    if full and moved:
+    if full and memory.moved_items:
         mistakes.add(
-            "full recomputation keeps only the inputs of layers, of which offload_modules "
-            f"{' '.join(moved)} could move nothing",
+            "full recomputation keeps only the inputs of layers, of which "
+            f"{' '.join((*moved, *memory.offload_tensors))} could move nothing",
             works=["--recompute-granularity selective", "--no-fine-grained-activation-offloading"],
         )
     if "attn_proj" in moved and "core_attn" not in moved:
@@ -154,4 +179,23 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
         )
     twice = sorted({*moved} & {*named.get("recompute_modules", ())} - {"core_attn"})
     if twice:
-        mistakes.add(f"{' '.join(twice)} cannot be both recomputed and moved away")
+        mistakes.add(f"{' '.join(twice)} cannot be both recomputed and offloaded")
+    if named.get("offload_tensors"):
+        _check_dispatched(moved, named.get("recompute_modules", ()), mistakes)
+
+
+def _check_dispatched(moved: tuple[str, ...], again: tuple[str, ...], mistakes: Mistakes) -> None:
+    """Add what leaves nothing of dispatched tokens to be offloaded."""
+    off = "--offload-tensors none"
+    if "expert_fc1" in moved:
+        mistakes.add(
+            "offload_modules expert_fc1 moves the tokens that reach experts, and so does "
+            "offload_tensors dispatched_input: one of the two is enough",
+            works=[off],
+        )
+    if "moe" in again:
+        mistakes.add(
+            "recompute_modules moe dispatches tokens again, so that offload_tensors "
+            "dispatched_input finds none that are kept",
+            works=[off, "--recompute-modules routed_experts"],
+        )

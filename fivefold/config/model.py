@@ -1,4 +1,4 @@
-"""What the model is: its architecture. The rules it must keep are in `config.model_rules`."""
+"""The model's architecture. `config.model_rules` checks it."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,7 +6,7 @@ from typing import Literal
 from fivefold.config.layer_pattern import expert_layers, window_layers
 from fivefold.config.parallel import option
 
-MAX_SIZE = (1 << 31) - 1  # of any dimension: products of two are exact in 64 bits
+MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -20,142 +20,142 @@ class ModelConfig:
     hidden_size: int = field(metadata={"help": "features of the residual stream"})
     num_attention_heads: int = field(metadata={"help": "query heads"})
     vocab_size: int = field(metadata={"help": "entries of the vocabulary, before padding"})
-    num_query_groups: int | None = option(None, "key/value heads (default: as many as query heads)")
+    num_query_groups: int | None = option(None, "key/value heads (default: one per query head)")
     kv_channels: int | None = option(None, "features of a head (default: hidden size / heads)")
     ffn_hidden_size: int | None = option(
         None, "inner features of the MLP (default: 4 x hidden size)"
     )
-    max_position_embeddings: int = option(4096, "longest sequence the model is made for, in tokens")
+    max_position_embeddings: int = option(4096, "longest supported sequence, in tokens")
     normalization: Literal["RMSNorm", "LayerNorm"] = option("RMSNorm", "normalisation layers")
     norm_epsilon: float = option(1e-5, "added to the variance by the normalisation layers")
     position_embedding_type: Literal["rope", "learned_absolute"] = option(
-        "rope", "rotary positions, or a learned table of them"
+        "rope", "position encoding: rotary, or a learned table"
     )
     rotary_base: float = option(10000.0, "base (theta) of RoPE")
     rotary_percent: float = option(
-        1.0, "share of a head's features, the first ones, that RoPE turns"
+        1.0, "share of a head's features that RoPE rotates, from the first one on"
     )
     use_rope_scaling: bool = option(False, "stretch low RoPE frequencies as Llama 3.1 does")
     rope_scaling_factor: float = option(
-        8.0, "how far RoPE scaling stretches the lowest frequencies"
+        8.0, "factor by which RoPE scaling stretches the longest wavelengths"
     )
     rope_low_freq_factor: float = option(
         1.0, "wavelengths above original length / this are stretched fully"
     )
     rope_high_freq_factor: float = option(
-        4.0, "wavelengths below original length / this are left alone"
+        4.0, "wavelengths below original length / this are not stretched"
     )
     rope_original_max_position_embeddings: int = option(
         8192, "sequence length before RoPE scaling, in tokens"
     )
     rope_type: Literal["rope", "yarn"] = option(
-        "rope", "rotary positions as they are, or stretched to longer contexts as YaRN does"
+        "rope", "rotary positions: unscaled, or stretched to longer contexts with YaRN"
     )
-    rotary_scaling_factor: float = option(40.0, "how far YaRN stretches the lowest frequencies")
+    rotary_scaling_factor: float = option(40.0, "factor by which YaRN stretches long wavelengths")
     original_max_position_embeddings: int = option(
-        4096, "sequence length before YaRN stretches it, in tokens"
+        4096, "sequence length before YaRN scaling, in tokens"
     )
     beta_fast: float = option(
-        32.0, "frequencies of more turns than this in the original length are left alone by YaRN"
+        32.0, "YaRN keeps frequencies with more rotations than this in the original length"
     )
     beta_slow: float = option(
-        1.0, "frequencies of fewer turns than this in the original length are stretched fully"
+        1.0,
+        "YaRN fully stretches frequencies with fewer rotations than this in the original length",
     )
-    mscale: float = option(1.0, "YaRN's factor of rotary features is 1 + 0.1 mscale ln(scaling)")
+    mscale: float = option(1.0, "YaRN scales rotary features by 1 + 0.1 mscale ln(factor)")
     mscale_all_dim: float = option(
-        0.0, "the same of all features of MLA's scores, by which rotary ones are divided"
+        0.0, "YaRN's mscale for all features of MLA's scores; rotary features are divided by it"
     )
     yarn_correction_range_round_to_int: bool = option(
-        True, "let YaRN's ramp between both begin and end with whole pairs of features"
+        True, "round the ends of YaRN's ramp to whole feature pairs"
     )
     activation_func: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = option(
         "silu", "activation of the MLP; quick_gelu is x sigmoid(1.702 x)"
     )
     gated_linear_unit: bool = option(True, "gate the MLP: activation(gate) x up")
     glu_linear_offset: float = option(
-        0.0, "added to what the gate multiplies: activation(gate) x (up + this)"
+        0.0, "added to the up projection of a gated MLP: activation(gate) x (up + this)"
     )
     activation_func_clamp_value: float | None = option(
-        None, "bound of the gate from above and of up on both sides, as gpt-oss has; none: none"
+        None, "clamp the gate from above and up on both sides, as gpt-oss does; none: no clamp"
     )
     add_bias_linear: bool = option(False, "give every linear layer of a block a bias")
     add_qkv_bias: bool = option(False, "give the query, key and value projections a bias")
     qk_layernorm: bool = option(
         False,
-        "normalise each query and key head, as Qwen3 does (MLA's latents are normalised always)",
+        "normalise each query and key head, as Qwen3 does (MLA always normalises its latents)",
     )
     untie_embeddings_and_output_weights: bool = option(True, "give the output layer its own weight")
     hidden_dropout: float = option(0.0, "dropout of embeddings and of both residual branches")
     attention_dropout: float = option(0.0, "dropout of attention probabilities")
     softmax_type: Literal["vanilla", "learnable"] = option(
         "vanilla",
-        "softmax of attention: over the keys alone, or with a learned sink of each head beside "
-        "them, as gpt-oss has",
+        "attention softmax: over keys only, or with a learned sink logit per head, as gpt-oss has",
     )
     window_size: int | None = option(
-        None, "tokens before itself that each token attends to (sliding window); none: all"
+        None, "sliding window: tokens before itself that each token attends to; none: all"
     )
     window_attn_skip_freq: str | None = option(
         None,
-        "which layers have the window: all but every Nth ('2': layers 0, 2, ...), or a list such "
+        "layers with the sliding window: all but every Nth ('2': layers 0, 2, ...), or a list such "
         "as '[1]*3+[0]*1'; none: all",
     )
     parallel_residual: bool = option(
-        False, "let attention and MLP of a layer read the same hidden state, as GPT-NeoX does"
+        False, "feed attention and MLP of a layer the same hidden state, as GPT-NeoX does"
     )
     init_method_std: float = option(0.02, "standard deviation of initial weights")
     make_vocab_size_divisible_by: int = option(128, "pad the vocabulary to a multiple of this")
     num_experts: int | None = option(
         None, "experts of a mixture-of-experts layer; none: dense MLPs"
     )
-    moe_router_topk: int = option(2, "experts that each token is sent to")
+    moe_router_topk: int = option(2, "experts per token")
     moe_router_num_groups: int | None = option(
-        None, "equal groups of experts, of which each token goes to a few; none: no groups"
+        None, "number of equal groups of experts, of which a token uses a few; none: no groups"
     )
-    moe_router_group_topk: int | None = option(None, "groups that each token goes to")
+    moe_router_group_topk: int | None = option(None, "groups of experts per token")
     moe_router_group_scores: int | None = option(
         None,
-        "best experts of a group whose scores add up to the group's (default: experts of a token / "
-        "groups of a token)",
+        "number of best experts whose scores add up to their group's score (default: experts per "
+        "token / groups per token)",
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
-        "softmax", "what makes scores of the router's logits"
+        "softmax", "function from the router's logits to scores"
     )
     moe_router_pre_softmax: bool = option(
-        False, "softmax over all experts, not over the chosen ones alone"
+        False, "softmax over all experts, rather than only over the chosen ones"
     )
     moe_router_topk_scaling_factor: float | None = option(
-        None, "factor of the chosen experts' weights; none: 1"
+        None, "factor on the weights of the chosen experts; none: 1"
     )
     moe_router_enable_expert_bias: bool = option(
-        False, "balance experts by biases that only affect the choice, without a loss (DeepSeek-V3)"
+        False, "balance experts by biases that affect only the choice, without a loss (DeepSeek-V3)"
     )
     moe_ffn_hidden_size: int | None = option(
         None, "inner features of an expert (default: ffn_hidden_size)"
     )
     moe_shared_expert_intermediate_size: int | None = option(
-        None, "inner features of the experts that see every token, all together"
+        None, "inner features of all shared experts together (they process every token)"
     )
     moe_shared_expert_gate: bool = option(
-        False, "weight what the shared experts add by a gate of their own, as Qwen2-MoE does"
+        False, "weight the output of shared experts by a gate, as Qwen2-MoE does"
     )
     moe_layer_freq: str = option(
         "1",
-        "which layers have experts: every Nth ('1' all, '2' layers 0, 2, ...), or a list such as "
+        "layers with experts: every Nth ('1' all, '2' layers 0, 2, ...), or a list such as "
         "'[0]*3+[1]*58'",
     )
     multi_latent_attention: bool = option(
         False, "compress queries, keys and values into latents, as DeepSeek-V2 does (MLA)"
     )
-    q_lora_rank: int | None = option(None, "features of MLA's query latent; none: not compressed")
+    q_lora_rank: int | None = option(None, "features of MLA's query latent; none: no compression")
     kv_lora_rank: int = option(512, "features of MLA's key/value latent")
-    qk_head_dim: int = option(128, "features of an MLA query or key head without positions")
+    qk_head_dim: int = option(128, "non-rotary features of an MLA query or key head")
     qk_pos_emb_head_dim: int = option(64, "rotary features of an MLA query or key head")
     v_head_dim: int = option(128, "features of an MLA value head")
-    mtp_num_layers: int = option(0, "layers that predict further tokens (multi-token prediction)")
+    mtp_num_layers: int = option(0, "multi-token prediction layers")
     unmodelled: tuple[str, ...] = option(
         (),
-        "what the original has and this description leaves out; to be planned with, not trained",
+        "features of the original that are not modelled; the model can be planned, not trained",
     )
 
     @property
@@ -165,7 +165,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Features of one head."""
+        """Features of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -175,13 +175,13 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: the same for every layout, so that checkpoints reshard."""
+        """Rows of the embedding; the same for every layout, so that checkpoints reshard."""
         multiple = self.make_vocab_size_divisible_by
         return -(-self.vocab_size // multiple) * multiple
 
     @property
     def query_dim(self) -> int:
-        """Features of a query or key head as they are multiplied."""
+        """Features of a query or key head, including rotary ones."""
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.head_dim
@@ -193,7 +193,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a query or key head that RoPE turns."""
+        """Features of a query or key head that RoPE rotates."""
         if self.multi_latent_attention:
             return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
@@ -220,7 +220,7 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Features of all key (or value) heads together, of attention without latents."""
+        """Features of all key (or value) heads together, without latent attention."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -230,12 +230,14 @@ class ModelConfig:
 
     @property
     def shared_ffn_size(self) -> int:
-        """Inner features of the experts that see every token, all together; 0 without them."""
+        """Inner features of all shared experts together; 0 without them."""
         return self.moe_shared_expert_intermediate_size or 0
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens before itself that a token of a layer attends to; None: all. Layers of multi-token
-        prediction are like the last one."""
+        """How many tokens before itself a token of a layer attends to; None: all.
+
+        Multi-token prediction layers are like the last layer.
+        """
         if self.window_size is None or self.window_attn_skip_freq is None:
             return self.window_size
         limited = window_layers(self.window_attn_skip_freq, self.num_layers)
@@ -243,11 +245,11 @@ class ModelConfig:
 
     @property
     def widest_window(self) -> int | None:
-        """The window of all layers; None if any layer sees everything."""
+        """The window if every layer has it; None if any layer attends to everything."""
         return None if self.window_attn_skip_freq is not None else self.window_size
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer has experts; layers of multi-token prediction are like the last one."""
+        """Whether a layer has experts; multi-token prediction layers are like the last layer."""
         if self.num_experts is None:
             return False
         return expert_layers(self.moe_layer_freq, self.num_layers)[min(layer, self.num_layers - 1)]

@@ -1,4 +1,4 @@
-"""The rules that an architecture must keep by itself."""
+"""Validation of a model's architecture on its own."""
 
 import math
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -65,7 +65,7 @@ _CHOICES = {
 
 
 def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Add everything that is wrong with the architecture by itself to `mistakes`."""
+    """Report everything that is wrong with the architecture on its own."""
     not_positive = [
         name for name in _POSITIVE if (value := getattr(model, name)) is not None and not value > 0
     ]
@@ -143,7 +143,7 @@ def _check_rope(model: ModelConfig, mistakes: Mistakes) -> None:
 
 
 def _check_gate(model: ModelConfig, mistakes: Mistakes) -> None:
-    """Numbers of a gate, which go with the activations that are computed together with it."""
+    """Check that the activation supports the gate's offset and clamp."""
     fused = model.gated_linear_unit and model.activation_func in ("silu", "quick_gelu")
     for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
         value = getattr(model, name)

@@ -101,6 +101,12 @@ class ParallelConfig:
     moe_token_dispatcher_type: TokenDispatcher = option(
         "alltoall", "how tokens reach their experts"
     )
+    moe_enable_deepep: bool = option(
+        False, "send the tokens of flex by DeepEP's kernels, on GPUs, where deep_ep is installed"
+    )
+    moe_deepep_num_sms: int = option(
+        20, "multiprocessors of a GPU that DeepEP's kernels take, an even number"
+    )
     moe_shared_expert_overlap: bool = option(
         False, "compute shared experts while tokens travel to the routed ones and back"
     )
@@ -108,6 +114,10 @@ class ParallelConfig:
         False,
         "hide the experts' all-to-alls behind another microbatch's computation, where the schedule "
         "pairs a forward with a backward",
+    )
+    delay_wgrad_compute: bool = option(
+        False,
+        "in such a pair, compute weight gradients while the backward's own all-to-alls travel",
     )
     tp_comm_overlap: bool = option(
         False,

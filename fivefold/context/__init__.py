@@ -1,1 +1,1 @@
-"""Context parallelism: every sequence is split over ranks, which attend to each other's tokens."""
+"""Context parallelism: ranks split every sequence and attend to each other's tokens."""

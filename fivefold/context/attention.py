@@ -1,7 +1,7 @@
-"""The attention kernels of context parallelism, in the seam of a plain layer.
+"""Attention kernels of context parallelism, for the `kernel` seam of attention layers.
 
-Shapes: B rows, S tokens of this rank, N query heads, G key/value heads, D head features, F all of
-them.
+Shapes: B rows, S tokens of this rank, N query heads, G key/value heads, D head features, F all
+features of all heads.
 """
 
 from dataclasses import dataclass, replace
@@ -22,10 +22,10 @@ from fivefold.model.shards import MicrobatchShare, Shards
 
 @dataclass(frozen=True)
 class Across:
-    """Queries stay, keys and values travel.
+    """Attention in which queries stay on their rank and keys and values are sent.
 
     Attributes:
-        transport: transport that is used.
+        transport: how keys and values are sent.
     """
 
     transport: Transport
@@ -88,7 +88,7 @@ def _prepared(
 
 
 def own_ids(part: MicrobatchShare, drop: HeadDropout | None) -> tuple[Tensor | None, Tensor | None]:
-    """Token ids of the whole rows, and of what this rank holds of them, where any are dropped."""
+    """Token ids of whole rows, and of this rank's tokens; both None without dropout."""
     if drop is None:
         return None, None
     ids = drop.token_ids_BL.reshape(part.shards.rows, -1)
@@ -97,16 +97,16 @@ def own_ids(part: MicrobatchShare, drop: HeadDropout | None) -> tuple[Tensor | N
 
 @dataclass(frozen=True)
 class Heads:
-    """Tokens travel: each rank attends with a part of the heads to all tokens of the group.
+    """Ulysses attention: each rank computes a part of the heads for all tokens of the group.
 
-    DeepSpeed-Ulysses (Jacobs et al. 2023): one all-to-all of packed queries, keys and values, one
-    of outputs. Inside is a kernel of one device, or another of context parallelism between groups
-    (USP, Fang and Zhao 2024). A key/value head that several ranks need goes to each of them.
+    DeepSpeed-Ulysses (Jacobs et al. 2023): one all-to-all of packed queries, keys and values, and
+    one of outputs. The inner kernel is that of one device, or another context-parallel one between
+    groups (USP, Fang and Zhao 2024). A key/value head that several ranks need is sent to each.
 
     Attributes:
-        group: consecutive ranks of context parallelism.
+        group: consecutive context-parallel ranks.
         inner: the kernel for all tokens of the group.
-        outer_rank: outer rank of the group among those that `inner` connects; None if it is the
+        outer_rank: index of this group among the groups that `inner` connects; None if there is
             only one.
     """
 
@@ -130,7 +130,7 @@ class Heads:
         if scope.sinks is not None:
             scope = replace(scope, sinks=scope.sinks[first:last])
         if self.outer_rank is None:
-            # A kernel of one device takes packed rows as they were, not end to end.
+            # A single-device kernel takes packed rows in their original shape.
             rows = len(q) if scope.documents is None else len(scope.documents.ids_BS)
             q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))
             out = self.inner(q, k, v, replace(scope, part=None), drop)
@@ -147,13 +147,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who has which heads and which tokens of a group.
+    """Which rank of a group has which heads and which tokens.
 
     Attributes:
         group: the ranks.
-        part: what this rank holds.
-        num_heads: N, before they are dealt.
-        num_kv_heads: G.
+        part: the tokens that this rank holds.
+        num_heads: N, over all ranks of the group.
+        num_kv_heads: G, over all ranks of the group.
     """
 
     group: dist.ProcessGroup
@@ -163,7 +163,7 @@ class Deal:
 
     @property
     def members(self) -> range:
-        """Ranks of context parallelism in the group."""
+        """Context-parallel ranks of the group's members."""
         first = self.part.rank - self.group.rank()
         return range(first, first + self.group.size())
 
@@ -173,18 +173,18 @@ class Deal:
         return rank * each, (rank + 1) * each
 
     def keys(self, rank: int) -> Span:
-        """The key/value heads with which these attend: several, or one that others have too."""
+        """The key/value heads those queries need: several, or one shared with other ranks."""
         first, last = self.queries(rank)
         shared = self.num_heads // self.num_kv_heads
         return first // shared, -(-last // shared)
 
     def in_order(self, by_rank: list[Tensor]) -> Tensor:
-        """Tokens of all ranks of the group, [B, S, F] each, in the order of the rows."""
+        """Concatenate the ranks' tokens, [B, S, F] each, in the order of the rows."""
         pieces = self._pieces()
         return torch.cat([by_rank[rank][:, slice(*at)] for _, rank, at in pieces], dim=1)
 
     def by_rank(self, x_BSF: Tensor) -> list[Tensor]:
-        """The inverse of `in_order`."""
+        """Split tokens in row order into those of each rank: the inverse of `in_order`."""
         pieces = self._pieces()
         parts = x_BSF.split([stop - start for (start, stop), _, _ in pieces], dim=1)
         dealt: list[list[Tensor]] = [[] for _ in self.members]
@@ -193,14 +193,14 @@ class Deal:
         return [torch.cat(values, dim=1) for values in dealt]
 
     def exchange(self, sends: list[Tensor], features: list[int]) -> list[Tensor]:
-        """[B, S, F] to each rank, and from each with these numbers of features."""
+        """All-to-all: send one [B, S, F] to each rank, receive `features[r]` features from r."""
         rows, tokens = sends[0].shape[:2]
         received = [sends[0].new_empty((rows, tokens, width)) for width in features]
         all_to_all(sends, received, self.group)
         return received
 
     def _pieces(self) -> list[tuple[Span, int, Span]]:
-        """In the order of the rows: positions, rank of the group, where in what it holds."""
+        """(positions, rank in the group, indices in that rank's tensor), in row order."""
         shards: Shards = self.part.shards
         return sorted(
             (span, rank, indices(shards.chunks[member], span))
@@ -210,7 +210,7 @@ class Deal:
 
 
 class _ToHeads(torch.autograd.Function):
-    """Packed queries, keys and values: all heads of own tokens for own heads of all tokens."""
+    """Packed q, k and v: from all heads of own tokens to own heads of all tokens."""
 
     @staticmethod
     def forward(
@@ -253,13 +253,13 @@ class _ToHeads(torch.autograd.Function):
 
 
 def _features(deal: Deal, rank: int, dims: tuple[int, int, int]) -> tuple[Span, Span, Span]:
-    """Which of the packed features of queries, keys and values go to a rank."""
+    """The ranges of packed query, key and value features that go to a rank."""
     q, kv = deal.queries(rank), deal.keys(rank)
     return tuple((first * d, last * d) for (first, last), d in zip((q, kv, kv), dims, strict=True))  # type: ignore[return-value]
 
 
 class _ToTokens(torch.autograd.Function):
-    """Outputs [B, S, F]: own heads of all tokens for all heads of own tokens."""
+    """Outputs [B, S, F]: from own heads of all tokens to all heads of own tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_BSF: Tensor, deal: Deal) -> Tensor:

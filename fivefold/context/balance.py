@@ -1,8 +1,8 @@
-"""Which tokens each context-parallel rank holds: as many as any other, with as much work; no torch.
+"""How context-parallel ranks split tokens: equally many each, with equal attention work; no torch.
 
-Rows of one document each are cut as zigzag: rank r holds chunks r and 2P-1-r, which balances the
-causal mask exactly. Packed documents are cut into equal chunks that are dealt out by the area of
-their mask, largest first to the rank with least work so far; documents are not padded.
+Rows of one document are cut zigzag: rank r holds chunks r and 2P-1-r, which balances the causal
+mask exactly. Packed documents are cut into equal chunks, assigned by the area of their mask:
+largest first, to the rank with the least work so far. Documents are not padded.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ MOST_CHUNKS = 16  # per rank
 
 
 def split(rows: int, sight: Sight, parts: int) -> Shards:
-    """Divide `rows` rows of which queries see `sight` over `parts` ranks.
+    """Split `rows` rows with attention mask `sight` over `parts` ranks.
 
     Raises:
-        ValueError: the row's length is no multiple of 2 x parts.
+        ValueError: the length of a row is not a multiple of 2 x parts.
     """
     if sight.starts[-1] % (2 * parts):
         raise ValueError(f"{sight.starts[-1]} tokens cannot be cut into 2 x {parts} equal chunks")
@@ -27,7 +27,7 @@ def split(rows: int, sight: Sight, parts: int) -> Shards:
 
 
 def zigzag(length: int, parts: int) -> tuple[tuple[Span, ...], ...]:
-    """Chunks r and 2P-1-r of 2P equal ones for rank r."""
+    """Chunks r and 2P-1-r of 2P equal chunks for each rank r of P = `parts`."""
     size = length // (2 * parts)
     return tuple(
         ((r * size, (r + 1) * size), (length - (r + 1) * size, length - r * size))
@@ -36,7 +36,7 @@ def zigzag(length: int, parts: int) -> tuple[tuple[Span, ...], ...]:
 
 
 def balanced(sight: Sight, parts: int) -> tuple[tuple[Span, ...], ...]:
-    """The coarsest cut into equal chunks that balances the area of the mask within IMBALANCE."""
+    """The coarsest split into equal chunks that balances mask areas within IMBALANCE."""
     length = sight.starts[-1]
     best, least = zigzag(length, parts), float("inf")
     per_rank = 2
@@ -56,7 +56,7 @@ def balanced(sight: Sight, parts: int) -> tuple[tuple[Span, ...], ...]:
 
 
 def _deal(areas: Sequence[int], parts: int, each: int) -> list[list[int]]:
-    """`each` of the areas to every part: the largest left to the part with least so far."""
+    """Assign `each` areas to every part: largest first, to the part with the least area so far."""
     dealt: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
     for index in sorted(range(len(areas)), key=lambda i: (-areas[i], i)):

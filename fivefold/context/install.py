@@ -1,4 +1,4 @@
-"""Puts context parallelism into the attention of a plain stage, and divides microbatches for it."""
+"""Installs context parallelism in the attention of a plain stage, and splits microbatches."""
 
 from collections.abc import Sequence
 
@@ -18,12 +18,12 @@ from fivefold.model.transformer import Stage
 
 
 def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: Groups) -> None:
-    """Let every layer attend to the tokens of all ranks.
+    """Make every layer attend to the tokens of all ranks.
 
     Args:
-        stage: stage whose tokens are a part of each sequence.
-        kinds: kinds of communication: one, or one per layer of the model.
-        groups: groups of this rank.
+        stage: stage whose input is one rank's part of each sequence.
+        kinds: communication (cp_comm_type): one for all layers, or one per layer of the model.
+        groups: process groups of this rank.
     """
     for layer in stage.transformer_layers:
         attention = layer.self_attn
@@ -35,7 +35,7 @@ def install_context_parallel(stage: Stage, kinds: Sequence[CpCommType], groups: 
 
 
 def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:
-    """The attention kernel of one kind of communication."""
+    """The attention kernel for one cp_comm_type."""
     assert groups.cp is not None, "one rank needs no context parallelism"
     match kind:
         case "p2p":
@@ -52,18 +52,18 @@ def make_kernel(kind: CpCommType, groups: Groups) -> Kernel:
 
 
 def divide(batch: Batch, window: int | None, group: dist.ProcessGroup) -> Batch:
-    """This rank's part of a microbatch on the CPU: of every row, or of packed rows end to end.
+    """This rank's part of a microbatch on the CPU; packed rows are laid end to end first.
 
     Args:
-        batch: whole.
-        window: tokens before itself that a token attends to; None: all.
-        group: group of context parallelism.
+        batch: whole microbatch.
+        window: how many tokens before itself a token attends to; None: all.
+        group: context-parallel group.
     """
     return batch.divided(MicrobatchShare(shards_of(batch, window, group.size()), group.rank()))
 
 
 def shards_of(batch: Batch, window: int | None, ranks: int) -> Shards:
-    """How a whole microbatch is divided over so many ranks."""
+    """How a whole microbatch is split over `ranks` ranks."""
     rows, length = batch.tokens.shape
     if batch.packing is None:
         sight = Sight((0, length), window)

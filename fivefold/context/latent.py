@@ -1,8 +1,9 @@
-"""Latent attention over ranks: what travels is the latent, and each rank projects it up itself.
+"""Context-parallel latent attention: ranks gather latents and project them up themselves.
 
-DeepSeek-V3's latent has 512 + 64 features a token where its keys and values have 40,960, so that
-gathering it sends 71 times less. Nothing projected up is kept: the backward gathers and projects
-again. Shapes: B rows, S tokens of this rank, L tokens that it sees, C latent features, N heads.
+DeepSeek-V3's latent has 512 + 64 features per token where its keys and values have 40,960, so
+gathering latents sends 71 times less. Keys and values are not kept: the backward gathers and
+projects again. Shapes: B rows, S tokens of this rank, L tokens that it sees, C latent features,
+N heads.
 """
 
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from fivefold.model.shards import MicrobatchShare
 
 @dataclass(frozen=True)
 class GatheredLatents:
-    """Attention of this rank's queries to the keys and values behind the latents of all ranks.
+    """Attention of this rank's queries to keys and values projected from all ranks' latents.
 
-    Of whole rows, (P-1) latents are sent forward and 2 (P-1) backward.
+    For whole rows, each rank sends its latents P-1 times in the forward and 2 (P-1) times in the
+    backward.
 
     Attributes:
-        group: group of context parallelism.
+        group: context-parallel group.
     """
 
     group: dist.ProcessGroup
@@ -41,7 +43,7 @@ class GatheredLatents:
         scope: Scope,
         drop: HeadDropout | None,
     ) -> Tensor:
-        """See `model.attention.LatentKernel`; the latent has the shared rotary key behind it."""
+        """See `model.attention.LatentKernel`; the shared rotary key follows the latent."""
         assert scope.part is not None, "whole rows need no context parallelism"
         rest = up, scope.part, Gather(self.group, 1), drop, scope.sinks
         out: Tensor = _Latent.apply(q_BSND, latent_BSC, rest, scope.sinks, *parameters)
@@ -98,7 +100,7 @@ class _Latent(torch.autograd.Function):
 def _own(
     latent_BSC: Tensor, part: MicrobatchShare, drop: HeadDropout | None
 ) -> tuple[Own, Tensor | None]:
-    """Latents travel as the keys of one head, without values; the ids of this rank's tokens."""
+    """Latents as the keys of one head, without values, for transport; and own token ids."""
     ids, mine = own_ids(part, drop)
     return Own(latent_BSC[:, :, None], latent_BSC.shape[-1], part, ids), mine
 

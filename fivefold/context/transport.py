@@ -1,8 +1,8 @@
-"""How the keys and values of other ranks reach a rank, and how their gradients come home.
+"""Communication of keys and values between context-parallel ranks, and of their gradients back.
 
-A transport hands out keys as they arrive, own ones among them, while the next are under way. In the
-backward it hands them out again and takes their gradients. KV stands for a rank's keys and values,
-[B, S, G, Dk + Dv]; ranks are those of the context-parallel group, P in number.
+A transport yields keys as they arrive, including the rank's own, while the next are in transfer. In
+the backward it yields them again and receives their gradients. KV denotes a rank's keys and values,
+[B, S, G, Dk + Dv]; there are P ranks in the context-parallel group.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -25,22 +25,23 @@ from fivefold.model.blockwise import Keys
 from fivefold.model.shards import MicrobatchShare
 
 HEAD_CHUNKS = 4
-"""Parts of the heads that all-gather takes in turn: while one is computed the next arrives."""
+"""Groups of heads that all-gather processes in turn, so that one is computed while the next
+arrives."""
 
 Pair = tuple[Tensor, Tensor]
 Backward = Generator[Keys, Pair, Tensor]
-"""Yields keys, is sent their gradients in at least fp32, returns those of the rank's own KV."""
+"""Yields keys, receives their gradients in at least fp32, returns those of the rank's own KV."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a rank brings.
+    """The tokens that a rank contributes.
 
     Attributes:
         kv: keys and values of its tokens, [B, S, G, Dk + Dv].
         key_dim: Dk.
         part: which tokens these are.
-        ids: token ids [B, L] of the whole rows, known if probabilities are dropped.
+        ids: token ids [B, L] of the whole rows, needed only if probabilities are dropped.
     """
 
     kv: Tensor
@@ -58,43 +59,43 @@ class Own:
         return Keys(k, v, blocks, spans, heads, ids)
 
     def buffer(self, spans: tuple[Span, ...], heads: int, dtype: torch.dtype) -> Tensor:
-        """Room for what these tokens send."""
+        """An empty buffer for the KV of these tokens."""
         rows, _, _, features = self.kv.shape
         return self.kv.new_empty((rows, num_tokens(spans), heads, features), dtype=dtype)
 
     @property
     def wide(self) -> torch.dtype:
-        """In which gradients are summed."""
+        """The dtype in which gradients are summed: at least fp32."""
         return torch.promote_types(self.kv.dtype, torch.float32)
 
 
 class Transport(Protocol):
-    """A way for keys and values to travel."""
+    """A communication pattern for keys and values."""
 
     def forward(self, own: Own) -> Iterator[Keys]:
-        """All keys that this rank's queries see."""
+        """Yield all keys that this rank's queries see."""
 
     def backward(self, own: Own) -> Backward:
-        """The same keys in exchange for their gradients."""
+        """Yield the same keys and receive their gradients."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """KV goes round in P-1 hops (Liu et al. 2023), each under way while a block is computed.
+    """Ring attention: KV takes P-1 hops (Liu et al. 2023), each overlapped with one block.
 
-    In the backward the gradient of a rank's KV starts at the next rank with the first block that is
-    not its own, and reaches home in P-1 hops; the own block is computed during the last. Forward
-    (P-1) KV sent, backward (P-1) (KV + dKV), dKV in at least fp32. Public implementations let dKV
-    hop P times.
+    In the backward, the gradient of a rank's KV starts at the next rank, with that rank's first
+    foreign block, and returns home in P-1 hops; the rank's own block is computed during the last.
+    The forward sends (P-1) KV, the backward (P-1) (KV + dKV), with dKV in at least fp32. Public
+    implementations let dKV take P hops.
 
     Attributes:
-        group: group of context parallelism.
+        group: context-parallel group.
     """
 
     group: dist.ProcessGroup
 
     def forward(self, own: Own) -> Iterator[Keys]:
-        """Own keys first, then those of the rank before, and so on."""
+        """Own keys first, then those of the previous rank, and so on."""
         chunks = own.part.shards.chunks
         size, rank = self.group.size(), self.group.rank()
         kv = own.kv
@@ -122,7 +123,7 @@ class Ring:
         return grads + _arrived(coming_home)
 
     def _hop(self, x: Tensor, tag: int = 0) -> tuple[Messages, Tensor]:
-        """To the next rank, from the one before."""
+        """Send to the next rank, receive from the previous one."""
         size, rank = self.group.size(), self.group.rank()
         incoming = torch.empty_like(x, memory_format=torch.contiguous_format)
         sends, receives = {(rank + 1) % size: x}, {(rank - 1) % size: incoming}
@@ -137,19 +138,19 @@ def _arrived(hop: tuple[Messages, Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Halo:
-    """Each rank sends every other, one after the other, the part of its KV that this one sees.
+    """Pairwise exchange: each rank sends every other only the part of its KV that that one sees.
 
     For packed documents and sliding windows, where most ranks see little of each other. Gradients
-    go home the same way, in at least fp32, and are summed there in the order of the ranks.
+    return by the same messages, in at least fp32, and are summed in rank order.
 
     Attributes:
-        group: group of context parallelism.
+        group: context-parallel group.
     """
 
     group: dist.ProcessGroup
 
     def forward(self, own: Own) -> Iterator[Keys]:
-        """Own keys first, then those of the rank before, and so on."""
+        """Own keys first, then those of the previous rank, and so on."""
         size, rank = self.group.size(), self.group.rank()
         arriving = self._step(own, 1)
         yield own.keys(own.kv, own.part.spans)
@@ -184,7 +185,7 @@ class Halo:
         return total
 
     def _step(self, own: Own, step: int) -> tuple[Messages, Tensor]:
-        """To the rank `step` further on, from the one as far behind."""
+        """Send to the rank `step` after this one, receive from the rank `step` before it."""
         size, rank, shards = self.group.size(), self.group.rank(), own.part.shards
         source, target = (rank - step) % size, (rank + step) % size
         sent = taken(own.kv, own.part, shards.sent(rank, target))
@@ -194,10 +195,10 @@ class Halo:
 
 @dataclass(frozen=True)
 class PeerToPeer:
-    """The ring for whole rows; for documents and windows only what is seen, without detours.
+    """The ring for whole rows; for documents and windows, pairwise exchange of visible keys.
 
     Attributes:
-        group: group of context parallelism.
+        group: context-parallel group.
     """
 
     group: dist.ProcessGroup
@@ -216,26 +217,27 @@ class PeerToPeer:
 
 @dataclass(frozen=True)
 class Gather:
-    """All KV that a rank sees is gathered, some heads at a time (Dubey et al., Llama 3, 2024).
+    """All-gather of the KV that a rank sees, some heads at a time (Dubey et al., Llama 3, 2024).
 
-    Each chunk is computed against all keys in their order, without merging sources. The backward
-    gathers again; gradients go home in KV's type and are summed there in at least fp32. Of whole
-    rows (P-1) KV forward, 2 (P-1) KV backward; of documents and windows only what is seen.
+    Queries meet all keys in row order, so no outputs are merged over ranks. The backward gathers
+    again; gradients return in KV's dtype and are summed in at least fp32. For whole rows this sends
+    (P-1) KV in the forward and 2 (P-1) KV in the backward; for documents and windows, only what is
+    seen.
 
     Attributes:
-        group: group of context parallelism.
-        head_chunks: parts of the heads, at most.
+        group: context-parallel group.
+        head_chunks: maximum number of groups of heads.
     """
 
     group: dist.ProcessGroup
     head_chunks: int = HEAD_CHUNKS
 
     def forward(self, own: Own) -> Iterator[Keys]:
-        """The keys of a part of the heads, then of the next."""
+        """The keys of one group of heads after the other."""
         return self._keys(own)
 
     def backward(self, own: Own) -> Backward:
-        """The same; gradients of one part of the heads go home while the next is computed."""
+        """The same; one group's gradients are sent home while the next group is computed."""
         home: list[tuple[Span, Callable[[], Tensor]]] = []
         for keys in self._keys(own):
             assert keys.heads is not None
@@ -260,7 +262,7 @@ class Gather:
                 arrive = after
 
     def _fetch(self, own: Own, heads: Span) -> Callable[[], list[Tensor] | Tensor]:
-        """Start gathering some heads: by source, what this rank sees of it."""
+        """Start gathering some heads; the result lists by source rank what this rank sees."""
         kv, size, rank = own.kv[:, :, slice(*heads)], self.group.size(), self.group.rank()
         if own.part.shards.sight.whole:
             return start_all_gather(kv[None], self.group).wait
@@ -283,7 +285,7 @@ class Gather:
         return arrive
 
     def _send_home(self, own: Own, grads: Tensor) -> Callable[[], Tensor]:
-        """Start summing gradients of keys in their order where these are at home."""
+        """Start returning the gradients of gathered keys to their ranks, summed there."""
         size, rank, shards = self.group.size(), self.group.rank(), own.part.shards
         by_source: list[list[Tensor]] = [[] for _ in range(size)]
         pieces = _pieces(own.part)
@@ -313,7 +315,7 @@ class Gather:
 
 
 def _pieces(part: MicrobatchShare) -> list[tuple[Span, int, Span]]:
-    """What a rank sees in the order of the row: positions, source, and where in what it sends."""
+    """(positions, source rank, indices in its message) of what a rank sees, in row order."""
     found = []
     for source, chunks in enumerate(part.shards.chunks):
         sent = part.shards.sent(source, part.rank) if source != part.rank else chunks
@@ -331,12 +333,12 @@ def taken(kv: Tensor, part: MicrobatchShare, spans: tuple[Span, ...]) -> Tensor:
 
 
 def _add(total: Tensor, part: MicrobatchShare, spans: tuple[Span, ...], grads: Tensor) -> None:
-    """Add the gradients of the tokens in `spans` to those of a rank's tokens."""
+    """Add gradients of the tokens in `spans` to `total`, the gradients of a rank's tokens."""
     lengths = [stop - start for start, stop in spans]
     for span, grad in zip(spans, grads.split(lengths, dim=1) if spans else (), strict=True):
         total[:, slice(*indices(part.spans, span))] += grad
 
 
 def _joint(grads: Pair) -> Tensor:
-    """The gradient of KV from those of keys and of values."""
+    """The gradient of KV from the gradients of keys and of values."""
     return torch.cat(grads, dim=-1)

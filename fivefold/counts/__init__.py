@@ -1,1 +1,1 @@
-"""What a layout needs and sends: state, parameters, bytes, activations, in closed form."""
+"""Closed-form counts of a layout: model state, parameters, bytes sent, activations and FLOPs."""

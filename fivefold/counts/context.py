@@ -1,4 +1,4 @@
-"""What context-parallel ranks send each other of keys, values and latents; torch-free."""
+"""Context-parallel communication of keys, values and latents; torch-free."""
 
 from fivefold.config.config import Config
 from fivefold.context.balance import split
@@ -7,7 +7,7 @@ from fivefold.model.blocks import Sight, num_tokens
 
 
 def gathers_latents(config: Config, layer: int) -> bool:
-    """Whether the ranks gather a layer's latents, and each makes all keys and values of them."""
+    """Whether ranks gather a layer's latents instead of its keys and values."""
     kinds = config.parallel.cp_comm_type
     gathered = kinds[layer % len(kinds)] == "all_gather"
     several = config.parallel.context_parallel_size > 1
@@ -17,13 +17,13 @@ def gathers_latents(config: Config, layer: int) -> bool:
 def seen_shares(
     layout: Layout, cp_rank: int, window: int | None, inner: int = 1
 ) -> tuple[float, float]:
-    """How many times its own tokens a rank sends, and gets, of keys that are seen.
+    """How much a rank sends and receives of visible keys, in multiples of its own tokens.
 
     Args:
         layout: layout of the run.
-        cp_rank: rank of context parallelism.
-        window: window of the layer; None: none, so that all is sent.
-        inner: ranks of a group that counts as one.
+        cp_rank: context-parallel rank.
+        window: attention window of the layer; None: no window, everything is sent.
+        inner: number of ranks per group that counts as one rank.
     """
     cp = layout.grid.cp
     if window is None:

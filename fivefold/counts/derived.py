@@ -1,4 +1,4 @@
-"""Every number that a layout implies, with the product or sum that gives it."""
+"""Every number that a layout implies, with the product or sum it comes from."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -15,7 +15,7 @@ Row = tuple[str, str, str]
 
 
 def describe(layout: Layout) -> list[Row]:
-    """(name, value, how it comes about) of every number that the layout implies."""
+    """(name, value, derivation) of every number that the layout implies."""
     return [
         *_ranks(layout),
         *_batch(layout),
@@ -110,7 +110,7 @@ def _parameters(layout: Layout) -> list[Row]:
 
 
 def _layers(model: ModelConfig) -> str:
-    """'32 layers x 218 M', or those without and with experts apart."""
+    """'32 layers x 218 M', or dense layers and layers with experts separately."""
     kinds: dict[LayerKind, list[int]] = {}
     for layer in range(model.num_layers):
         kinds.setdefault(layer_kind(model, layer), []).append(layer)
@@ -166,7 +166,7 @@ def _memory(layout: Layout) -> list[Row]:
 
 
 def _recomputed(layout: Layout) -> list[Row]:
-    """What a limit on the microbatches that a rank holds costs in forwards."""
+    """Number of forwards that are repeated because of recompute_in_flight_limit."""
     again = layout.recomputed()
     if not again:
         return []
@@ -183,7 +183,7 @@ def _recomputed(layout: Layout) -> list[Row]:
 
 
 def _deferred(layout: Layout) -> list[Row]:
-    """What a schedule costs in memory that leaves dW for longer than dX takes to be sent."""
+    """Memory cost of a schedule that defers dW."""
     program = layout.order().program()
     last = program.num_weight_parts - 1
     changes = {(Kind.B, 0): 1, (Kind.W, last): -1}

@@ -1,47 +1,75 @@
-"""The bytes that a rank sends because of experts, in closed form, given the rows; torch-free."""
+"""Bytes that a rank sends for experts, in closed form, given the number of rows; torch-free."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.messages import Flow, wire_bytes
-from fivefold.counts.routed import LayerRows, expected_rows, padded_rows
+from fivefold.counts.routed import StepRows
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
+from fivefold.model.expert_rows import LayerRows, expected_rows, padded_rows
 from fivefold.pipeline.stages import StageSpec
 
-NUMBER_BYTES = 8  # numbers of rows and of experts are int64
+NUMBER_BYTES = 8  # counts of rows and indices of experts are int64
 
 
-def expert_flows(
-    layout: Layout, rank: int, rows: Mapping[int, LayerRows] | None = None
-) -> Iterator[Flow]:
-    """Tokens on their way to experts and back, and what routers tell each other.
+def expert_flows(layout: Layout, rank: int, rows: StepRows | None = None) -> Iterator[Flow]:
+    """Communication of expert dispatch and combine, and of routers.
 
     Args:
         layout: layout of the run.
         rank: rank that sends.
-        rows: rows of each layer in the step; None: as expected if experts are chosen evenly.
+        rows: rows of each layer in the step; None: expected rows with evenly used experts.
     """
     flows = _ExpertFlows(layout)
-    for spec in layout.stages_of(layout.grid.coordinates(rank)["pp"]).values():
+    recomputed = layout.recomputed()
+    for stage, spec in layout.stages_of(layout.grid.coordinates(rank)["pp"]).items():
+        again = recomputed[stage]
         for layer, (forwards, returns) in _forwards(layout, spec).items():
-            if layout.config.parallel.moe_token_dispatcher_type == "allgather":
-                yield from flows.gathered(forwards, returns)
-            else:
-                evenly = expected_rows(layout, flows.tokens)
-                of_layer = evenly if rows is None else rows[layer]
-                of_layer = flows.padded or of_layer
-                yield from flows.moved(of_layer, forwards, returns)
-                yield from flows.joined(of_layer, forwards, returns)
+            yield from flows.travelled(
+                _Trips(flows.microbatches, forwards, returns, 1),
+                None if rows is None else rows.every[layer],
+            )
+            if again:  # one more forward of the whole stage, without omissions
+                yield from flows.travelled(
+                    _Trips(again, 1, 1, 0), None if rows is None else rows.again[layer]
+                )
             yield from flows.balance()
 
 
-def _forwards(layout: Layout, spec: StageSpec) -> dict[int, tuple[int, int]]:
-    """How often rows go to experts in the forwards of a stage's layers, and results come back.
+@dataclass(frozen=True)
+class _Trips:
+    """How often one layer exchanges the rows of some microbatches.
 
-    A repetition ends with the last tensor that it saves, which is before results come back, unless
-    shared experts or the mask of a dropout follow, or another layer, or the norm that ends a
-    further prediction.
+    Attributes:
+        microbatches: number of microbatches.
+        forwards: number of dispatches of rows per microbatch.
+        returns: number of combines of results per microbatch.
+        backwards: number of backwards per microbatch, each of which sends gradients both ways.
+    """
+
+    microbatches: int
+    forwards: int
+    returns: int
+    backwards: int
+
+    @property
+    def there(self) -> int:
+        """Number of exchanges of rows or their gradients per microbatch."""
+        return self.forwards + self.backwards
+
+    @property
+    def home(self) -> int:
+        """Number of exchanges of results or their gradients per microbatch."""
+        return self.returns + self.backwards
+
+
+def _forwards(layout: Layout, spec: StageSpec) -> dict[int, tuple[int, int]]:
+    """Layer -> how often a step's forwards dispatch rows to experts, and combine their results.
+
+    Recomputation stops at the last tensor that was saved, which precedes the combine unless shared
+    experts, a dropout mask, another layer, or the final norm of a further prediction follow.
     """
     model, memory = layout.config.model, layout.config.memory
     selected = memory.recompute_granularity == "selective" and "moe" in memory.recompute_modules
@@ -66,80 +94,108 @@ class _ExpertFlows:
     """The numbers that the formulas share.
 
     Attributes:
-        calls: forwards of a layer in a step.
-        tokens: tokens of this rank in all of them.
-        padded: rows of a step where every expert gets as many as it has room for; None elsewhere.
+        microbatches: number of microbatches of a rank per step.
     """
 
     def __init__(self, layout: Layout) -> None:
         config, self._grid = layout.config, layout.grid
-        self._model, self._settings, parallel = config.model, config.experts, config.parallel
-        training, self._kind = config.training, parallel.moe_token_dispatcher_type
+        self._model, self._settings, self._parallel = config.model, config.experts, config.parallel
+        training, self._kind = config.training, self._parallel.moe_token_dispatcher_type
         element = ELEMENT_BYTES[training.precision]
         router = {"fp64": 8, "fp32": 4, None: 0}[config.experts.moe_router_dtype]
         self._row = config.model.hidden_size * element
         self._wide = max(element, router, 4)  # of scores and weights
         self._experts = config.model.num_experts or 1
         self._rows_B = training.micro_batch_size
-        microbatches = layout.num_microbatches // layout.num_copies
-        self.calls = microbatches * parallel.num_sequence_slices
-        parts = layout.grid.cp * (layout.grid.tp if parallel.sequence_parallel else 1)
-        tokens = training.micro_batch_size * training.seq_length // parts
-        self.tokens = microbatches * tokens
-        self.padded = padded_rows(layout, tokens, microbatches)
+        self.microbatches = layout.num_microbatches // layout.num_copies
+        self._slices = self._parallel.num_sequence_slices
+        parts = layout.grid.cp * (layout.grid.tp if self._parallel.sequence_parallel else 1)
+        self._tokens = training.micro_batch_size * training.seq_length // parts
+        split = {"ep": layout.grid.ep, "etp": layout.grid.etp}
+        self._padded = padded_rows(
+            self._kind, self._settings, self._model, tokens=self._tokens, **split
+        )
+        self._expected = expected_rows(self._kind, self._model, **split).times(self._tokens)
 
-    def moved(self, rows: LayerRows, forwards: int, returns: int) -> Iterator[Flow]:
-        """Between the ranks of expert parallelism.
+    def travelled(self, trips: _Trips, rows: LayerRows | None) -> Iterator[Flow]:
+        """Communication of one layer: rows, their weights, and numbers of rows.
 
-        A row goes out with the weights of its experts, and a result comes back; the backward sends
-        the gradients of both. Of flex, which sends a token once to a rank, the numbers of the
-        experts go with it. Before, the ranks tell each other the numbers of rows.
+        Args:
+            trips: number of exchanges.
+            rows: rows of all these microbatches; None: expected rows with evenly used experts.
+        """
+        if self._kind == "allgather":
+            yield from self._gathered(trips)
+            return
+        if rows is None or self._padded is not None:
+            rows = (self._padded or self._expected).times(trips.microbatches)
+        yield from self._moved(rows, trips)
+        yield from self._joined(rows, trips)
+
+    def _moved(self, rows: LayerRows, trips: _Trips) -> Iterator[Flow]:
+        """All-to-all between expert-parallel ranks.
+
+        A row is dispatched with the weights of its experts, and a result returns; the backward
+        sends the gradients of both. With flex, which sends a token once per rank, expert indices
+        are sent as well. Before that, the ranks exchange numbers of rows.
         """
         ranks, topk = self._grid.ep, self._model.moe_router_topk
         once = self._kind == "flex"
         weights = self._wide * (topk if once else 1)
-        both_ways = (forwards + 1) * rows.sent + (returns + 1) * rows.got
+        both_ways = trips.there * rows.sent + trips.home * rows.got
         yield Flow("ep", "tokens to experts and back", both_ways * self._row)
-        yield Flow("ep", "weights of rows", (forwards * rows.sent + rows.got) * weights)
+        scores = trips.forwards * rows.sent + trips.backwards * rows.got
+        yield Flow("ep", "weights of rows", scores * weights)
         if once:
-            yield Flow("ep", "numbers of experts", forwards * rows.sent * topk * NUMBER_BYTES)
+            numbers = trips.forwards * rows.sent * topk
+            yield Flow("ep", "numbers of experts", numbers * NUMBER_BYTES)
         counts = (ranks - 1) * (1 if once else self._experts // ranks)
-        if self.padded:
-            return  # nobody asks for numbers
-        yield Flow("ep", "numbers of rows", forwards * self.calls * counts * NUMBER_BYTES)
+        if not (self._padded and once):
+            yield from self._told("ep", counts, trips)
 
-    def joined(self, rows: LayerRows, forwards: int, returns: int) -> Iterator[Flow]:
-        """Between the ranks of an expert, which gather each other's rows and reduce results: a
-        rank sends its rows to each of the others, and to each the results of theirs."""
+    def _joined(self, rows: LayerRows, trips: _Trips) -> Iterator[Flow]:
+        """Communication between the ranks that split each expert.
+
+        They gather each other's rows and reduce the results: a rank sends its rows to each of the
+        others, and to each the results of theirs.
+        """
         others = self._grid.etp - 1
         own = others * rows.computed
-        both_ways = (forwards + 1) * own + (returns + 1) * rows.joined
+        both_ways = trips.there * own + trips.home * rows.joined
         yield Flow("etp", "rows of a split expert", both_ways * self._row)
-        yield Flow("etp", "weights of rows", (forwards * own + rows.joined) * self._wide)
+        scores = trips.forwards * own + trips.backwards * rows.joined
+        yield Flow("etp", "weights of rows", scores * self._wide)
         parts = 1 if self._kind == "flex" else self._grid.ep
-        counts = others * parts * self._experts // self._grid.ep
-        if self.padded:
-            return
-        yield Flow("etp", "numbers of rows", forwards * self.calls * counts * NUMBER_BYTES)
+        yield from self._told("etp", others * parts * self._experts // self._grid.ep, trips)
 
-    def gathered(self, forwards: int, returns: int) -> Iterator[Flow]:
-        """Every token with its choices to all ranks of the experts, and results summed."""
+    def _told(self, axis: str, counts: int, trips: _Trips) -> Iterator[Flow]:
+        if not self._settings.moe_pad_expert_input_to_capacity:  # else known
+            calls = trips.forwards * trips.microbatches * self._slices
+            yield Flow(axis, "numbers of rows", calls * counts * NUMBER_BYTES)
+
+    def _gathered(self, trips: _Trips) -> Iterator[Flow]:
+        """allgather: every token with its choices to all ranks of the experts; results summed."""
         grid, topk = self._grid, self._model.moe_router_topk
-        sent = (grid.ep * grid.etp - 1) * self.tokens
+        sent = (grid.ep * grid.etp - 1) * trips.microbatches * self._tokens
         axis = "ep x etp" if grid.ep > 1 and grid.etp > 1 else "ep" if grid.ep > 1 else "etp"
-        yield Flow(axis, "tokens to experts and back", (forwards + returns + 2) * sent * self._row)
-        yield Flow(axis, "weights of rows", (forwards + 1) * sent * topk * self._wide)
-        yield Flow(axis, "numbers of experts", forwards * sent * topk * NUMBER_BYTES)
+        both_ways = (trips.there + trips.home) * sent
+        yield Flow(axis, "tokens to experts and back", both_ways * self._row)
+        yield Flow(axis, "weights of rows", trips.there * sent * topk * self._wide)
+        yield Flow(axis, "numbers of experts", trips.forwards * sent * topk * NUMBER_BYTES)
 
     def balance(self) -> Iterator[Flow]:
-        """How many tokens chose each expert, for losses that look at other ranks' tokens as well;
-        the scores of them all for Sinkhorn's assignment. A repetition keeps what was decided."""
+        """Tokens per expert for losses over several ranks, and scores for Sinkhorn's assignment.
+
+        Recomputation reuses the router's decisions.
+        """
         sharing = self._grid.cp * self._grid.tp
         size = self._experts * self._wide
         for kind, _ in self._settings.aux_losses:
             rows = self._rows_B if kind == "seq_aux_loss" else 1
             ranks = self._grid.ranks_per_stage if kind == "global_aux_loss" else sharing
             summed = wire_bytes("all_reduce", rows * size, ranks)
-            yield Flow("router", "tokens of each expert", self.calls * summed)
+            calls = self.microbatches * self._slices
+            yield Flow("router", "tokens of each expert", calls * summed)
         if "sinkhorn" in self._settings.moe_router_load_balancing_type:
-            yield Flow("router", "scores of experts", (sharing - 1) * self.tokens * size)
+            tokens = self.microbatches * self._tokens
+            yield Flow("router", "scores of experts", (sharing - 1) * tokens * size)

@@ -1,27 +1,25 @@
-"""Bytes on the wire of single collectives and of single layers, in closed form; torch-free.
+"""Bytes sent by single collectives and single layers, in closed form; torch-free.
 
-Wire model, bytes sent by each of P ranks for a whole buffer of N bytes: all-gather and
-reduce-scatter (P-1)/P N, all-reduce 2 (P-1)/P N, all-to-all (P-1)/P of what the rank has, a message
-N. These are what bandwidth-optimal algorithms send, and NCCL's rings do.
+Model, for a whole buffer of N bytes, per rank of P: all-gather and reduce-scatter (P-1)/P N,
+all-reduce 2 (P-1)/P N, all-to-all (P-1)/P of the rank's data, a message N. These are the bytes of
+bandwidth-optimal algorithms, such as NCCL's rings.
 """
 
 from dataclasses import dataclass
-from math import comb
 
-from fivefold.config.model import ModelConfig
-from fivefold.config.parallel import CpCommType, TokenDispatcher
+from fivefold.config.parallel import CpCommType
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What one rank sends in one step for one purpose.
+    """Bytes that one rank sends in one step for one purpose.
 
     Attributes:
-        axis: over which ranks: "tp", "pp", "cp" (its inner and outer groups as well), "ep", "etp",
-            "ep x etp", "edp" (all that hold the same experts), "edp_shard" and "edp_replicate" (its
-            two factors, where both are more than one), "router", "data" (all that see other
+        axis: the ranks involved: "tp", "pp", "cp" (also its inner and outer groups), "ep", "etp",
+            "ep x etp", "edp" (ranks with the same experts), "edp_shard" and "edp_replicate" (its
+            two factors, if both are more than one), "router", "data" (ranks with different
             tokens), "dp_shard_cp" and "dp_replicate" (its two factors), "tied", "mirror", "world".
-        purpose: purpose in words.
+        purpose: description.
         size: bytes.
     """
 
@@ -31,12 +29,12 @@ class Flow:
 
 
 def wire_bytes(op: str, size: int, ranks: int) -> float:
-    """What one of `ranks` ranks sends.
+    """Bytes that one rank of a group sends in a collective.
 
     Args:
         op: all_gather, reduce_scatter, all_reduce, all_to_all or send.
-        size: bytes of the whole buffer: the gathered one, the one to be reduced, the message.
-        ranks: ranks of the group.
+        size: bytes of the whole buffer: the gathered one, the one to reduce, or the message.
+        ranks: size of the group.
     """
     if op == "send":
         return size
@@ -45,7 +43,7 @@ def wire_bytes(op: str, size: int, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class PassVolumes:
-    """Bytes that a rank sends in one layer and microbatch, forward and backward."""
+    """Bytes that a rank sends for one layer and microbatch, forward and backward."""
 
     forward: float
     backward: float
@@ -63,29 +61,29 @@ def context_volumes(
     inner: int = 1,
     seen: tuple[float, float] | None = None,
 ) -> PassVolumes:
-    """What context parallelism sends for one attention layer, in closed form.
+    """Context-parallel bytes for one attention layer, in closed form.
 
-    With P ranks and KV, the bytes of a rank's own keys and values:
-    - p2p (ring): P-1 hops of KV forward; in the backward as many again, and P-1 of dKV, since the
-      circulation of dKV starts with the first block that is not the rank's own.
-    - all_gather: (P-1) KV forward; gathered again in the backward, and dKV exchanged and summed.
-    - a2a (Ulysses): heads for tokens, (P-1)/P of Q, K, V and O; as much of their gradients. With
-      fewer key/value heads than ranks each is sent P / heads times.
-    - a2a+p2p: a2a inside groups of `inner` ranks, and a ring of P / inner such groups, in which a
-      rank has all tokens of its group for a part of the heads: as many bytes as before.
-    Where queries do not see all keys (sliding windows), p2p and all_gather send what is seen.
+    With P ranks, and KV the bytes of a rank's own keys and values:
+    - p2p (ring): P-1 hops of KV forward; P-1 again in the backward, plus P-1 of dKV, whose
+      circulation starts with the first block that is not the rank's own.
+    - all_gather: (P-1) KV forward; again in the backward, and dKV reduced.
+    - a2a (Ulysses): (P-1)/P of Q, K, V and O, and as much of their gradients. With fewer key/value
+      heads than ranks, each head is sent P / heads times.
+    - a2a+p2p: a2a within groups of `inner` ranks, and a ring of P / inner groups, in which a rank
+      has part of the heads for all tokens of its group: the same bytes as a whole ring step.
+    If queries do not see all keys (sliding windows), p2p and all_gather send only visible keys.
 
     Args:
-        kind: kind of communication.
+        kind: cp_comm_type.
         ranks: P.
         query: elements of this rank's queries and attention output together.
-        key_value: elements of its keys and values together; of the latent where that is sent.
-        element: bytes of them.
-        grad_element: bytes of an element of dKV on the wire.
-        key_value_heads: key/value heads on this rank's tensor-parallel part.
+        key_value: elements of its keys and values together, or of the latent sent instead.
+        element: bytes per element.
+        grad_element: bytes per element of dKV as sent.
+        key_value_heads: key/value heads on this tensor-parallel rank.
         inner: ranks of the inner group of a2a+p2p.
-        seen: how many times KV this rank sends and gets because it is seen, of a ring among `ranks`
-            or among the groups; None: all, one less than these.
+        seen: multiples of KV that this rank sends and receives because they are visible, in a ring
+            of `ranks` or of groups; None: all, one less than the number of ranks or groups.
     """
     keys, grads = key_value * element, key_value * grad_element
     if kind in ("p2p", "all_gather"):
@@ -100,46 +98,3 @@ def context_volumes(
         moved + sent * copies * keys,
         moved + copies * (sent * keys + got * grads),
     )
-
-
-def rows_sent(dispatcher: TokenDispatcher, model: ModelConfig, ranks: int) -> float:
-    """Rows that a token sends in one direction to the experts of other ranks, in expectation.
-
-    Of evenly used experts: a row per chosen expert (alltoall), one per rank that holds a chosen one
-    (flex, which sends no token twice to a rank), or one to every rank (allgather).
-
-    Args:
-        dispatcher: dispatcher of tokens.
-        model: model with experts.
-        ranks: over which they are spread evenly.
-    """
-    elsewhere = 1 - 1 / ranks
-    if dispatcher == "allgather":
-        return ranks - 1
-    if dispatcher == "alltoall":
-        return model.moe_router_topk * elsewhere
-    return ranks * _reached(model, ranks) * elsewhere
-
-
-def _reached(model: ModelConfig, ranks: int) -> float:
-    """The chance that a rank holds one of the experts that a token is sent to.
-
-    A router with groups first chooses some of them, then experts of those.
-    """
-    experts, topk = model.num_experts or 1, model.moe_router_topk
-    groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
-    each, own = experts // groups, experts // ranks
-    pool = chosen * each
-
-    def hit(held: int) -> float:
-        """That one of so many experts of the chosen groups is among those of a token."""
-        return 1 - comb(pool - held, topk) / comb(pool, topk)
-
-    if own < each:
-        return chosen / groups * hit(own)
-    spans = own // each  # groups of which all experts lie on the rank
-    chances = (
-        comb(spans, met) * comb(groups - spans, chosen - met) * hit(met * each)
-        for met in range(1, min(spans, chosen) + 1)
-    )
-    return sum(chances) / comb(groups, chosen)

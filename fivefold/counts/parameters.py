@@ -1,4 +1,4 @@
-"""What is known of each parameter that a rank holds: one record, read by everybody; torch-free."""
+"""The record of each parameter on a rank, which all other modules read; torch-free."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ class ParameterRecord:
 
     Attributes:
         name: name of the parameter in the whole model.
-        stored: name under which it is initialised and stored; a tied copy has the original's.
+        stored: name under which it is initialised and stored; a tied copy has the original's name.
         stage: index in the program of the stage that holds it.
-        shape: shape of this rank's part before data parallelism shards it.
-        experts: whether it belongs to experts, which lie on a mesh of their own.
-        split_dim: dim that the ranks of tensor parallelism split, of experts those of expert tensor
-            parallelism; None: each of them holds all of it.
-        sums: groups over which its gradient is summed, one after the other: first the ranks that
-            see other tokens of it ("data", for experts "edp"), then those of "tp" that each compute
-            a part, the other copy of the model ("mirror"), and the other copies of the embedding
-            ("tied"), which may be on this rank.
-        loaded: whether a checkpoint is read into it, and not only into another copy on this rank.
-        written: whether it is what a checkpoint has of `stored`, and no copy.
-        counted: whether its elements count here in the norm of the global gradient: every one does
-            on exactly one rank.
+        shape: shape of this rank's part before data-parallel sharding.
+        experts: whether it belongs to experts, which have their own mesh.
+        split_dim: dim that tensor-parallel ranks split (for experts, expert-tensor-parallel ranks);
+            None: each rank holds the whole parameter.
+        sums: groups over which its gradient is summed, in order: first the ranks that see different
+            tokens ("data", for experts "edp"), then "tp" if its ranks each compute a part, the
+            other copy of the model ("mirror"), and the other copies of the embedding ("tied"),
+            which may be on this rank.
+        loaded: whether a checkpoint is loaded into it, rather than into another copy on this rank.
+        written: whether a checkpoint stores it as `stored`; False for copies.
+        counted: whether this rank counts its elements in the global gradient norm; for every
+            element exactly one rank does.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ParameterRecord:
 
 
 def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
-    """The records of a rank, stage by stage."""
+    """The parameter records of a rank, stage by stage."""
     model, grid = layout.config.model, layout.grid
     stages = layout.stages_of(grid.coordinates(rank)["pp"])
     weights = {stage: stage_weights(model, spec) for stage, spec in stages.items()}
@@ -82,10 +82,10 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
 
 
 def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Sets of pipeline ranks that hold copies of the embedding, each of several ranks.
+    """Sets of pipeline ranks that hold copies of the embedding; only sets of several ranks.
 
-    With two copies of the model, a rank and its mirror hold the same parameters: of each such pair
-    one is in the first set and the other in the second.
+    With two copies of the model, a rank and its mirror hold the same parameters; one of them is in
+    the first set, the other in the second.
     """
     last = layout.grid.pp - 1
     ranks = {layout.split.placement[stage] for stage in _stages_with_embedding(layout)}
@@ -98,25 +98,25 @@ def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
 
 
 def _stages_with_embedding(layout: Layout) -> list[int]:
-    """The stages of the model that hold the token embedding or a copy of it."""
+    """The stages that hold the token embedding or a copy of it."""
     model, names = layout.config.model, set(embedding_names(layout.config.model))
     stages = enumerate(layout.split.stages)
     return [stage for stage, spec in stages if names & stage_weights(model, spec).keys()]
 
 
 def _shares_embedding(layout: Layout) -> bool:
-    """Whether there are copies of the embedding whose gradients are to be summed."""
+    """Whether the embedding has copies whose gradients must be summed."""
     return len(_stages_with_embedding(layout)) > 1
 
 
 @dataclass(frozen=True)
 class _MeshPlace:
-    """Where a rank is among those that hold parameters of one kind.
+    """A rank's place among those that hold parameters of one kind.
 
     Attributes:
-        data: name of the group of ranks that see other tokens of them.
-        first_replica: whether it is among the ranks of that group that hold them first.
-        tp: index among the ranks that split them.
+        data: name of the group of ranks that see different tokens.
+        first_replica: whether it is in the first replica within that group.
+        tp: index among the ranks that split the parameters.
     """
 
     data: str
@@ -125,7 +125,7 @@ class _MeshPlace:
 
     @classmethod
     def of(cls, layout: Layout, rank: int, *, expert: bool) -> "_MeshPlace":
-        """Of the experts, or of everything else."""
+        """The place for parameters of experts, or for all others."""
         grid = layout.grid
         if expert:
             at = grid.coordinates(rank, EXPERT_AXES)
@@ -136,7 +136,7 @@ class _MeshPlace:
 
 
 def _further_sums(layout: Layout, weight: Weight) -> Iterator[str]:
-    """What follows the sum over data, copies of the embedding apart."""
+    """Groups that follow the data group in `sums`, except the embedding's copies."""
     tp, sequence = layout.grid.tp, layout.config.parallel.sequence_parallel
     if tp > 1 and weight.is_partial(tp, sequence_parallel=sequence):
         yield "tp"

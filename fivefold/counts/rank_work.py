@@ -1,9 +1,15 @@
-"""What theory says that a rank keeps in a forward and multiplies in a step; torch-free."""
+"""Theoretical activation bytes and linear-layer FLOPs of a rank; torch-free."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 
+from fivefold.config.memory import MemoryConfig
 from fivefold.counts.context import gathers_latents, seen_shares
+from fivefold.counts.routed import StepRows
 from fivefold.layout import Layout
+from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.activations import (
     Saved,
     bookkeeping_bytes,
@@ -13,28 +19,46 @@ from fivefold.model.activations import (
     saved_activations,
     total,
 )
+from fivefold.model.description import layer_kind
 from fivefold.model.running import Running
 from fivefold.model.shape import has_final_norm, layer_weights
 
 
-def kept_activations(layout: Layout, stage: int, *, packed: bool, on_host: bool) -> float:
-    """Bytes that one forward of a stage keeps on a rank.
+def kept_activations(
+    layout: Layout,
+    rank: int,
+    stage: int,
+    rows: StepRows | None = None,
+    *,
+    packed: bool,
+    on_host: bool,
+) -> float:
+    """Activation bytes that one forward of a stage keeps on a rank.
 
     Args:
         layout: layout of the run.
+        rank: rank whose bytes are counted.
         stage: index of the stage in the split.
+        rows: rows of each layer in the step; None: expected rows with evenly used experts.
         packed: whether rows of the microbatch hold several documents.
-        on_host: whether what is offloaded counts, too.
+        on_host: whether to include offloaded bytes.
     """
     config, parts = layout.config, layout.split.stages[stage]
     running, model = Running.of(config), config.model
+    etp = layout.grid.coordinates(rank, EXPERT_AXES)["etp"]
+    running = replace(running, adds_expert_bias=etp == 0)
     tokens = config.training.micro_batch_size * config.training.seq_length / layout.grid.cp
-    saved = [
-        total(saved_activations(model, layer, running, position=place))
-        for place, layer in enumerate(parts.layers)
-    ]
-    saved += [total(saved_activations(model, model.num_layers, running))] * parts.mtp
+    further = [model.num_layers + depth for depth in range(parts.mtp)]
+    saved = []
+    for place, layer in [*enumerate(parts.layers), *((0, layer) for layer in further)]:
+        known = running
+        if rows is not None and layer in rows.first and not running.pads_rows:
+            known = replace(running, routed=rows.first[layer])
+        saved.append(total(saved_activations(model, layer, known, position=place)))
     saved.append(total(prediction_bytes(model, parts, running)))
+    if not (parts.layers or parts.mtp or parts.embedding or parts.head):  # passes on its input
+        width = model.hidden_size * layout.states_into(stage) / running.token_parts
+        saved.append(Saved(kept=running.element_bytes * width))
     if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
         saved.append(Saved(kept=-8.0 * (parts.embedding + parts.mtp)))
     if parts.embedding:
@@ -48,22 +72,37 @@ def kept_activations(layout: Layout, stage: int, *, packed: bool, on_host: bool)
     small = bookkeeping_bytes(model, parts, running, smoothed=smoothed)
     groups = config.memory.recomputed_groups(len(parts.layers))
     kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
-    numbers = [model.num_layers + depth for depth in range(parts.mtp)]
     if config.memory.recompute_granularity != "full":
-        kept_whole += numbers
+        kept_whole += further
     copies = sum(_copies(layout, layer, packed) for layer in kept_whole)
     kept = total(saved).kept + small + running.element_bytes * copies
-    every = len(parts.layers) + parts.mtp
-    if model.hidden_dropout and layout.grid.cp > 1 and len(kept_whole) < every:
-        kept += 8.0  # numbers of this rank's tokens, which dropout needs when it is repeated
+    every = (*parts.layers, *further)
+    if layout.grid.cp > 1 and _repeats(layout, every, len(kept_whole) < len(every)):
+        # Indices of this rank's tokens, which a recomputed dropout or router needs.
+        kept += 8.0 * (bool(model.hidden_dropout) + (model.num_experts is not None))
     return tokens * (kept + (total(saved).offloaded if on_host else 0.0))
+
+
+def _repeats(layout: Layout, layers: Sequence[int], whole: bool) -> bool:
+    """Whether the backward of a stage recomputes whole layers, or their MLPs.
+
+    Args:
+        layout: layout of the run.
+        layers: indices of the stage's layers.
+        whole: whether some of these layers are recomputed as a whole.
+    """
+    memory, model = layout.config.memory, layout.config.model
+    if memory.recompute_granularity != "selective":
+        return whole
+    kinds = {"moe" if layer_kind(model, layer).experts else "mlp" for layer in layers}
+    return not kinds.isdisjoint(memory.recompute_modules)
 
 
 def _copies(layout: Layout, layer: int, packed: bool) -> float:
     """Elements per token that attention keeps twice.
 
-    Its output is joined from that of each packed document; or exchanged for that of other tokens,
-    and so are keys and values, which are repeated where there are too few heads for all ranks.
+    Outputs of packed documents are concatenated. With all-to-all, outputs, keys and values are
+    exchanged, and keys and values are repeated if there are fewer heads than ranks.
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
@@ -85,81 +124,157 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
     return output + (max(exchanging / heads, 1) - 1) * keys
 
 
-def multiplications(layout: Layout, rank: int) -> float:
-    """FLOPs of a rank's linear layers: forward, dX and dW, each 2 x weights x tokens.
+def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> float:
+    """FLOPs of a rank's linear layers per step: forward, dX and dW, each 2 x weights x tokens.
 
-    What the backward makes again counts once more: whole layers, or what an MLP's last linear
-    takes; and the stages of microbatches that are not kept. PyTorch's checkpoint stops where
-    nothing more is needed, which is before the last linear of a region, unless that is one of
-    ours, which knows its weight gradient or its collective, or a dropout follows.
+    Recomputed layers count once more: whole layers, modules except possibly their last linear, or
+    the stages of microbatches that are not kept.
+
+    Args:
+        layout: layout of the run.
+        rank: rank whose FLOPs are counted.
+        rows: rows of each layer in the step; None: expected rows with evenly used experts.
     """
-    config, grid, at = layout.config, layout.grid, layout.grid.coordinates(rank)
+    config, grid = layout.config, layout.grid
     model, training, memory = config.model, config.training, config.memory
     tokens = training.micro_batch_size * training.seq_length / grid.cp
-    stops = grid.tp == 1 and not layout.defers_weights and not model.hidden_dropout
-    remade = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
-    total = 0.0  # weights x times that a product with them is computed
-    recomputed = layout.recomputed()
+    products = _Products(layout, rank)
     count = layout.num_microbatches // layout.num_copies
-    for stage, parts in layout.stages_of(at["pp"]).items():
-        passes = once = 0.0  # of a microbatch; of a forward alone
+    recomputed, total = layout.recomputed(), 0.0
+    for stage, parts in layout.stages_of(grid.coordinates(rank)["pp"]).items():
+        passes = once = 0.0  # weight products per microbatch; per forward alone
         if parts.head:
             runs = 1 + model.mtp_num_layers
             once += runs * model.padded_vocab_size // grid.tp * model.hidden_size
-            passes += 3 * runs * model.padded_vocab_size // grid.tp * model.hidden_size
+            passes += (3 + _makes_logits_again(memory)) * once
         groups = memory.recomputed_groups(len(parts.layers))
         layers = [
-            (parts.layers[place], again, again and stops and place == group[-1])
+            (parts.layers[place], again, again and place == group[-1])
             for group, again in groups
             for place in group
         ]
-        # A projection stands before those of further predictions, and behind them a norm.
+        # A further prediction has a projection before its layer and a norm after it.
         further = range(model.num_layers, model.num_layers + parts.mtp)
         layers += [(layer, memory.recompute_granularity == "full", False) for layer in further]
-        for layer, again, stops_before_last in layers:
-            sizes = _linear_weights(layout, layer)
-            predicts = layer >= model.num_layers
-            projection = 2 * model.hidden_size**2 // grid.tp if predicts else 0
-            once += projection + sum(sizes.values())
-            passes += (3 + again) * (projection + sum(sizes.values()))
-            if stops_before_last:
-                passes -= sizes["mlp.down_proj.weight"]
-            if gathers_latents(config, layer):
-                _, got = seen_shares(layout, at["cp"], model.window_of(layer))
-                # Of all latents, in a forward; the backward projects them again for dX and dW.
-                times = (4 + again + ("core_attn" in remade)) * (1 + got) - (3 + again)
-                passes += times * sizes["self_attn.kv_b_proj.weight"]
-                once += got * sizes["self_attn.kv_b_proj.weight"]
-            if "mla_up_proj" in remade:
-                passes += sum(sizes.get(f"self_attn.{up}_proj.weight", 0) for up in _UP)
-            if "mlp" in remade:
-                inner = ("gate", "up") if stops else ("gate", "up", "down")
-                passes += sum(sizes.get(f"mlp.{name}_proj.weight", 0) for name in inner)
-        total += count * passes + recomputed[stage] * once
-    return 2 * total * tokens
+        for layer, again, ends_group in layers:
+            more, alone = products.of_layer(layer, again=again, ends_group=ends_group)
+            passes, once = passes + more, once + alone
+            if layer_kind(model, layer).experts:
+                every, repeated = _reached(layout, layer, count, recomputed[stage], rows)
+                total += products.of_experts(layer, again=again) * every
+                total += products.of_one_expert(layer) * repeated
+        total += (count * passes + recomputed[stage] * once) * tokens
+    return 2 * total
 
 
-_UP = ("q", "q_b", "kv_b")  # projections of latent attention up to the heads
+def _makes_logits_again(memory: MemoryConfig) -> bool:
+    """Whether the loss keeps no logits, so that its backward computes them once more."""
+    return memory.cross_entropy_loss_fusion and memory.cross_entropy_fusion_impl == "linear"
+
+
+def _reached(
+    layout: Layout, layer: int, microbatches: int, again: int, rows: StepRows | None
+) -> tuple[float, float]:
+    """Rows that reach a rank's experts of a layer per step, and in recomputed stages."""
+    running = Running.of(layout.config)
+    if rows is not None and not running.pads_rows:
+        return rows.every[layer].reached, rows.again[layer].reached if again else 0.0
+    each = running.rows(layout.config.model.moe_router_topk) * running.microbatch_tokens
+    slices = layout.config.parallel.num_sequence_slices
+    return microbatches * slices * each, again * slices * each
+
+
+class _Products:
+    """Products with weights per token on one rank.
+
+    PyTorch's checkpoint stops where nothing more is needed. That is before the last linear of a
+    region, unless it is one of our linears (which saves tensors for deferred weight gradients or
+    collectives), or a later operation saves tensors.
+    """
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._model, memory = layout, layout.config.model, layout.config.memory
+        self._cp_rank = layout.grid.coordinates(rank)["cp"]
+        self._stops = layout.grid.tp == 1 and not layout.defers_weights
+        selective = memory.recompute_granularity == "selective"
+        self._remade = memory.recompute_modules if selective else ()
+
+    def of_layer(self, layer: int, *, again: bool, ends_group: bool) -> tuple[float, float]:
+        """Products per token of a step, and of one forward, without experts.
+
+        Args:
+            layer: index of the layer.
+            again: whether the layer is recomputed.
+            ends_group: whether it is the last layer that is recomputed together.
+        """
+        sizes, model = _linear_weights(self._layout, layer), self._model
+        predicts = layer >= model.num_layers
+        once = sum(sizes.values())
+        once += 2 * model.hidden_size**2 // self._layout.grid.tp if predicts else 0
+        passes = (3 + again) * once
+        if ends_group and not model.hidden_dropout:
+            passes -= sum(sizes[name] for name in sizes if self._left_out(name))
+        if gathers_latents(self._layout.config, layer):
+            _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))
+            # Of all latents, in the forward; the backward projects again for dX and dW.
+            times = (4 + again + ("core_attn" in self._remade)) * (1 + got) - (3 + again)
+            passes += times * sizes["self_attn.kv_b_proj.weight"]
+            once += got * sizes["self_attn.kv_b_proj.weight"]
+        for module in self._remade:
+            names = [name for name in sizes if name.startswith(_MADE_AGAIN.get(module, ()))]
+            passes += sum(sizes[name] for name in names if not self._left_out(name))
+        return passes, once
+
+    def of_experts(self, layer: int, *, again: bool) -> float:
+        """Products of a step per row of an expert."""
+        again |= not {"moe", "routed_experts"}.isdisjoint(self._remade)
+        return (3 + again) * self.of_one_expert(layer)
+
+    def of_one_expert(self, layer: int) -> float:
+        """Products of one forward per row of an expert."""
+        weights = layer_weights(self._model, layer).values()
+        etp, experts = self._layout.grid.etp, self._model.num_experts or 1
+        return sum(
+            prod(weight.local(etp=etp)) / experts
+            for weight in weights
+            if weight.of_experts and weight.multiplies
+        )
+
+    def _left_out(self, name: str) -> bool:
+        """Whether a recomputed region that ends with this linear stops before it."""
+        if name == "mlp.shared_experts.down_proj.weight":
+            return self._stops and not self._model.moe_shared_expert_gate
+        return self._stops and name == "mlp.down_proj.weight"
+
+
+_MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "mla_up_proj": tuple(f"self_attn.{up}_proj." for up in ("q", "q_b", "kv_b")),
+        "mlp": tuple(f"mlp.{name}_proj." for name in ("gate", "up", "down")),
+        "moe": ("mlp.router.", "mlp.shared_expert"),
+        "shared_experts": ("mlp.shared_experts.",),
+    }
+)
+"""Recomputed module -> prefixes of the names of its linear layers, without experts."""
 
 
 def _linear_weights(layout: Layout, layer: int) -> dict[str, float]:
-    """Name -> elements that a rank multiplies with for one token, of a layer's linear layers.
+    """Name -> elements of a layer's linear weights that a rank multiplies with per token.
 
-    Where key/value heads are fewer than ranks, a rank holds all of them and computes one. What is
-    whole on every rank multiplies this rank's tokens only, under sequence parallelism.
+    With fewer key/value heads than ranks, a rank holds all of them and uses one. Weights that every
+    rank holds whole multiply only this rank's tokens under sequence parallelism. Experts are not
+    included, because they multiply rows instead of tokens.
     """
     model, grid = layout.config.model, layout.grid
     parts = grid.tp if layout.config.parallel.sequence_parallel else 1
     sizes: dict[str, float] = {}
     for name, weight in layer_weights(model, layer).items():
-        if not weight.multiplies:
+        if not weight.multiplies or weight.of_experts:
             continue
-        size: float = prod(weight.local(grid.tp, grid.ep, grid.etp))
+        size: float = prod(weight.local(grid.tp))
         if weight.split is None:
             size /= parts
         if weight.heads % grid.tp:
             size //= weight.heads
-        if weight.of_experts:
-            size = size * model.moe_router_topk // (model.num_experts or 1)
         sizes[name] = size
     return sizes

@@ -1,84 +1,79 @@
-"""Rows that tokens make on their way to experts: as many as a run had, or as many as are expected.
+"""Rows dispatched to experts in a step, from the measured choices of all ranks.
 
-Shapes in words: T tokens of a rank, K experts of a token, P expert-parallel ranks.
+Shapes: T tokens of a rank, K experts per token, P expert-parallel ranks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fivefold.counts.messages import rows_sent
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.expert_rows import LayerRows
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What the tokens of a rank chose in one layer, by the expert-parallel rank of the experts.
+    """The choices of a rank's tokens in one layer, by the expert-parallel rank of the experts.
 
     Attributes:
-        rows: choices, dropped ones apart: [P].
-        tokens: tokens with a choice there: [P].
+        rows: number of choices without dropped ones, [P].
+        tokens: number of tokens with at least one choice there, [P].
     """
 
     rows: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
+LayerChoices = Mapping[int, Choices]
+"""Layer -> choices of a rank's tokens."""
+
+
 @dataclass(frozen=True)
-class LayerRows:
-    """Rows of one layer in a step, on one rank, in one direction.
+class StepChoices:
+    """Choices of a rank's tokens in one step, by layer.
 
     Attributes:
-        sent: rows that leave for experts of other ranks.
-        got: rows that come from other ranks.
-        computed: choices that reach this rank's experts, before those of the other ranks of the
-            same experts are joined.
-        joined: choices that these others bring.
+        every: choices of all microbatches.
+        again: choices of the microbatches whose whole stage is recomputed.
+        first: choices of each stage's first forward that kept activations for the backward.
     """
 
-    sent: float
-    got: float
-    computed: float
-    joined: float
+    every: LayerChoices = field(default_factory=dict)
+    again: LayerChoices = field(default_factory=dict)
+    first: LayerChoices = field(default_factory=dict)
 
 
-RankChoices = Mapping[int, Choices]
-"""What a rank's tokens chose, by layer."""
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of one rank in one step, by layer.
+
+    Attributes:
+        every: rows of all microbatches.
+        again: rows of the microbatches whose whole stage is recomputed.
+        first: rows of each stage's first forward that kept activations for the backward.
+    """
+
+    every: Mapping[int, LayerRows]
+    again: Mapping[int, LayerRows]
+    first: Mapping[int, LayerRows]
 
 
-def expected_rows(layout: Layout, tokens: float) -> LayerRows:
-    """Of so many tokens, if all experts are chosen equally often."""
-    model, grid = layout.config.model, layout.grid
-    moved = tokens * rows_sent(layout.config.parallel.moe_token_dispatcher_type, model, grid.ep)
-    computed = tokens * model.moe_router_topk
-    return LayerRows(moved, moved, computed, (grid.etp - 1) * computed)
-
-
-def padded_rows(layout: Layout, tokens: int, calls: int) -> LayerRows | None:
-    """Of `calls` forwards of so many tokens, where every expert gets as many rows as it has room
-    for; None where it gets what was chosen."""
-    experts, model, grid = layout.config.experts, layout.config.model, layout.grid
-    capacity = experts.capacity(tokens, model)
-    if capacity is None or not experts.moe_pad_expert_input_to_capacity:
-        return None
-    for_each = calls * capacity * (model.num_experts or 1) // grid.ep
-    moved = (grid.ep - 1) * for_each
-    computed = grid.ep * for_each
-    return LayerRows(moved, moved, computed, (grid.etp - 1) * computed)
-
-
-def rows_of_choices(
-    layout: Layout, rank: int, every: Sequence[RankChoices]
-) -> dict[int, LayerRows]:
-    """By layer, what the choices of all ranks mean for one of them.
+def rows_of_choices(layout: Layout, rank: int, every: Sequence[StepChoices]) -> StepRows:
+    """Rows of one rank, from the choices of all ranks.
 
     Args:
         layout: layout of the run.
-        rank: rank in question.
-        every: choices of all ranks, in order; none without experts.
+        rank: rank whose rows are wanted.
+        every: choices of all ranks, in rank order.
     """
-    if not every:
-        return {}
+    return StepRows(
+        _layer_rows(layout, rank, [choices.every for choices in every]),
+        _layer_rows(layout, rank, [choices.again for choices in every]),
+        _layer_rows(layout, rank, [choices.first for choices in every]),
+    )
+
+
+def _layer_rows(layout: Layout, rank: int, every: Sequence[LayerChoices]) -> dict[int, LayerRows]:
     grid = layout.grid
     once = layout.config.parallel.moe_token_dispatcher_type == "flex"
     peers = grid.group_of(rank, ("ep",), EXPERT_AXES)
@@ -92,6 +87,7 @@ def rows_of_choices(
         found[layer] = LayerRows(
             sent=sum(moved[rank]) - moved[rank][place],
             got=sum(moved[peer][place] for peer in peers if peer != rank),
+            stayed=moved[rank][place],
             computed=sum(chosen[peer].rows[place] for peer in peers),
             joined=sum(chosen[peer].rows[place] for peer in senders),
         )

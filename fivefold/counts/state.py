@@ -1,7 +1,7 @@
-"""What a rank keeps from one microbatch to the next: weights, gradients, optimizer state.
+"""Model state per rank: bytes of weights, gradients and optimizer state.
 
-How many bytes a parameter costs is a framework's policy; how many parameters a rank holds follows
-from the layout alone. Planner, audit and the table of derived numbers all count here.
+Bytes per parameter are a framework's policy; the number of parameters on a rank follows from the
+layout. Planner, audit and the table of derived numbers all use these counts.
 """
 
 from collections import Counter
@@ -19,27 +19,25 @@ from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_we
 
 @dataclass(frozen=True)
 class StatePolicy:
-    """Bytes that a framework keeps per parameter, and which of them data-parallel ranks split.
+    """Bytes per parameter that a framework keeps, and which of them data-parallel ranks shard.
 
     Attributes:
-        copy: bytes of a weight's copy in the compute type beside its master; 0 if the master
-            computes.
-        gradient: bytes of an accumulated gradient.
+        copy: bytes of the compute-dtype copy of a weight; 0 if the master itself is used.
+        gradient: bytes of the accumulated gradient.
         master: bytes of the weight that the optimizer updates.
-        moments: bytes of the optimizer's moments, all together.
-        splits_copy: copies exist only while their block computes (ZeRO-3).
-        splits_gradient: gradients are reduced to their shard in every microbatch (ZeRO-2, 3).
-        splits_optimizer: master and moments are sharded (ZeRO-1, 2, 3).
-        fresh: bytes of a weight's gradient before it is added to the accumulated one; 0 if the
-            multiplication adds to that at once.
-        placeholder: bytes of an empty gradient that is kept for each distinct weight of a layer.
-        reducing: bytes of the gradients of a layer that are being reduced while the next one
-            computes.
-        in_flight: layers whose copies are held at once where they are split: one that computes,
-            and those that arrive. The ends of a stage are held as long as it runs.
-        compute: bytes of a weight in the compute type.
-        offloaded: share of the parameters whose master and moments are in host memory, with room
-            there for the gradient that updates them; the device keeps them in the compute type.
+        moments: bytes of all optimizer moments together.
+        splits_copy: whether copies exist only while their block computes (ZeRO-3).
+        splits_gradient: whether gradients are reduced to shards in every microbatch (ZeRO-2, 3).
+        splits_optimizer: whether master and moments are sharded (ZeRO-1, 2, 3).
+        fresh: bytes of a weight's gradient before it is accumulated; 0 if the matrix multiplication
+            accumulates directly.
+        placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
+        reducing: bytes of a layer's gradients in reduction while the next layer computes.
+        in_flight: number of layers whose copies are held at once if copies are sharded: the one
+            that computes and those being gathered. Both ends of a stage are held while it runs.
+        compute: bytes of a weight in the compute dtype.
+        offloaded: share of the parameters whose master and moments are in host memory, with a
+            buffer there for their gradient; the device keeps them in the compute dtype.
     """
 
     copy: float
@@ -58,28 +56,30 @@ class StatePolicy:
 
     @property
     def device_masters(self) -> float:
-        """Bytes of masters that stay on the device, of a parameter on average."""
+        """Bytes of masters on the device, averaged over all parameters."""
         return (1 - self.offloaded) * self.master
 
     @property
     def device_moments(self) -> float:
-        """Bytes of moments that stay on the device, of a parameter on average."""
+        """Bytes of moments on the device, averaged over all parameters."""
         return (1 - self.offloaded) * self.moments
 
     @property
     def device_stand_ins(self) -> float:
-        """Bytes, of a parameter on average, in the compute type for a master that is offloaded;
-        none where a copy computes anyway, and stays."""
+        """Bytes of compute-dtype weights that replace offloaded masters, averaged over parameters.
+
+        0 if a permanent copy exists anyway.
+        """
         return self.offloaded * self.compute if self.splits_copy or not self.copy else 0.0
 
     @property
     def host(self) -> float:
-        """Bytes in host memory, of a parameter on average."""
+        """Bytes in host memory, averaged over all parameters."""
         return self.offloaded * (self.master + self.moments + self.gradient)
 
 
 def engine_policy(config: Config) -> StatePolicy:
-    """Fivefold's own: masters and gradients in at least fp32, copies in the compute type."""
+    """Fivefold's policy: masters and gradients in at least fp32, copies in the compute dtype."""
     sharding, precision = config.parallel.sharding, config.training.precision
     memory = config.memory
     compute, master = ELEMENT_BYTES[precision], max(4, ELEMENT_BYTES[precision])
@@ -100,10 +100,10 @@ def engine_policy(config: Config) -> StatePolicy:
 
 
 def megatron_policy(splits_optimizer: bool) -> StatePolicy:
-    """Megatron-LM's in bf16: gradients accumulate in fp32 inside the multiplication.
+    """Megatron-LM's policy in bf16: matrix multiplications accumulate gradients in fp32.
 
-    Autograd is then given an empty gradient: of the output layer made anew each time, of the
-    layers' weights kept by Transformer Engine, one for each shape.
+    Autograd then receives an empty gradient: a new one each time for the output layer, and one kept
+    per shape by Transformer Engine for the layers' weights.
     """
     return StatePolicy(
         copy=2,
@@ -118,19 +118,18 @@ def megatron_policy(splits_optimizer: bool) -> StatePolicy:
 
 @dataclass(frozen=True)
 class ModelState:
-    """Bytes that a rank keeps from one microbatch to the next, activations apart; on the device,
-    unless it says otherwise.
+    """Bytes that a rank keeps between microbatches, excluding activations.
+
+    On the device, unless stated otherwise.
 
     Attributes:
-        parameters: parameters that the rank is responsible for, after tensor and pipeline
-            parallelism.
-        masters: weights that the optimizer updates.
-        copies: copies of weights, in the compute type, that stay.
-        gradients: gradients that are accumulated.
-        optimizer: the moments.
-        gathered: copies of layers, and of a stage's ends, gathered to compute and freed after it.
-        host: bytes in host memory: masters and moments that are offloaded, and room for their
-            gradients.
+        parameters: number of parameters on the rank after tensor and pipeline parallelism.
+        masters: bytes of the weights that the optimizer updates.
+        copies: bytes of permanent compute-dtype copies of weights.
+        gradients: bytes of accumulated gradients.
+        optimizer: bytes of optimizer moments.
+        gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only.
+        host: bytes in host memory: offloaded masters and moments, and buffers for their gradients.
     """
 
     parameters: int
@@ -143,24 +142,26 @@ class ModelState:
 
     @property
     def weights(self) -> float:
-        """Masters, and copies that stay."""
+        """Bytes of masters and permanent copies."""
         return self.masters + self.copies
 
     @property
     def total(self) -> float:
-        """All of it that is on the device."""
+        """Bytes of everything on the device."""
         return self.weights + self.gradients + self.optimizer + self.gathered
 
 
 @dataclass(frozen=True)
 class GatheredBlock:
-    """Parameters that are gathered together: a layer, with what stands around it where it predicts
-    a further token, or the ends of the model in a stage.
+    """Parameters that are gathered together.
+
+    A block is a layer (with norms and projection for a multi-token prediction layer), or the ends
+    of the model in a stage.
 
     Attributes:
-        dense: local shapes of those on the attention mesh, after tensor parallelism.
-        experts: local shapes of those on the expert mesh, after expert and tensor parallelism.
-        count: how many such blocks the stage has.
+        dense: local shapes of parameters on the attention mesh, after tensor parallelism.
+        experts: local shapes of parameters on the expert mesh, after expert and tensor parallelism.
+        count: number of such blocks in the stage.
     """
 
     dense: tuple[tuple[int, ...], ...]
@@ -174,7 +175,7 @@ class GatheredBlock:
 
 
 def stage_blocks(layout: Layout, stage: StageParts) -> list[GatheredBlock]:
-    """The blocks of a stage: its ends first, then predictions, then every kind of layer."""
+    """The blocks of a stage: its ends, then further predictions, then each kind of layer."""
     model, grid = layout.config.model, layout.grid
     degrees = (grid.tp, grid.ep, grid.etp)
     around = WholeModel((), stage.embedding, stage.head, stage.mtp)
@@ -199,7 +200,7 @@ def _block(
     only: str = "",
     leaves_out: str | None = None,
 ) -> GatheredBlock:
-    """Of the parameters of a stage whose names begin with `only`, and not with `leaves_out`."""
+    """The block of parameters whose names start with `only` and not with `leaves_out`."""
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
@@ -212,7 +213,7 @@ def _block(
 
 
 def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
-    """The stages that a pipeline rank holds, those of a second copy of the model last."""
+    """The stages that a pipeline rank holds; those of a second copy of the model come last."""
     stages = layout.split.stages_of(pp_rank)
     if layout.num_copies == 2:
         stages += layout.split.stages_of(layout.grid.pp - 1 - pp_rank)
@@ -220,25 +221,25 @@ def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
 
 
 def num_shards(layout: Layout) -> int:
-    """Ranks that share the optimizer state of a dense parameter."""
+    """Number of ranks that share the optimizer state of a dense parameter."""
     shared = layout.config.parallel.sharding.splits_optimizer
     return layout.grid.dp_shard * layout.grid.cp if shared else 1
 
 
 def num_expert_shards(layout: Layout) -> int:
-    """Ranks that share the optimizer state of an expert's parameter."""
+    """Number of ranks that share the optimizer state of an expert's parameter."""
     edp = layout.grid.edp
     return 1 if num_shards(layout) == 1 else edp // gcd(edp, layout.grid.dp_replicate)
 
 
 def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
-    """Elements of a parameter in one shard: FSDP2 splits rows, the last shards may be short."""
+    """Elements of a parameter in one shard; FSDP2 splits rows, and last shards may be shorter."""
     each = -(-shape[0] // shards)
     return min(max(shape[0] - shard * each, 0), each) * prod(shape[1:])
 
 
 def held_of_experts(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
-    """As `held`, of experts: where shards divide their features and not them, they split those."""
+    """Like `held` for experts: shards split features if they do not divide the experts."""
     if len(shape) < 3 or shape[0] % shards == 0 or shape[1] % shards:
         return held(shape, shards, shard)
     return prod(shape) // shards
@@ -252,14 +253,14 @@ def model_state(
     *,
     expert_shard: int = 0,
 ) -> ModelState:
-    """What a rank keeps of weights, gradients and optimizer state.
+    """Bytes that a rank keeps of weights, gradients and optimizer state.
 
     Args:
         layout: layout of the run.
-        pp_rank: of the rank.
-        shard: its index among those that share the state; the first one holds the most.
-        policy: policy of the framework; None: of Fivefold.
-        expert_shard: its index among those that share the state of experts.
+        pp_rank: pipeline rank.
+        shard: index among the ranks that share the state; the first one holds the most.
+        policy: the framework's policy; None: Fivefold's.
+        expert_shard: index among the ranks that share the state of experts.
     """
     policy = policy or engine_policy(layout.config)
     shards, expert_shards = num_shards(layout), num_expert_shards(layout)
@@ -291,7 +292,7 @@ def model_state(
 
 
 def _distinct_weights(layout: Layout, pp_rank: int) -> int:
-    """Elements of the matrices of a rank's layers, those alike counted once."""
+    """Elements of the matrices of a rank's layers, with equal layers counted once."""
     model, grid = layout.config.model, layout.grid
     layers = [i for s in stages_held(layout, pp_rank) for i in layout.split.stages[s].layers]
     found: dict[tuple[str, tuple[int, ...]], int] = {}

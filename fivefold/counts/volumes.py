@@ -1,7 +1,7 @@
-"""The bytes that theory says a rank sends in one training step, in closed form; torch-free."""
+"""Theoretical bytes that a rank sends in one training step, in closed form; torch-free."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fivefold.config.training import ELEMENT_BYTES
@@ -9,7 +9,7 @@ from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.expert_volumes import expert_flows
 from fivefold.counts.messages import Flow, context_volumes, wire_bytes
 from fivefold.counts.parameters import parameter_records, tied_ranks
-from fivefold.counts.routed import LayerRows
+from fivefold.counts.routed import StepRows
 from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
@@ -21,15 +21,13 @@ from fivefold.pipeline.ir import Direction, Kind
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
 
-def step_volumes(
-    layout: Layout, rank: int, rows: Mapping[int, LayerRows] | None = None
-) -> tuple[Flow, ...]:
-    """Everything that a rank sends in one training step, optimizer included.
+def step_volumes(layout: Layout, rank: int, rows: StepRows | None = None) -> tuple[Flow, ...]:
+    """Everything that a rank sends in one training step, including the optimizer.
 
     Args:
         layout: layout of the run.
         rank: rank that sends.
-        rows: rows of each layer with experts; None: in expectation, of experts chosen evenly.
+        rows: rows of each layer with experts; None: expected rows with evenly used experts.
     """
     volumes = _Volumes(layout, rank)
     flows = (
@@ -45,7 +43,7 @@ def step_volumes(
 
 
 def by_axis(flows: tuple[Flow, ...]) -> dict[str, float]:
-    """Bytes by axis."""
+    """Total bytes by axis."""
     total: defaultdict[str, float] = defaultdict(float)
     for flow in flows:
         total[flow.axis] += flow.size
@@ -53,7 +51,7 @@ def by_axis(flows: tuple[Flow, ...]) -> dict[str, float]:
 
 
 class _Volumes:
-    """The numbers that the formulas share, for one rank."""
+    """The formulas, and the numbers they share, for one rank."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         config, grid = layout.config, layout.grid
@@ -76,11 +74,11 @@ class _Volumes:
         self.expert_shard = grid.coordinates(rank, EXPERT_AXES)["edp"] % self.expert_shards
 
     def data_parallel(self) -> Iterator[Flow]:
-        """Gathers of parameters and reductions of gradients, with the padding of uneven shards.
+        """Parameter gathers and gradient reductions, including the padding of uneven shards.
 
-        With d shards of c-byte copies and g-byte gradients: rho = (d-1)/d of (g + c) Psi for
-        ZeRO-1, (M g + c) Psi for ZeRO-2, M (2c + g) Psi for ZeRO-3; the r replicas of a shard
-        then all-reduce it, 2 (r-1)/r of g Psi / d, and so do all ranks without sharding (d = 1).
+        With d shards of c-byte copies and g-byte gradients, and rho = (d-1)/d: rho times
+        (g + c) Psi for ZeRO-1, (M g + c) Psi for ZeRO-2, M (2c + g) Psi for ZeRO-3. The r replicas
+        of a shard then all-reduce it, 2 (r-1)/r g Psi / d; without sharding all ranks do (d = 1).
         """
         shards, replicas = self.shards, self.data // self.shards
         axes = (
@@ -90,7 +88,7 @@ class _Volumes:
         yield from self._sharded("data", "parameters", axes, shards, replicas)
 
     def expert_data_parallel(self) -> Iterator[Flow]:
-        """As `data_parallel`, over the ranks that hold the same experts."""
+        """Like `data_parallel`, over the ranks that hold the same experts."""
         ranks = self.layout.grid.group_of(self.rank, ("edp",), EXPERT_AXES)
         shards = self.expert_shards
         block, place = divmod(ranks.index(self.rank), shards)
@@ -99,7 +97,7 @@ class _Volumes:
         yield from self._sharded("edp", "experts", axes, shards, len(ranks) // shards)
 
     def _axis(self, ranks: tuple[int, ...], name: str) -> str:
-        """The first of the axes with these ranks, which share a group."""
+        """The first axis whose group has exactly these ranks."""
         grid = self.layout.grid
         named = {
             "tp": ("tp",),
@@ -115,14 +113,14 @@ class _Volumes:
     def _sharded(
         self, group: str, what: str, axes: tuple[str, str], shards: int, replicas: int
     ) -> Iterator[Flow]:
-        """Of the parameters whose gradients a group sums first.
+        """Gathers and reductions of the parameters whose gradients `group` sums first.
 
         Args:
-            group: name of the group in their records.
-            what: what they are, in words.
-            axes: axis of the ranks that share state, and of those that hold the same.
-            shards: number of the former.
-            replicas: number of the latter.
+            group: name of the group in the parameter records.
+            what: description of the parameters.
+            axes: axis of the ranks that share state, and of those that hold replicas.
+            shards: number of ranks that share state.
+            replicas: number of replicas.
         """
         sharding = self.parallel.sharding
         often = self._gathers()
@@ -138,7 +136,7 @@ class _Volumes:
         yield Flow(axes[0], f"gathered {what}", gathered)
         reduced = wire_bytes("reduce_scatter", shards * padded * self.wire, shards)
         yield Flow(axes[0], f"reduced gradients of {what}", reductions * reduced)
-        # FSDP2 sums replicas in the reduction type; only our buckets and reduce-scatter narrow it.
+        # FSDP2 sums replicas in the reduction dtype; only our buckets and reduce-scatter narrow it.
         bucketed = not sharding.splits_optimizer and self.element == self.master
         summed = padded * (self.wire if bucketed else self.master)
         yield Flow(
@@ -148,7 +146,7 @@ class _Volumes:
         )
 
     def _gathers(self) -> dict[int, int]:
-        """How often each stage's parameters are gathered: as the program says, where it does."""
+        """How often each stage's parameters are gathered: by the program if it says so."""
         if self.parallel.pipeline_max_unsharded_stages is None:
             sharding = self.parallel.sharding
             often = sharding.gathers(self.microbatches * self.slices)
@@ -158,18 +156,18 @@ class _Volumes:
         return Counter(act.stage for act in acts if act.kind is Kind.UNSHARD)
 
     def tensor_parallel(self) -> Iterator[Flow]:
-        """Per microbatch and hidden state of N bytes, in units of (t-1)/t N. Latents are smaller.
+        """Tensor-parallel bytes, per microbatch and hidden state of N bytes, in (t-1)/t N.
 
-        Attention, an MLP and shared experts each: 2 all-reduces = 4; with sequence parallelism an
-        all-gather and a reduce-scatter forward, as many backward and one more gather of the saved
-        input = 5. The embedding: 2. The
-        output layer: an all-reduce = 2, or 2 gathers and a reduce-scatter = 3. The loss gathers 2
-        numbers a token (3 with label smoothing) in at least fp32.
+        Attention, an MLP and shared experts: 2 all-reduces each = 4; with sequence parallelism an
+        all-gather and a reduce-scatter forward, the same backward and one more gather of the saved
+        input = 5. The embedding: 2. The output layer: an all-reduce = 2, or 2 gathers and a
+        reduce-scatter = 3. The loss gathers 2 numbers per token (3 with label smoothing) in at
+        least fp32. Latents are smaller than hidden states.
 
-        Each further prediction looks up an embedding, and projects two hidden states to one as a
-        column-parallel linear does (4, or 2 gathers and a reduce-scatter = 6). Its features are
-        gathered (1), or exchanged for tokens forward and backward (1/t each). Output layer and loss
-        run once more.
+        Each further prediction looks up an embedding, and projects two hidden states to one like a
+        column-parallel linear (4, or 2 gathers and a reduce-scatter = 6). Its features are gathered
+        (1), or exchanged for tokens forward and backward (1/t each). Output layer and loss run once
+        more.
         """
         sequence = self.parallel.sequence_parallel
         feature = self.tokens * self.element * (self.tp - 1) / self.tp
@@ -200,16 +198,16 @@ class _Volumes:
         yield Flow("tp", "gradients of replicated parameters", size)
 
     def _further(self, spec: StageParts) -> range:
-        """The numbers of a stage's layers of multi-token prediction."""
+        """Indices of a stage's multi-token prediction layers."""
         return range(self.model.num_layers, self.model.num_layers + spec.mtp)
 
     def _exchanged(self, predictions: int) -> float:
-        """Features of a token that so many projections exchange for tokens, in one direction."""
+        """Features per token that the projections of predictions exchange, in one direction."""
         sequence = self.parallel.sequence_parallel
         return predictions * self.model.hidden_size / self.tp if sequence else 0.0
 
     def _repeated_further(self, predictions: int) -> float:
-        """As `_repeated`, of so many further predictions: each ends with a norm, which saves."""
+        """Like `_repeated` for further predictions, each of which ends with a norm that saves."""
         memory = self.layout.config.memory
         layer = self.model.num_layers
         if memory.recompute_granularity != "full":
@@ -217,10 +215,10 @@ class _Volumes:
         return predictions * self._features(layer)[0] + self._exchanged(predictions)
 
     def _repeated(self, layers: Sequence[int]) -> int:
-        """Features of a token that the backward of a stage sends to make its input anew.
+        """Features per token that recomputation in the backward of a stage sends.
 
-        Those of every forward; but a repetition ends with the last tensor that it saves,
-        before the sum that ends an MLP (unless the mask of a dropout comes after).
+        These are those of the forward, except that recomputation stops at the last saved tensor,
+        before the sum that ends an MLP (unless a dropout mask follows).
         """
         memory, sequence = self.layout.config.memory, self.parallel.sequence_parallel
         if memory.recompute_granularity == "selective":
@@ -234,20 +232,22 @@ class _Volumes:
         return features
 
     def _repeated_block(self, layer: Layer) -> int:
-        """Of a layer in which only modules are repeated: up to the last linear layer's input."""
+        """Like `_repeated` for selective recomputation: up to the last linear layer's input."""
         modules = self.layout.config.memory.recompute_modules
         linears: Sequence[Operation] = ()
         if "mlp" in modules and not layer.kind.experts:
             linears = layer.mlp_inputs
         elif "moe" in modules and layer.kind.experts:
             linears = layer.mlp if self.model.moe_shared_expert_gate else layer.mlp_inputs
+        elif "shared_experts" in modules and layer.kind.experts:
+            linears = layer.mlp_inputs
         latent = [op for op in layer.attention if "mla_up_proj" in {*modules} & {*op.rerun_by}]
         sequence = self.parallel.sequence_parallel
         operations = (*latent, *linears)
         return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in operations)
 
     def context_parallel(self) -> Iterator[Flow]:
-        """Keys and values, or heads for tokens, of every layer of this rank."""
+        """Keys and values, or the heads-for-tokens exchange, of every layer of this rank."""
         grid, model, kinds = self.layout.grid, self.model, self.parallel.cp_comm_type
         if grid.cp == 1:
             return
@@ -257,7 +257,7 @@ class _Volumes:
             whole, kernels = self._remade_attention(spec)
             for layer in (*spec.layers, *self._further(spec)):
                 kind = kinds[layer % len(kinds)]
-                # A ring adds the gradients of many ranks up on their way; others add them at home.
+                # A ring accumulates gradients in flight, in the master dtype; others at the target.
                 volumes = partial(
                     context_volumes,
                     kind,
@@ -277,7 +277,7 @@ class _Volumes:
                 queries = self.tokens * model.q_size / self.tp
                 both = queries + self.tokens * model.attention_size / self.tp
                 once = volumes(query=both)
-                # A kernel by itself is repeated up to its result, which is not sent again.
+                # Recomputing a kernel alone stops at its result, which is not sent again.
                 again = volumes(query=queries if layer in kernels else both).forward
                 size = once.forward + once.backward
                 size += again if layer in whole | kernels else 0.0
@@ -290,7 +290,7 @@ class _Volumes:
         return self._layer(layer).one(CoreAttention).key_value_features(self.tp, gathered=gathered)
 
     def _remade_attention(self, spec: StageParts) -> tuple[set[int], set[int]]:
-        """Those of a stage's layers that the backward repeats whole, or only their attention."""
+        """Layers whose attention is recomputed with the whole layer, and those where alone."""
         memory, layers, further = self.layout.config.memory, spec.layers, self._further(spec)
         if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
             return set(), {*layers, *further}
@@ -308,7 +308,7 @@ class _Volumes:
             self.layout.states_into(m.dst_stage + (m.direction is backward)) for m in messages
         )
         yield Flow("pp", "hidden states and gradients", states * size)
-        # The pair of ranks is all of the pipeline where that has two.
+        # With two pipeline ranks, the pair of mirrored ranks is the whole pipeline.
         pp = self.layout.grid.pp
         copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
         yield Flow("pp" if pp == 2 else "mirror", "gradients of both copies of the model", copies)
@@ -321,7 +321,7 @@ class _Volumes:
                 yield Flow(axis, "gradient of the tied embedding", tied)
 
     def scalars(self) -> Iterator[Flow]:
-        """The valid tokens before the step; losses, votes to stop and squared norm after it."""
+        """Valid token counts before the step; losses, stop votes and squared norm after it."""
         losses = 1 + self.model.mtp_num_layers
         count = wire_bytes("all_reduce", SCALAR_BYTES, self.data)
         yield Flow("data", "token count", losses * count)
@@ -336,18 +336,20 @@ class _Volumes:
         return describe(self.model, layer_kind(self.model, layer))
 
     def _features(self, layer: int) -> tuple[int, int]:
-        """What tensor-parallel ranks send in the forward and the backward of a layer: see
-        `Operation.tensor_features`."""
+        """Features per token that tensor-parallel ranks send in a layer's forward and backward.
+
+        See `Operation.tensor_features`.
+        """
         sequence = self.parallel.sequence_parallel
         operations = self._layer(layer).operations
         sent = [op.tensor_features(sequence_parallel=sequence) for op in operations]
         forward, backward = (sum(features) for features in zip(*sent, strict=True))
         if sequence and gathers_latents(self.layout.config, layer):
-            backward -= self.model.kv_lora_rank  # what was gathered is kept
+            backward -= self.model.kv_lora_rank  # the gathered latent is kept
         return forward, backward
 
     def _held(self, group: str) -> int:
-        """Elements in this rank's shard of the parameters whose gradients a group sums."""
+        """Elements of this rank's shards of the parameters whose gradients a group sums."""
         return sum(
             held_of_experts(record.shape, self.expert_shards, self.expert_shard)
             if record.experts

@@ -1,4 +1,4 @@
-"""The all-gather and reduce-scatter that FSDP2 is given instead of its own."""
+"""Custom all-gather and reduce-scatter for FSDP2."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from fivefold.mesh.collectives import Pending, start_all_gather, start_reduce_sc
 
 
 class _Waitable:
-    """What FSDP2 expects of an asynchronous collective."""
+    """Adapter to the asynchronous work object that FSDP2 expects."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
@@ -27,7 +27,7 @@ class _Buffers:
 
 
 class AllGather(_Buffers):
-    """Pairwise all-gather, for gloo."""
+    """Pairwise all-gather for gloo."""
 
     def __call__(
         self,
@@ -36,15 +36,15 @@ class AllGather(_Buffers):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> _Waitable | None:
-        """[n] -> [P*n] into `output_tensor`, of which `input_tensor` may be a part."""
+        """[n] -> [P*n] into `output_tensor`, which may contain `input_tensor`."""
         pending = start_all_gather(input_tensor, group, output_tensor)
         return _finish(pending, async_op)
 
 
 class ReduceScatter(_Buffers):
-    """Pairwise reduce-scatter that sums in rank order, with a type of its own on the wire.
+    """Pairwise reduce-scatter that sums in rank order, with its own dtype on the wire.
 
-    bf16 on the wire and an fp32 sum halve the bytes without accumulating in bf16.
+    Sending bf16 and summing in fp32 halves the bytes without accumulating in bf16.
     """
 
     def __init__(self, wire_dtype: torch.dtype) -> None:

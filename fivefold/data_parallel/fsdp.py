@@ -1,4 +1,4 @@
-"""ZeRO-1/2/3, HSDP and master weights: one stage under FSDP2's switches."""
+"""ZeRO-1/2/3, HSDP and master weights, implemented with FSDP2."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,25 +23,33 @@ from fivefold.tensor.deferred_weight import Work, run_works
 
 
 class ShardedStage:
-    """A stage whose parameters FSDP2 holds; each layer is a unit, also with what stands around it
-    where it predicts a further token; the ends are one with the stage.
+    """A stage whose parameters FSDP2 holds.
 
-    The experts of a layer are a unit of their own, on a mesh of their own.
+    FSDP2 units are each layer (with its norms and projection if it is a multi-token prediction
+    layer), the experts of each layer on a mesh of their own, and the stage itself with both ends.
 
     Args:
-        stage: stage to be wrapped, tensor and expert parallelism installed, still on the meta
-            device.
-        groups: groups of this rank; parameters are laid out on `groups.mesh`, those of experts on
+        stage: stage to wrap, still on the meta device, with tensor and expert parallelism
+            installed.
+        groups: process groups of this rank; parameters are laid out on `groups.mesh`, experts on
             `groups.experts.mesh`.
-        policy: the switches.
-        reduces_in_hooks: whether the last backward, or the last deferred work, itself reduces
-            gradients, block by block; otherwise `reduce` does.
+        policy: FSDP2 settings.
+        reduces_in_hooks: whether the last backward, or the last deferred weight gradients, reduce
+            gradients block by block; otherwise `reduce` does.
+        by_hand: whether forwards of the stage alternate with its own backwards, which FSDP2's hooks
+            do not support: then `unshard` gathers parameters, and `after_backward` reduces.
     """
 
     def __init__(
-        self, stage: Stage, groups: Groups, policy: Policy, *, reduces_in_hooks: bool
+        self,
+        stage: Stage,
+        groups: Groups,
+        policy: Policy,
+        *,
+        reduces_in_hooks: bool,
+        by_hand: bool = False,
     ) -> None:
-        self._policy = policy
+        self._policy, self._by_hand = policy, by_hand
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch
         types = MixedPrecisionPolicy(cast_forward_inputs=False)
         if policy.compute_dtype != policy.master_dtype:
@@ -68,20 +76,23 @@ class ShardedStage:
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         self._root = self._units[0]
         for unit in self._units:
-            # The loss is divided by the global token count already: reductions are plain sums.
+            # The loss is already divided by the global token count, so reductions are plain sums.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             wrapped: Any = unit
             self._set_communication(unit, meshes[wrapped])
-        self._set_prefetch(policy.overlap_param_gather)
+            if by_hand:
+                _without_hooks(unit)
+        if not by_hand:
+            self._set_prefetch(policy.overlap_param_gather)
 
     def _set_prefetch(self, early: bool) -> None:
-        """Gather each block's parameters while the one before it computes, or none early.
+        """Gather each block's parameters while the previous block computes, or not before use.
 
-        Left alone, FSDP2 gathers in the backward what ran before in the order of all forwards; a
-        pipeline interleaves microbatches, and the last of these gathers would be for nothing. To
-        gather the root, which still is gathered in a backward, means to gather nothing. Predictions
-        of further tokens, which an evaluation leaves out, are gathered when they run.
+        By default FSDP2 prefetches in the backward in the reverse order of all forwards. A pipeline
+        interleaves microbatches, so the last of these gathers would be wasted. Prefetching the
+        root, which stays gathered in a backward, gathers nothing. Multi-token prediction layers,
+        which an evaluation skips, are gathered when they run.
         """
         root, *layers = self._units
         backward = [root, *_last_layer_first(layers)]
@@ -96,7 +107,7 @@ class ShardedStage:
 
     def _set_communication(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
         on_cpu = mesh.device_type == "cpu"
-        module: Any = unit  # FSDP2 asks for `Work`, of which it only uses `wait`
+        module: Any = unit  # FSDP2's type is `Work`, but it only calls `wait`
         if not self._policy.shards or mesh.size(-1) == 1:
             return
         if on_cpu:
@@ -108,17 +119,22 @@ class ShardedStage:
         """Set what the coming backward does with gradients.
 
         Args:
-            whole: whether it computes them all; otherwise those of deferred weights follow in
-                `run_weights`, and nothing is reduced before them.
-            last: whether it is the last of the step, on this stage.
+            whole: whether it computes all gradients; otherwise deferred weight gradients follow in
+                `run_weights`, and nothing is reduced before.
+            last: whether it is this stage's last backward of the step.
         """
         reduces = whole and (self._every or (last and self._in_hooks))
         self._set(reduces, last=last, reshards=self._policy.reshards or (last and reduces))
 
-    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
-        """Run deferred work, and reduce each block's gradients as soon as they are complete.
+    def after_backward(self, *, last: bool) -> None:
+        """Reduce gradients where FSDP2's hooks do not."""
+        if self._by_hand:
+            self.run_weights((), last=last)
 
-        Hooks of autograd do not tell FSDP2 of these gradients; its post-backward is run here.
+    def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
+        """Run deferred weight gradients and reduce each block when its gradients are complete.
+
+        Autograd hooks do not tell FSDP2 of these gradients, so its post-backward is called here.
         """
         reduces = self._every or (last and self._in_hooks)
         self._set(reduces, last=last, reshards=last and reduces)
@@ -130,7 +146,7 @@ class ShardedStage:
         }
         awaited = Counter(group_of[p] for work in works for p in work.parameters)
         for group in dict.fromkeys(group_of.values()):
-            if not awaited[group]:  # the backward left nothing of it, as a fused head and loss do
+            if not awaited[group]:  # nothing deferred here: for example a fused head and loss
                 _complete(group)
         for parameter in run_works(works):
             group = group_of[parameter]
@@ -140,7 +156,7 @@ class ShardedStage:
         self._end_of_backward()
 
     def reduce(self) -> None:
-        """Reduce what the step's backwards left on the parameters and free what was gathered."""
+        """Reduce the accumulated gradients of the step and free gathered parameters."""
         if self._in_hooks or self._every:
             return
         self._set(True, last=True, reshards=True)
@@ -156,15 +172,26 @@ class ShardedStage:
         self._root.set_reshard_after_backward(reshards)
 
     def _end_of_backward(self) -> None:
-        """What FSDP2 does when a backward ends; it has no public call for that, nor for "reduce
-        now": PyTorch's own pipelining uses the same ones."""
+        """What FSDP2 does when a backward ends.
+
+        There is no public call for this, nor for "reduce now"; PyTorch's own pipelining uses the
+        same private ones.
+        """
         self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def finish(self) -> None:
-        """Nothing is left to wait for: FSDP2 orders the optimizer after its reductions."""
+        """Nothing to wait for: FSDP2 orders the optimizer after its reductions."""
+
+    def waiting_gradients(self) -> Iterator[torch.Tensor]:
+        """Gradients summed over microbatches, whole, that wait for the reduction at the end."""
+        for unit in self._units:
+            for group in _parameter_groups(unit):
+                waiting = (held.unsharded_accumulated_grad for held in group.fsdp_params)
+                yield from (grad for grad in waiting if grad is not None)
 
     def unshard(self) -> None:
         """Gather every block's parameters; they stay until `reshard`."""
+        self._root._get_fsdp_state()._lazy_init()
         for unit in self._units:
             unit.unshard()
 
@@ -175,14 +202,14 @@ class ShardedStage:
 
 
 def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:
-    """The axes of replicas and shards of a parameter mesh; replicas only where there are some."""
+    """The replica and shard axes of a parameter mesh; without replicas only the shard axis."""
     assert mesh.mesh_dim_names is not None
     axes = mesh.mesh_dim_names[:2]
     return mesh[axes if mesh.size(0) > 1 or not policy.shards else axes[1]]
 
 
 def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
-    """The dim that shards divide; of fewer experts than shards another one, where it divides."""
+    """The dim that shards split: for fewer experts than shards dim 1, if it divides; else dim 0."""
     local = local_tensor(parameter)
     if local.dim() < 3 or local.shape[0] % shards == 0 or local.shape[1] % shards:
         return None
@@ -192,15 +219,17 @@ def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
 def _with_following(
     units: Sequence[FSDPModule],
 ) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
-    """Each layer with its own experts and the layer after it. Experts are followed by nothing: a
-    backward that runs them again would gather a layer that is done with."""
+    """Each layer with its own experts and the next layer, to prefetch.
+
+    Experts prefetch nothing: a backward that recomputes them would gather a finished layer.
+    """
     places = [place for place, unit in enumerate(units) if not isinstance(unit, Experts)]
     for place, after in pairwise([*places, len(units)]):
         yield units[place], list(units[place + 1 : after + 1])
 
 
 def _last_layer_first(units: Sequence[FSDPModule]) -> Iterator[FSDPModule]:
-    """The order of a backward: the last layer before the others, each before its experts."""
+    """The order of a backward: from the last layer to the first, each before its experts."""
     experts: list[FSDPModule] = []
     for unit in reversed(units):
         if isinstance(unit, Experts):
@@ -211,8 +240,15 @@ def _last_layer_first(units: Sequence[FSDPModule]) -> Iterator[FSDPModule]:
             experts = []
 
 
+def _without_hooks(unit: FSDPModule) -> None:
+    """Stop FSDP2 from gathering before a unit's forward and reducing after its backward."""
+    state = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
 def _parameter_groups(unit: FSDPModule) -> list:
-    """FSDP2's parameter groups of one unit: a list since torch 2.12, one or none before."""
+    """FSDP2's parameter groups of one unit: a list since torch 2.12, before that one or none."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -221,10 +257,10 @@ def _parameter_groups(unit: FSDPModule) -> list:
 
 
 def _complete(group: Any) -> None:
-    """Reduce a group, after every parameter of it has a gradient of the type in which FSDP2 sums.
+    """Reduce a group, after giving every parameter a gradient in FSDP2's accumulation dtype.
 
-    What a B computed itself (of norms) is widened by then, and is gone where several B's ran
-    before the first of their W's took it along.
+    Gradients that B itself computed (of norms) may already be accumulated; if several B's ran
+    before the first W, that W has already taken them.
     """
     for held in group.fsdp_params:
         if held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None:

@@ -1,7 +1,7 @@
-"""What each sharding strategy means, as switches of FSDP2 or of the bucketed all-reduce.
+"""Sharding strategies as settings of FSDP2 or of the bucketed all-reduce.
 
-Bytes on the wire per step and rank, with d shards, rho = (d-1)/d, g bytes of the reduction type,
-c bytes of the compute type, Psi parameters and M microbatches:
+Bytes sent per step and rank, with d shards, rho = (d-1)/d, g bytes per element of the reduction
+dtype, c bytes per element of the compute dtype, Psi parameters and M microbatches:
 
     no_shard             2 rho g Psi
     optim                rho (g + c) Psi             ZeRO-1
@@ -21,18 +21,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class Policy:
-    """How gradients, parameters and types are handled.
+    """How gradients, parameters and dtypes are handled.
 
     Attributes:
-        shards: whether dp_shard x cp splits the optimizer state at all.
-        reshards: free gathered parameters after each forward and backward of a block (ZeRO-3,
-            where no program says when).
-        reduces_every_microbatch: keep no unsharded gradient (ZeRO-2 and ZeRO-3).
-        compute_dtype: type of activations and gathered parameters.
-        master_dtype: type of the parameters that the optimizer updates, and of reductions.
-        wire_dtype: type of gradients on the wire.
-        overlap_grad_reduce: reduce during the last backward rather than after it.
-        overlap_param_gather: gather the next block's parameters early.
+        shards: whether dp_shard x cp splits at least the optimizer state.
+        reshards: whether to free gathered parameters after each forward and backward of a block
+            (ZeRO-3, unless the pipeline program says when).
+        reduces_every_microbatch: whether to keep no unsharded gradient (ZeRO-2 and ZeRO-3).
+        compute_dtype: dtype of activations and gathered parameters.
+        master_dtype: dtype of the parameters that the optimizer updates, and of reductions.
+        wire_dtype: dtype in which gradients are sent.
+        overlap_grad_reduce: whether to reduce during the last backward rather than after it.
+        overlap_param_gather: whether to prefetch the next block's parameters.
     """
 
     shards: bool
@@ -46,12 +46,12 @@ class Policy:
 
     @property
     def needs_fsdp(self) -> bool:
-        """Whether parameters are gathered: from shards, or from a master of another type."""
+        """Whether parameters are gathered: from shards, or from a master of another dtype."""
         return self.shards or self.compute_dtype != self.master_dtype
 
 
 def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
-    """The switches of a strategy and a precision."""
+    """The settings of a sharding strategy and a precision."""
     sharding = parallel.sharding
     master = torch.float64 if precision == "fp64" else torch.float32
     return Policy(

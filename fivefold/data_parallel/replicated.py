@@ -1,4 +1,4 @@
-"""no_shard: every rank holds all parameters, gradients are summed in buckets."""
+"""no_shard: every rank holds all parameters; gradients are all-reduced in buckets."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +20,12 @@ class ReplicatedStage:
     """A stage whose gradients are all-reduced, each bucket as soon as it is complete.
 
     Args:
-        stage: tensor and expert parallelism installed.
-        group_of: by the name of a parameter, the ranks that hold the same part of it and see other
-            tokens; None for one rank.
-        policy: the switches.
-        reduces_in_hooks: start a bucket during the last backward; otherwise all in `reduce`.
+        stage: stage with tensor and expert parallelism installed.
+        group_of: by parameter name, the group of ranks that hold the same part of it and see other
+            tokens; None: one rank.
+        policy: data-parallel settings.
+        reduces_in_hooks: whether to start buckets during the last backward; otherwise all start in
+            `reduce`.
     """
 
     def __init__(
@@ -58,12 +59,15 @@ class ReplicatedStage:
                 )
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
-        """Let the gradients of the step's last backward, if it has them, count buckets down."""
+        """Prepare to count complete gradients if the step's last backward computes them."""
         counts = whole and last
         self._missing = [len(bucket) for _, bucket in self._buckets] if counts else []
 
+    def after_backward(self, *, last: bool) -> None:
+        """Hooks have seen every gradient."""
+
     def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
-        """Run deferred work; the step's last lets each bucket go that it completes."""
+        """Run deferred weight gradients; the step's last call starts each completed bucket."""
         self._missing = []
         if last and self._in_hooks:
             summed = [p for work in works for p in work.parameters if p in self._bucket_of]
@@ -77,7 +81,7 @@ class ReplicatedStage:
                 self._arrived(self._bucket_of[parameter])
 
     def reduce(self) -> None:
-        """Start every bucket that has not been started."""
+        """Start the all-reduce of every bucket not started yet."""
         for index in range(len(self._buckets)):
             if index not in self._started:
                 self._start(index)
@@ -87,6 +91,10 @@ class ReplicatedStage:
         for bucket in self._started.values():
             finish_bucket(bucket)
         self._started = {}
+
+    def waiting_gradients(self) -> Iterator[Tensor]:
+        """None: they are on the parameters."""
+        return iter(())
 
     def unshard(self) -> None:
         """Nothing is ever gathered."""
@@ -107,7 +115,7 @@ class ReplicatedStage:
 
 
 def local_grad(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient; zeros are put in place of a missing one."""
+    """This rank's part of the gradient; a missing gradient becomes zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local_tensor(parameter.grad)

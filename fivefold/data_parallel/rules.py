@@ -1,4 +1,4 @@
-"""What the settings of data parallelism must satisfy; torch-free."""
+"""Validation of data-parallel settings; torch-free."""
 
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
@@ -6,7 +6,7 @@ from fivefold.errors import Mistakes
 
 
 def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:
-    """Settings of gradients and replicas that the sharding strategy leaves without effect."""
+    """Report gradient and replica settings that have no effect with the sharding strategy."""
     instances = parallel.num_distributed_optimizer_instances
     replicated = not parallel.sharding.splits_optimizer
     if parallel.grad_reduce_in_bf16 and replicated and precision == "bf16":

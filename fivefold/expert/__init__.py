@@ -1,1 +1,1 @@
-"""Expert parallelism: tokens on their way to experts on other ranks, and back."""
+"""Expert parallelism: all-to-all dispatch of tokens to experts on other ranks, and combine."""

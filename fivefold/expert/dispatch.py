@@ -1,11 +1,13 @@
-"""The ways of tokens to experts on other ranks: alltoall, allgather and flex.
+"""Token dispatchers of expert parallelism: alltoall, allgather and flex.
 
-Shapes: T tokens of this rank, K experts of a token, E experts, e = E / P of them on each of the P
-ranks of the expert-parallel group, H features. Where ranks also split every expert (ETP), these
-gather each other's rows behind the way there, and sum their results before the way back.
+Shapes: T tokens of this rank, K experts per token, E experts, e = E / P of them on each of the P
+ranks of the expert-parallel group, H features. If ranks also split each expert (ETP), they gather
+each other's rows after the dispatch, and sum their results before the combine.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,22 +15,34 @@ from torch import Tensor
 
 from fivefold.expert.transfer import Flight, join, share
 from fivefold.mesh.collectives import all_gather, all_to_all, group_size
-from fivefold.model.experts import Beside, RunExperts, by_expert, by_expert_padded
+from fivefold.model.experts import (
+    Beside,
+    RunExperts,
+    by_expert,
+    by_expert_padded,
+    by_part_padded,
+)
 from fivefold.model.permutation import PlacedRows, Rows
 from fivefold.model.routing import ExpertChoice
 
 
 @dataclass(frozen=True)
-class AllToAllDispatch:
-    """A row for every expert that a token chose, sent to the rank of the expert.
+class _RowDispatch:
+    """Base of dispatchers that send rows of tokens to other ranks.
 
     Attributes:
-        ep: group of expert parallelism; None for one rank.
-        etp: group that splits every expert; None for one rank.
+        ep: expert-parallel group; None: one rank.
+        etp: group of ranks that split each expert; None: one rank.
+        meanwhile: function called before waiting for rows, forward and backward; None: nothing.
     """
 
     ep: dist.ProcessGroup | None
     etp: dist.ProcessGroup | None
+    meanwhile: Callable[[], None] | None
+
+
+class AllToAllDispatch(_RowDispatch):
+    """Sends one row per chosen expert to the expert's rank."""
 
     def __call__(
         self,
@@ -39,29 +53,28 @@ class AllToAllDispatch:
     ) -> Tensor:
         """[T, H] -> [T, H]."""
         rows: Rows | PlacedRows
-        if choice.padded_to is None:
+        room = choice.padded_ranks_to
+        if room is not None:
+            rows, rows_E = by_part_padded(choice, group_size(self.ep), room)
+            there = _Way.with_room(rows_E, room, self.ep)
+        elif choice.padded_to is None:
             rows, rows_E = by_expert(choice)
             there = _Way.of(rows_E, self.ep)
         else:
             rows, rows_E = by_expert_padded(choice, choice.padded_to)
             there = _Way.padded(rows_E, choice.padded_to, self.ep)
+        there = replace(there, meanwhile=self.meanwhile)
         first, second = beside or (None, None)
-        weights = there.go(rows.take(choice.weights_TK))
-        x = there.go(rows.spread(x_TH), first)
+        weights, x = there.go(rows.take(choice.weights_TK), rows.spread(x_TH), beside=first)
         y = _run_split(x, weights, there, run, self.etp)
         return rows.collect(there.back(y, second))
 
 
-@dataclass(frozen=True)
-class FlexDispatch:
-    """A row for every rank that holds experts that a token chose, sent once, with their numbers
-    and weights; that rank adds up what they give in at least fp32 (as DeepEP does).
+class FlexDispatch(_RowDispatch):
+    """Sends one row per rank with chosen experts, with the experts' indices and weights.
 
-    Attributes as of `AllToAllDispatch`.
+    The receiving rank sums its experts' results in at least fp32 (as DeepEP does).
     """
-
-    ep: dist.ProcessGroup | None
-    etp: dist.ProcessGroup | None
 
     def __call__(
         self,
@@ -71,31 +84,35 @@ class FlexDispatch:
         beside: tuple[Beside, Beside] | None = None,
     ) -> Tensor:
         """[T, H] -> [T, H]."""
-        ranks = group_size(self.ep)
-        rows, rows_P, experts_RK, weights_RK = _by_rank(choice, ranks)
-        there = _Way.of(rows_P, self.ep)
+        ranks, room = group_size(self.ep), choice.padded_ranks_to
+        rows: Rows | PlacedRows
+        if room is None:
+            rows, rows_P, experts_RK, weights_RK = _by_rank(choice, ranks)
+            there = _Way.of(rows_P, self.ep)
+        else:
+            each = min(room, len(x_TH))
+            rows, rows_P, experts_RK, weights_RK = _by_rank_padded(choice, ranks, each)
+            there = _Way.padded(rows_P, each, self.ep)
+        there = replace(there, meanwhile=self.meanwhile)
         first, second = beside or (None, None)
-        # Numbers of experts on the rank that gets them; its number of experts: none.
-        experts_RK, weights_RK = there.go(experts_RK), there.go(weights_RK)
-        x = there.go(rows.spread(x_TH), first)
+        # Expert indices local to the receiving rank; its number of experts means none.
+        experts_RK, weights_RK, x = there.go(
+            experts_RK, weights_RK, rows.spread(x_TH), beside=first
+        )
         here = choice.num_experts // ranks
-        got = ExpertChoice(experts_RK, weights_RK, experts_RK < here, here)
-        copies, rows_e = by_expert(got)
-        here_only = _Way(None, [], [], rows_e[None])
-        y = _run_split(copies.spread(x), copies.take(weights_RK), here_only, run, self.etp)
-        wide = torch.promote_types(y.dtype, torch.float32)
-        y = copies.collect(y.to(wide)).to(y.dtype)
-        return rows.collect(there.back(y, second))
+        total = None if room is None else ranks * room
+        got = ExpertChoice(experts_RK, weights_RK, experts_RK < here, here, padded_ranks_to=total)
+        return rows.collect(there.back(run_chosen(x, got, run, self.etp), second))
 
 
 @dataclass(frozen=True)
 class GatherDispatch:
-    """Every token to every rank, which sums what its own experts give; nothing of it is uneven.
+    """Sends every token to every rank, which sums its own experts' results; all sizes are equal.
 
     Attributes:
-        group: the ranks that hold the experts between them, parts of experts included.
-        ep_index: place of this rank among those that hold other experts.
-        ep_size: number of these.
+        group: ranks that together hold the experts, including parts of experts.
+        ep_index: index of this rank among the expert-parallel ranks.
+        ep_size: number of expert-parallel ranks.
     """
 
     group: dist.ProcessGroup
@@ -131,14 +148,17 @@ class GatherDispatch:
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to other ranks and back, of rows sorted by rank.
+    """An exchange of rows sorted by rank with other ranks, in both directions.
 
     Attributes:
-        group: group of the ranks; None for one.
-        sent: rows for each rank.
-        got: rows from each rank.
-        counts_Pe: the rows from each rank, by experts (or as one number).
-        even: whether every rank gets equally many rows.
+        group: ranks that take part; None: one rank.
+        sent: number of rows for each rank.
+        got: number of rows from each rank.
+        counts_Pe: number of rows from each rank by expert, or in total; without padding if `room`.
+        even: whether all ranks get equally many rows, including padding.
+        room: number of rows from each rank including padding, if `counts_Pe` is without it;
+            None: `counts_Pe` counts all rows.
+        meanwhile: function called before waiting for rows; None: nothing.
     """
 
     group: dist.ProcessGroup | None
@@ -146,81 +166,150 @@ class _Way:
     got: list[int]
     counts_Pe: Tensor
     even: bool = False
+    room: int | None = None
+    meanwhile: Callable[[], None] | None = None
 
     @classmethod
     def padded(cls, rows_E: Tensor, each: int, group: dist.ProcessGroup | None) -> "_Way":
-        """The way of `each` rows for every expert, of which nobody needs to tell anybody."""
+        """An exchange of `each` rows for every expert, without communicating numbers of rows."""
         ranks = group_size(group)
         sizes = [each * len(rows_E) // ranks] * ranks
         return cls(group, sizes, sizes, rows_E.view(ranks, -1), even=True)
 
     @classmethod
+    def with_room(cls, rows_E: Tensor, room: int, group: dist.ProcessGroup | None) -> "_Way":
+        """An exchange of `room` rows with every rank, padded with zeros at the end.
+
+        The ranks exchange the numbers of rows without padding; the host does not wait for them.
+        """
+        sizes = [room] * group_size(group)
+        return cls(group, sizes, sizes, _told(rows_E, group)[1], even=True, room=room)
+
+    @classmethod
     def of(cls, rows_E: Tensor, group: dist.ProcessGroup | None) -> "_Way":
-        """The way of rows of which each of E equal parts of the experts, or of the ranks, has a
-        number: the ranks tell each other, and the host waits for it."""
-        sent_Pe = rows_E.view(group_size(group), -1)
+        """An exchange of `rows_E` rows for each of E equal parts of the experts, or of the ranks.
+
+        The ranks exchange these numbers, and the host waits for them.
+        """
+        sent_Pe, got_Pe = _told(rows_E, group)
         if group is None:
             whole = [int(rows_E.sum())]
             return cls(None, whole, whole, sent_Pe)
-        got_Pe = torch.empty_like(sent_Pe)
-        all_to_all(list(sent_Pe.unbind()), list(got_Pe.unbind()), group)
         both = torch.stack([sent_Pe.sum(1), got_Pe.sum(1)])
         sent, got = both.tolist()
         return cls(group, sent, got, got_Pe)
 
-    def go(self, x: Tensor, beside: Beside | None = None) -> Tensor:
-        """Rows of this rank's tokens -> rows that reach this rank."""
-        return self._moved(x, self.sent, self.got, beside)
+    def go(self, *parts: Tensor, beside: Beside | None = None) -> list[Tensor]:
+        """Tensors of rows of this rank's tokens -> those of rows dispatched to this rank.
+
+        All transfers start before the first wait.
+        """
+        return self._moved(parts, self.sent, self.got, beside)
 
     def back(self, x: Tensor, beside: Beside | None = None) -> Tensor:
-        """The inverse."""
-        return self._moved(x, self.got, self.sent, beside)
+        """Rows on this rank -> rows of this rank's tokens."""
+        return self._moved((x,), self.got, self.sent, beside)[0]
 
-    def _moved(self, x: Tensor, sent: list[int], got: list[int], beside: Beside | None) -> Tensor:
-        flight = None if self.group is None else Flight(sent, got, self.group)
-        x = x if flight is None else flight.start(x)
-        if beside is not None:
+    def _moved(
+        self, parts: Sequence[Tensor], sent: list[int], got: list[int], beside: Beside | None
+    ) -> list[Tensor]:
+        beside = beside or _nothing
+        if self.group is None:
             beside()
-        return x if flight is None else flight.land(x)
+            return list(parts)
+        # Wait for the last tensor first; in the backward, autograd's order does the same.
+        waits = [None] * (len(parts) - 1) + [self.meanwhile]
+        flights = [Flight(sent, got, self.group, meanwhile) for meanwhile in waits]
+        pairs = [(flight, flight.start(x)) for flight, x in zip(flights, parts, strict=True)]
+        with ExitStack() as stack:
+            for flight in flights:
+                stack.enter_context(flight.under_way())
+            beside()
+        return [flight.land(x) for flight, x in reversed(pairs)][::-1]
+
+
+def _nothing() -> None:
+    """Does nothing during the transfers."""
 
 
 def _run_split(
     x: Tensor, weights: Tensor, there: _Way, run: RunExperts, etp: dist.ProcessGroup | None
 ) -> Tensor:
-    """Run this rank's experts on rows that came from several ranks, each part sorted by expert.
+    """Run this rank's experts on rows from several ranks, each rank's rows sorted by expert.
 
     Args:
         x: rows.
         weights: weights of their results.
-        there: the way on which they came.
-        run: the experts, on rows sorted by expert.
-        etp: the ranks that hold other parts of the same experts, and got other rows.
+        there: exchange by which they arrived.
+        run: the experts, for rows sorted by expert.
+        etp: ranks that hold other parts of the same experts, and received other rows.
     """
-    counts_Pe, sizes = there.counts_Pe, [len(x)]
-    if etp is not None and there.even:
-        sizes *= etp.size()
-        counts_Pe = counts_Pe.repeat(etp.size(), 1)
-    elif etp is not None:
-        every = all_gather(counts_Pe[None].contiguous(), etp)
-        sizes, counts_Pe = every.sum((1, 2)).tolist(), every.flatten(0, 1)
+    counts_Pe, sizes, room = there.counts_Pe, [len(x)], there.room
     if etp is not None:
+        known = there.even and room is None
+        every = counts_Pe[None] if known else all_gather(counts_Pe[None].contiguous(), etp)
+        counts_Pe = every.flatten(0, 1).repeat(etp.size() if known else 1, 1)
+        sizes = sizes * etp.size() if there.even else every.sum((1, 2)).tolist()
         x, weights = join(x, sizes, etp), join(weights, sizes, etp)
+    rows_e = counts_Pe.sum(0)
+    if room is not None:  # the last expert also runs the padding
+        zeros_P1 = room - counts_Pe.sum(1, keepdim=True)
+        counts_Pe = torch.cat([counts_Pe, zeros_P1], 1)
+        rows_e = torch.cat([rows_e[:-1], rows_e[-1:] + zeros_P1.sum(0)])
     if len(counts_Pe) == 1:
-        return run(x, weights, counts_Pe[0])
+        return run(x, weights, rows_e)
     parts, experts = counts_Pe.shape
     numbers = torch.arange(experts, device=x.device).repeat(parts)
     of_rows = numbers.repeat_interleave(counts_Pe.flatten(), output_size=len(x))
     rows = Rows(of_rows.argsort(stable=True), len(x), 1)
-    y = rows.collect(run(rows.spread(x), rows.spread(weights), counts_Pe.sum(0)))
+    y = rows.collect(run(rows.spread(x), rows.spread(weights), rows_e))
     return y if etp is None else share(y, sizes, etp)
 
 
+def _told(rows_E: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """[P, e] numbers of rows for each rank's experts, and from each rank for those here."""
+    sent_Pe = rows_E.view(group_size(group), -1)
+    if group is None:
+        return sent_Pe, sent_Pe
+    got_Pe = torch.empty_like(sent_Pe)
+    all_to_all(list(sent_Pe.unbind()), list(got_Pe.unbind()), group)
+    return sent_Pe, got_Pe
+
+
+def run_chosen(
+    x: Tensor,
+    got: ExpertChoice,
+    run: RunExperts,
+    etp: dist.ProcessGroup | None,
+    kept: int | None = None,
+) -> Tensor:
+    """Run every row through its experts on this rank, and sum their results in at least fp32.
+
+    Args:
+        x: rows.
+        got: choices of the rows among this rank's experts.
+        run: the experts, for rows sorted by expert.
+        etp: ranks that hold other parts of the same experts, and received other rows.
+        kept: number of choices that `got` keeps; None: the host waits for the number.
+    """
+    copies: Rows | PlacedRows
+    room = got.padded_ranks_to
+    if room is None:
+        copies, rows_e = by_expert(got, kept)
+    else:
+        copies, rows_e = by_part_padded(got, 1, room)
+    here_only = _Way(None, [], [], rows_e[None], even=room is not None, room=room)
+    y = _run_split(copies.spread(x), copies.take(got.weights_TK), here_only, run, etp)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return copies.collect(y.to(wide)).to(y.dtype)
+
+
 def _by_rank(choice: ExpertChoice, ranks: int) -> tuple[Rows, Tensor, Tensor, Tensor]:
-    """A row for each rank that a token goes to, sorted by rank.
+    """One row for each rank that a token is sent to, sorted by rank.
 
     Returns:
-        The rows; how many go to each rank, [P]; numbers on that rank of the experts of each row,
-        [R, K], e where an expert is on another rank; their weights, [R, K].
+        The rows; number of rows for each rank, [P]; index on the receiving rank of each row's
+        experts, [R, K], e for an expert on another rank; their weights, [R, K].
     """
     tokens, topk = choice.experts_TK.shape
     here = choice.num_experts // ranks
@@ -230,7 +319,7 @@ def _by_rank(choice: ExpertChoice, ranks: int) -> tuple[Rows, Tensor, Tensor, Te
     numbers_P = torch.arange(ranks, device=ranks_TK.device)
     goes_TP = (ranks_TK[:, :, None] == numbers_P).any(1)
     slots = min(topk, ranks)
-    # Sorted by rank, then by token: the slot of a row is its place among those of its token.
+    # Sorted by rank, then token; a row's slot is its index among its token's rows.
     rank_R, token_R = goes_TP.t().nonzero(as_tuple=True)
     slot_R = (goes_TP.cumsum(1) - 1)[token_R, rank_R]
     rows = Rows(token_R * slots + slot_R, tokens, slots)
@@ -238,3 +327,27 @@ def _by_rank(choice: ExpertChoice, ranks: int) -> tuple[Rows, Tensor, Tensor, Te
     numbers_RK = (choice.experts_TK[token_R] % here).masked_fill(~there_RK, here)
     weights_RK = rows.spread(choice.weights_TK).masked_fill(~there_RK, 0.0)
     return rows, goes_TP.sum(0), numbers_RK, weights_RK
+
+
+def _by_rank_padded(
+    choice: ExpertChoice, ranks: int, each: int
+) -> tuple[PlacedRows, Tensor, Tensor, Tensor]:
+    """As `_by_rank`, padded to `each` rows per rank; does not synchronise with the device.
+
+    A token has one slot per expert. If several are on one rank, the row is in the first of them.
+    """
+    here, experts_TK = choice.num_experts // ranks, choice.experts_TK
+    if choice.kept_TK is not None:
+        experts_TK = experts_TK.masked_fill(~choice.kept_TK, choice.num_experts)
+    ranks_TK = experts_TK // here
+    goes_TP = ranks_TK.new_zeros(len(ranks_TK), ranks + 1).scatter_(1, ranks_TK, 1)
+    place_TK = (goes_TP.cumsum(0) - 1).gather(1, ranks_TK)
+    again_TK = (ranks_TK[:, :, None] == ranks_TK[:, None, :]).tril(-1).any(2)
+    none_TK = again_TK | (ranks_TK == ranks)
+    places_TK = (ranks_TK * each + place_TK).masked_fill(none_TK, ranks * each)
+    rows = PlacedRows(places_TK, ranks * each)
+    first_R1 = torch.arange(ranks * each, device=ranks_TK.device)[:, None] // each * here
+    numbers_RK = rows.spread_values(experts_TK + 1) - 1 - first_R1  # negative: padding
+    there_RK = (numbers_RK >= 0) & (numbers_RK < here)
+    weights_RK = rows.spread(choice.weights_TK).masked_fill(~there_RK, 0.0)
+    return rows, goes_TP[:, :ranks].sum(0), numbers_RK.masked_fill(~there_RK, here), weights_RK

@@ -1,11 +1,12 @@
-"""Puts expert parallelism into the seams of a stage."""
+"""Installs expert parallelism in the seams of a stage."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fivefold.config.parallel import TokenDispatcher
+from fivefold.expert.deepep import DeepEPDispatch, Kernels
 from fivefold.expert.dispatch import AllToAllDispatch, FlexDispatch, GatherDispatch
 from fivefold.mesh.collectives import all_gather, all_reduce, group_size
 from fivefold.mesh.groups import ExpertGroups
@@ -24,23 +25,28 @@ def install_experts(
     overlaps: bool,
     deferred: DeferredWeights,
     dims: Mapping[str, int | None],
+    kernels: Kernels | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> None:
-    """Split the experts of a stage (still on the meta device) and put the messages in.
+    """Split the experts of a stage (still on the meta device) and install their communication.
 
     Args:
-        stage: plain, or with tensor parallelism installed.
-        kind: dispatcher of tokens.
-        groups: groups of this rank.
-        overlaps: whether shared experts run while rows are under way.
-        deferred: where grouped linears leave weight gradients.
-        dims: which dim of each parameter the ranks of an expert split; None: each has all of it.
+        stage: stage, without parallelism or with tensor parallelism installed.
+        kind: token dispatcher.
+        groups: process groups of experts.
+        overlaps: whether shared experts run during dispatch and combine.
+        deferred: receives deferred weight gradients of grouped linears.
+        dims: by parameter name, the dim that ranks of an expert split; None: each holds all of it.
+        kernels: DeepEP's kernels that send tokens; None: collectives send them.
+        meanwhile: function called before waiting for rows; None: nothing.
     """
     around = _surroundings(groups)
     for layer in stage.mixtures:
         layer.router.surroundings, layer.overlaps = around, overlaps
-        pads = layer.router.settings.moe_pad_expert_input_to_capacity
-        if groups.both is not None or pads:
-            layer.dispatch = _dispatcher(kind, groups)
+        settings = layer.router.settings
+        pads = settings.moe_pad_expert_input_to_capacity
+        if groups.both is not None or pads or settings.moe_expert_rank_capacity_factor is not None:
+            layer.dispatch = _dispatcher(kind, groups, kernels, meanwhile)
         layer.experts.adds_bias = groups.etp is None or groups.etp.rank() == 0
     multiply = GroupedMultiply(deferred)
     for module in stage.modules():
@@ -50,11 +56,18 @@ def install_experts(
         _distribute(stage, groups, dims)
 
 
-def _dispatcher(kind: TokenDispatcher, groups: ExpertGroups) -> Dispatcher:
+def _dispatcher(
+    kind: TokenDispatcher,
+    groups: ExpertGroups,
+    kernels: Kernels | None,
+    meanwhile: Callable[[], None] | None,
+) -> Dispatcher:
+    if kernels is not None:
+        return DeepEPDispatch(kernels, groups.etp, meanwhile)
     if kind == "allgather" and groups.both is not None:
         index = 0 if groups.ep is None else groups.ep.rank()
         return GatherDispatch(groups.both, index, group_size(groups.ep))
-    return (FlexDispatch if kind == "flex" else AllToAllDispatch)(groups.ep, groups.etp)
+    return (FlexDispatch if kind == "flex" else AllToAllDispatch)(groups.ep, groups.etp, meanwhile)
 
 
 def _surroundings(groups: ExpertGroups) -> Surroundings:
@@ -66,11 +79,12 @@ def _surroundings(groups: ExpertGroups) -> Surroundings:
         index=0 if microbatch is None else microbatch.rank(),
         ranks=group_size(microbatch),
         all_ranks=group_size(groups.stage),
+        expert_ranks=group_size(groups.ep),
     )
 
 
 def _distribute(stage: Stage, groups: ExpertGroups, dims: Mapping[str, int | None]) -> None:
-    """Replace every parameter of experts by a DTensor of the same global shape."""
+    """Replace every expert parameter by a DTensor of the same global shape."""
     mesh = groups.split_mesh
     assert mesh is not None
     names = {parameter: name for name, parameter in stage.named_parameters()}

@@ -1,18 +1,20 @@
-"""What the trainer asks of routers and dispatchers; torch-free."""
+"""Validation of router and dispatcher settings for training; torch-free."""
 
 from fivefold.config.config import Config
 from fivefold.errors import Mistakes
+from fivefold.expert.deepep_rules import check_deepep_settings
 
 
 def check_routers(config: Config, mistakes: Mistakes) -> None:
-    """Add what cannot be trained, or would train a router to no end."""
+    """Report router settings that cannot be trained, or whose training would have no effect."""
     model, experts, parallel = config.model, config.experts, config.parallel
+    check_deepep_settings(config, mistakes)
     if model.num_experts is None:
         return
     constant = model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax
     if model.moe_router_topk == 1 and constant:
         mistakes.add(
-            "the softmax over the one chosen expert of a token is always 1, and its router learns "
+            "the softmax over the only chosen expert of a token is always 1, so the router learns "
             "nothing from the loss",
             works=["--moe-router-pre-softmax", "--moe-router-topk 2"],
         )
@@ -21,25 +23,37 @@ def check_routers(config: Config, mistakes: Mistakes) -> None:
         "moe_router_load_balancing_type": kinds != ("none",),
         "moe_z_loss_coeff": bool(experts.moe_z_loss_coeff),
         "moe_expert_capacity_factor": experts.moe_expert_capacity_factor is not None,
+        "moe_expert_rank_capacity_factor": experts.moe_expert_rank_capacity_factor is not None,
     }
     slices = parallel.num_sequence_slices
     for name in [name for name, used in whole.items() if used and slices > 1]:
         mistakes.add(
-            f"{name} looks at whole microbatches, and num_sequence_slices {slices} cuts them",
+            f"{name} needs whole microbatches, and num_sequence_slices {slices} cuts them",
             works=["--num-sequence-slices 1", f"--{name.replace('_', '-')} none"],
         )
     if "global_aux_loss" in kinds and parallel.pipeline_schedule == "dualpipe":
         mistakes.add(
-            "global_aux_loss counts the microbatches that every rank has run so far, of which the "
-            "two copies of the model in dualpipe run different ones",
+            "global_aux_loss counts the microbatches that all ranks have run so far, and the two "
+            "copies of the model in dualpipe run different ones",
             works=["--moe-router-load-balancing-type aux_loss", "--pipeline-schedule dualpipe_v"],
         )
     if parallel.moe_shared_expert_overlap:
         _check_shared(config, mistakes)
     if experts.moe_pad_expert_input_to_capacity and parallel.moe_token_dispatcher_type == "flex":
         mistakes.add(
-            "flex sends a row for each rank, not for each expert, of which the capacity is",
+            "moe_pad_expert_input_to_capacity pads the rows of each expert, but flex sends one row "
+            "for each rank",
             works=["--moe-token-dispatcher-type alltoall", "--no-moe-pad-expert-input-to-capacity"],
+        )
+    limits_ranks = experts.moe_expert_rank_capacity_factor is not None
+    if limits_ranks and parallel.moe_token_dispatcher_type == "allgather":
+        mistakes.add(
+            "allgather sends every token to every rank, and moe_expert_rank_capacity_factor limits "
+            "what a rank gets",
+            works=[
+                "--moe-token-dispatcher-type alltoall",
+                "--moe-expert-rank-capacity-factor none",
+            ],
         )
 
 
@@ -66,7 +80,7 @@ def _check_shared(config: Config, mistakes: Mistakes) -> None:
         )
     if "shared_experts" in memory.recompute_modules and memory.recompute_granularity == "selective":
         mistakes.add(
-            "moe_shared_expert_overlap runs shared experts in two halves, which recompute_modules "
-            "shared_experts would run as one",
+            "moe_shared_expert_overlap runs shared experts in two halves, but recompute_modules "
+            "shared_experts recomputes them as one",
             works=[off, "--recompute-modules core_attn moe_act"],
         )

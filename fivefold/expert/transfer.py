@@ -1,9 +1,10 @@
-"""Messages of rows whose numbers differ from rank to rank, with gradients.
+"""Differentiable exchanges of rows whose number differs between ranks.
 
 Shapes: R rows of this rank, P ranks of a group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,41 +21,63 @@ from fivefold.mesh.collectives import (
 
 
 class Flight:
-    """An all-to-all under way: the p-th piece of the rows goes to rank p.
+    """An asynchronous all-to-all: the p-th piece of the rows goes to rank p.
 
-    What is computed between `start` and `land` runs beside it, and what that leaves for the
-    backward beside the messages of the gradients: autograd runs the latest nodes first.
+    Computation between `start` and `land` overlaps with it, and its backward overlaps with the
+    messages of the gradients, because autograd runs the latest nodes first.
 
     Args:
-        sent: rows for each rank.
-        got: rows from each rank.
-        group: group whose ranks take part.
+        sent: number of rows for each rank.
+        got: number of rows from each rank.
+        group: ranks that take part.
+        meanwhile: function called before waiting, forward and backward; None: nothing.
     """
 
-    def __init__(self, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        sent: Sequence[int],
+        got: Sequence[int],
+        group: dist.ProcessGroup,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         self._sent, self._got, self._group = list(sent), list(got), group
+        self._meanwhile = meanwhile
         self._under_way: tuple[Messages, Tensor] | None = None
 
     def start(self, x: Tensor) -> Tensor:
-        """Send [R, ...], in the order of the ranks; its own value, to be given to `land`."""
+        """Start sending [R, ...], in rank order; returns a value to pass to `land`."""
         y: Tensor = _Start.apply(x, self)
         return y
 
     def land(self, x: Tensor) -> Tensor:
-        """What has arrived, [sum(got), ...]."""
+        """Wait, and return the rows that arrived, [sum(got), ...]."""
         y: Tensor = _Land.apply(x, self)
         return y
 
     def begin(self, x: Tensor, *, home: bool) -> Tensor:
-        """Start sending rows there, or gradients home; what arrives is whole after `wait`."""
+        """Start sending rows, or with `home` gradients back; the buffer is valid after `wait`."""
         sent, got = (self._got, self._sent) if home else (self._sent, self._got)
         out = x.new_empty(sum(got), *x.shape[1:])
         messages = start_all_to_all(list(x.split(sent)), list(out.split(got)), self._group)
         self._under_way = messages, out
         return out
 
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Wraps the computation between `start` and `land`: if it raises, waits for the messages.
+
+        Recomputation raises where nothing more is needed; no message may then stay unreceived.
+        """
+        try:
+            yield
+        except Exception:
+            self.wait()
+            raise
+
     def wait(self) -> Tensor:
-        """What was begun last, once all of it has arrived."""
+        """The result of the last `begin`, once it has arrived."""
+        if self._meanwhile is not None:
+            self._meanwhile()
         assert self._under_way is not None
         (messages, out), self._under_way = self._under_way, None
         messages.wait()
@@ -86,12 +109,12 @@ class _Land(torch.autograd.Function):
 
 
 def join(x: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """All-gather of uneven parts, [R, ...] -> [sum(rows), ...]; the backward sums and scatters.
+    """All-gather of uneven parts, [R, ...] -> [sum(rows), ...]; its backward is `share`.
 
     Args:
         x: rows of this rank.
-        rows: rows of each rank.
-        group: group whose ranks contribute, in order.
+        rows: number of rows of each rank.
+        group: ranks that contribute, in order.
     """
     y: Tensor = _Join.apply(x, list(rows), group)
     return y
@@ -126,7 +149,7 @@ class _Share(torch.autograd.Function):
 
 
 def _joined(x: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Even parts travel by the collective itself; uneven ones as messages to every rank."""
+    """All-gather for even parts; for uneven ones, messages to every rank."""
     if len(set(rows)) == 1:
         return all_gather(x, group)
     out = x.new_empty(sum(rows), *x.shape[1:])

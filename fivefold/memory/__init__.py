@@ -1,1 +1,1 @@
-"""What the device does not keep between forward and backward."""
+"""Activation memory techniques: recomputation, offloading, and losses that keep no logits."""

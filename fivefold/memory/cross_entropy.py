@@ -1,9 +1,9 @@
-"""Losses that keep neither logits nor anything of their size from forward to backward.
+"""Cross-entropy losses that save memory: the gradient overwrites the logits, or no logits are kept.
 
-`native` makes the gradient of the logits in the forward, in the memory of the logits. `linear`
-takes the output layer along: logits exist for a slice of the vocabulary at a time, are merged by
+`native` computes the gradient in the forward and overwrites the logits with it. `linear` is fused
+with the output layer: it computes logits for a slice of the vocabulary at a time, merges slices by
 their log-sum-exp (an online softmax: Milakov and Gimelshein 2018; as a loss: Wijmans et al., Cut
-Your Losses, 2024) and made again in the backward, 8 T H V FLOPs instead of 6.
+Your Losses, 2024) and recomputes logits in the backward, at 8 T H V FLOPs instead of 6.
 
 Shapes: T tokens, t = T / tp, H features, V padded vocabulary, v = V / tp entries of this rank.
 """
@@ -28,16 +28,16 @@ from fivefold.tensor.vocabulary import Entries, merge_statistics
 
 log = logging.getLogger(__name__)
 LOGITS_AT_A_TIME = 1 << 24
-"""That are held in fp32, 64 MiB."""
+"""Logits that the native loss converts to fp32 at a time: 64 MiB."""
 
 
 def install_cross_entropy(
     stage: Stage, memory: MemoryConfig, group: dist.ProcessGroup | None, sequence_parallel: bool
 ) -> None:
-    """Put the fused loss that `memory` asks for into a stage that holds the head.
+    """Install the fused loss set in `memory` in a stage that holds the head.
 
     Raises:
-        ConfigError: a variable of the linear fusion is not a number.
+        ConfigError: an environment variable of the linear loss is not a number.
     """
     if memory.cross_entropy_fusion_impl == "linear":
         splits = vocab_split_sizes(os.environ)
@@ -51,10 +51,10 @@ def install_cross_entropy(
 
 @dataclass(frozen=True)
 class NativeCrossEntropy:
-    """The `cross_entropy` seam whose backward has its gradient ready.
+    """The `cross_entropy` seam that computes its gradient in the forward.
 
     Attributes:
-        group: group of tensor parallelism, which splits the vocabulary; None for one rank.
+        group: tensor-parallel group, which splits the vocabulary; None: one rank.
     """
 
     group: dist.ProcessGroup | None
@@ -69,7 +69,7 @@ class NativeCrossEntropy:
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`.
 
-        The logits are overwritten: nobody may use them afterwards.
+        Overwrites the logits, so they must not be used afterwards.
         """
         rank = 0 if self.group is None else self.group.rank()
         entries = Entries(rank * logits_Tv.shape[1], vocab_size, label_smoothing)
@@ -109,16 +109,16 @@ class _Native(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """The `head_loss` seam that makes logits slice by slice.
+    """The `head_loss` seam that computes logits slice by slice.
 
-    The weight's gradient comes with dX even where others wait for their turn: the slices that it
-    is made of exist only then.
+    Its weight gradient is never deferred, because the slices it is computed from exist only in the
+    backward.
 
     Attributes:
-        group: group of tensor parallelism, which splits the vocabulary; None for one rank.
-        sequence_parallel: whether the states arrive sharded along the tokens.
-        forward_split: vocabulary entries of a slice in the forward.
-        backward_split: the same in the backward.
+        group: tensor-parallel group, which splits the vocabulary; None: one rank.
+        sequence_parallel: whether the states are sharded along the tokens.
+        forward_split: vocabulary entries per slice in the forward.
+        backward_split: vocabulary entries per slice in the backward.
     """
 
     group: dist.ProcessGroup | None

@@ -1,4 +1,4 @@
-"""The way to host memory and back, beside compute."""
+"""Copies between device and host memory that overlap with compute."""
 
 from functools import cached_property
 
@@ -6,23 +6,27 @@ import torch
 from torch import Tensor
 
 Mark = torch.cuda.Event | None
-"""The end of a copy; None where it has ended."""
+"""Event at the end of a copy; None if the copy has already ended."""
 
 
 class HostLink:
-    """Copies tensors to host memory and back: on CUDA in a stream for each direction, from and to
-    pinned memory; on a CPU at once, where a second tensor plays the host.
+    """Copies tensors to host memory and back.
+
+    On CUDA, each direction has its own stream and host memory is pinned. On a CPU copies are
+    synchronous, and a second tensor stands in for the host.
 
     Args:
-        device: where the tensors live.
+        device: device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def out(self, tensor: Tensor) -> tuple[Tensor, Mark]:
-        """Start copying a tensor of the device to the host; the caller may drop it at once: its
-        memory is given away only once the copy has ended."""
+        """Start copying a device tensor to the host.
+
+        The caller may drop the tensor at once: its memory is reused only after the copy.
+        """
         pinned = self._outward is not None
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         mark = self._copy(self._outward, tensor, host)
@@ -31,14 +35,14 @@ class HostLink:
         return host, mark
 
     def back(self, host: Tensor, onto: Tensor, after: Mark = None) -> Mark:
-        """Start copying a tensor of the host onto one of the device, once `after` has passed."""
+        """Start copying host tensor `host` to device tensor `onto`, once `after` has passed."""
         if after is not None:
             assert self._homeward is not None
             self._homeward.wait_event(after)
         return self._copy(self._homeward, host, onto)
 
     def wait(self, mark: Mark) -> None:
-        """Let what the device does next see the copy ended."""
+        """Make later work on the device wait for the end of a copy."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
@@ -54,7 +58,7 @@ class HostLink:
         return torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def _copy(self, stream: torch.cuda.Stream | None, source: Tensor, target: Tensor) -> Mark:
-        """Copy after all that is issued already."""
+        """Copy after all work issued so far."""
         if stream is None:
             target.copy_(source)
             return None

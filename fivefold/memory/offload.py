@@ -1,7 +1,7 @@
-"""Activations that wait in host memory for their backward, module by module.
+"""Activation offloading: saved tensors of chosen modules wait in host memory for the backward.
 
-What the named modules save is copied to the host and freed; the backward of a module takes it back,
-and starts what the module before it needs, so that copies run beside compute.
+What these modules save is copied to the host and freed. A module's backward fetches it back, and
+starts fetching for the previous module, so that copies overlap with compute.
 """
 
 import weakref
@@ -22,12 +22,12 @@ from fivefold.model.transformer import Norm, NormedBlock, Stage
 
 
 def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
-    """Put offloading into the seams of a stage, around what is there.
+    """Install offloading in the seams of a stage, around what is already installed.
 
     Args:
         stage: stage whose other seams are filled.
-        memory: its `offload_modules`.
-        host: the one of this rank.
+        memory: gives `offload_modules` and `offload_tensors`.
+        host: the offloaded tensors of this rank.
     """
     modules = memory.offload_modules
     for layer in stage.transformer_layers:
@@ -47,11 +47,13 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
                 linear.multiply = host.moving(linear.multiply)
         if "moe_act" in modules:
             experts.second = _MovingSecond(host)
+        if "dispatched_input" in memory.offload_tensors:
+            mixture.call_routed = host.moving(mixture.call_routed, only=1)
 
 
 @dataclass(frozen=True)
 class _MovingBlock:
-    """The `block` seam around another one: some norms leave their input to the host."""
+    """Wraps a `block` seam: offloads the inputs of some norms."""
 
     block: NormedBlock
     moved: set[int]
@@ -65,7 +67,7 @@ class _MovingBlock:
 
 @dataclass(frozen=True)
 class _MovingSecond:
-    """The `second` seam of experts: their activation leaves its inputs to the host."""
+    """The `second` seam of experts: offloads the inputs of their activation."""
 
     host: "Host"
 
@@ -78,15 +80,15 @@ class _MovingSecond:
 
 
 class Host:
-    """What this rank has moved, and the way there.
+    """The offloaded tensors of this rank.
 
     Args:
-        device: where activations live.
-        min_bytes: smaller tensors stay.
+        device: device of the activations.
+        min_bytes: size below which tensors stay on the device.
 
     Attributes:
         link: copies to and from the host.
-        moved_bytes: bytes to the host so far; memory that is saved twice moves once.
+        moved_bytes: bytes copied to the host so far; memory that is saved twice is copied once.
     """
 
     def __init__(self, device: torch.device, min_bytes: int) -> None:
@@ -96,21 +98,31 @@ class Host:
         self._latest: weakref.ref[_Group] | None = None
         self.moved_bytes = 0
 
-    def moving(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """A function whose backward finds on the host what its forward saves; never parameters,
-        be they its own or those of modules among its arguments."""
+    def moving(
+        self, function: Callable[..., Tensor], only: int | None = None
+    ) -> Callable[..., Tensor]:
+        """Wrap a function so that what its forward saves is offloaded until its backward.
+
+        Parameters of the function and of modules among its arguments are never offloaded.
+
+        Args:
+            function: what saves tensors.
+            only: place of the one argument that is offloaded where it is saved; None: everything.
+        """
 
         def run(*arguments: Any) -> Tensor:
             owners = [each for each in (function, *arguments) if isinstance(each, nn.Module)]
             parameters = (local(p) for owner in owners for p in owner.parameters())
-            stay = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+            stay = {parameter.untyped_storage()._cdata for parameter in parameters}
+            chosen = None if only is None else arguments[only].untyped_storage()._cdata
             group = _Group(self._latest)
             self._latest = weakref.ref(group)
 
             def pack(saved: Tensor) -> Tensor | _View:
-                memory = saved.untyped_storage()  # all of which moves, or stays for any view of it
+                memory = saved.untyped_storage()  # decides for all views of the same storage
                 small = memory.nbytes() < self._least or not saved.is_floating_point()
-                if small or memory.data_ptr() in stay:
+                other = chosen not in (None, memory._cdata)
+                if small or other or memory._cdata in stay:
                     return saved
                 copy = self._copy_of(saved.detach())
                 group.copies.append(copy)
@@ -123,7 +135,7 @@ class Host:
         return run
 
     def _copy_of(self, tensor: Tensor) -> "_Copy":
-        """The copy of a tensor's storage, made at most once while both live."""
+        """The copy of a tensor's storage, made once while both are alive."""
         storage = tensor.untyped_storage()
         self._known = {k: pair for k, pair in self._known.items() if not pair[0].expired()}
         known = self._known.get(storage._cdata)
@@ -137,21 +149,21 @@ class Host:
 
 
 class _Group:
-    """What one module has moved, and the group that was moved before it."""
+    """The copies of one module, and the group of the module before it."""
 
     def __init__(self, before: "weakref.ref[_Group] | None") -> None:
         self.copies: list[_Copy] = []
         self.before = before
 
     def fetch(self) -> None:
-        """Start moving everything back, here and in the group before: its backward is next."""
+        """Start fetching this group and the previous one, whose backward is next."""
         groups = (self, None if self.before is None else self.before())
         for copy in [copy for group in groups if group is not None for copy in group.copies]:
             copy.fetch()
 
 
 class _Copy:
-    """A storage on the host, and again on the device once it is fetched."""
+    """One storage on the host, and on the device again once fetched."""
 
     def __init__(self, host: Host, flat: Tensor) -> None:
         self._link, self._device = host.link, flat.device
@@ -159,13 +171,13 @@ class _Copy:
         self._fetched: Tensor | None = None
 
     def fetch(self) -> None:
-        """Start moving it back, unless it is under way."""
+        """Start copying it back, unless already started."""
         if self._fetched is None:
             self._fetched = torch.empty_like(self._kept, device=self._device, pin_memory=False)
             self._mark = self._link.back(self._kept, self._fetched, after=self._mark)
 
     def take(self) -> Tensor:
-        """It, flat, on the device."""
+        """The flat tensor on the device."""
         self.fetch()
         assert self._fetched is not None
         self._link.wait(self._mark)
@@ -174,7 +186,7 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _View:
-    """A saved tensor as a part of a copy; it keeps its group alive."""
+    """A saved tensor as a view of a copy; keeps its group alive."""
 
     group: _Group
     copy: _Copy

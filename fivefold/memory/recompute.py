@@ -1,12 +1,13 @@
-"""Activations that the backward makes again instead of keeping them.
+"""Activation recomputation: the backward recomputes activations instead of keeping them.
 
-`full`: groups of layers keep their input only (Chen et al., Training Deep Nets with Sublinear
-Memory Cost, 2016). `selective`: modules that hold much and cost little (Korthikanti et al. 2022);
-a norm's output is discarded instead, since what saved it is the module behind.
+`full`: groups of layers keep only their input (Chen et al., Training Deep Nets with Sublinear
+Memory Cost, 2016). `selective`: recompute modules whose activations are large and cheap
+(Korthikanti et al. 2022). For a norm, its output is discarded, because the module after it saves
+that.
 
-Dropout masks are a function of the token, so that nothing has to be restored. The backward of a
-region repeats its forward up to the last tensor that it saved, once; weight gradients that wait
-keep what the repetition made.
+Dropout masks are a function of the token, so no random state is restored. The backward of a region
+repeats its forward once, up to the last tensor that it saved. Deferred weight gradients keep what
+was recomputed.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +28,11 @@ from fivefold.model.transformer import Norm, RunLayer, Stage, plain_layers
 
 
 def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
-    """Put recomputation into the seams of a stage.
+    """Install recomputation in the seams of a stage.
 
     Args:
         stage: stage whose other seams are filled.
-        memory: `recompute_granularity` is set, with modules that the model has.
+        memory: settings with `recompute_granularity` set and modules that the model has.
     """
     if memory.recompute_granularity == "full":
         stage.through = RecomputedLayers(memory)
@@ -54,7 +55,7 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
 
 @dataclass(frozen=True)
 class RecomputedLayers:
-    """The `through` seam: groups of layers, of which each keeps its input only."""
+    """The `through` seam: groups of layers that keep only their input."""
 
     memory: MemoryConfig
 
@@ -69,11 +70,11 @@ class RecomputedLayers:
 
 @dataclass(frozen=True)
 class RecomputedBlock:
-    """The `block` seam: a module on the output of a norm.
+    """The `block` seam: a norm and the module after it.
 
     Attributes:
-        modules: recomputed modules: `layernorm` discards the norm's output, any other lets the
-            module that is recomputed as it keep its input only.
+        modules: recompute_modules. `layernorm` discards the norm's output; the name of the module
+            itself makes it keep only its input.
     """
 
     modules: tuple[str, ...]
@@ -89,7 +90,7 @@ class RecomputedBlock:
 
 
 def _discarded_up(make: Callable[[], Heads], attend: Callable[..., Tensor]) -> Tensor:
-    """The `up` seam: queries, keys and values are made again of their latents."""
+    """The `up` seam: recomputes queries, keys and values from latents."""
     made = make()
     if not torch.is_grad_enabled():
         return attend(*made)
@@ -98,27 +99,28 @@ def _discarded_up(make: Callable[[], Heads], attend: Callable[..., Tensor]) -> T
 
 
 class _Discarded:
-    """Tensors that the graph gives up, and makes again, all at once, when it needs one of them.
+    """Tensors that the graph discards, and recomputes all at once when it needs the first.
 
-    They are held until what was saved of them has been taken.
+    Recomputed tensors are kept until every saved use has been read.
 
     Args:
-        tensors: recognised by their memory, for as long as `hooks` is entered.
-        make: makes them again.
+        tensors: tensors to discard, recognised by their storage while `hooks` is active; not by its
+            address, which all tensors on shapes have in common.
+        make: recomputes them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> None:
-        self._places = {x.untyped_storage().data_ptr(): i for i, x in enumerate(tensors)}
+        self._places = {x.untyped_storage()._cdata: i for i, x in enumerate(tensors)}
         self._make = make
         self._again: Sequence[Tensor] = ()
         self._saved = self._taken = 0
 
     def hooks(self) -> saved_tensors_hooks:
-        """In this context the graph saves the tensors, and views of them, as how to make them."""
+        """A context in which the graph saves how to recompute the tensors and their views."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: Tensor) -> Tensor | Callable[[], Tensor]:
-        place = self._places.get(saved.untyped_storage().data_ptr())
+        place = self._places.get(saved.untyped_storage()._cdata)
         if place is None:
             return saved
         self._saved += 1
@@ -144,7 +146,7 @@ class _Discarded:
 def _second_again(
     experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
 ) -> Tensor:
-    """The `second` seam: the activation's output is discarded."""
+    """The `second` seam: discards the activation's output."""
     made_RF = experts.activate(inner, weights_R)
     if not torch.is_grad_enabled():
         return experts.last(made_RF, weights_R, rows_E)
@@ -160,7 +162,7 @@ def _recomputed_kernel(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _again(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Run a function whose backward runs it once more."""
+    """Run a function that the backward runs again."""
     result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return result
 

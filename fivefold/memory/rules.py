@@ -1,4 +1,4 @@
-"""Which memory techniques can be installed, alone and with each other; torch-free."""
+"""Validation of memory techniques, alone and in combination; torch-free."""
 
 import os
 
@@ -8,7 +8,7 @@ from fivefold.errors import Mistakes
 
 
 def check_techniques(config: Config, mistakes: Mistakes) -> None:
-    """Add what the engine cannot recompute, move away or fuse, though it may be planned with."""
+    """Report techniques that can be planned with, but not trained with yet."""
     _check_modules(config, mistakes)
     _check_recompute(config, mistakes)
     _check_latents(config, mistakes)
@@ -24,7 +24,7 @@ _MOVED = ("attn_norm", "core_attn", "attn_proj", "mlp_norm")
 
 
 def _check_modules(config: Config, mistakes: Mistakes) -> None:
-    """Modules of lists, of which some are not built yet."""
+    """Modules in recompute_modules and offload_modules that are not implemented yet."""
     memory = config.memory
     for name, used, built in (
         (
@@ -48,7 +48,7 @@ def _check_modules(config: Config, mistakes: Mistakes) -> None:
 
 
 def _check_latents(config: Config, mistakes: Mistakes) -> None:
-    """Queries, keys and values that are made again of latents, and what else would hold them."""
+    """Recomputation of q, k and v from latents, and settings that would keep q, k and v anyway."""
     memory, parallel = config.memory, config.parallel
     if memory.recompute_granularity != "selective" or "mla_up_proj" not in memory.recompute_modules:
         return
@@ -57,20 +57,20 @@ def _check_latents(config: Config, mistakes: Mistakes) -> None:
     kinds = [kind for kind in dict.fromkeys(parallel.cp_comm_type) if kind != "p2p"]
     if parallel.context_parallel_size > 1 and kinds:
         mistakes.add(
-            f"recompute_modules mla_up_proj discards what p2p sends; {' '.join(kinds)} keeps what "
-            "other ranks have sent",
+            f"recompute_modules mla_up_proj saves nothing with cp_comm_type {' '.join(kinds)}, "
+            "which keeps the keys and values received from other ranks",
             works=["--cp-comm-type p2p", without],
         )
     if memory.fine_grained_activation_offloading and "core_attn" in memory.offload_modules:
         mistakes.add(
-            "queries, keys and values cannot be both moved away (offload_modules core_attn) and "
-            "made again (recompute_modules mla_up_proj)",
+            "queries, keys and values cannot be both offloaded (offload_modules core_attn) and "
+            "recomputed (recompute_modules mla_up_proj)",
             works=[without],
         )
     if config.model.q_lora_rank is None and "layernorm" in memory.recompute_modules:
         mistakes.add(
-            "recompute_modules mla_up_proj makes queries of the norm's output, which layernorm "
-            "discards; a q_lora_rank would compress them",
+            "recompute_modules mla_up_proj recomputes queries from the norm's output, which "
+            "layernorm discards; with a q_lora_rank they would be recomputed from a latent",
             works=["--recompute-modules mla_up_proj"],
         )
 
@@ -79,7 +79,7 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
     memory, slices = config.memory, config.parallel.num_sequence_slices
     if memory.recompute_granularity == "full" and slices > 1:
         mistakes.add(
-            "full recomputation of layers would attend to keys and values of later slices",
+            "full recomputation would attend to the keys and values of later slices",
             f"num_sequence_slices = {slices}",
             works=["--recompute-granularity selective", "--num-sequence-slices 1"],
         )
@@ -87,14 +87,14 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
     remade = memory.recompute_granularity == "selective" and "layernorm" in memory.recompute_modules
     if memory.fine_grained_activation_offloading and remade and norms:
         mistakes.add(
-            f"the inputs of {' '.join(norms)} cannot be moved away where recompute_modules "
-            "layernorm makes the norms' outputs of them",
+            f"the inputs of {' '.join(norms)} cannot be offloaded, because recompute_modules "
+            "layernorm recomputes the norms' outputs from them",
             works=["--offload-modules core_attn attn_proj", "--recompute-modules core_attn mlp"],
         )
 
 
 def _check_compile(config: Config, mistakes: Mistakes) -> None:
-    """Memory techniques whose hooks lie inside of what would be compiled."""
+    """Memory techniques whose hooks lie inside compiled code."""
     memory, hooks, others = config.memory, set[str](), []
     if memory.recompute_granularity == "selective":
         hooks |= {"mlp", "moe", "layernorm", "mla_up_proj"}.intersection(memory.recompute_modules)
@@ -105,7 +105,7 @@ def _check_compile(config: Config, mistakes: Mistakes) -> None:
         hooks |= norms
     if config.training.compile and hooks:
         mistakes.add(
-            f"compiled layers cannot recompute or move away {' '.join(sorted(hooks))}, which lie "
-            "inside of them",
+            f"compiled layers cannot recompute or offload {' '.join(sorted(hooks))}, whose hooks "
+            "lie inside the compiled code",
             works=["--no-compile", " ".join(others)],
         )

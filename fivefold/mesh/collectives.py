@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.mesh.device import exchanges_in_pairs
+
 
 @dataclass
 class Pending:
@@ -59,7 +61,7 @@ def start_all_gather(
     if out is None:
         out = x.new_empty((size * x.size(0), *x.shape[1:]))
     result = out
-    if x.is_cuda:
+    if not exchanges_in_pairs(x, group):
         work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
         return Pending([work], lambda: result)
     rows = out.view(size, *x.shape)
@@ -91,16 +93,17 @@ def start_reduce_scatter(
     part = (x.size(0) // size, *x.shape[1:])
     result = x.new_empty(part) if out is None else out
     wire_dtype = wire_dtype or x.dtype
-    if x.is_cuda and wire_dtype == x.dtype:
+    in_pairs = exchanges_in_pairs(x, group)
+    if not in_pairs and wire_dtype == x.dtype:
         work = dist.reduce_scatter_tensor(result, x, group=group, async_op=True)
         return Pending([work], lambda: result)
     sent = x.to(wire_dtype).view(size, *part)
     received = torch.empty_like(sent)
-    if x.is_cuda:
+    if in_pairs:
+        works = _exchange(group, lambda peer: sent[peer], lambda peer: received[peer])
+    else:
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
         works = [work] if work is not None else []
-    else:
-        works = _exchange(group, lambda peer: sent[peer], lambda peer: received[peer])
 
     def finish() -> Tensor:
         rows = [sent[r] if r == rank else received[r] for r in range(size)]
@@ -194,7 +197,7 @@ def start_all_to_all(
         group: group whose ranks take part.
     """
     rank = group.rank()
-    if sends[rank].is_cuda:
+    if not exchanges_in_pairs(sends[rank], group):
         kept = [tensor.contiguous() for tensor in sends]
         work = dist.all_to_all(receives, kept, group=group, async_op=True)
         return Messages([work] if work is not None else [], kept)

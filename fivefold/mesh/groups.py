@@ -12,7 +12,7 @@ from fivefold.mesh.grid import EXPERT_AXES, Grid
 PARAMETER_AXES = ("dp_replicate", "dp_shard_cp", "tp")
 EXPERT_PARAMETER_AXES = ("edp_replicate", "edp_shard", "ep", "etp")
 
-_CONNECTION_LOST = (  # what gloo says in a plain RuntimeError when another rank is gone or silent
+_CONNECTION_LOST = (  # texts of gloo's RuntimeError when another rank is gone or silent
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
@@ -99,17 +99,17 @@ class Groups:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """What one rank communicates over because of experts; a group of one rank is None.
+    """The process groups that one rank uses for experts; a group of one rank is None.
 
     Attributes:
-        ep: the ranks that hold the other experts.
-        etp: the ranks that hold the other parts of this rank's experts.
-        both: all of these.
-        edp: the ranks that hold the same experts, and get other tokens for them.
-        microbatch: the ranks that share the tokens of a microbatch (CP x TP).
-        stage: all ranks with other tokens of the same layers (DP x CP x TP).
-        mesh: [edp_replicate, edp_shard, ep, etp] of this pipeline rank, on which the parameters of
-            experts are laid out; without sharding all of EDP counts as replicas.
+        ep: group of the ranks that hold different experts.
+        etp: group of the ranks that hold the parts of this rank's experts.
+        both: group of all ranks of `ep` and `etp` together.
+        edp: group of the ranks that hold the same experts and get different tokens for them.
+        microbatch: group of the ranks that share the tokens of a microbatch (CP x TP).
+        stage: group of all ranks with different tokens of the same layers (DP x CP x TP).
+        mesh: [edp_replicate, edp_shard, ep, etp] mesh of this pipeline rank, on which expert
+            parameters are laid out; without sharding all of EDP are replicas.
     """
 
     ep: dist.ProcessGroup | None
@@ -122,7 +122,7 @@ class ExpertGroups:
 
     @property
     def split_mesh(self) -> DeviceMesh | None:
-        """The 2-D mesh over which experts are split, None if each rank holds them all whole."""
+        """The 2-D mesh over which experts are split; None if each rank holds all of them whole."""
         return self.mesh["ep", "etp"] if self.both is not None else None
 
 
@@ -166,8 +166,8 @@ def build_groups(
     if sharing is not None:
         tied = made.group(tuple(pp_ranks[i] for i in sharing))
     elif tied_ranks:
-        # torch names a group after its ranks and the number of groups that each has made before:
-        # ranks without a tied embedding make one as well, or the next common group would hang.
+        # torch names a group after its ranks and how many groups each has made before. Ranks
+        # without a tied embedding make one as well, or the next common group would hang.
         new_group((rank,))
     pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
     return Groups(
@@ -197,7 +197,7 @@ def _expert_groups(
 
     stage = grid.group_of(rank, ("dp_replicate", "dp_shard", "cp", "tp"))
     ep, etp, both, edp = among("ep"), among("etp"), among("ep", "etp"), among("edp")
-    ep_group = _apart(ep)  # tokens must not wait for gradients' messages
+    ep_group = _apart(ep)  # separate, so that tokens do not wait for gradients
     etp_group = _apart(etp)
     both_group = _apart(both) if len(ep) > 1 and len(etp) > 1 else ep_group or etp_group
     block, place = divmod(edp.index(rank), shards)
@@ -238,7 +238,7 @@ class _Made:
 
 
 def _apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """A group that is not shared, so that attention's messages never wait for gradients."""
+    """A separate group, so that its messages never wait for gradients."""
     return new_group(ranks) if len(ranks) > 1 else None
 
 

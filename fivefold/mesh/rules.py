@@ -122,6 +122,12 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
         )
     if parallel.overlap_moe_expert_parallel_comm:
         _check_overlap(config, parallel, mistakes)
+    elif parallel.delay_wgrad_compute:
+        mistakes.add(
+            "delay_wgrad_compute fills the time of messages that a pair of a forward and a "
+            "backward hides, and overlap_moe_expert_parallel_comm is off",
+            works=["--overlap-moe-expert-parallel-comm", "--no-delay-wgrad-compute"],
+        )
 
 
 def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
@@ -131,6 +137,7 @@ def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:
         "moe_token_dispatcher_type",
         "moe_shared_expert_overlap",
         "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
     ):
         value, setting = getattr(parallel, name), SETTINGS[name]
         if value != setting.default:

@@ -1,1 +1,2 @@
-"""The model as plain single-device code, with seams where parallelism is installed."""
+"""The transformer as plain single-device code, with replaceable callables ("seams") where
+parallelism is installed."""

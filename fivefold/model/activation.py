@@ -1,4 +1,4 @@
-"""The activation of an MLP's inner features, with its gate, and with weights of rows.
+"""Activation functions of MLPs and experts, with optional gating and per-row weights.
 
 Shapes: T tokens or rows, F inner features.
 """
@@ -14,18 +14,18 @@ from torch import Tensor
 from fivefold.config.model import ModelConfig
 
 _SLOPES: Mapping[str, float] = MappingProxyType({"silu": 1.0, "quick_gelu": 1.702})
-"""Of the activations x sigmoid(slope x)."""
+"""Slope by activation name, for activations of the form x * sigmoid(slope * x)."""
 
 
 def activated(
     model: ModelConfig, inner: Sequence[Tensor], weights_T: Tensor | None = None
 ) -> Tensor:
-    """activation(gate) * (up + offset), or activation(up) without a gate, times the row's weight.
+    """activation(gate) * (up + offset), or activation(up) if ungated, times each row's weight.
 
     Args:
-        model: gives the activation.
+        model: names the activation and its settings.
         inner: [T, F] each: gate and up, or up alone.
-        weights_T: weights of the rows in a type at least as wide; None: 1.
+        weights_T: weight of each row, in a dtype at least as wide as `inner`; None: all 1.
     """
     if len(inner) == 2 and model.activation_func in _SLOPES:
         return _gated(model, inner[0], inner[1], weights_T)
@@ -38,7 +38,7 @@ def activated(
 
 
 def _gated(model: ModelConfig, gate: Tensor, up: Tensor, weights_T: Tensor | None) -> Tensor:
-    """x sigmoid(slope x) of the gate, times up: fused, so that nothing but the inputs is saved."""
+    """The gated activation as one autograd function, which saves only its inputs."""
     bound, offset = model.activation_func_clamp_value, model.glu_linear_offset
     y: Tensor
     if model.activation_func == "quick_gelu" or bound is not None or offset:
@@ -61,7 +61,7 @@ def _function(model: ModelConfig, x_TF: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, which saves its two inputs only."""
+    """silu(gate) * up, which saves only its two inputs."""
     y: Tensor = _SwiGLU.apply(gate, up)
     return y
 
@@ -80,7 +80,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """silu(gate) * up * weight, which saves its inputs only."""
+    """silu(gate) * up * weight, which saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weights_T: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         gate, up, weights_T = ctx.saved_tensors
         act = F.silu(gate)
         product = act * up
-        if grad.dtype == weights_T.dtype:  # in place, and again in place
+        if grad.dtype == weights_T.dtype:  # then every buffer can be reused in place
             grad_weights = product.mul_(grad).sum(1)
             weighted = torch.mul(grad, weights_T[:, None], out=product)
         else:
@@ -109,9 +109,10 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 class _BoundedGate(torch.autograd.Function):
-    """g sigmoid(slope g) (u + offset) weight, which saves its inputs only.
+    """g * sigmoid(slope * g) * (u + offset) * weight, which saves only its inputs.
 
-    As in gpt-oss (OpenAI 2025): g is the gate, at most `bound`, and u is up within +- `bound`.
+    As in gpt-oss (OpenAI 2025): g is the gate clamped to at most `bound`, u is up clamped to
+    +-`bound`.
     """
 
     @staticmethod
@@ -154,7 +155,7 @@ def _bounded(gate: Tensor, up: Tensor, bound: float | None) -> tuple[Tensor, Ten
 
 
 class _QuickGELU(torch.autograd.Function):
-    """x sigmoid(1.702 x) (Hendrycks and Gimpel 2016), which saves its input only."""
+    """x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016), which saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
-"""What a forward keeps for its backward, by item, in bytes per token, under recomputation and
-offloading: derived from what each operation of a layer keeps (`model.operations`)."""
+"""Activation memory: bytes per token that each layer keeps from forward to backward.
+
+Derived from what each operation of a layer keeps (`model.operations`), with recomputation and
+offloading applied.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,17 +15,17 @@ from fivefold.model.operations import Kept, Norm
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts, has_final_norm
 
-_LOSS_CHUNK = 3072  # entries of the vocabulary that a fused output layer and loss hold at a time
+_LOSS_CHUNK = 3072  # vocabulary entries that the fused output layer and loss process at a time
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes per token of one module.
+    """Bytes per token that one module keeps for the backward.
 
     Attributes:
         kept: bytes on the device from the forward to the backward.
-        offloaded: bytes in host memory in the meantime.
-        remade: made again by the backward, and there only while it runs.
+        offloaded: bytes in host memory from the forward to the backward.
+        remade: bytes that the backward recomputes, present only while it runs.
     """
 
     kept: float = 0.0
@@ -31,7 +34,7 @@ class Saved:
 
 
 def total(saved: Mapping[str, Saved] | Iterable[Saved]) -> Saved:
-    """The sum over modules, or over layers."""
+    """The sum over modules or layers."""
     items = list(saved.values() if isinstance(saved, Mapping) else saved)
     return Saved(
         sum(item.kept for item in items),
@@ -43,18 +46,20 @@ def total(saved: Mapping[str, Saved] | Iterable[Saved]) -> Saved:
 def saved_activations(
     model: ModelConfig, layer: int, running: Running, *, position: int = 0
 ) -> dict[str, Saved]:
-    """What one layer keeps for its backward, on one rank, per token, by module.
+    """What one layer keeps for its backward on one rank: module -> bytes per token.
 
     Tokens are those of the rank's microbatch (batch x sequence / CP) before sequence parallelism
-    splits them. Full recomputation keeps the layer's input, of each `recompute_num_layers`-th layer
-    (uniform) or of the first so many (block); what its backward makes again is `remade`, and a
-    uniform group makes all its layers at once.
+    splits them. Full recomputation keeps only layer inputs: that of every
+    `recompute_num_layers`-th layer (uniform), or those of the first `recompute_num_layers` layers
+    (block). What the backward recomputes counts as `remade`; a uniform group recomputes all its
+    layers at once.
 
     Args:
         model: the architecture.
-        layer: its number in the model; from num_layers on, layers of multi-token prediction, with
-            the norms and the projection before them.
-        running: degrees, types and what is recomputed or moved away.
+        layer: index of the layer in the model; indices from num_layers on mean multi-token
+            prediction layers, whose norms and projection are included.
+        running: degrees, dtypes, recomputation and offloading.
+        position: index of the layer within its stage, for full recomputation.
         position: its place among the layers of its stage, for full recomputation.
     """
     whole = kept_items(model, layer, running)
@@ -65,11 +70,19 @@ def saved_activations(
         )
         size = running.element_bytes * model.hidden_size / running.token_parts
         first = {"layer_input": Saved(kept=size)} if starts_group else {}
-        return first | {item.name: Saved(remade=item.size) for item in whole}
-    moved = memory.offload_modules if memory.fine_grained_activation_offloading else ()
+        return first | {
+            item.name: Saved(kept=item.size) if item.stays else Saved(remade=item.size)
+            for item in whole
+            if not item.held_by
+        }
+    moved = memory.moved_items
     saved = {}
     for item in whole:
-        if set(running.remade) & set(item.remade_by):
+        if item.held_by:
+            remade = set(running.remade) & set(item.remade_by)
+            if item.module in moved and item.held_by not in moved and not remade:
+                saved[item.name] = Saved(offloaded=_large_enough(item, running))
+        elif set(running.remade) & set(item.remade_by):
             saved[item.name] = Saved(remade=item.size)
         else:
             away = _large_enough(item, running) if item.module in moved else 0.0
@@ -78,7 +91,7 @@ def saved_activations(
 
 
 def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
-    """What the operations of a layer keep, with nothing recomputed and nothing moved."""
+    """What the operations of a layer keep without recomputation and offloading."""
     operations = describe(model, layer_kind(model, layer)).operations
     running = running.of_layer(layer)
     items = (item for operation in operations for item in operation.kept(running))
@@ -86,17 +99,17 @@ def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
 
 
 def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
-    """What the input embedding keeps, per token: token numbers, and a dropout mask."""
+    """Bytes per token that the input embedding keeps: token ids, and a dropout mask."""
     mask = model.hidden_size / running.token_parts if model.hidden_dropout else 0.0
     return {"tokens": Saved(kept=8.0), "embedding_dropout": Saved(kept=mask)}
 
 
 def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict[str, Saved]:
-    """What a stage keeps for its predictions of further tokens beside their layers, per token.
+    """Bytes per token that a stage keeps for multi-token prediction, outside the layers.
 
-    Numbers of the tokens that are looked up, and masks of their dropout; where another stage has
-    the output layer, which counts them as its input, the states that are predicted from as well,
-    and the input of the final norm.
+    These are the ids of the tokens looked up and their dropout masks. If another stage has the
+    output layer, also the states predicted from and the input of the final norm, which the output
+    layer would otherwise count as its own input.
     """
     if not parts.mtp:
         return {}
@@ -110,13 +123,13 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
 
 
 def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
-    """What the final norm, the output layer and the loss keep, per token, on one rank.
+    """Bytes per token that the final norm, the output layer and the loss keep on one rank.
 
-    Logits are kept in the compute type, and the loss widens them to fp32 when it is fused, for its
-    gradient, unless that takes the place of the logits ("te"); when it is not, it holds the fp32
-    copy, its exponentials and the logits at once. A loss that is fused with the output layer
-    ("linear") holds a slice of the vocabulary at a time. With multi-token prediction the output
-    layer runs once more for each further token; only one of them is in the middle of its loss.
+    Logits are kept in the compute dtype. A fused loss makes an fp32 gradient of them, except "te",
+    which overwrites the logits; an unfused loss holds the fp32 copy, its exponentials and the
+    logits at once. A loss fused with the output layer ("linear") holds a slice of the vocabulary
+    at a time. With multi-token prediction the output layer runs once more per further token, but
+    only one loss is computed at a time.
     """
     memory, element = running.memory, running.element_bytes
     runs = 1 + model.mtp_num_layers
@@ -125,7 +138,7 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     wide = max(element, 4)
     kept, busy, sums = element * entries, 2 * wide * entries, wide
     if memory.cross_entropy_loss_fusion:
-        busy, sums = wide * entries, 0.0  # the gradient is made at once
+        busy, sums = wide * entries, 0.0  # the forward already computes the gradient
         if memory.cross_entropy_fusion_impl == "te":
             busy = 0.0
         elif memory.cross_entropy_fusion_impl == "linear":
@@ -141,13 +154,19 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 def bookkeeping_bytes(
     model: ModelConfig, parts: StageParts, running: Running, *, smoothed: bool = False
 ) -> float:
-    """What Fivefold's modules keep besides, per token of a stage: in no published formula.
+    """Bytes per token of a stage that Fivefold keeps beyond the published formulas.
 
-    Row statistics of norms, RoPE tables, copies of labels and loss weights, or of their logits
-    where the vocabulary is split, and its mask; `smoothed`: whether labels are.
+    These are row statistics of norms, RoPE tables, and copies of labels and loss weights (with a
+    split vocabulary: of the labels' logits and their mask).
+
+    Args:
+        model: the architecture.
+        parts: what the stage holds.
+        running: degrees, dtypes, recomputation and offloading.
+        smoothed: whether the loss uses label smoothing.
     """
     wide, tp, tokens = max(running.element_bytes, 4), running.tensor_parallel, running.token_parts
-    # PyTorch's layer norm keeps mean and deviation, on a CPU in the compute type.
+    # PyTorch's layer norm keeps mean and deviation; on a CPU, in the compute dtype.
     norm = (2 * running.element_bytes if model.normalization == "LayerNorm" else wide) / tokens
     size = 0.0
     groups = running.memory.recomputed_groups(len(parts.layers))
@@ -163,7 +182,7 @@ def bookkeeping_bytes(
             if isinstance(operation, LatentDown):
                 size += norm * operation.norms
     if model.position_embedding_type == "rope" and (parts.layers or parts.mtp):
-        size += running.element_bytes * 1.5 * model.rotary_dim  # cosines of all, sines of half
+        size += running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
     if tp > 1:
         size += parts.embedding + parts.mtp
     if has_final_norm(model, parts):
@@ -182,6 +201,6 @@ def _is_recomputed(memory: MemoryConfig, position: int) -> bool:
 
 
 def _large_enough(item: Kept, running: Running) -> float:
-    """Bytes per token of an item's tensors that are not too small to be moved."""
+    """Bytes per token of an item's tensors that are large enough to be offloaded."""
     least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
     return sum(tensor for tensor in item.tensors if tensor >= least)

@@ -1,9 +1,9 @@
-"""Causal self-attention with grouped key/value heads, behind one small kernel interface.
+"""Causal self-attention with grouped key/value heads.
 
 Shapes: B batch, S sequence, N query heads, G key/value heads, D head features, T = B * S. Head
-counts are those of this rank: they are read from tensors, never from the configuration. Keys and
-values may be of L >= S tokens, of which the queries are the last: a slice of a sequence attends to
-what came before it.
+counts are those of this rank, read from tensors rather than from the configuration. There may be
+L >= S keys and values, with the queries at the last S positions: a sequence slice attends to the
+slices before it.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,16 @@ from fivefold.model.shards import MicrobatchShare
 
 @dataclass(frozen=True)
 class Scope:
-    """Which keys a query sees.
+    """Which keys each query attends to.
 
     Attributes:
-        documents: documents of the L keys; None if every row is one.
-        window: how many tokens before itself it sees; None: all.
-        part: what this rank holds of rows that are divided over ranks; None if it has all of them.
-        causal: it sees nothing after itself. False: all of its document, then without a window.
-        sinks: [N], a score of each query head that takes part in the softmax and has no value, as
-            if it were one more key that every query sees; None: there is none.
+        documents: documents of the L keys; None if every row is one document.
+        window: how many tokens before itself a query attends to; None: all.
+        part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
+        causal: whether a query attends to no later token. False (without a window): to all of its
+            document.
+        sinks: [N], one logit per query head that joins the softmax but has no value, like one more
+            key that every query attends to; None: no sinks.
     """
 
     documents: Documents | None = None
@@ -45,7 +46,7 @@ class Scope:
 
 
 class Kernel(Protocol):
-    """softmax(q k^T / sqrt(D)) v inside every document."""
+    """softmax(q k^T / sqrt(D)) v within each document."""
 
     def __call__(
         self,
@@ -56,16 +57,16 @@ class Kernel(Protocol):
         drop: HeadDropout | None,
         /,
     ) -> Tensor:
-        """[B, S, N, D] from q, and k and v whose heads may be shared by groups of q's."""
+        """Attention output [B, S, N, D]; groups of query heads may share a key/value head."""
 
 
 def attention(
     q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
 ) -> Tensor:
-    """The kernel by rule: PyTorch's fused one unless it cannot drop, or would compute in vain.
+    """Attention by the cheapest implementation that supports the request.
 
-    Probabilities are dropped by the plain one; beyond a window nothing is computed. Blocks are for
-    what the fused one lacks: sinks, and values of other sizes than keys.
+    With dropout: the plain one. With a window, sinks, or values of another size than keys:
+    block by block, which skips blocks outside the window. Otherwise PyTorch's fused attention.
     """
     if drop is not None:
         return plain_attention(q_BSND, k_BLGD, v_BLGD, scope, drop)
@@ -87,7 +88,7 @@ def plain_attention(
     scope: Scope,
     drop: HeadDropout | None = None,
 ) -> Tensor:
-    """The definition, with the S x L matrix in memory and its softmax in at least fp32."""
+    """Attention by its definition: holds the S x L scores, softmax in at least fp32."""
     S, N, D = q_BSND.shape[1:]
     q_BNSD, k_BNLD, v_BNLD = (_per_query_head(x, N) for x in (q_BSND, k_BLGD, v_BLGD))
     scores = (q_BNSD * D**-0.5) @ k_BNLD.transpose(2, 3)
@@ -105,9 +106,10 @@ def plain_attention(
 
 
 def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> Tensor:
-    """PyTorch's fused attention, one document at a time so that nothing masked is computed.
+    """PyTorch's fused attention, one document at a time so that no masked score is computed.
 
-    A slice that reaches back is computed as one, with a mask; otherwise windows reach everything.
+    A sequence slice with earlier keys is computed at once, with a mask. Otherwise the caller
+    guarantees that no window excludes a key.
     """
     S, documents = q_BSND.shape[1], scope.documents
     if k_BLGD.shape[1] > S:
@@ -115,7 +117,7 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
     if documents is None:
         return _fused(q_BSND, k_BLGD, v_BLGD, scope.causal)
     lengths = [end - start for start, end in pairwise(documents.starts)]
-    # One split, not slices: its backward joins the gradients instead of adding padded ones.
+    # split() rather than slicing: its backward concatenates gradients instead of padding and adding
     pieces = (x.flatten(0, 1).split(lengths) for x in (q_BSND, k_BLGD, v_BLGD))
     outputs = [
         _fused(q[None], k[None], v[None], scope.causal)[0] for q, k, v in zip(*pieces, strict=True)
@@ -124,7 +126,7 @@ def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope)
 
 
 def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
-    """Which keys each of the last S tokens attends to: [S, L], or [B, 1, S, L] with documents."""
+    """Mask of the keys each of the last S tokens sees: [S, L], or [B, 1, S, L] with documents."""
     L = k_BLGD.shape[1]
     seen = torch.ones(S, L, dtype=torch.bool, device=k_BLGD.device)
     if scope.causal:
@@ -148,7 +150,7 @@ def _fused(
 
 
 def _per_query_head(x_BSGD: Tensor, num_query_heads: int) -> Tensor:
-    """[B, S, G, D] as [B, N, S, D], each key/value head repeated for its group of query heads."""
+    """[B, S, G, D] -> [B, N, S, D]: each key/value head repeated for its query heads."""
     x_BGSD = x_BSGD.transpose(1, 2)
     repeats = num_query_heads // x_BGSD.shape[1]
     return x_BGSD if repeats == 1 else x_BGSD.repeat_interleave(repeats, dim=1)
@@ -159,7 +161,7 @@ Up = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class LatentKernel(Protocol):
-    """Attention to the keys and values that are made of latents where they are needed."""
+    """Attention that computes keys and values from latents where they are needed."""
 
     def __call__(
         self,
@@ -171,11 +173,14 @@ class LatentKernel(Protocol):
         drop: HeadDropout | None,
         /,
     ) -> Tensor:
-        """[B, S, N, Dv] from q, and latents of the same tokens; `up` uses `parameters`."""
+        """[B, S, N, Dv] from queries and the latents of the same tokens.
+
+        `up` projects latents to keys and values with `parameters`.
+        """
 
 
 class Sinks(nn.Module):
-    """A learned score of each query head that takes part in its softmax and has no value."""
+    """One learned logit per query head that joins its softmax but has no value."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -183,15 +188,15 @@ class Sinks(nn.Module):
 
 
 class AttentionBlock(LayerBlock):
-    """What every kind of attention has: heads, a kernel, and a place in the model.
+    """Common base of all attention modules.
 
     Attributes:
         kernel: seam around softmax(q k^T) v.
-        latent_kernel: the same from latents, in the place of `kernel`; None: keys and values are
-            made first.
-        has_latents: whether a `latent_kernel` can be put there.
-        layer: number of its layer in the model.
-        head_offset: number of this rank's first query head among all; keys dropout masks.
+        latent_kernel: attention that takes latents, used instead of `kernel`; None: keys and
+            values are projected first.
+        has_latents: whether the module supports a `latent_kernel`.
+        layer: index of the layer in the model.
+        head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
 
     has_latents = False
@@ -207,7 +212,7 @@ class AttentionBlock(LayerBlock):
         self.head_offset = 0
 
     def wrap_kernel(self, wrap: Callable[[Any], Any]) -> None:
-        """Put something around whichever kernel computes."""
+        """Wrap the kernel in use, for example to exclude it from compilation."""
         if self.latent_kernel is not None:
             self.latent_kernel = wrap(self.latent_kernel)
         self.kernel = wrap(self.kernel)
@@ -243,15 +248,15 @@ class Attention(AttentionBlock):
         self.k_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.qk_layernorm else None
 
     def split(self, rank: int, ranks: int) -> None:
-        """Take this rank's query heads, and the key/value heads that they attend with."""
+        """Take this rank's query heads and the key/value heads they attend with."""
         super().split(rank, ranks)
         if self.model.num_kv_heads % ranks:
-            # Fewer key/value heads than ranks: all hold all of them and use the one they need.
+            # Fewer key/value heads than ranks: each rank holds all of them and uses one.
             head, D = rank * self.model.num_kv_heads // ranks, self.model.head_dim
             self.k_proj.used = self.v_proj.used = slice(head * D, (head + 1) * D)
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
-        """[T, H] -> [T, H]; attends within the rows, and the documents, of `context`."""
+        """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         projected = self.column(x_TH, self.q_proj, self.k_proj, self.v_proj)
         D = self.model.head_dim
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)

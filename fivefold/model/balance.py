@@ -1,8 +1,8 @@
-"""What spreads tokens evenly over experts: losses beside the main one, and Sinkhorn's assignment.
+"""Load balancing of experts: auxiliary losses, and Sinkhorn assignment.
 
 A loss is a mean over the microbatches of the global batch, so that no layout changes it: each rank
-has the part of its own tokens, and the parts add up. Shapes: T tokens of this rank, E experts,
-B rows of the microbatch.
+computes the share of its own tokens, and the shares add up. Shapes: T tokens of this rank,
+E experts, B rows of the microbatch.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ SINKHORN_ROUNDS = 1000
 
 @dataclass(frozen=True)
 class Load:
-    """How the tokens that a balancing loss looks at are spread.
+    """How many tokens chose each expert, as a balancing loss needs it.
 
     Attributes:
         kind: aux_loss, seq_aux_loss or global_aux_loss.
-        counts: tokens that chose each expert, of all ranks: [E], or [B, E] by row.
-        tokens: tokens that chose, in all: of the microbatch, of a row, or of the batch so far.
+        counts: tokens that chose each expert on all ranks: [E], or [B, E] per row.
+        tokens: tokens counted: of the microbatch, of a row, or of the batch so far.
     """
 
     kind: str
@@ -33,16 +33,16 @@ class Load:
 def balancing_loss(
     load: Load, scores_TE: Tensor, rows_T: Tensor, topk: int, microbatch_tokens: int
 ) -> Tensor:
-    """This rank's part of E sum_i f_i P_i of a microbatch (Fedus et al., Switch Transformer, 2022).
+    """This rank's share of E sum_i f_i P_i of a microbatch (Switch Transformer, Fedus et al. 2022).
 
-    f_i is the share of choices that fell on expert i, of all tokens; P_i the mean score, of which
-    this rank has the part of its tokens. By sequence: the mean of each row's loss (DeepSeek-V2).
+    f_i is the fraction of all choices that fell on expert i; P_i is its mean score, to which this
+    rank contributes its own tokens. For seq_aux_loss: the mean of each row's loss (DeepSeek-V2).
 
     Args:
-        load: what f_i is made of.
+        load: choices per expert.
         scores_TE: scores that add up to 1 for each token.
-        rows_T: row of each token in the microbatch.
-        topk: experts of a token.
+        rows_T: index of each token's row in the microbatch.
+        topk: experts per token.
         microbatch_tokens: tokens of the microbatch on all ranks.
     """
     experts = scores_TE.shape[1]
@@ -56,7 +56,7 @@ def balancing_loss(
 
 
 def z_loss(logits_TE: Tensor, microbatch_tokens: int) -> Tensor:
-    """This rank's part of the mean squared log-sum-exp (Zoph et al., ST-MoE, 2022)."""
+    """This rank's share of the mean squared log-sum-exp (Zoph et al., ST-MoE, 2022)."""
     return logits_TE.logsumexp(-1).square().sum() / microbatch_tokens
 
 
@@ -78,7 +78,7 @@ def sinkhorn(logits_TE: Tensor) -> Tensor:
 
 
 def attach(x: Tensor, loss: Tensor) -> Tensor:
-    """`x` itself, whose backward also starts that of a scalar loss, whatever comes after."""
+    """`x` unchanged; its backward also backpropagates `loss` with gradient 1."""
     y: Tensor = _Attached.apply(x, loss)
     return y
 

@@ -1,4 +1,4 @@
-"""One microbatch, as the model sees it. B rows of S tokens; T = B * S, row after row."""
+"""Model inputs of one microbatch: B rows of S tokens, flattened row by row to T = B * S."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -12,12 +12,12 @@ from fivefold.model.shards import MicrobatchShare
 
 @dataclass(frozen=True)
 class Documents:
-    """Which tokens belong together when a row holds several documents.
+    """Document boundaries, when a row packs several documents.
 
     Attributes:
-        ids_BS: index of the document in its row, not decreasing along the row.
-        starts: offsets into the T tokens at which a document starts, and T itself (known to the
-            host, so that no kernel waits for the device).
+        ids_BS: index of each token's document in its row, non-decreasing along the row.
+        starts: offset of each document in the T tokens, then T; on the host, so that no kernel
+            launch waits for the device.
     """
 
     ids_BS: Tensor
@@ -26,25 +26,25 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One microbatch, a slice of its sequences, or one rank's part of them.
+    """One microbatch, a sequence slice of it, or one context-parallel rank's part of it.
 
-    `documents` and `token_ids` are of all L tokens that may be attended to: in a slice those before
-    it as well, in a part those of all ranks, otherwise L = S.
+    `documents` and `token_ids` cover all L tokens that can be attended to: for a slice also the
+    tokens before it, for a part also those of the other ranks; otherwise L = S.
 
     Attributes:
-        tokens: [B, S] int64.
-        labels: [B, S] int64, the token to predict; -100 takes no loss.
-        positions: [B, S] int64, position in the document (or in the row).
-        documents: [B, L] int64, index of the document in its row; None if rows are whole.
-        token_ids: [B, L] int64, number of the token in the whole run; keys dropout masks.
-        loss_weights: [B, S] float, weight of each token's loss; None if all weigh one.
+        tokens: [B, S] int64 token ids.
+        labels: [B, S] int64 token to predict; -100 is ignored by the loss.
+        positions: [B, S] int64 position in the document (or in the row).
+        documents: [B, L] int64 index of the document in its row; None without packing.
+        token_ids: [B, L] int64 index of the token in the whole run; keys dropout masks.
+        loss_weights: [B, S] float weight of each token's loss; None: all 1.
         step: optimizer step; keys dropout masks.
-        further_tokens: [D, B, S] int64, the token 1 .. D places further on, if more than the next
-            one is to be predicted (`model.prediction`); None: no more.
-        further_labels: [D, B, S] int64, what to predict from there; -100 takes no loss.
-        further_weights: [D, B, S] float, weights of these losses; None if all weigh one.
-        part: which tokens of [B, L] these are, if they are divided over ranks. Packed rows then
-            are one row, laid end to end: S is its part, and B is 1.
+        further_tokens: [D, B, S] int64 token 1 .. D places further on, for multi-token prediction
+            (`model.prediction`); None without it.
+        further_labels: [D, B, S] int64 token to predict at each depth; -100 is ignored.
+        further_weights: [D, B, S] float weights of these losses; None: all 1.
+        part: which of the [B, L] tokens these are, if tokens are split over ranks. Packed rows are
+            then laid end to end as one row: B is 1 and S is this rank's part of it.
     """
 
     tokens: Tensor
@@ -61,12 +61,12 @@ class Batch:
 
     @property
     def num_further(self) -> int:
-        """D: how many tokens behind the next one are predicted as well."""
+        """D: how many tokens beyond the next one are predicted."""
         return 0 if self.further_tokens is None else len(self.further_tokens)
 
     @property
     def own_token_ids(self) -> Tensor:
-        """`token_ids` of the tokens themselves, [B, S]."""
+        """`token_ids` of the batch's own tokens, [B, S]."""
         if self.part is not None:
             return taken(self.token_ids, self.part)
         return self.token_ids[:, -self.tokens.shape[1] :]
@@ -84,7 +84,7 @@ class Batch:
         return Documents(self.documents, (*starts, self.documents.numel()))
 
     def divided(self, part: MicrobatchShare) -> "Batch":
-        """The part of a whole microbatch that lies on one rank."""
+        """One rank's part of a whole microbatch."""
         weights = self.loss_weights
 
         def of_each(values_DBS: Tensor | None) -> Tensor | None:
@@ -105,7 +105,7 @@ class Batch:
         )
 
     def cut(self, num_slices: int) -> tuple["Batch", ...]:
-        """Consecutive slices of the sequences, all of the same length."""
+        """Consecutive sequence slices of equal length."""
         if num_slices == 1:
             return (self,)
         assert self.num_further == 0, "slices share keys and values only"
@@ -129,7 +129,7 @@ class Batch:
         )
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on `device`, with the document boundaries still known to the host."""
+        """A copy on `device`; document boundaries stay known to the host."""
         packing = self.packing
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -144,6 +144,6 @@ class Batch:
 
 
 def taken(values_BL: Tensor, part: MicrobatchShare) -> Tensor:
-    """A rank's part of values of all tokens, [B, L] or with more dims behind."""
+    """One rank's part of values [B, L, ...] of all tokens."""
     rows = values_BL.reshape(part.shards.rows, -1, *values_BL.shape[2:])
     return torch.cat([rows[:, start:stop] for start, stop in part.spans], dim=1)

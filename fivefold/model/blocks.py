@@ -1,7 +1,7 @@
-"""Which keys a query sees, cut into blocks that one call of a kernel computes; no torch.
+"""Attention masks as blocks: which keys a span of queries sees, cut into kernel calls; no torch.
 
-Positions count the tokens of a row. A rank may hold any spans of a row, in ascending order; what
-lies where in its tensors is the index of a token among those it holds.
+Positions count tokens within a row. A rank may hold any spans of a row, in ascending order; an
+index is the place of a token among those the rank holds.
 """
 
 from bisect import bisect_right
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 Span = tuple[int, int]
-"""Start and stop."""
+"""(start, stop) of consecutive tokens."""
 
 TILE = 512
-"""Queries of a block at the edge of a sliding window: what is masked of it is computed in vain."""
+"""Queries per block at the edge of a sliding window; smaller means fewer masked scores computed."""
 
 
 class Visibility(Enum):
-    """What a query sees of a block's keys."""
+    """Which keys of a block a query sees."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -26,15 +26,15 @@ class Visibility(Enum):
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys that a kernel takes together; every query sees at least one of the keys.
+    """Queries and keys of one kernel call; every query sees at least one of the keys.
 
     Attributes:
-        q: indices of the queries in the tensor that holds them.
-        k: indices of the keys.
-        kind: FULL: all see all; CAUSAL: as many queries as keys, the i-th sees i + 1; BAND: query
-            i sees key j if 0 <= i + shift - j <= window.
-        shift: position of the first query minus that of the first key.
-        window: window of a BAND.
+        q: indices of the queries in the query tensor.
+        k: indices of the keys in the key tensor.
+        kind: FULL: every query sees every key; CAUSAL: q and k have equal length and query i sees
+            keys 0 .. i; BAND: query i sees key j if 0 <= i + shift - j <= window.
+        shift: position of the first query minus position of the first key.
+        window: window of a BAND, in tokens.
     """
 
     q: Span
@@ -46,7 +46,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring queries of one document, and the keys that at least one of them sees."""
+    """Consecutive queries of one document, and the keys that at least one of them sees."""
 
     queries: Span
     keys: Span
@@ -54,12 +54,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys the queries of a row see: those of their document, none after themselves.
+    """Which keys the queries of a row see: those of their document, not after themselves.
 
     Attributes:
-        starts: positions at which documents begin, and the length of the row.
-        window: tokens before itself that a query sees; None: all.
-        causal: False: later tokens too (then without a window).
+        starts: position of each document's first token, then the length of the row.
+        window: how many tokens before itself a query sees; None: all.
+        causal: False: queries also see later tokens (then without a window).
     """
 
     starts: tuple[int, ...]
@@ -68,11 +68,11 @@ class Sight:
 
     @property
     def whole(self) -> bool:
-        """Whether a row is one document of which nothing is out of sight."""
+        """Whether a row is one document without a window."""
         return len(self.starts) == 2 and self.window is None
 
     def segments(self, span: Span) -> Iterator[Segment]:
-        """The queries of a span, document by document."""
+        """The queries of a span, one segment per document."""
         document = bisect_right(self.starts, span[0]) - 1
         at = span[0]
         while at < span[1]:
@@ -83,18 +83,18 @@ class Sight:
             at, document = stop, document + 1
 
     def area(self, span: Span) -> int:
-        """Pairs of a query in the span and a key that it sees: the work of these queries."""
+        """Number of (query, visible key) pairs for the queries of a span: their work."""
         return sum(self._pairs(segment) for segment in self.segments(span))
 
     def seen(self, spans: Iterable[Span]) -> tuple[Span, ...]:
-        """All keys that queries in these spans see."""
+        """The spans of all keys that queries in these spans see."""
         return joined(segment.keys for span in spans for segment in self.segments(span))
 
     def _pairs(self, segment: Segment) -> int:
         (start, stop), (first, last) = segment.queries, segment.keys
         if not self.causal:
             return (stop - start) * (last - first)
-        # Query p sees p + 1 - first keys while the window does not end.
+        # Query p sees p + 1 - first keys until the window is full, then `most`.
         most = stop - first if self.window is None else self.window + 1
         growing = range(start - first + 1, min(stop - first, most) + 1)
         grown = max(len(growing), 0)
@@ -104,7 +104,7 @@ class Sight:
 
 
 def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The union of spans, ascending, with no two that touch."""
+    """The union of spans: ascending, disjoint, adjacent spans merged."""
     union: list[Span] = []
     for start, stop in sorted(spans):
         if union and start <= union[-1][1]:
@@ -115,7 +115,7 @@ def joined(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def common(some: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
-    """What two ascending sequences of disjoint spans have in common; spans of `some` stay apart."""
+    """Intersection of two ascending lists of disjoint spans; spans of `some` are not merged."""
     found = []
     for start, stop in some:
         for other_start, other_stop in others:
@@ -126,12 +126,16 @@ def common(some: Sequence[Span], others: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def num_tokens(spans: Iterable[Span]) -> int:
-    """Tokens in spans."""
+    """Total length of the spans."""
     return sum(stop - start for start, stop in spans)
 
 
 def indices(spans: Sequence[Span], of: Span) -> Span:
-    """Where tokens that lie in one of the spans are in a tensor that holds these."""
+    """Indices of the tokens `of` in a tensor that holds `spans` one after the other.
+
+    Raises:
+        ValueError: `of` does not lie within one of the spans.
+    """
     base = 0
     for start, stop in spans:
         if start <= of[0] and of[1] <= stop:
@@ -143,10 +147,10 @@ def indices(spans: Sequence[Span], of: Span) -> Span:
 def cut(
     queries: Sequence[Span], keys: Sequence[Span], sight: Sight, tile: int = TILE
 ) -> tuple[Block, ...]:
-    """The blocks in which the queries of some spans meet the keys of some spans.
+    """The blocks that compute attention of query spans to key spans.
 
-    A key span lies within, before or after a query span, or is the part of the row that ends with
-    it; blocks that see all of neighbouring keys, or are all seen by neighbours, are one.
+    Each key span must lie within, before or after a query span, or be the start of the row up to
+    that query span's end. Adjacent FULL blocks of the same queries or the same keys are merged.
     """
     found: list[Block] = []
     for span in queries:
@@ -161,7 +165,7 @@ def cut(
 
 
 def _meet(queries: Span, keys: Span, sight: Sight, tile: int) -> Iterator[Block]:
-    """Blocks in positions."""
+    """Blocks whose spans are positions, not yet indices."""
     if not sight.causal:
         yield Block(queries, keys, Visibility.FULL)
         return
@@ -180,11 +184,11 @@ def _meet(queries: Span, keys: Span, sight: Sight, tile: int) -> Iterator[Block]
 
 
 def _tile(queries: Span, keys: Span, window: int) -> Iterator[Block]:
-    """Few queries and the keys they see: at the edge of the window, between, their own."""
+    """Blocks of one query tile: at the window's edge, fully visible, and on the diagonal."""
     start, stop = queries
-    edge = stop - 1 - window  # from here on every query of the tile sees a key not after it
+    edge = stop - 1 - window  # first position that every query of the tile has in its window
     first = max(keys[0], start - window)
-    if edge > start:  # no key is seen by all
+    if edge > start:  # no key is visible to every query
         if first < keys[1]:
             last_to_see = min(stop, keys[1] + window)
             yield Block(
@@ -204,7 +208,7 @@ def _tile(queries: Span, keys: Span, window: int) -> Iterator[Block]:
 
 
 def _together(found: list[Block]) -> tuple[Block, ...]:
-    """Join neighbouring FULL blocks, of the same queries first, then of the same keys."""
+    """Merge adjacent FULL blocks: first of the same queries, then of the same keys."""
     by_keys = _join(found, lambda a, b: a.q == b.q and a.k[1] == b.k[0])
     return tuple(_join(by_keys, lambda a, b: a.k == b.k and a.q[1] == b.q[0]))
 

@@ -1,7 +1,8 @@
-"""Attention block by block: outputs are merged by their log-sum-exp, nothing S x S is ever held.
+"""Attention block by block, without ever holding S x S scores.
 
-The merge is that of FlashAttention (Dao et al. 2022) and of ring attention (Liu et al. 2023), in at
-least fp32. Shapes: B batch, S queries, L keys, N query heads, G key/value heads, D head features.
+Partial outputs are merged by their log-sum-exp, in at least fp32, as in FlashAttention (Dao et al.
+2022) and ring attention (Liu et al. 2023). Shapes: B batch, S queries, L keys, N query heads,
+G key/value heads, D head features.
 """
 
 from collections.abc import Callable
@@ -18,15 +19,15 @@ from fivefold.model.kernels import BlockKernel, choose_kernel
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values on hand, and the blocks in which queries meet them.
+    """Keys and values available on this rank, and the blocks that use them.
 
     Attributes:
-        k: [B, L, G, D], perhaps of some heads only.
-        v: the same.
+        k: keys [B, L, G, D], possibly of a subset of the heads.
+        v: values [B, L, G, Dv] of the same heads.
         blocks: blocks whose `k` indexes these keys.
-        spans: spans of the row, where they stand.
-        heads: which of all key/value heads these are; None: all.
-        ids: token ids [B, L], known if probabilities are dropped.
+        spans: positions of these keys in the row.
+        heads: range of key/value heads these are; None: all.
+        ids: token ids [B, L], needed only if probabilities are dropped.
     """
 
     k: Tensor
@@ -39,15 +40,15 @@ class Keys:
 
 @dataclass
 class Queries:
-    """The queries of a rank, and what is known of their outputs and gradients so far.
+    """The queries of a rank, with their partial outputs and gradients.
 
     Attributes:
-        q: [B, S, N, D].
-        num_kv_heads: G, of all heads.
-        drop: what drops probabilities, or None.
-        ids: token ids [B, S], known if probabilities are dropped.
-        out: [B, S, N, Dv], over the keys met so far; over all keys before a backward.
-        lse: log-sum-exp [B, N, S], likewise.
+        q: queries [B, S, N, D].
+        num_kv_heads: G, all key/value heads of this rank.
+        drop: dropout of the probabilities, or None.
+        ids: token ids [B, S], needed only if probabilities are dropped.
+        out: output [B, S, N, Dv] over the keys seen so far; in a backward, over all keys.
+        lse: log-sum-exp [B, N, S] over the same keys.
         grad: gradient of the output, in a backward.
         dq: gradient of the queries so far, in at least fp32.
     """
@@ -63,11 +64,11 @@ class Queries:
 
     @property
     def wide(self) -> torch.dtype:
-        """In which outputs are merged and gradients summed."""
+        """The dtype in which outputs are merged and gradients summed: at least fp32."""
         return torch.promote_types(self.q.dtype, torch.float32)
 
     def begin(self, value_dim: int, sinks: Tensor | None = None) -> None:
-        """No key has been met, but for a sink [N] of each head that adds to the sums alone."""
+        """Start with no keys; a sink [N] per head only adds to the log-sum-exp."""
         B, S, N, _ = self.q.shape
         self.out = self.q.new_zeros((B, S, N, value_dim), dtype=self.wide)
         self.lse = self.q.new_full((B, N, S), float("-inf"), dtype=self.wide)
@@ -75,7 +76,7 @@ class Queries:
             self.lse.copy_(sinks.detach()[:, None].expand(B, N, S))
 
     def meet(self, keys: Keys) -> None:
-        """Merge the outputs over more keys."""
+        """Attend to more keys: merge their partial outputs into `out` and `lse`."""
         heads, kernel = self._heads(keys), self._kernel(keys)
         for block in keys.blocks:
             rows = slice(*block.q)
@@ -88,12 +89,12 @@ class Queries:
             known.copy_(total)
 
     def begin_backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> None:
-        """All keys have been met: `out` and `lse` are complete."""
+        """Start a backward, with `out` and `lse` over all keys."""
         self.grad, self.out, self.lse = grad, out, lse
         self.dq = torch.zeros_like(self.q, dtype=self.wide)
 
     def meet_backward(self, keys: Keys) -> tuple[Tensor, Tensor]:
-        """Add to the gradient of the queries; the gradients of these keys and values, wide."""
+        """Add to `dq`; return the gradients of these keys and values in at least fp32."""
         heads, kernel = self._heads(keys), self._kernel(keys)
         dk = torch.zeros_like(keys.k, dtype=self.wide)
         dv = torch.zeros_like(keys.v, dtype=self.wide)
@@ -113,14 +114,16 @@ class Queries:
         return dk, dv
 
     def sink_grads(self, sinks: Tensor) -> Tensor:
-        """The gradients of the sinks [N], once a backward has begun: of a probability that takes
-        from all others and gives nothing."""
+        """Gradients of the sinks [N], after `begin_backward`.
+
+        A sink takes probability from the keys and contributes no value.
+        """
         share_BNS = (sinks.detach().to(self.wide)[:, None] - self.lse).exp_()
         given_BSN = (self.grad * self.out).sum(-1, dtype=self.wide)
         return -(share_BNS * given_BSN.transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
 
     def _heads(self, keys: Keys) -> slice:
-        """The query heads that attend with these keys."""
+        """The query heads that share these key/value heads."""
         shared = self.q.shape[2] // self.num_kv_heads
         first, last = keys.heads or (0, self.num_kv_heads)
         return slice(first * shared, last * shared)
@@ -156,15 +159,15 @@ def local_attention(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of whole rows on one rank, of which only what is seen is computed.
+    """Attention of whole rows on one rank, which skips masked blocks.
 
     Args:
         q_BSND: queries.
         k_BSGD: keys.
         v_BSGD: values.
-        starts: where documents begin in the B * S tokens, and their number; None: rows are whole.
-        window: tokens before itself that a query sees; None: all.
-        sinks: see `model.attention.Scope`.
+        starts: offset of each document in the B * S tokens, then B * S; None: no packing.
+        window: how many tokens before itself a query sees; None: all.
+        sinks: logits [N], see `model.attention.Scope`.
 
     Returns:
         [B, S, N, Dv].

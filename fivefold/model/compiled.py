@@ -1,4 +1,4 @@
-"""Transformer layers through torch.compile."""
+"""torch.compile of transformer layers."""
 
 from typing import Any
 
@@ -9,13 +9,15 @@ from fivefold.model.transformer import Stage
 
 
 def compile_layers(stage: Stage, backend: str) -> None:
-    """Compile the layers of a stage, each for itself, once all their seams are filled.
+    """Compile each layer of a stage; call it after all seams are filled.
 
-    What has effects that a graph cannot show stays outside of it: collectives, weight gradients
-    that are put aside, and attention, whose cut into documents is another one in every batch.
+    Excluded are side effects that a graph cannot represent (collectives, deferred weight
+    gradients) and attention, whose document boundaries change with every batch.
 
     Args:
-        stage: its layers' forwards are replaced; hooks of data parallelism remain around them.
+        stage: the stage whose layers' forwards are replaced; hooks of data parallelism stay
+            outside the compiled forward.
+        backend: torch.compile backend.
         backend: backend of torch.compile.
     """
     outside: Any = torch.compiler.disable

@@ -1,4 +1,4 @@
-"""What every layer of a stage needs to know of the microbatch, worked out once per forward."""
+"""Per-microbatch inputs that all layers of a stage share, computed once per forward."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +15,19 @@ from fivefold.model.shards import MicrobatchShare
 
 @dataclass(frozen=True)
 class Context:
-    """A microbatch as the layers see it.
+    """What the layers need to know of a microbatch.
 
     Attributes:
-        rows: B, of which every one holds T / B tokens.
-        rotary: RoPE tables, or None if positions are learned.
-        packing: where documents begin, or None if every row is one document.
-        dropout: None unless the model is training and drops something.
-        part: what this rank holds of rows divided over ranks, or None if it has all of them.
-        sequence: what earlier slices of the rows left, or None if rows are whole.
-        routing: what the routers of the stage decide, by layer; a repeated forward finds it here.
-        token_ids_T: run-wide ids of the tokens of the residual stream on this rank; None for a
-            model without experts.
-        first_ids_B: id of the first token of every row of the microbatch, ascending.
+        rows: B; each row holds T / B tokens.
+        rotary: RoPE tables; None with learned positions.
+        packing: document boundaries; None if every row is one document.
+        dropout: dropout and router jitter; None in evaluation or if the model uses neither.
+        part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
+        sequence: keys and values of earlier sequence slices; None if rows are whole.
+        routing: router decisions by layer, which a recomputed forward reuses.
+        token_ids_T: run-wide ids of this rank's tokens in the residual stream; None for a model
+            without experts.
+        first_ids_B: run-wide id of the first token of each row of the microbatch, ascending.
         step: optimizer step.
     """
 
@@ -44,11 +44,11 @@ class Context:
 
     @property
     def microbatch_rows(self) -> int:
-        """Rows of the microbatch, on all ranks that share it."""
+        """Rows of the microbatch, over all ranks that share it."""
         return len(self.first_ids_B)
 
     @property
     def rows_T(self) -> Tensor:
-        """The row of each token of the residual stream on this rank."""
+        """Row index of each of this rank's tokens in the residual stream."""
         assert self.token_ids_T is not None, "only experts ask"
         return torch.searchsorted(self.first_ids_B.contiguous(), self.token_ids_T, right=True) - 1

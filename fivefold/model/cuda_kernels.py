@@ -1,6 +1,6 @@
-"""Kernels of `model.kernels` for CUDA devices; which one can compute what is asked says itself.
+"""CUDA implementations of `model.kernels.BlockKernel`, with checks of what each supports.
 
-All take the gradient of a block from the output and the log-sum-exp over *all* keys. Shapes:
+Every backward takes the output and the log-sum-exp over *all* keys, not only the block's. Shapes:
 B batch, N query heads, G key/value heads, q queries, k keys, D features.
 """
 
@@ -17,15 +17,15 @@ from fivefold.model.blocks import Block, Visibility
 
 ATEN = torch.ops.aten
 PLANNED = 128
-"""Blocks of so many tokens, or a multiple, are for cuDNN, which makes a plan for each new shape."""
+"""cuDNN takes blocks whose lengths are multiples of this, since it plans for each new shape."""
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class FlashOnCuda:
-    """FlashAttention as `torch.nn.attention.varlen` calls it: its window is a BAND of any shift.
+    """FlashAttention as `torch.nn.attention.varlen` calls it; its window covers a BAND.
 
-    Called below that function because its backward keeps to its own log-sum-exp.
+    Calls the ATen operators, because that function's backward insists on its own log-sum-exp.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ class FlashOnCuda:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
         """See `model.kernels.BlockKernel`."""
-        # No dropout: no random state.
+        # Without dropout the random state is unused.
         unused = torch.empty(0, dtype=torch.uint64, device=q.device)
         dq, dk, dv = ATEN._flash_attention_backward(
             *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
@@ -66,7 +66,8 @@ class FlashOnCuda:
 
 
 def _window(block: Block) -> dict[str, int]:
-    """A BAND as FlashAttention counts: from the diagonal that ends with the last query and key."""
+    """FlashAttention's window of a BAND, which counts from the diagonal ending at the last query
+    and key."""
     if block.kind != Visibility.BAND:
         return {}
     last = (block.k[1] - block.k[0]) - (block.q[1] - block.q[0])
@@ -77,9 +78,9 @@ def _window(block: Block) -> dict[str, int]:
 
 
 class CudnnOnCuda:
-    """cuDNN's kernel, the faster one on Hopper and later, for large regular blocks.
+    """cuDNN attention, the fastest from Hopper on, for large regular blocks.
 
-    Others, bands and odd lengths of documents, are computed by FlashAttention.
+    Bands and lengths that are not multiples of PLANNED fall back to FlashAttention.
     """
 
     others = FlashOnCuda()
@@ -98,7 +99,7 @@ class CudnnOnCuda:
         """See `model.kernels.BlockKernel`."""
         if not _regular(q, k, block):
             return self.others.backward(grad, q, k, v, out, lse, block)
-        # No dropout: the random state is of no account.
+        # Without dropout the random state is unused.
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         grads: Grads = ATEN._scaled_dot_product_cudnn_attention_backward(
             grad,
@@ -125,18 +126,19 @@ def _regular(q: Tensor, k: Tensor, block: Block) -> bool:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Block], tuple[Tensor, Tensor]]
-"""Output [B, N, q, D] and log-sum-exp [B, N, q] of a block, both differentiable."""
+"""(q, k, v, block) -> output [B, N, q, D] and log-sum-exp [B, N, q], both differentiable."""
 
 
 @dataclass(frozen=True)
 class Differentiated:
-    """A kernel whose backward takes no log-sum-exp from outside: autograd's, of the block alone.
+    """A kernel whose backward cannot take a log-sum-exp: uses autograd through the block instead.
 
-    Of all keys' output o = sum_b s_b o_b with the share s_b = exp(l_b - l) of each block b, the
-    gradient is s_b do for o_b, and s_b do (o_b - o) for l_b. It costs the block's forward again.
+    The output over all keys is o = sum_b s_b o_b with the share s_b = exp(l_b - l) of each block b.
+    So the gradient is s_b do for o_b, and s_b do (o_b - o) for l_b. It costs one more forward of
+    the block.
 
     Attributes:
-        attend: the forward.
+        attend: differentiable forward.
     """
 
     attend: Attend
@@ -162,10 +164,11 @@ class Differentiated:
 
 @dataclass(frozen=True)
 class Flex:
-    """FlexAttention (Dong et al. 2024): any type but fp64, only tiles in which something is seen.
+    """FlexAttention (Dong et al. 2024): any dtype but fp64; skips fully masked tiles.
 
     Attributes:
-        compiled: False: with the matrix of scores, as it runs anywhere, CPUs in fp64 too.
+        compiled: False: run uncompiled, which holds the scores but runs anywhere, also on CPUs in
+            fp64.
     """
 
     compiled: bool = True
@@ -176,8 +179,8 @@ class Flex:
         mask, lengths = None, (q.shape[2], k.shape[2])
         if block.kind != Visibility.FULL:
             window = block.window if block.kind == Visibility.BAND else lengths[1]
-            # Numbers of a block in tensors: a new value is nothing to compile for. Filled on the
-            # device, as a copy from the host would wait for it.
+            # Tensors, so that a new value does not recompile; filled on the device, because a copy
+            # from the host would wait for it.
             shift, reach = (torch.full((), x, device=q.device) for x in (block.shift, window))
 
             def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -192,7 +195,7 @@ class Flex:
 
     @cached_property
     def _functions(self) -> tuple[Any, Any, Any]:
-        """Imported, and compiled for lengths that vary, where they are needed."""
+        """FlexAttention, imported and compiled (for dynamic lengths) on first use."""
         from torch.nn.attention.flex_attention import (
             AuxRequest,
             create_block_mask,
@@ -207,7 +210,7 @@ class Flex:
 
 
 def lacking_flash(q: Tensor) -> str:
-    """What FlashAttention lacks for queries [B, N, q, D] like these; '' if nothing."""
+    """Why FlashAttention does not support queries [B, N, q, D] like these; '' if it does."""
     if not q.is_cuda:
         return _ELSEWHERE
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -218,7 +221,7 @@ def lacking_flash(q: Tensor) -> str:
 
 
 def lacking_cudnn(q: Tensor) -> str:
-    """What cuDNN, and FlashAttention beside it, lack."""
+    """Why cuDNN, or FlashAttention as its fallback, does not support these queries."""
     if lacking := lacking_flash(q):
         return lacking
     if q.shape[-1] > 128:
@@ -229,7 +232,7 @@ def lacking_cudnn(q: Tensor) -> str:
 
 
 def lacking_flex(q: Tensor) -> str:
-    """What FlexAttention lacks."""
+    """Why FlexAttention does not support these queries."""
     if not q.is_cuda:
         return _ELSEWHERE
     if q.dtype == torch.float64:

@@ -1,7 +1,7 @@
-"""What a model is made of: the operations of each kind of layer, and the weights of its ends.
+"""What a model is made of: the operations of each kind of layer, and the weights at both ends.
 
-The one place that knows which layers a model has. Names are those of the modules in
-`model.transformer`; from num_layers on, a layer's number means one of multi-token prediction.
+This is the one place that knows which layers a model has. Names are those of the modules in
+`model.transformer`; layer indices from num_layers on mean multi-token prediction layers.
 """
 
 from collections.abc import Mapping
@@ -36,11 +36,11 @@ OperationT = TypeVar("OperationT", bound=Operation)
 
 
 class LayerKind(NamedTuple):
-    """What tells layers of one model apart; layers of one kind have equal descriptions.
+    """The kind of a layer; layers of one kind have equal descriptions.
 
     Attributes:
-        experts: whether experts take the place of the MLP.
-        predicts: whether it predicts a further token, with a projection and norms around it.
+        experts: whether the layer has experts instead of a dense MLP.
+        predicts: whether it is a multi-token prediction layer, with a projection and norms.
     """
 
     experts: bool = False
@@ -48,7 +48,7 @@ class LayerKind(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A word for people, by which costs of layers are stated."""
+        """Short name, under which layer costs are reported: dense, moe or mtp."""
         return "mtp" if self.predicts else "moe" if self.experts else "dense"
 
 
@@ -57,8 +57,8 @@ class Layer:
     """The description of one kind of layer.
 
     Attributes:
-        kind: kind that is described.
-        operations: operations in the order in which they run.
+        kind: the kind of layer described.
+        operations: operations in execution order.
     """
 
     kind: LayerKind
@@ -70,33 +70,33 @@ class Layer:
         return tuple(weight for operation in self.operations for weight in operation.weights)
 
     def one(self, kind: type[OperationT]) -> OperationT:
-        """The only operation of a kind."""
+        """The only operation of type `kind`."""
         (found,) = (each for each in self.operations if isinstance(each, kind))
         return found
 
     @property
     def mlp_input(self) -> ColumnLinear | ExpertsIn:
-        """The first projection into the inner features of the MLP, or of the experts."""
+        """The first projection into the inner features of the MLP or experts."""
         return self.mlp_inputs[0]
 
     @property
     def mlp_inputs(self) -> tuple[ColumnLinear | ExpertsIn, ...]:
-        """All projections into inner features, those of shared experts included."""
+        """All projections into inner features, including those of shared experts."""
         return tuple(op for op in self.mlp if isinstance(op, ColumnLinear | ExpertsIn))
 
     @property
     def after_mlp_input(self) -> tuple[Operation, ...]:
-        """What runs after the first projection into inner features."""
+        """The operations after the first projection into inner features."""
         return self.operations[self.operations.index(self.mlp_input) + 1 :]
 
     @property
     def attention(self) -> tuple[Operation, ...]:
-        """What runs up to the sum of attention with the residual stream."""
+        """The operations up to and including the attention residual sum."""
         return self.operations[: self._middle]
 
     @property
     def mlp(self) -> tuple[Operation, ...]:
-        """What runs after it."""
+        """The operations after the attention residual sum."""
         return self.operations[self._middle :]
 
     @property
@@ -105,7 +105,7 @@ class Layer:
 
     @property
     def ends_with_sum(self) -> bool:
-        """Whether the last result is a sum over tensor-parallel ranks that nothing keeps."""
+        """Whether the layer ends with a tensor-parallel reduction whose result nothing keeps."""
         *_, last, residual = self.operations
         assert isinstance(residual, Residual)
         gated = any(weight.name == _SHARED_GATE for weight in self.weights)
@@ -119,7 +119,7 @@ def layer_kind(model: ModelConfig, layer: int) -> LayerKind:
 
 @lru_cache(maxsize=64)
 def layer_kinds(model: ModelConfig) -> Mapping[LayerKind, int]:
-    """Each kind of layer that a model has, with the first layer of it."""
+    """The index of the first layer of each kind that the model has."""
     found: dict[LayerKind, int] = {}
     for layer in range(model.num_layers + (model.mtp_num_layers > 0)):
         found.setdefault(layer_kind(model, layer), layer)
@@ -135,7 +135,7 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
 
 
 def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The parameters at the model's input."""
+    """The parameters of the input embedding."""
     tokens = Weight("embed_tokens.weight", (model.padded_vocab_size, model.hidden_size), split=0)
     if model.position_embedding_type != "learned_absolute":
         return (tokens,)
@@ -144,7 +144,7 @@ def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
 
 
 def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
-    """The parameters at the model's output, a tied weight included."""
+    """The parameters of the final norm and the output layer, including a tied weight."""
     table = model.padded_vocab_size, model.hidden_size
     output = Weight("lm_head.weight", table, split=0, multiplies=True)
     return *_norm("norm", model), output
@@ -199,7 +199,7 @@ def _projections(model: ModelConfig) -> tuple[Operation, ...]:
 
 
 def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
-    """DeepSeek-V2's MLA: latents are normalised; the rotary key is one for all heads."""
+    """DeepSeek-V2's MLA: normalised latents, and one rotary key shared by all heads."""
     h, bias, rank = model.hidden_size, model.add_bias_linear, model.kv_lora_rank
     down: tuple[Weight, ...] = ()
     up = _column("self_attn.q_proj", h, model.q_size, bias)
@@ -229,7 +229,7 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
 
 
 def _mlp_norm(model: ModelConfig) -> Norm:
-    """Its input is that of attention's where both read the same hidden state."""
+    """With parallel residuals its input is attention's, and is counted there."""
     weights = _norm("post_attention_layernorm", model)
     read = model.parallel_residual
     features = model.hidden_size
@@ -265,14 +265,16 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
 def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     assert model.num_experts is not None
     h, experts, copies = model.hidden_size, model.num_experts, model.moe_router_topk
-    inner, widths = model.expert_ffn_size, _kept_widths(model)
+    inner, widths = model.expert_ffn_size, _kept_widths(model, weighted=True)
     each = _mlp("mlp.experts", model, inner)
     first, last = (tuple(_of_experts(weight, experts) for weight in part) for part in each)
     router = _whole("mlp.router", h, experts, model.add_bias_linear)
     return (
         _mlp_norm(model),
-        RouterLinear("router", router, ("moe",), inputs=h, experts=experts),
-        Dispatch("dispatch", rerun_by=("moe",), copies=copies),
+        RouterLinear(
+            "router", router, ("moe",), inputs=h, model=model, read=bool(model.shared_ffn_size)
+        ),
+        Dispatch("dispatch", rerun_by=("moe",), copies=copies, model=model),
         ExpertsIn(
             "expert_fc1",
             first,
@@ -307,7 +309,9 @@ def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
             "shared_fc1", (*first, *gate), again, inputs=h, outputs=outputs, shared_input=True
         ),
         Activation("shared_act", rerun_by=again, features=inner, widths=widths),
-        SharedOut("shared_fc2", last, inputs=inner, outputs=h, widths=widths, features=h),
+        SharedOut(
+            "shared_fc2", last, inputs=inner, outputs=h, widths=widths, features=h, gated=gated
+        ),
     )
 
 
@@ -330,18 +334,19 @@ def _prediction(model: ModelConfig) -> PredictionInput:
 
 
 def _gates(model: ModelConfig) -> int:
-    """Projections into the inner features."""
+    """Number of projections into the inner features."""
     return 2 if model.gated_linear_unit else 1
 
 
-def _kept_widths(model: ModelConfig) -> int:
-    """Tensors as wide as the MLP that its activation keeps, its output apart.
+def _kept_widths(model: ModelConfig, *, weighted: bool = False) -> int:
+    """How many tensors of the MLP's inner width the activation keeps, besides its output.
 
-    A fused gate keeps gate and up; any other also its activated form.
+    A fused gated activation keeps gate and up; an unfused one also keeps the activated gate. If
+    rows are weighted, an unfused activation also keeps its result before the weighting.
     """
     if not model.gated_linear_unit:
-        return 1
-    return 2 if model.activation_func in ("silu", "quick_gelu") else 3
+        return 1 + weighted
+    return 2 if model.activation_func in ("silu", "quick_gelu") else 3 + weighted
 
 
 def _norm(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:
@@ -352,7 +357,7 @@ def _norm(name: str, model: ModelConfig, features: int | None = None) -> tuple[W
 def _mlp(
     name: str, model: ModelConfig, inner: int
 ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
-    """Weights into the inner features, and out of them."""
+    """Weights into the inner features, and weights out of them."""
     h, bias = model.hidden_size, model.add_bias_linear
     names = ("gate_proj", "up_proj") if model.gated_linear_unit else ("up_proj",)
     first = tuple(w for each in names for w in _column(f"{name}.{each}", h, inner, bias))

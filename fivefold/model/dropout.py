@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of what is dropped, not of who drops it, or in which order.
+"""Dropout with masks that are a function of the element, so that every layout drops the same.
 
-An element's mask bit hashes (seed, step, site, row, column), where the row is a token of the whole
-run and the column a feature or a key token: every layout, and a recomputation, drops the same ones.
+An element's mask bit hashes (seed, step, site, row, column). The row is a token's index in the
+whole run and the column a feature or a key token, so recomputation also drops the same elements.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _MULTIPLY_2 = _signed(0x94D049BB133111EB)
 
 
 def _xor_shift_(x: Tensor, bits: int) -> Tensor:
-    # torch shifts arithmetically; masking the copies of the sign makes the shift logical
+    # torch shifts arithmetically; masking the sign bits makes the shift logical
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
@@ -40,7 +40,7 @@ def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int) -> Tensor:
         rows: int64, broadcast against `columns`.
         columns: int64.
         p: probability in [0, 1).
-        key: names the place in the run; other keys give independent masks.
+        key: identifies the site and step; different keys give independent masks.
     """
     mixed = hash64(rows, key) ^ hash64(columns)
     mixed = _xor_shift_(mixed.mul_(_MULTIPLY_1), 32).mul_(_MULTIPLY_2)
@@ -49,13 +49,13 @@ def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """The dropout of one microbatch.
+    """The dropout masks of one microbatch.
 
     Attributes:
         seed: seed of the run.
         step: optimizer step.
-        rows_T: run-wide ids of the tokens of the residual stream on this rank.
-        token_ids_BL: run-wide ids of the tokens that are attended to; the last ones attend.
+        rows_T: run-wide ids of this rank's tokens in the residual stream.
+        token_ids_BL: run-wide ids of the L tokens attended to; the queries are the last S.
     """
 
     seed: int
@@ -64,20 +64,20 @@ class Dropout:
     token_ids_BL: Tensor
 
     def hidden(self, x_TH: Tensor, p: float, site: str) -> Tensor:
-        """Drop features of the residual stream; `site` names the place in the model."""
+        """Drop features of the residual stream at `site`, a place in the model."""
         columns_H = torch.arange(x_TH.shape[1], device=x_TH.device)
         mask_TH = drop_mask(self.rows_T[:, None], columns_H, p, self._key(site))
         return x_TH.masked_fill(mask_TH, 0.0) * (1.0 / (1.0 - p))
 
     def uniform(self, features: int, site: str) -> Tensor:
-        """A number in [0, 1) for each feature of the residual stream, [T, features] fp64."""
+        """Uniform random numbers in [0, 1) for the residual stream, [T, features] fp64."""
         columns_H = torch.arange(features, device=self.rows_T.device)
         mixed = hash64(self.rows_T[:, None], self._key(site)) ^ hash64(columns_H)
         mixed = _xor_shift_(mixed.mul_(_MULTIPLY_1), 32).mul_(_MULTIPLY_2)
         return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
     def heads(self, p: float, site: str, first_head: int, all_heads: int) -> "HeadDropout":
-        """What drops the attention probabilities of this rank's heads."""
+        """The dropout of attention probabilities for this rank's heads."""
         return HeadDropout(self.token_ids_BL, p, self._key(site), first_head, all_heads)
 
     def _key(self, site: str) -> int:
@@ -86,13 +86,13 @@ class Dropout:
 
 @dataclass(frozen=True, eq=False)
 class HeadDropout:
-    """The dropout of the attention probabilities of one layer and microbatch.
+    """Dropout of the attention probabilities of one layer and microbatch.
 
     Attributes:
-        token_ids_BL: as in `Dropout`.
-        p: probability.
-        key: names the layer and the step.
-        first_head: which of all query heads is the first to be dropped from.
+        token_ids_BL: run-wide ids of the L tokens attended to.
+        p: drop probability.
+        key: identifies the layer and step.
+        first_head: index in the model of the first query head given.
         all_heads: query heads of the model.
     """
 
@@ -107,7 +107,7 @@ class HeadDropout:
         return self.between(x_BNSL, self.token_ids_BL[:, -x_BNSL.shape[2] :], self.token_ids_BL)
 
     def between(self, x_BNqk: Tensor, ids_Bq: Tensor, ids_Bk: Tensor) -> Tensor:
-        """Drop probabilities of queries and keys with these token ids."""
+        """Drop probabilities between queries and keys with these token ids."""
         last_head = self.first_head + x_BNqk.shape[1]
         heads_N11 = torch.arange(self.first_head, last_head, device=x_BNqk.device)[:, None, None]
         rows_BNq1 = ids_Bq[:, None, :, None] * self.all_heads + heads_N11
@@ -115,5 +115,5 @@ class HeadDropout:
         return x_BNqk.masked_fill(mask_BNqk, 0.0) * (1.0 / (1.0 - self.p))
 
     def after(self, heads: int) -> "HeadDropout":
-        """The same for the heads that follow so many."""
+        """The same dropout, starting `heads` heads later."""
         return replace(self, first_head=self.first_head + heads)

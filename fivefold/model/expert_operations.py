@@ -1,58 +1,165 @@
-"""The operations of layers with experts, and what each costs; torch-free."""
+"""The operations of mixture-of-experts layers and their costs; torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from fivefold.config.model import ModelConfig
 from fivefold.model.operations import Kept, Operation, RowLinear
 from fivefold.model.running import Running
 
-ROUTING = 9  # bytes per token and expert: fp32 scores, fp32 probabilities, a bit map
+_INDEX = 8  # bytes of the index of an expert or a row: int64
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLinear(Operation):
-    """Scores of all experts for each token, and the choice among them.
+    """Router: scores of all experts for each token, and the top-k choice.
 
     Attributes:
         inputs: features of a token.
-        experts: number of experts.
+        model: model with experts.
+        read: whether shared experts read the same input.
     """
 
     inputs: int
-    experts: int
+    model: ModelConfig = field(repr=False)
+    read: bool
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        return self.model.num_experts or 1
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The input, which shared experts use as well; scores, probabilities and the choice."""
-        parts = running.token_parts
+        """The input, shared with shared experts; scores; the decision, reused by recomputation."""
+        x = running.element_bytes * self.inputs / running.token_parts
+        alone = "moe" not in running.remade and not self.read
         return (
-            Kept("moe_input", (running.element_bytes * self.inputs / parts,), ("layernorm",)),
-            Kept("router", (ROUTING * self.experts / parts,), ("moe",)),
+            Kept("moe_input", (0.0 if alone and self._copied(running) else x,), ("layernorm",)),
+            Kept("router_input", self._copied(running), ("moe",)),
+            Kept("router", (self._scores(running) + self._losses(running),), ("moe",)),
+            Kept("decision", (self._decision(running),), stays=True),
         )
 
+    def _copied(self, running: Running) -> tuple[float, ...]:
+        """Bytes of a jittered or wider input copy, jitter, and wider weight; empty: no copy."""
+        wide, element = running.router_bytes, running.element_bytes
+        jitters = running.experts.moe_input_jitter_eps is not None
+        if wide == element and not jitters:
+            return ()
+        jitter = element * self.inputs / running.token_parts if jitters else 0.0
+        weight = wide * self.inputs * self.experts if wide > element else 0.0
+        return wide * self.inputs / running.token_parts, jitter, running.by_microbatch(weight)
+
+    def _scores(self, running: Running) -> float:
+        """Bytes of all scores or logits, and of those that the chosen weights come from."""
+        model, topk = self.model, self.model.moe_router_topk
+        numbers: float = self.experts
+        if model.moe_router_score_function == "sigmoid":
+            numbers += topk + 1 if topk > 1 else 0
+        elif not model.moe_router_pre_softmax:
+            numbers += topk
+        dropped = topk if running.experts.moe_expert_capacity_factor is not None else 0
+        return (running.score_bytes * numbers + dropped) / running.token_parts
+
+    def _losses(self, running: Running) -> float:
+        """Bytes for losses: scores, shares per sequence, and logits with their log-sum-exp."""
+        model, settings = self.model, running.experts
+        sigmoid = model.moe_router_score_function == "sigmoid"
+        kinds = [kind for kind, _ in settings.aux_losses]
+        numbers = 0
+        if kinds:
+            numbers += (1 + kinds.count("seq_aux_loss")) * self.experts + sigmoid
+        if settings.moe_z_loss_coeff:
+            numbers += 1 + (self.experts if sigmoid or model.moe_router_pre_softmax else 0)
+        return running.score_bytes * numbers / running.token_parts
+
+    def _decision(self, running: Running) -> float:
+        """Bytes of the chosen experts' indices, of which had capacity, and of sums over tokens."""
+        settings, topk = running.experts, self.model.moe_router_topk
+        has_room = settings.moe_expert_capacity_factor is not None
+        loads = sum(
+            running.microbatch_rows if kind == "seq_aux_loss" else 1
+            for kind, _ in settings.aux_losses
+        )
+        sums = _INDEX * (self.experts + 2) + running.score_bytes * loads * self.experts
+        own = topk * (_INDEX + has_room) / running.token_parts
+        return own + running.by_microbatch(sums)
+
     def deferred(self, running: Running) -> float:
-        """The input of all that sees every token, and the gradient of the layer's output."""
+        """The input shared with shared experts, and the gradient of the layer's output."""
         x = running.input_bytes * self.inputs / running.token_parts
         return x + running.element_bytes * self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch(Operation):
-    """Rows on their way to experts, and results on their way back.
+    """All-to-all dispatch of rows to experts, and combine of their results.
 
     Attributes:
-        copies: experts that each token is sent to.
+        copies: experts per token.
+        model: model with experts.
     """
 
     copies: int
+    model: ModelConfig = field(repr=False)
+
+    def kept(self, running: Running) -> tuple[Kept, ...]:
+        """Indices of rows, kept even if recomputed; numbers of rows; dispatched rows' weights."""
+        rows = running.rows(self.copies) + spare_row(running)
+        return (
+            Kept("row_places", (self._places(running),), stays=True),
+            Kept("row_sizes", (self._elsewhere(running) + self._sizes(running),), ("moe",)),
+            Kept("row_weights", (running.score_bytes * rows,), ("moe",), "moe_act"),
+        )
+
+    def _places(self, running: Running) -> float:
+        """Bytes of the indices of rows.
+
+        They index this rank's choices, or all gathered ones, and sort the rows received from
+        several ranks by expert.
+        """
+        own = self.copies / running.token_parts
+        if running.expert_ranks > 1 and running.dispatcher == "allgather":
+            return _INDEX * running.expert_ranks * own
+        if running.expert_ranks == 1 or running.dispatcher == "alltoall":
+            again = running.rows(self.copies) if running.expert_ranks > 1 else 0.0
+            return _INDEX * (own + again)
+        rows = running.layer_rows(self.model)
+        again = rows.reached if running.expert_tensor_parallel > 1 else 0.0
+        arrived = self.copies * (rows.got + rows.stayed)
+        return _INDEX * (rows.sent + rows.stayed + arrived + again)
+
+    def _elsewhere(self, running: Running) -> float:
+        """Bytes of the mask of a row's choices that are on other ranks; only with flex."""
+        if running.expert_ranks == 1 or running.dispatcher != "flex":
+            return 0.0
+        rows = running.layer_rows(self.model)
+        return self.copies * (rows.sent + rows.stayed)
+
+    def _sizes(self, running: Running) -> float:
+        """Rows of each expert, and of all that are elsewhere or had no room."""
+        here = (self.model.num_experts or 1) // running.expert_parallel
+        return running.by_microbatch(_INDEX * (here + self._counts_others(running)))
+
+    def _counts_others(self, running: Running) -> bool:
+        """Whether rows are counted here, together with choices elsewhere or dropped."""
+        travel = running.expert_ranks > 1 and running.dispatcher != "allgather"
+        return not (travel or running.pads_rows or running.routed is None)
+
+
+def spare_row(running: Running) -> float:
+    """Rows per token for dropped choices: one per microbatch if padded rows are used in place."""
+    as_they_are = running.expert_ranks == 1 or running.dispatcher == "allgather"
+    return running.by_microbatch(float(running.pads_rows and as_they_are))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsIn(Operation):
-    """The first linear layers of experts, each on the rows that reach it.
+    """The first linear layers of the experts, each applied to the rows dispatched to it.
 
     Attributes:
         inputs: features of a row.
-        outputs: features of the results of one expert, gate included.
-        copies: experts that each token is sent to.
+        outputs: output features of one expert, including the gate.
+        copies: experts per token.
     """
 
     inputs: int
@@ -60,18 +167,26 @@ class ExpertsIn(Operation):
     copies: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The rows that reach this rank's experts; each rank of an expert has all of them."""
-        size = running.input_bytes * self.inputs * running.rows(self.copies)
-        return (Kept(self.name, (size,), ("moe",)),)
+        """The rows dispatched to this rank's experts; each rank that splits an expert has all.
+
+        With biases, also the expert of each row, once per projection.
+        """
+        rows = running.rows(self.copies)
+        size = running.input_bytes * self.inputs * (rows + spare_row(running))
+        biases = sum(len(weight.shape) == 2 for weight in self.weights)
+        return (
+            Kept(self.name, (size,), ("moe",)),
+            Kept("expert_fc1_bias", (_INDEX * biases * rows,), ("moe", "routed_experts")),
+        )
 
     def deferred(self, running: Running) -> float:
-        """Rows, and gradients of the results."""
+        """The rows, and gradients of the outputs."""
         each = running.rows_of_one(self.copies)
         x = running.input_bytes * each * self.inputs * running.expert_tensor_parallel
         return x + running.element_bytes * self.outputs * each
 
     def working(self, running: Running) -> float:
-        """Bytes per token of gradients that are there when its weight gradient is computed."""
+        """Bytes per token of gradients alive while its weight gradient is computed."""
         each = self.outputs / running.expert_tensor_parallel + self.inputs
         around = self.inputs / running.token_parts
         return running.element_bytes * (around + running.rows_of_one(self.copies) * each)
@@ -79,12 +194,12 @@ class ExpertsIn(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOut(Operation):
-    """The last linear layers of experts, whose results return to their tokens.
+    """The last linear layers of the experts, whose results are combined per token.
 
     Attributes:
         inputs: inner features of one expert.
         outputs: features of a row.
-        copies: experts that each token is sent to.
+        copies: experts per token.
     """
 
     inputs: int
@@ -92,40 +207,55 @@ class ExpertsOut(Operation):
     copies: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Its input, and the results of a token's experts, which are weighted and added up."""
+        """Its input, already weighted; with a bias, the expert of each row and the bias per row."""
         inner = self.inputs / running.expert_tensor_parallel
-        results = running.element_bytes * self.outputs * running.copies(self.copies)
-        remade = ("moe", "moe_act", "routed_experts")
+        rows = running.rows(self.copies)
+        bias = 0.0
+        if any(len(weight.shape) == 2 for weight in self.weights):
+            bias = _INDEX + running.element_bytes * self.outputs * running.adds_expert_bias
         return (
-            Kept(self.name, (running.input_bytes * inner * running.rows(self.copies),), remade),
-            Kept("combine", (results,), ("moe",)),
+            Kept(
+                self.name,
+                (running.input_bytes * inner * rows,),
+                ("moe", "moe_act", "routed_experts"),
+            ),
+            Kept("expert_fc2_bias", (bias * rows,), ("moe", "routed_experts")),
         )
 
     def deferred(self, running: Running) -> float:
-        """Input, and gradients of the results."""
+        """The input, and gradients of the outputs."""
         x = running.input_bytes * running.rows_of_one(self.copies) * self.inputs
         return x + running.element_bytes * self.outputs * running.rows_of_one(self.copies)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedOut(RowLinear):
-    """The last linear layer of the experts that see every token.
+    """The last linear layer of the shared experts, which process every token.
 
     Attributes:
-        widths: tensors as wide as its input that the activation before it keeps.
+        widths: tensors of its input's width that the preceding activation keeps.
         features: features of a token.
+        gated: whether a gate per token weights the result.
     """
 
     widths: int
     features: int
+    gated: bool
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """All that shared experts keep: a narrower copy of their input, and their activation."""
+        """All that shared experts keep.
+
+        A narrower copy of their input, their activation, and the result with its gate, if any.
+        """
         element, narrow = running.element_bytes, running.input_bytes
         cast = narrow * self.features / running.token_parts if narrow < element else 0.0
         inner = (element * self.widths + narrow) * (self.inputs / running.tensor_parallel)
-        return (Kept("shared_experts", (cast + inner,), ("moe", "shared_experts")),)
+        gate = element * (self.features + 1) / running.token_parts if self.gated else 0.0
+        return (
+            Kept("shared_experts", (cast + inner,), ("moe", "shared_experts")),
+            Kept("shared_gate", (gate,), ("moe",)),
+        )
 
     def deferred(self, running: Running) -> float:
-        """Its input; the gradient of its output is the layer's, which the router counts."""
+        """Its input. The gradient of its output is the layer's, which `RouterLinear` counts."""
         return running.input_bytes * self.inputs / running.tensor_parallel

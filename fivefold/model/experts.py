@@ -1,7 +1,7 @@
-"""A mixture of experts in the place of an MLP: router, routed experts, and shared ones.
+"""Mixture of experts: router, routed experts and shared experts in place of an MLP.
 
-Shapes: T tokens of this rank, H features, K experts of a token, R rows that reach this rank's
-experts, E of its experts, F inner features of this rank's part of an expert.
+Shapes: T tokens of this rank, H features, K experts per token, R rows dispatched to this rank's
+experts, E experts of this rank, F inner features of this rank's part of an expert.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,20 +18,20 @@ from fivefold.model.context import Context
 from fivefold.model.grouped import GroupedLinear
 from fivefold.model.layers import LayerBlock, Linear
 from fivefold.model.mlp import MLP
-from fivefold.model.permutation import PlacedRows, Rows
+from fivefold.model.permutation import PlacedRows, Rows, number_of_each
 from fivefold.model.routing import ExpertChoice, Router
 
 
 class Experts(nn.Module):
-    """Gated or plain MLPs, each on its own rows. All experts of a layer are one parameter.
+    """Gated or ungated MLPs, each applied to its own rows; one parameter holds all experts.
 
-    The weight of a row is applied before the last linear layer, which gives the same result, so
-    that the router's gradient needs no output of an expert.
+    A row's weight is applied before the last linear layer. The result is the same, and the
+    router's gradient then needs no output of an expert.
 
     Attributes:
         second: seam around the activation and the last linear layer.
-        adds_bias: whether the bias of the results is added here: where ranks split every expert,
-            only the first one adds it.
+        adds_bias: whether this rank adds the output bias: where ranks split each expert, only the
+            first one does.
     """
 
     gate_proj: GroupedLinear | None
@@ -54,8 +54,8 @@ class Experts(nn.Module):
 
         Args:
             x_RH: rows sorted by expert.
-            weights_R: weights of their results.
-            rows_E: int64, how many rows each expert has; some may have none.
+            weights_R: routing weight of each row.
+            rows_E: int64 number of rows per expert, possibly 0.
         """
         inner = [linear(x_RH, rows_E) for linear in self.into]
         return self.second(self, inner, weights_R, rows_E)
@@ -66,27 +66,27 @@ class Experts(nn.Module):
         return (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
 
     def activate(self, inner: Sequence[Tensor], weights_R: Tensor) -> Tensor:
-        """Weighted activation of [R, F] each: [R, F]."""
+        """Activation of [R, F] tensors, times the rows' weights: [R, F]."""
         return activated(self.model, inner, weights_R)
 
     def last(self, x_RF: Tensor, weights_R: Tensor, rows_E: Tensor) -> Tensor:
-        """[R, F] -> [R, H]."""
+        """The last linear layer: [R, F] -> [R, H]."""
         return self.down_proj(x_RF, rows_E, weights_R, adds_bias=self.adds_bias)
 
 
 Second = Callable[[Experts, Sequence[Tensor], Tensor, Tensor], Tensor]
-"""The activation of inner features and the last linear layer, with the rows' weights."""
+"""(experts, inner features, row weights, rows per expert) -> [R, H]: activation and last linear."""
 
 
 def plain_second(
     experts: Experts, inner: Sequence[Tensor], weights_R: Tensor, rows_E: Tensor
 ) -> Tensor:
-    """One after the other: the seam of an activation that is made again."""
+    """Activation, then last linear layer; replaced when the activation is recomputed."""
     return experts.last(experts.activate(inner, weights_R), weights_R, rows_E)
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to the experts that they chose, and sums the results at home."""
+    """Sends tokens to their experts and sums the results per token."""
 
     def __call__(
         self,
@@ -100,18 +100,18 @@ class Dispatcher(Protocol):
 
         Args:
             x_TH: tokens.
-            choice: their experts.
-            run: the experts.
-            beside: what to run while rows travel there, and while results travel back.
+            choice: experts of each token.
+            run: computes the experts.
+            beside: two callables to overlap, with the dispatch and with the combine.
         """
 
 
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Rows sorted by expert, their weights and the rows of each expert -> weighted results."""
+"""(rows sorted by expert, their weights, rows per expert) -> weighted results."""
 
 
 Beside = Callable[[], None]
-"""Something to compute while messages are under way."""
+"""A computation to overlap with communication."""
 
 
 def plain_dispatch(
@@ -120,60 +120,78 @@ def plain_dispatch(
     run: RunExperts,
     beside: tuple[Beside, Beside] | None = None,
 ) -> Tensor:
-    """All experts are here: the seam of experts on other ranks."""
+    """All experts on this rank; replaced under expert parallelism."""
     assert beside is None, "nothing travels"
     rows, rows_E = by_expert(choice)
     return rows.collect(run(rows.spread(x_TH), rows.take(choice.weights_TK), rows_E))
 
 
-def by_expert(choice: ExpertChoice) -> tuple[Rows, Tensor]:
-    """The rows that are kept, sorted by expert and then by token, and how many each expert has."""
+def by_expert(choice: ExpertChoice, kept: int | None = None) -> tuple[Rows, Tensor]:
+    """The kept rows sorted by expert and then by token, and the number of rows per expert.
+
+    Args:
+        choice: chosen experts of the tokens.
+        kept: number of kept rows; None: the host waits for it if rows may be dropped.
+    """
     tokens, topk = choice.experts_TK.shape
     experts = choice.experts_TK
     if choice.kept_TK is not None:
         experts = experts.masked_fill(~choice.kept_TK, choice.num_experts)
-    rows_E = torch.bincount(experts.flatten(), minlength=choice.num_experts)[: choice.num_experts]
+    rows_E = number_of_each(experts, choice.num_experts)
     order = experts.flatten().argsort(stable=True)
     if choice.kept_TK is not None:
-        order = order[: int(rows_E.sum())]
+        order = order[: int(rows_E.sum()) if kept is None else kept]
     return Rows(order, tokens, topk), rows_E
 
 
 def by_expert_padded(choice: ExpertChoice, capacity: int) -> tuple[PlacedRows, Tensor]:
-    """The rows that are kept in `capacity` places of each expert, and that number for each.
+    """The kept rows, padded to `capacity` rows per expert, and that number for each expert."""
+    rows, rows_E = by_part_padded(choice, choice.num_experts, capacity)
+    return rows, torch.full_like(rows_E, capacity)
 
-    Nothing waits for the device.
+
+def by_part_padded(choice: ExpertChoice, parts: int, room: int) -> tuple[PlacedRows, Tensor]:
+    """The kept rows, padded to `room` rows per part, and the number of kept rows per expert.
+
+    Within a part, rows are sorted by expert and then by token, with the padding last. Runs without
+    synchronising with the device.
+
+    Args:
+        choice: chosen experts of the tokens.
+        parts: number of equal parts of the experts.
+        room: number of rows per part, including padding.
     """
     experts, chosen = choice.num_experts, choice.experts_TK
     if choice.kept_TK is not None:
         chosen = chosen.masked_fill(~choice.kept_TK, experts)
     sorted_R, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(len(order), device=order.device)
-    first_E = torch.searchsorted(sorted_R, torch.arange(experts + 1, device=order.device))
+    bounds = torch.arange(0, experts + 1, experts // parts, device=order.device)
+    first = torch.searchsorted(sorted_R, bounds)
+    part_R = sorted_R // (experts // parts)
     places = torch.empty_like(order)
-    taken = sorted_R * capacity + numbers - first_E[sorted_R]
-    places[order] = taken.masked_fill(sorted_R == experts, experts * capacity)
-    rows = PlacedRows(places.view(chosen.shape), experts * capacity)
-    return rows, torch.full_like(first_E[:-1], capacity)
+    taken = part_R * room + numbers - first[part_R]
+    places[order] = taken.masked_fill(part_R == parts, parts * room)
+    return PlacedRows(places.view(chosen.shape), parts * room), number_of_each(chosen, experts)
 
 
 Call = Callable[..., Tensor]
-"""A function and its arguments -> its result."""
+"""(function, *arguments) -> the function's result."""
 
 
 def plain_call(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-    """The call itself: the seam of what is run again."""
+    """Call the function; replaced when it is to be recomputed."""
     return function(*arguments)
 
 
 class MoE(LayerBlock):
-    """Each token through a few of many experts, and through those that see every token.
+    """Mixture of experts: each token passes its routed experts and all shared experts.
 
     Attributes:
-        dispatch: seam around the way to the experts and back.
+        dispatch: seam around dispatch, experts and combine.
         call_routed: seam around the routed experts.
-        call_shared: seam around the shared ones.
-        overlaps: whether the shared experts run while rows are under way.
+        call_shared: seam around the shared experts.
+        overlaps: whether shared experts run during dispatch and combine.
     """
 
     recomputed_as = "moe"
@@ -213,7 +231,7 @@ class MoE(LayerBlock):
 
 
 class _SharedBeside:
-    """Shared experts in two halves: into their inner features, and out of them."""
+    """Shared experts in two halves, one to overlap with dispatch and one with combine."""
 
     def __init__(self, experts: MLP, x_TH: Tensor) -> None:
         self._experts = experts

@@ -1,6 +1,6 @@
-"""One linear per group of rows: the experts of a layer, each on the tokens that chose it.
+"""Grouped linear layers: one weight per group of rows, as experts need.
 
-Shapes: E groups, T rows sorted by group, H features in, F features out.
+Shapes: E groups, T rows sorted by group, H input features, F output features.
 """
 
 from collections.abc import Callable
@@ -9,14 +9,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.model.layers import local
 
 
 class GroupedLinear(nn.Module):
-    """y = x W_e^T + b_e for the rows of each group e, with W [E, out, in]. Left uninitialised.
+    """y = x W_e^T + b_e for the rows of each group e, with W [E, out, in]; uninitialised.
 
     Attributes:
-        multiply: seam around the multiplication.
+        multiply: seam around the matrix multiplication.
     """
 
     bias: nn.Parameter | None
@@ -41,9 +42,9 @@ class GroupedLinear(nn.Module):
 
         Args:
             x_TH: rows sorted by group.
-            rows_E: int64, how many rows each group has; some may have none.
-            weights_T: weight of each row's bias; None: 1.
-            adds_bias: whether the bias is added here; its gradient is the same if not.
+            rows_E: int64 number of rows per group, possibly 0.
+            weights_T: weight of each row's bias; None: all 1.
+            adds_bias: whether to add the bias; its gradient is the same either way.
         """
         y_TF = self.multiply(x_TH, rows_E, self)
         if self.bias is None:
@@ -56,7 +57,7 @@ class GroupedLinear(nn.Module):
 
 
 def plain_multiply(x_TH: Tensor, rows_E: Tensor, linear: GroupedLinear) -> Tensor:
-    """The multiplication itself, under autograd: the seam of weight gradients that wait."""
+    """Grouped multiplication under autograd; replaced when weight gradients are deferred."""
     weight_EFH = local(linear.weight)
     if has_kernel(x_TH):
         return grouped_linear(x_TH, weight_EFH, rows_E, None)
@@ -65,14 +66,14 @@ def plain_multiply(x_TH: Tensor, rows_E: Tensor, linear: GroupedLinear) -> Tenso
 
 
 def group_ends(x_TH: Tensor, rows_E: Tensor) -> list[int] | None:
-    """Where each group ends, for which the host waits; None where the kernel looks itself."""
+    """End row of each group, which waits for the device; None where the kernel does not need it."""
     return None if has_kernel(x_TH) else list(accumulate(rows_E.tolist()))
 
 
 def grouped_linear(
     x_TH: Tensor, weight_EFH: Tensor, rows_E: Tensor, ends: list[int] | None
 ) -> Tensor:
-    """Rows of group e times W_e^T, without autograd: [T, H] -> [T, F]; `ends` of `group_ends`."""
+    """x W_e^T per group, without autograd: [T, H] -> [T, F]; `ends` is from `group_ends`."""
     if ends is None:
         return torch._grouped_mm(x_TH, weight_EFH.transpose(1, 2), offs=_ends(rows_E))
     y_TF = x_TH.new_empty(len(x_TH), weight_EFH.shape[1])
@@ -84,7 +85,7 @@ def grouped_linear(
 def grouped_weight_gradient(
     grad_TF: Tensor, x_TH: Tensor, rows_E: Tensor, ends: list[int] | None
 ) -> Tensor:
-    """[E, F, H]: zero for a group without rows; `ends` of `group_ends`."""
+    """Weight gradient [E, F, H], zero for empty groups; `ends` is from `group_ends`."""
     if ends is None:
         return torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
     grad = x_TH.new_empty(len(ends), grad_TF.shape[1], x_TH.shape[1])
@@ -94,10 +95,10 @@ def grouped_weight_gradient(
 
 
 def has_kernel(x_TH: Tensor) -> bool:
-    """Whether PyTorch multiplies all groups at once: bf16 on a GPU, rows of whole 16 bytes."""
-    return x_TH.is_cuda and x_TH.dtype == torch.bfloat16 and x_TH.shape[1] % 8 == 0
+    """Whether PyTorch has a grouped kernel: bf16 on a GPU, rows of a multiple of 16 bytes."""
+    return uses_gpu_kernels(x_TH) and x_TH.dtype == torch.bfloat16 and x_TH.shape[1] % 8 == 0
 
 
 def _ends(rows_E: Tensor) -> Tensor:
-    """Where each group ends, as the kernel wants it: the host need not know."""
+    """End row of each group on the device, without synchronising."""
     return rows_E.cumsum(0, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout: any slice equals that slice of the whole."""
+"""Weight initialisation that does not depend on the layout: every slice is a slice of the whole."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from fivefold.model.shape import canonical_name
 from fivefold.model.transformer import Stage
 
 _ROWS_PER_BLOCK = 256
-# What is added to the residual stream by each of 2 L branches is scaled as GPT-2 does, so that the
-# sum keeps its size.
+# The outputs of the 2 L residual branches are scaled down as in GPT-2, so that the variance of the
+# residual stream does not grow with depth.
 _RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
@@ -26,17 +26,17 @@ def init_slice(
 ) -> Tensor:
     """A slice of a parameter's initial value, on the CPU.
 
-    Every block of 256 rows has a generator of its own, seeded by (seed, name, block), so that a
-    rank makes only the blocks it holds part of.
+    Every block of 256 rows has its own generator, seeded by (seed, name, block), so that a rank
+    generates only the blocks that overlap its slice.
 
     Args:
         name: global name of the parameter, for example `layers.3.mlp.up_proj.weight`; a parameter
-            of experts, [E, out, in], is made expert by expert.
+            of experts, [E, out, in], is generated expert by expert.
         global_shape: shape of the whole parameter.
-        slices: one per dim, with a step of 1; they may be empty.
+        slices: one slice per dim, with step 1; slices may be empty.
         model: gives the standard deviation.
         seed: seed of the run.
-        dtype: type of the result; values are made in fp32.
+        dtype: dtype of the result; values are generated in fp32.
     """
     name = canonical_name(model, name)
     spans = [part.indices(size)[:2] for part, size in zip(slices, global_shape, strict=True)]
@@ -64,7 +64,7 @@ def _matrix(
     seed: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Some rows and columns of a normal matrix of these sizes."""
+    """A slice of a normally distributed matrix of shape `sizes`."""
     (first, last), (left, right) = spans
     out = torch.empty(max(0, last - first), max(0, right - left), dtype=dtype)
     if out.numel() == 0:
@@ -83,7 +83,7 @@ def _matrix(
 
 
 def initialise(stage: Stage, seed: int) -> None:
-    """Give every parameter of an unsharded stage its initial value, in place."""
+    """Initialise every parameter of an unsharded stage in place."""
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             whole = [slice(None)] * parameter.dim()

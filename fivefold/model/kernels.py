@@ -1,8 +1,8 @@
-"""Attention of one block of queries to one block of keys, forward and backward, in several ways.
+"""Attention kernels for one block of queries and one block of keys, forward and backward.
 
-A kernel gives the output and its log-sum-exp, with which blocks are merged; its backward takes the
-output and the log-sum-exp over *all* keys, so that blocks need not know of each other. Shapes:
-B batch, N query heads, G key/value heads, q queries, k keys, D features; tensors may be strided.
+The forward returns the output and its log-sum-exp, by which blocks are merged. The backward takes
+the output and log-sum-exp over *all* keys, so that blocks stay independent. Shapes: B batch,
+N query heads, G key/value heads, q queries, k keys, D features; tensors may be strided.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,15 +26,15 @@ from fivefold.model.cuda_kernels import (
 )
 
 Drop = Callable[[Tensor, Block, slice], Tensor]
-"""Drops probabilities [B, N, rows, k] of some rows of a block's queries, and scales the rest."""
+"""Drops probabilities [B, N, rows, k] of the given query rows of a block and rescales the rest."""
 
 Grads = tuple[Tensor, Tensor, Tensor]
-ROWS = 256  # queries that the plain kernel takes at a time: it holds their probabilities
+ROWS = 256  # queries per step of the plain kernel, which bounds the probabilities it holds
 ATEN = torch.ops.aten
 
 
 class BlockKernel(Protocol):
-    """One way to compute a block."""
+    """An implementation of attention on one block."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Output [B, N, q, D], and log-sum-exp [B, N, q] in at least fp32."""
@@ -42,11 +42,11 @@ class BlockKernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
-        """Of queries, keys and values; `out` and `lse` are those over all keys."""
+        """Gradients of q, k and v; `out` and `lse` are over all keys."""
 
 
 def choose_kernel(q: Tensor, v: Tensor, drop: Drop | None = None) -> BlockKernel:
-    """The fastest kernel for queries and values like these; only the plain one drops."""
+    """The fastest kernel that supports these queries and values; dropout needs the plain one."""
     if drop is not None:
         return Plain(drop)
     name = next(name for name, (_, lacking) in KERNELS.items() if not lacking(q, v))
@@ -56,7 +56,7 @@ def choose_kernel(q: Tensor, v: Tensor, drop: Drop | None = None) -> BlockKernel
 
 
 def visible(block: Block, device: torch.device) -> Tensor | None:
-    """Which of its keys each query of a block sees: bool [q, k], or None if all."""
+    """Mask of the keys each query of a block sees: bool [q, k]; None if all."""
     if block.kind == Visibility.FULL:
         return None
     q = torch.arange(block.q[1] - block.q[0], device=device)[:, None] + block.shift
@@ -67,10 +67,10 @@ def visible(block: Block, device: torch.device) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Plain:
-    """The definition, some queries at a time, with softmax and sums in at least fp32.
+    """Attention by its definition, `ROWS` queries at a time, with sums in at least fp32.
 
     Attributes:
-        drop: what drops probabilities; it must drop the same ones in the backward.
+        drop: dropout of the probabilities; must drop the same elements in the backward.
     """
 
     drop: Drop | None = None
@@ -119,7 +119,7 @@ def _rows(q: Tensor) -> Iterator[slice]:
 
 
 def _grouped(x: Tensor, keys: Tensor) -> Tensor:
-    """[B, N, ...] as [B, G, N / G, ...]: the query heads of each key/value head."""
+    """[B, N, ...] -> [B, G, N / G, ...]: query heads grouped by key/value head."""
     return x.unflatten(1, (keys.shape[1], -1))
 
 
@@ -131,10 +131,10 @@ def _scores(q: Tensor, k: Tensor, seen: Tensor | None, rows: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class Padded:
-    """A kernel for heads of one size, given values of fewer features than queries and keys.
+    """Adapter for values with fewer features than queries and keys: pads them with zeros.
 
     Attributes:
-        kernel: kernel that computes with values padded by zeros.
+        kernel: kernel that needs equal feature sizes.
     """
 
     kernel: BlockKernel
@@ -158,7 +158,7 @@ def _padded(x: Tensor, like: Tensor) -> Tensor:
 
 
 class FlashOnCpu:
-    """PyTorch's tiled kernel for CPUs: any type, fp64 too; heads shared without copies."""
+    """PyTorch's tiled CPU kernel: any dtype including fp64, grouped heads without copies."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `BlockKernel`."""
@@ -178,7 +178,7 @@ class FlashOnCpu:
 
 
 def _bias(q: Tensor, block: Block) -> Tensor | None:
-    """What is added to the scores of a BAND: 0 or minus infinity."""
+    """Additive mask of a BAND: 0 or minus infinity; None for other blocks."""
     if block.kind != Visibility.BAND:
         return None
     seen = visible(block, q.device)
@@ -193,7 +193,7 @@ def _lacking_on_cpu(q: Tensor) -> str:
 
 
 def _with_values(lacking: Callable[[Tensor], str]) -> Callable[[Tensor, Tensor], str]:
-    """What a kernel for heads of one size lacks, its values being padded to that of its queries."""
+    """Extends a check of queries to values, which are padded to the size of queries."""
 
     def lacks(q: Tensor, v: Tensor) -> str:
         if v.shape[-1] <= q.shape[-1]:
@@ -213,4 +213,4 @@ KERNELS: Mapping[str, tuple[BlockKernel, Callable[[Tensor, Tensor], str]]] = Map
         "plain": (Plain(), lambda q, v: ""),
     }
 )
-"""By name, the fastest first: the kernel, and what it lacks for such tensors ('' if nothing)."""
+"""By name, fastest first: the kernel, and why it does not support given tensors ('' if it does)."""

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (MLA): keys and values of all heads from one small latent a token.
+"""Multi-head latent attention (MLA): keys and values of all heads come from one small latent.
 
-DeepSeek-V2 (2024): the hidden state is projected down to a latent of the queries and one of keys
-and values, each is normalised and projected up to the heads. Positions have features of their own:
-rotary ones beside each head's others, for which all heads share one key. Shapes: T tokens, B rows,
-S tokens of a row, N heads of this rank, Q and C features of the latents, R rotary features, D and
-V features of a head's queries and values.
+DeepSeek-V2 (2024): the hidden state is projected down to one latent for queries and one for keys
+and values; each is normalised and projected up to the heads. Separate rotary features carry the
+positions; all heads share one rotary key. Shapes: T tokens, B rows, S tokens of a row, N heads of
+this rank, Q and C features of the latents, R rotary features, D and V features of a head's queries
+and values.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 def plain_up(make: Callable[[], Heads], attend: Callable[..., Tensor]) -> Tensor:
-    """Attention to what was made of the latents: the seam of heads that are made again."""
+    """Project latents up, then attend; replaced when queries, keys and values are recomputed."""
     return attend(*make())
 
 
 class LatentAttention(AttentionBlock):
-    """Projections down to latents and up to heads, decoupled RoPE, the kernel, the output.
+    """Down- and up-projections, decoupled RoPE, attention kernel and output projection.
 
     Attributes:
-        up: seam around the projections up to the heads, and the kernel.
+        up: seam around the up-projections and the kernel.
     """
 
     has_latents = True
@@ -63,7 +63,7 @@ class LatentAttention(AttentionBlock):
         self.up = plain_up
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
-        """[T, H] -> [T, H]; attends within the rows, and the documents, of `context`."""
+        """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         latents = self._down(x_TH)
         scope, drop = self._scope(context), self._drop(context)
         if self.latent_kernel is None:
@@ -74,9 +74,9 @@ class LatentAttention(AttentionBlock):
         return self.row(out_BSNV.flatten(2).flatten(0, 1), self.o_proj)
 
     def _down(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What queries are made of, the normed latent of keys and values, the shared key.
+        """Input of the query projection, normalised key/value latent, and shared rotary key.
 
-        The last two are copies, so that neither keeps the memory of the other.
+        The last two are copies, so that neither keeps the other's memory alive.
         """
         if self.q_a_proj is None or self.q_a_layernorm is None:
             query, (kv_TC,) = x_TH, self.whole(x_TH, self.kv_a_proj)
@@ -141,14 +141,14 @@ class LatentAttention(AttentionBlock):
 
 
 def _by_rows(x_TF: Tensor, context: Context, heads: int) -> Tensor:
-    """[T, F] as [B, S, heads, F / heads]."""
+    """[T, F] -> [B, S, heads, F / heads]."""
     return x_TF.view(context.rows, x_TF.shape[0] // context.rows, heads, -1)
 
 
 class _Joined(torch.autograd.Function):
-    """Keys and values of their own memory, from what was projected up and the shared rotary key.
+    """Contiguous keys and values, from the up-projection and the shared rotary key.
 
-    Nothing is kept for the backward.
+    Saves nothing for the backward.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The operations of latent attention before its scores, and what each costs; torch-free."""
+"""The operations of latent attention before its scores, and their costs; torch-free."""
 
 from dataclasses import dataclass
 
@@ -8,34 +8,35 @@ from fivefold.model.running import Running
 
 @dataclass(frozen=True, kw_only=True)
 class LatentDown(Operation):
-    """Linear layers into the latents of queries, and of keys and values: whole on every rank.
+    """Down-projections into the latents of queries and of keys and values; replicated over TP.
 
     Attributes:
         inputs: features of a token.
-        norms: normalisations of the latents.
+        norms: number of latent normalisations.
     """
 
     inputs: int
     norms: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Its input, as the multiplication reads it."""
+        """Its input, in the dtype of the matrix multiplication."""
         size = running.input_bytes * self.inputs / running.token_parts
         return (Kept(self.name, (size,), ("layernorm",)),)
 
     def deferred(self, running: Running) -> float:
-        """Its input; gradients of latents are small beside those of heads."""
+        """Its input; gradients of the latents are negligible."""
         return running.input_bytes * self.inputs / running.token_parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentUp(Operation):
-    """Linear layers from latents to the heads of a rank.
+    """Up-projections from latents to this rank's heads.
 
     Attributes:
         latents: features of all latents together.
-        uncompressed: features of the hidden state, where queries are made of it; else 0.
-        keys: those of them that keys and values are made of.
+        keys: features of the key/value latent, included in `latents`.
+        uncompressed: features of the hidden state if queries are projected from it directly;
+            else 0.
         shared: rotary features of the key that all heads share.
         outputs: features of queries, keys and values together.
     """
@@ -47,9 +48,9 @@ class LatentUp(Operation):
     outputs: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The latents before and after their norms; the shared key to make keys again of.
+        """The latents before and after their norms, and the shared key if it is recomputed from.
 
-        Latents of keys and values that are gathered are kept with attention, whole.
+        If ranks gather key/value latents, the gathered ones count with attention instead.
         """
         before = running.element_bytes * self.latents / running.token_parts
         read = self.latents - (self.keys if running.gathers_latents else 0)
@@ -63,7 +64,7 @@ class LatentUp(Operation):
         return running.element_bytes * self.outputs / running.tensor_parallel
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """As of column-parallel layers of the latents; the shared key is not gathered again."""
+        """As for column-parallel layers of the latents; the shared key is not gathered again."""
         inputs = self.latents + self.uncompressed
         if sequence_parallel:
             return inputs + self.shared, 2 * inputs + self.shared

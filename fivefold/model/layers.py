@@ -1,8 +1,8 @@
-"""The leaves of the model, and the plain seams between them.
+"""The basic modules of the model, and the plain versions of its seams.
 
-A seam is a plain callable in an attribute: tensor parallelism puts its own in the place of
-`plain_column`, `plain_row` and `plain_lookup`, and leaves everything else as it is.
-Shapes: T tokens, H features in, F features out, V vocabulary.
+A seam is an attribute that holds a plain callable. Tensor parallelism replaces `plain_column`,
+`plain_row` and `plain_lookup` with its own and leaves everything else unchanged. Shapes: T tokens,
+H input features, F output features, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from fivefold.config.model import ModelConfig
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank computes with: a DTensor's local part, any other tensor itself."""
+    """This rank's part of a DTensor; any other tensor itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -25,7 +25,7 @@ class Linear(nn.Module):
     """y = x W^T + b, with W [out, in]. Parameters are left uninitialised.
 
     Attributes:
-        used: rows of the weight that this rank multiplies with; None: all that it holds.
+        used: rows of the weight that this rank multiplies with; None: all it holds.
     """
 
     bias: nn.Parameter | None
@@ -43,46 +43,46 @@ class Linear(nn.Module):
 
 
 class Column(Protocol):
-    """Several linears on one input; under tensor parallelism each gives this rank's features."""
+    """Several linears of one input; under tensor parallelism each returns this rank's features."""
 
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """[T, in] -> one [T, out] per linear."""
 
 
 Row = Callable[[Tensor, Linear], Tensor]
-"""A linear on this rank's input features, summed over the ranks before its bias is added."""
+"""A linear of this rank's input features, summed over the ranks before its bias is added."""
 
 
 def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-    """Every linear applied to the same input: the seam of output-sharded (column) parallelism."""
+    """Apply every linear to the same input; replaced by column (output-sharded) parallelism."""
     return tuple(linear(x_TH) for linear in linears)
 
 
 Spread = Callable[[Tensor], Tensor]
-"""Features [T, F] that the heads of all ranks share, of all tokens of these ranks."""
+"""[T of this rank, F] -> [T of all tensor-parallel ranks, F], for features all heads share."""
 
 
 def plain_spread(x_TF: Tensor) -> Tensor:
-    """The features themselves: the seam of heads that ranks divide."""
+    """The features unchanged; replaced where ranks split the heads."""
     return x_TF
 
 
 def plain_row(x_TF: Tensor, linear: Linear) -> Tensor:
-    """The linear itself: the seam of input-sharded (row) parallelism."""
+    """Apply the linear; replaced by row (input-sharded) parallelism."""
     y_TH: Tensor = linear(x_TF)
     return y_TH
 
 
 class LayerBlock(nn.Module):
-    """A module behind a norm, whose result is added to the residual stream: [T, H] -> [T, H].
+    """Base of attention and MLP: follows a norm and is added to the residual stream.
 
     Attributes:
         column: seam around the linears that read the hidden states.
-        row: seam around the linear that gives them.
+        row: seam around the linear that returns to the residual stream.
         whole: seam around linears of the hidden states that every rank holds whole.
-        spread: seam around what all heads share and no linear of a rank's heads reads.
-        recomputed_as: recomputed module (Megatron's name) that runs it again; empty: none.
-        compiles: whether torch.compile can see it as a whole.
+        spread: seam around features that all heads share and no column-parallel linear reads.
+        recomputed_as: Megatron's name in recompute_modules that reruns this block; empty: none.
+        compiles: whether torch.compile can trace it as a whole.
     """
 
     recomputed_as = ""
@@ -96,7 +96,7 @@ class LayerBlock(nn.Module):
         self.spread: Spread = plain_spread
 
     def split(self, rank: int, ranks: int) -> None:
-        """Take one rank's heads, where `ranks` split them; most blocks have none."""
+        """Take one rank's heads where `ranks` split them; blocks without heads ignore it."""
 
 
 class Embedding(nn.Module):
@@ -113,7 +113,7 @@ class Embedding(nn.Module):
 
 
 def plain_lookup(indices_T: Tensor, embedding: Embedding) -> Tensor:
-    """The rows themselves: the seam of a vocabulary that is sharded."""
+    """Look up rows of the table; replaced when the vocabulary is sharded."""
     return F.embedding(indices_T, local(embedding.weight))
 
 
@@ -127,13 +127,13 @@ class LayerNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised over the last dim."""
+        """x normalised over the last dim."""
         weight = local(self.weight)
         return F.layer_norm(x, weight.shape, weight, local(self.bias), self.epsilon)
 
 
 class RMSNorm(nn.Module):
-    """Division by the root mean square over the last dim (Zhang and Sennrich 2019)."""
+    """x divided by its root mean square over the last dim (Zhang and Sennrich 2019)."""
 
     def __init__(self, features: int, epsilon: float) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised over the last dim; the statistics are in at least fp32."""
+        """x normalised over the last dim, with statistics in at least fp32."""
         weight = local(self.weight)
         if x.is_cuda:
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
@@ -150,13 +150,13 @@ class RMSNorm(nn.Module):
 
 
 def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
-    """The model's kind of normalisation, by default of the residual stream."""
+    """The model's kind of normalisation; by default over the residual stream's features."""
     kind = LayerNorm if model.normalization == "LayerNorm" else RMSNorm
     return kind(features or model.hidden_size, model.norm_epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """PyTorch fuses this on GPUs only; this one runs its backward on a CPU four times as fast."""
+    """RMSNorm for CPUs, where PyTorch does not fuse it: its backward is four times as fast."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

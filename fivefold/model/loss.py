@@ -1,4 +1,4 @@
-"""Cross entropy, summed over tokens: whoever divides by the number of tokens does it once."""
+"""Cross entropy, summed over tokens; the caller divides once by the number of valid tokens."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-"""The label of a token that takes no loss."""
+"""The label of a token that the loss ignores."""
 
 
 def cross_entropy(
@@ -20,11 +20,11 @@ def cross_entropy(
     """Sum of the token losses, a scalar in fp32 (fp64 for fp64 logits).
 
     Args:
-        logits_TV: over the padded vocabulary; padding entries have no probability.
+        logits_TV: logits over the padded vocabulary; padding entries get no probability.
         labels_T: int64 below `vocab_size`, or IGNORED.
-        vocab_size: entries of the true vocabulary.
-        label_smoothing: probability that is spread evenly over the true vocabulary.
-        weights_T: weight of each token's loss; None if all weigh one.
+        vocab_size: size of the unpadded vocabulary.
+        label_smoothing: probability spread evenly over the unpadded vocabulary.
+        weights_T: weight of each token's loss; None: all 1.
     """
     weights_T = token_weights(labels_T, weights_T, logits_TV.dtype)
     loss: Tensor = _CrossEntropy.apply(
@@ -40,7 +40,7 @@ def token_weights(labels_T: Tensor, weights_T: Tensor | None, dtype: torch.dtype
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits and their log-sum-exp; the only [T, V] it makes is the gradient."""
+    """Saves the logits and their log-sum-exp; allocates one [T, V] tensor, the gradient."""
 
     @staticmethod
     def forward(

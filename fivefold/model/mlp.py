@@ -23,11 +23,11 @@ class MLP(LayerBlock):
         self.model = model
 
     def forward(self, x_TH: Tensor, context: Context | None = None) -> Tensor:
-        """[T, H] -> [T, H]; tokens have no effect on each other."""
+        """[T, H] -> [T, H], independently for each token."""
         return self.outer(self.inner(x_TH))
 
     def inner(self, x_TH: Tensor) -> Tensor:
-        """[T, H] -> [T, F], activated."""
+        """[T, H] -> [T, F], after the activation."""
         linears = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
         return activated(self.model, self.column(x_TH, *linears))
 

@@ -1,10 +1,10 @@
-"""The operations that transformer layers are made of, and what each costs; torch-free.
+"""The operations that transformer layers are made of, and their costs; torch-free.
 
 A layer's description (`model.description`) is a short list of these. Parameters, FLOPs, kept
-activations, communication, times and memory are all derived from it. Sources of the kept bytes:
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), with
-what fused attention, gated MLPs, experts, latents and 8-bit inputs change of it. A tensor that two
-operations keep is counted once, with the first that keeps it.
+activations, communication, times and memory are all derived from it. Kept bytes follow
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), extended
+to fused attention, gated MLPs, experts, latents and 8-bit inputs. A tensor that two operations keep
+is counted once, with the first.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Literal
 from fivefold.config.model import ModelConfig
 from fivefold.model.running import Running
 
-LOG_SUM_EXP = 4  # bytes, fp32; fp64 keeps its own
+LOG_SUM_EXP = 4  # bytes per value, fp32; with fp64 as the compute dtype it takes 8
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class Weight:
     """One parameter.
 
     Attributes:
-        name: name in the layer, or in the model.
-        shape: global shape; of experts [experts, out, in].
-        split: dimension that tensor-parallel ranks divide; None: each rank holds it whole.
-        heads: heads in that dimension, none of which is divided: where the ranks do not divide
-            their number, each rank holds all; 0: no heads.
-        of_experts: whether the first dimension is divided over expert-parallel ranks, and the
-            rest over expert-tensor-parallel ones.
-        multiplies: whether a linear layer multiplies with it.
-        sees: what a whole weight works on, which decides whether tensor-parallel ranks each have
-            a part of its gradient: all "tokens", or part of the "heads".
+        name: name within the layer or the model.
+        shape: global shape; [experts, out, in] for experts.
+        split: dim that tensor-parallel ranks split; None: each rank holds the whole parameter.
+        heads: number of heads in that dim, which are never split: if the number of ranks does not
+            divide it, each rank holds all heads; 0: no heads.
+        of_experts: whether the first dim is split over expert-parallel ranks, and `split` over
+            expert-tensor-parallel ones.
+        multiplies: whether it is the weight matrix of a linear layer.
+        sees: what an unsplit weight is applied to: all "tokens", or this rank's "heads". Decides
+            whether each tensor-parallel rank computes only part of its gradient.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Weight:
         return prod(self.shape)
 
     def placed(self, tp: int) -> int | None:
-        """The dimension that `tp` ranks divide."""
+        """The dim that `tp` ranks split; None if each holds the whole parameter."""
         return None if self.heads % tp else self.split
 
     def local(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, ...]:
-        """The shape that one rank holds, before data-parallel sharding."""
+        """The shape on one rank, before data-parallel sharding."""
         shape, ranks = list(self.shape), etp if self.of_experts else tp
         if self.of_experts:
             shape[0] //= ep
@@ -62,7 +62,7 @@ class Weight:
         return tuple(shape)
 
     def is_partial(self, tp: int, *, sequence_parallel: bool) -> bool:
-        """Whether each tensor-parallel rank computes a part of the gradient of the whole weight."""
+        """Whether each tensor-parallel rank computes only part of an unsplit weight's gradient."""
         if self.of_experts or self.placed(tp) is not None:
             return False
         return self.sees == "heads" or self.split is not None or sequence_parallel
@@ -70,19 +70,23 @@ class Weight:
 
 @dataclass(frozen=True)
 class Kept:
-    """What an operation keeps from its forward to its backward.
+    """One item that an operation keeps from its forward to its backward.
 
     Attributes:
-        name: item of the breakdown of activations.
-        tensors: bytes per token of each tensor.
-        remade_by: recomputed modules (Megatron's names) that make it again instead.
+        name: name of the item in the breakdown of activations.
+        tensors: size of each tensor, bytes per token.
+        remade_by: recomputed modules (Megatron's names) that recompute it instead.
         moved_by: offloaded module that moves it to host memory; empty: the item's own name.
+        stays: whether it is kept even if the whole layer is recomputed.
+        held_by: item that counts it unless it is offloaded; offloaded alone, it is on both sides.
     """
 
     name: str
     tensors: tuple[float, ...]
     remade_by: tuple[str, ...] = ()
     moved_by: str = ""
+    stays: bool = False
+    held_by: str = ""
 
     @property
     def size(self) -> float:
@@ -91,18 +95,18 @@ class Kept:
 
     @property
     def module(self) -> str:
-        """The offloaded module that moves it."""
+        """The offloaded module that moves it to host memory."""
         return self.moved_by or self.name
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a layer; those that only pass tensors on keep and send nothing.
+    """One operation of a layer. By default it keeps and sends nothing.
 
     Attributes:
         name: name in the breakdown of times.
-        weights: parameters.
-        rerun_by: recomputed modules (Megatron's names) that run it again in the backward.
+        weights: its parameters.
+        rerun_by: recomputed modules (Megatron's names) that rerun it in the backward.
     """
 
     name: str
@@ -111,31 +115,33 @@ class Operation:
 
     @property
     def multiplied(self) -> tuple[Weight, ...]:
-        """The weights of linear layers."""
+        """Its weights that are matrices of linear layers."""
         return tuple(weight for weight in self.weights if weight.multiplies)
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """What it keeps for its backward, on one rank."""
+        """What it keeps for its backward on one rank."""
         return ()
 
     def deferred(self, running: Running) -> float:
-        """Bytes per token that its weight gradients need when they are computed later."""
+        """Bytes per token kept for its weight gradients when these are deferred."""
         return 0.0
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """What tensor-parallel ranks send in the forward and in the backward: features of a token,
-        of which each rank sends (t-1)/t for all tokens."""
+        """Features per token that tensor-parallel ranks exchange in (forward, backward).
+
+        Each of t ranks sends (t-1)/t of them, for all tokens.
+        """
         return 0, 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Norm(Operation):
-    """A normalisation of features.
+    """A normalisation.
 
     Attributes:
-        features: features of a token that are normalised on all ranks together.
-        heads: (all query heads, all key heads), where each head is normalised by itself.
-        shared_input: whether another item counts the input.
+        features: normalised features of a token, over all ranks.
+        heads: (query heads, key heads) of the model, if each head is normalised separately.
+        shared_input: whether another item already counts the input.
     """
 
     features: int
@@ -157,12 +163,12 @@ class Norm(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Residual(Operation):
-    """The sum with the residual stream, after a bias and dropout.
+    """The sum with the residual stream, after bias and dropout.
 
     Attributes:
         features: features of the residual stream.
-        dropout: whether values are dropped before the sum.
-        mask: item under which the mask of the dropout is kept.
+        dropout: whether dropout precedes the sum.
+        mask: item under which the dropout mask is kept.
     """
 
     features: int
@@ -170,20 +176,20 @@ class Residual(Operation):
     mask: str
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """A byte a value that may be dropped."""
+        """One byte per value that can be dropped."""
         size = self.features / running.token_parts if self.dropout else 0.0
         return (Kept(self.mask, (size,)),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnLinear(Operation):
-    """Linear layers of the residual stream whose outputs tensor-parallel ranks divide.
+    """Column-parallel linear layers of the residual stream: ranks split their outputs.
 
     Attributes:
         inputs: features of a token.
-        outputs: features of all results together.
-        shared_input: whether another item counts the input.
-        remade_by: recomputed modules that make the input again.
+        outputs: output features of all its linears, over all ranks.
+        shared_input: whether another item already counts the input.
+        remade_by: recomputed modules that recompute the input.
     """
 
     inputs: int
@@ -192,39 +198,40 @@ class ColumnLinear(Operation):
     remade_by: tuple[str, ...] = ()
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Its input, as the multiplication reads it."""
+        """Its input, in the dtype of the matrix multiplication."""
         if self.shared_input:
             return ()
         size = running.input_bytes * self.inputs / running.token_parts
         return (Kept(self.name, (size,), self.remade_by),)
 
     def deferred(self, running: Running) -> float:
-        """Input and gradients of the outputs."""
+        """The input, and the gradients of the outputs."""
         x = 0.0 if self.shared_input else running.input_bytes * self.inputs / running.token_parts
         return x + running.element_bytes * self.outputs / running.tensor_parallel
 
     def working(self, running: Running) -> float:
-        """Bytes per token of gradients that are there when its weight gradient is computed.
+        """Bytes per token of gradients alive while its weight gradient is computed.
 
-        dY of the residual stream, those of its outputs, dX, and the input if it is gathered.
+        These are the gradient of the residual stream, those of its outputs and of its input, and
+        the gathered input with sequence parallelism.
         """
         h = self.inputs
         around = h / running.token_parts + (2 * h if running.sequence_parallel else h)
         return running.element_bytes * (around + self.outputs / running.tensor_parallel)
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """The input is gathered, again for dW, and dX reduced; or dX is summed."""
+        """Sequence-parallel: gather x, again for dW, reduce-scatter dX; else all-reduce dX."""
         return (self.inputs if sequence_parallel else 0), 2 * self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLinear(Operation):
-    """A linear layer into the residual stream whose inputs tensor-parallel ranks divide.
+    """A row-parallel linear layer into the residual stream: ranks split its inputs.
 
     Attributes:
-        inputs: features of a token on all ranks together.
-        outputs: features of the result.
-        remade_by: recomputed modules that make the input again.
+        inputs: input features of a token, over all ranks.
+        outputs: output features.
+        remade_by: recomputed modules that recompute the input.
     """
 
     inputs: int
@@ -232,29 +239,29 @@ class RowLinear(Operation):
     remade_by: tuple[str, ...] = ()
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Its input, as the multiplication reads it."""
+        """Its input, in the dtype of the matrix multiplication."""
         size = running.input_bytes * self.inputs / running.tensor_parallel
         return (Kept(self.name, (size,), self.remade_by),)
 
     def deferred(self, running: Running) -> float:
-        """Input and gradient of the output."""
+        """The input, and the gradient of the output."""
         x = running.input_bytes * self.inputs / running.tensor_parallel
         return x + running.element_bytes * self.outputs
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """The result is reduced and dY gathered; or the result is summed."""
+        """Sequence-parallel: reduce-scatter y, gather dY; else all-reduce y."""
         return (self.outputs, self.outputs) if sequence_parallel else (2 * self.outputs, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreAttention(Operation):
-    """Scores, softmax and the sum of values, of heads that tensor-parallel ranks divide.
+    """Scores, softmax and the weighted sum of values, for heads that tensor-parallel ranks split.
 
     Attributes:
-        model: heads and their features.
-        from_latents: whether queries, keys and values can be made again from latents.
-        sent_latent: features of a latent that context-parallel ranks gather instead of keys and
-            values; 0: these.
+        model: gives the heads and their features.
+        from_latents: whether queries, keys and values can be recomputed from latents.
+        sent_latent: features of the latent that context-parallel ranks gather instead of keys and
+            values; 0: they gather keys and values.
     """
 
     model: ModelConfig = field(repr=False)
@@ -263,15 +270,16 @@ class CoreAttention(Operation):
 
     @property
     def flops_per_key(self) -> int:
-        """FLOPs of a token for each key that it attends to."""
+        """FLOPs of one query token per key it attends to."""
         return 2 * (self.model.q_size + self.model.attention_size)
 
     def key_value_features(self, tp: int, *, gathered: bool) -> int:
-        """Features of a token that context-parallel ranks send of keys and values.
+        """Features per token of the keys and values that context-parallel ranks exchange.
 
         Args:
-            tp: ranks that divide the heads.
-            gathered: whether they are gathered, and not sent in turn or for other heads.
+            tp: ranks that split the heads.
+            gathered: whether they are all-gathered, rather than passed on in a ring or exchanged by
+                all-to-all.
         """
         model = self.model
         heads = max(model.num_kv_heads // tp, 1)
@@ -279,8 +287,10 @@ class CoreAttention(Operation):
         return self.sent_latent if self.sent_latent and gathered else whole
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Queries, keys and values, or the latents of these; sums of exponentials, or scores and
-        what dropout leaves."""
+        """Queries, keys and values or their latents; softmax statistics or unfused scores; output.
+
+        The output is also the input of the output projection.
+        """
         model = self.model
         latent = running.element_bytes * self.sent_latent
         attended = (
@@ -292,29 +302,41 @@ class CoreAttention(Operation):
             attended = attended[0], latent, 0.0
         remade = ("mla_up_proj",) if self.from_latents else ()
         scores = Kept("attn_scores", (self._scores(running),), ("core_attn",), "core_attn")
-        return Kept("core_attn", attended, remade), scores
+        apart = self._keeps_matrix(running) or running.input_bytes < running.element_bytes
+        result = Kept(
+            "attn_output",
+            (0.0 if apart else running.by_heads(model.attention_size),),
+            ("core_attn",),
+            "core_attn",
+            held_by="attn_proj",
+        )
+        return Kept("core_attn", attended, remade), scores, result
 
     def _scores(self, running: Running) -> float:
         model, element = self.model, running.element_bytes
         heads = model.num_attention_heads
-        if running.fused_attention and not model.attention_dropout:
+        if not self._keeps_matrix(running):
             narrower = running.input_bytes < element
             output = element * model.attention_size if narrower else 0.0
             return (max(LOG_SUM_EXP, element) * heads + output) / running.tensor_parallel
         per_score = element + (element + 1 if model.attention_dropout else 0)
         return per_score * heads * running.seq_length / running.tensor_parallel
 
+    def _keeps_matrix(self, running: Running) -> bool:
+        """Whether the unfused scores are kept instead of softmax statistics and the output."""
+        return not running.fused_attention or bool(self.model.attention_dropout)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Activation(Operation):
-    """The activation of an MLP's inner features, and its gate.
+    """The activation of an MLP's inner features, with its gate.
 
     Attributes:
         item: item under which its inputs are kept; empty: another item counts them.
-        features: inner features on all ranks together.
-        widths: tensors of so many features that it keeps; its output apart.
-        copies: experts that each token is sent to, of which each has these features; 0: none.
-        remade_by: recomputed modules that make its inputs again.
+        features: inner features over all ranks; with experts, of one expert.
+        widths: number of tensors of that width it keeps, besides its output.
+        copies: experts per token; 0: no experts.
+        remade_by: recomputed modules that recompute its inputs.
     """
 
     item: str = ""
@@ -327,17 +349,17 @@ class Activation(Operation):
         """Its inputs."""
         if not self.item:
             return ()
-        size = running.element_bytes * self.widths
+        size = running.element_bytes
         if self.copies:
             size *= self.features / running.expert_tensor_parallel * running.rows(self.copies)
         else:
             size *= self.features / running.tensor_parallel
-        return (Kept(self.item, (size,), self.remade_by),)
+        return (Kept(self.item, (size,) * self.widths, self.remade_by),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionInput(Operation):
-    """What stands around a layer of multi-token prediction: three norms and a projection 2h -> h.
+    """The start of a multi-token prediction layer: three norms and a projection 2h -> h.
 
     Attributes:
         features: features of the hidden state.
@@ -346,9 +368,9 @@ class PredictionInput(Operation):
     features: int
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The embedding, the input of the last norm, and that of the projection.
+        """The embedding, the inputs of the projection and of the last norm.
 
-        The state before, which the first norm reads, counts with those that predict.
+        The previous state, which the first norm reads, counts with the states predicted from.
         """
         size = self.features / running.token_parts
         return (
@@ -357,11 +379,13 @@ class PredictionInput(Operation):
         )
 
     def deferred(self, running: Running) -> float:
-        """Input of the projection, and the gradient of its output."""
+        """The input of the projection, and the gradient of its output."""
         outputs = running.element_bytes * self.features / running.tensor_parallel
         return 2 * running.input_bytes * self.features / running.token_parts + outputs
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """As of a column-parallel layer of two hidden states; without sequence parallelism its
-        features are gathered besides."""
+        """As for a column-parallel layer of two hidden states.
+
+        Without sequence parallelism its outputs are gathered as well.
+        """
         return (2 if sequence_parallel else 1) * self.features, 4 * self.features

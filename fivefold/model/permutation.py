@@ -1,7 +1,7 @@
-"""Copies of tokens in another order, one for each place where a token is to be computed.
+"""Copying tokens into rows for experts or ranks, and summing the rows back per token.
 
-A token has S slots, each for one copy at most: the experts, or the ranks, that it is sent to. Rows
-are the slots that are taken, in an order of their own. Shapes: T tokens, S slots, R rows.
+A token has S slots, each for at most one copy: its experts, or the ranks it is sent to. Rows are
+the occupied slots, in any order. Shapes: T tokens, S slots, R rows.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fivefold.mesh.device import uses_gpu_kernels
+
 
 @dataclass(frozen=True)
 class Rows:
     """Which slots are rows, and in which order.
 
     Attributes:
-        slots_R: t * S + s of every row, int64; no two are equal.
+        slots_R: slot of each row, t * S + s, int64, all different.
         tokens: T.
         per_token: S.
     """
@@ -28,31 +30,49 @@ class Rows:
 
     @property
     def tokens_R(self) -> Tensor:
-        """The token of every row."""
+        """The token index of each row."""
         return self.slots_R if self.per_token == 1 else self.slots_R // self.per_token
 
     def spread(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [R, ...]: every row is its token."""
-        y: Tensor = _SpreadRows.apply(x, self)
+        """[T, ...] -> [R, ...]: copy each token to its rows."""
+        y: Tensor = _SpreadFn.apply(x, self)
         return y
 
     def collect(self, x: Tensor) -> Tensor:
-        """[R, ...] -> [T, ...]: every token is the sum of its rows, in the order of its slots."""
-        y: Tensor = _CollectRows.apply(x, self)
+        """[R, ...] -> [T, ...]: sum each token's rows, in slot order."""
+        y: Tensor = _CollectFn.apply(x, self)
         return y
 
+    def spread_values(self, x: Tensor) -> Tensor:
+        """`spread`, not differentiable."""
+        return x.index_select(0, self.tokens_R)
+
+    def collected(self, x: Tensor) -> Tensor:
+        """`collect`, not differentiable."""
+        return _collected(x, self)
+
     def take(self, values_TS: Tensor) -> Tensor:
-        """[T, S] -> [R]: every row has the value of its slot."""
+        """[T, S] -> [R]: the value of each row's slot."""
         return values_TS.flatten()[self.slots_R]
 
 
+def number_of_each(values: Tensor, count: int) -> Tensor:
+    """[count] how often each integer below `count` occurs in `values`, which may contain `count`.
+
+    Unlike bincount, it does not synchronise with the device.
+    """
+    flat = values.flatten()
+    ones = flat.new_ones(1).expand_as(flat)
+    return flat.new_zeros(count + 1).scatter_add_(0, flat, ones)[:count]
+
+
 def _collected(x: Tensor, rows: Rows) -> Tensor:
-    """No atomic sums: every token adds up its rows, in the order of its slots."""
+    """Sums each token's rows in slot order; without atomics, so it is deterministic."""
     taken, slots = len(rows.slots_R), rows.tokens * rows.per_token
     shape = rows.tokens, *x.shape[1:]
     if taken == 0:
         return x.new_zeros(shape)
-    # Where each slot's row is, if every slot has one.
+    # The row of each slot, if every slot is occupied.
     order = None
     if taken == slots:
         order = torch.empty_like(rows.slots_R)
@@ -74,89 +94,70 @@ def _collected(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _sums_exactly(x: Tensor) -> bool:
-    """Whether bags are summed without a copy in at least fp32: bf16 not on the CPU."""
-    return x.is_cuda or x.dtype in (torch.float32, torch.float64)
+    """Whether embedding_bag sums in at least fp32 without a copy: not for bf16 on the CPU."""
+    return uses_gpu_kernels(x) or x.dtype in (torch.float32, torch.float64)
 
 
-class _SpreadRows(torch.autograd.Function):
+class _SpreadFn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: "Rows | PlacedRows") -> Tensor:
         ctx.rows = rows
-        return x.index_select(0, rows.tokens_R)
+        return rows.spread_values(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _collected(grad, ctx.rows), None
+        return ctx.rows.collected(grad), None
 
 
-class _CollectRows(torch.autograd.Function):
+class _CollectFn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: "Rows | PlacedRows") -> Tensor:
         ctx.rows = rows
-        return _collected(x, rows)
+        return rows.collected(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.rows.tokens_R), None
+        return ctx.rows.spread_values(grad), None
 
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows in fixed places of a list that is longer, where nobody need know how many there are.
+    """Rows at fixed places of a padded list, so that the host need not know their number.
 
     Attributes:
-        places_TS: place of the row of every slot, int64; `size` for a slot without one.
-        size: number of places; those that no slot takes are zero.
+        places_TS: place of each slot's row, int64; `size` for an empty slot.
+        size: length of the padded list; unused places are zero.
     """
 
     places_TS: Tensor
     size: int
 
     def spread(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [size, ...]: every row is its token."""
-        y: Tensor = _SpreadPlaced.apply(x, self)
+        """[T, ...] -> [size, ...]: copy each token to its rows."""
+        y: Tensor = _SpreadFn.apply(x, self)
         return y
 
     def collect(self, x: Tensor) -> Tensor:
-        """[size, ...] -> [T, ...]: every token is the sum of its rows, in their slots' order."""
-        y: Tensor = _CollectPlaced.apply(x, self)
+        """[size, ...] -> [T, ...]: sum each token's rows, in slot order."""
+        y: Tensor = _CollectFn.apply(x, self)
         return y
 
     def take(self, values_TS: Tensor) -> Tensor:
-        """[T, S] -> [size]: every row has the value of its slot, other places 0."""
+        """[T, S] -> [size]: the value of each row's slot; 0 at unused places."""
         longer = values_TS.new_zeros(self.size + 1)
         return longer.index_put((self.places_TS.flatten(),), values_TS.flatten())[:-1]
 
+    def spread_values(self, x: Tensor) -> Tensor:
+        """`spread`, not differentiable."""
+        longer = x.new_zeros(self.size + 1, *x.shape[1:])  # the last place takes empty slots
+        for places_T in self.places_TS.unbind(1):
+            longer[places_T] = x
+        return longer[:-1]
 
-def _spread_placed(x: Tensor, rows: PlacedRows) -> Tensor:
-    longer = x.new_zeros(rows.size + 1, *x.shape[1:])  # the last place is nowhere
-    for places_T in rows.places_TS.unbind(1):
-        longer[places_T] = x
-    return longer[:-1]
-
-
-def _collect_placed(x: Tensor, rows: PlacedRows) -> Tensor:
-    longer = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-    return longer[rows.places_TS].sum(1)
-
-
-class _SpreadPlaced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: PlacedRows) -> Tensor:
-        ctx.rows = rows
-        return _spread_placed(x, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _collect_placed(grad, ctx.rows), None
-
-
-class _CollectPlaced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: PlacedRows) -> Tensor:
-        ctx.rows = rows
-        return _collect_placed(x, rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _spread_placed(grad, ctx.rows), None
+    def collected(self, x: Tensor) -> Tensor:
+        """`collect`, not differentiable."""
+        longer = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        if not _sums_exactly(x):
+            return longer[self.places_TS].sum(1)
+        y = F.embedding_bag(self.places_TS, longer.reshape(self.size + 1, -1), mode="sum")
+        return y.view(len(y), *x.shape[1:])

@@ -1,9 +1,9 @@
-"""Multi-token prediction: modules that predict tokens behind the next one, one after the other.
+"""Multi-token prediction: modules that each predict one token further ahead, in sequence.
 
-As DeepSeek-V3 (2024, section 2.2) trains it, in the form that Megatron-LM gives it. Depth d, from 1
-on, takes the state of depth d - 1 at token t (depth 0 is the model itself, behind its final norm)
-and the embedding of token t + d, and predicts token t + d + 1 with the model's own output layer.
-Shapes: D depths, B rows, S tokens of a row, T = B * S, H features.
+As DeepSeek-V3 (2024, section 2.2) trains it, in Megatron-LM's form. Depth d >= 1 takes the state of
+depth d - 1 at token t (depth 0 is the output of the model's final norm) and the embedding of token
+t + d, and predicts token t + d + 1 with the model's own output layer. Shapes: D depths, B rows,
+S tokens of a row, T = B * S, H features.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from fivefold.model.loss import IGNORED
 
 
 class FurtherToken(nn.Module):
-    """One depth: both inputs are normed and projected to one state; a layer and a norm follow.
+    """One depth: norms both inputs, projects them to one state, then a layer and a norm.
 
     Args:
         model: the architecture.
@@ -28,7 +28,7 @@ class FurtherToken(nn.Module):
 
     Attributes:
         column: seam around the projection.
-        joined: seam that makes whole rows of what the projection gives.
+        joined: seam that gathers the features which ranks split in the projection.
     """
 
     def __init__(self, model: ModelConfig, layer: nn.Module) -> None:
@@ -41,9 +41,9 @@ class FurtherToken(nn.Module):
         self.joined: Callable[[Tensor], Tensor] = lambda projected_TH: projected_TH
 
     def forward(self, x_TH: Tensor, context: Context, embedded_TH: Tensor) -> Tensor:
-        """The next depth's state [T, H], of the one before and embeddings of further tokens.
+        """The state [T, H] of this depth, from the previous state and the embeddings.
 
-        The embedding stands before the state, as in the weights that DeepSeek published.
+        The embedding precedes the state in the projection, as in DeepSeek's published weights.
         """
         both_TH = torch.cat([self.enorm(embedded_TH), self.hnorm(x_TH)], dim=1)
         (projected_TH,) = self.column(both_TH, self.eh_proj)
@@ -52,14 +52,14 @@ class FurtherToken(nn.Module):
 
 
 def with_further(batch: Batch, depths: int) -> Batch:
-    """A whole batch with what further predictions need: tokens, labels and weights moved up.
+    """A whole batch with the shifted tokens, labels and weights of further predictions.
 
-    What a token would get from beyond its document, or its row, is no label, and a token that then
-    does not matter: causal attention lets only states see it that have no label either.
+    Past the end of a document or row, a token gets an ignored label and an arbitrary token. That
+    token changes nothing: with causal attention only states with ignored labels see it.
 
     Args:
-        batch: rows that are whole, before any rank takes its part.
-        depths: D, 0 for none.
+        batch: whole rows, before any rank takes its part.
+        depths: D; 0: no further predictions.
     """
     if depths == 0:
         return batch
@@ -86,7 +86,7 @@ def with_further(batch: Batch, depths: int) -> Batch:
 
 
 def targets(batch: Batch) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Labels [T] of each depth, that of the next token first, and the weights of their losses."""
+    """(labels [T], loss weights [T] or None) of each depth, that of the next token first."""
     weights = batch.loss_weights
     yield batch.labels.flatten(), None if weights is None else weights.flatten()
     if batch.further_labels is not None:
@@ -96,19 +96,19 @@ def targets(batch: Batch) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def valid_by_depth(batch: Batch) -> list[int]:
-    """How many tokens take a loss, of each depth."""
+    """Number of tokens with a loss, per depth."""
     return [int((labels_T != IGNORED).sum()) for labels_T, _ in targets(batch)]
 
 
 def objective(losses: Tensor, scaling_factor: float) -> Tensor:
-    """What is differentiated, a scalar: the loss, and `scaling_factor` of the mean of further ones.
+    """The scalar to differentiate: first loss + `scaling_factor` x mean of the further ones.
 
-    Each is the sum over the valid tokens of its depth divided by their number in the global batch,
-    which no layout changes. Megatron-LM means the same: it divides by the valid tokens of the depth
-    as well, which are fewer the further one looks, but by those of each microbatch.
+    Each loss is the sum over the valid tokens of its depth, divided by their number in the global
+    batch, which no layout changes. Megatron-LM also divides by the valid tokens of each depth
+    (fewer at greater depths), but per microbatch.
 
     Args:
-        losses: [1 + D], that of the next token first; or a scalar, if it is the only one.
+        losses: [1 + D], that of the next token first; or a scalar without further predictions.
         scaling_factor: Megatron-LM's mtp_loss_scaling_factor.
     """
     if losses.dim() == 0:

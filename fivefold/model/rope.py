@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scalings of Llama 3.1 and YaRN.
+"""Rotary position embedding (Su et al. 2021), with the frequency scaling of Llama 3.1 and YaRN.
 
-Of R rotary features, feature i is paired with feature i + R/2, as Hugging Face pairs Llama's.
+Of R rotary features, feature i is paired with feature i + R/2, as in Hugging Face's Llama.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ def frequencies(model: ModelConfig, device: torch.device | None = None) -> Tenso
     """Angle per position of each rotary feature pair, in radians, fp64.
 
     Llama 3.1's scaling divides the frequencies of wavelengths longer than the original context by
-    a factor, leaves short wavelengths alone, and interpolates in between; YaRN's is `_yarn`.
+    a factor, keeps short wavelengths, and interpolates in between. For YaRN see `_yarn`.
     """
     features = model.rotary_dim
     exponents = torch.arange(0, features, 2, dtype=torch.float64, device=device)
@@ -33,10 +33,10 @@ def frequencies(model: ModelConfig, device: torch.device | None = None) -> Tenso
 
 
 def _yarn(model: ModelConfig, plain: Tensor) -> Tensor:
-    """YaRN (Peng et al. 2023): a ramp over the pairs, from frequencies left alone to stretched."""
+    """YaRN (Peng et al. 2023): a linear ramp over the pairs, from unscaled to fully scaled."""
 
     def pair_of(turns: float) -> float:
-        """The pair, a fraction of one too, that makes so many turns in the original context."""
+        """The (fractional) pair that makes `turns` rotations within the original context."""
         length = model.original_max_position_embeddings / (2 * pi * turns)
         return model.rotary_dim * log(length) / (2 * log(model.rotary_base))
 
@@ -50,14 +50,14 @@ def _yarn(model: ModelConfig, plain: Tensor) -> Tensor:
 
 
 def rotary_scale(model: ModelConfig) -> float:
-    """Factor of rotary features, which sharpens attention over the longer context (YaRN)."""
+    """Factor on rotary features, by which YaRN sharpens attention over the longer context."""
     if model.rope_type != "yarn":
         return 1.0
     return _growth(model, model.mscale) / _growth(model, model.mscale_all_dim)
 
 
 def score_scale(model: ModelConfig) -> float:
-    """Factor of MLA's scores, whose features without positions YaRN sharpens as well."""
+    """Factor on MLA's scores: YaRN also sharpens the features without positions."""
     return _growth(model, model.mscale_all_dim) ** 2 if model.rope_type == "yarn" else 1.0
 
 
@@ -67,8 +67,12 @@ def _growth(model: ModelConfig, share: float) -> float:
 
 @dataclass(frozen=True)
 class RotaryTables:
-    """cos [B, S, 1, R] and sin [B, S, 1, R/2] of every token's angles, for R rotary features; made
-    in fp64, then cast."""
+    """Tables of every token's angles, for R rotary features; computed in fp64, then cast.
+
+    Attributes:
+        cos: [B, S, 1, R].
+        sin: [B, S, 1, R/2].
+    """
 
     cos: Tensor
     sin: Tensor
@@ -82,13 +86,13 @@ class RotaryTables:
         return RotaryTables(cos.to(dtype).repeat(1, 1, 1, 2), sin.to(dtype))
 
     def rotate(self, x_BSND: Tensor, first: int = 0) -> Tensor:
-        """Turn feature pairs of each head, from feature `first` on, by its token's angle."""
+        """Rotate feature pairs of each head, from feature `first` on, by its token's angle."""
         rotated: Tensor = _Rotate.apply(x_BSND, self.cos, self.sin, first)
         return rotated
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation needs nothing of its input for the backward: it is turned back by the angle."""
+    """Saves no input: the gradient is rotated back by the same angle."""
 
     @staticmethod
     def forward(ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
@@ -107,7 +111,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tenso
     turned = slice(first, first + features)
     if features == x.shape[-1]:
         y = x * cos
-    else:  # others pass as they are
+    else:  # features outside the rotary ones stay unchanged
         y = x.clone()
         y[..., turned].mul_(cos)
     one, other = x[..., turned].chunk(2, dim=-1)

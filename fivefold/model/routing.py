@@ -1,6 +1,6 @@
-"""The router: which experts a token is sent to, and with which weights.
+"""The router: top-k choice of experts for each token, and the weights of their results.
 
-Shapes: T tokens of this rank, H features, E experts, K experts of a token, G groups of experts.
+Shapes: T tokens of this rank, H features, E experts, K experts per token, G groups of experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.balance import Load, attach, balancing_loss, sinkhorn, z_loss
+from fivefold.model.capacity import with_ties, within
 from fivefold.model.context import Context
 from fivefold.model.layers import local
+from fivefold.model.permutation import number_of_each
 
 Over = Callable[[Tensor], Tensor]
-"""A collective over some ranks; it may change its argument."""
+"""A collective over some ranks; may modify its argument."""
 
 
 _TYPES: Mapping[str | None, torch.dtype] = MappingProxyType(
@@ -26,19 +28,16 @@ _TYPES: Mapping[str | None, torch.dtype] = MappingProxyType(
 )
 
 
-_SCORE_BITS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 12, torch.float64: 36})
-
-
 @dataclass(frozen=True)
 class Decision:
-    """What a router decided for a microbatch.
+    """A router's choice for one microbatch.
 
     Attributes:
-        experts_TK: int64, the experts of each token.
-        kept_TK: whether the expert had room for it; None: all had.
-        loads: what the balancing losses need.
-        sums: [E + 2], on this rank: tokens of each expert before any is dropped, rows dropped, and
-            this rank's part of the auxiliary losses, once they are known.
+        experts_TK: int64 experts of each token.
+        kept_TK: whether the expert had capacity for the token; None: nothing dropped.
+        loads: inputs of the balancing losses.
+        sums: [E + 2] on this rank: tokens per expert before dropping, rows dropped, and this rank's
+            share of the auxiliary losses once computed.
     """
 
     experts_TK: Tensor
@@ -49,14 +48,16 @@ class Decision:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Experts of each token.
+    """Experts of each token, with weights.
 
     Attributes:
-        experts_TK: int64.
-        weights_TK: weights of their results, in at least fp32; 0 for rows that are dropped.
-        kept_TK: whether the expert had room for the token; None: all had.
+        experts_TK: int64 experts of each token.
+        weights_TK: weights of the experts' results, in at least fp32; 0 for dropped rows.
+        kept_TK: whether the expert had capacity for the token; None: nothing dropped.
         num_experts: E.
-        padded_to: rows that every expert gets from this rank, zeros included; None: what it has.
+        padded_to: rows that this rank sends to every expert, padded with zeros; None: no padding.
+        padded_ranks_to: rows that this rank sends to every expert-parallel rank, padded with zeros;
+            None: no padding.
     """
 
     experts_TK: Tensor
@@ -64,19 +65,21 @@ class ExpertChoice:
     kept_TK: Tensor | None
     num_experts: int
     padded_to: int | None = None
+    padded_ranks_to: int | None = None
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Ranks with which a router makes common sums, without gradients; one alone has no others.
+    """Ranks over which a router sums statistics, without gradients. Default: one device.
 
     Attributes:
-        microbatch: sums over the ranks that share the tokens of a microbatch.
-        batch: sums over all ranks with other tokens of the layer.
-        gather: [T, E] of this rank -> those of all ranks of the microbatch, in their order.
-        index: place of this rank among these.
-        ranks: their number.
-        all_ranks: number of the ranks with other tokens of the layer.
+        microbatch: sum over the ranks that share the tokens of a microbatch.
+        batch: sum over all ranks that see different tokens of the layer.
+        gather: [T, E] of this rank -> those of all ranks of the microbatch, in rank order.
+        index: index of this rank among those of the microbatch.
+        ranks: number of ranks of the microbatch.
+        all_ranks: number of ranks that see different tokens of the layer.
+        expert_ranks: number of expert-parallel ranks, each of which holds E / EP of the experts.
     """
 
     microbatch: Over = lambda x: x
@@ -85,20 +88,21 @@ class Surroundings:
     index: int = 0
     ranks: int = 1
     all_ranks: int = 1
+    expert_ranks: int = 1
 
 
 class Router(nn.Module):
-    """Scores of all experts for each token, the choice among them, and what balances it.
+    """Scores of all experts for each token, the choice among them, and its load balancing.
 
     One class because all of it reads the same logits and settings of one layer.
 
     Attributes:
-        surroundings: seam of sums over ranks.
-        limit: seam of what is dropped for want of room.
-        expert_bias: [E], added to scores for the choice only (Wang et al., Auxiliary-Loss-Free Load
-            Balancing, 2024); None without such balancing.
-        batch_counts: [E] tokens of each expert in the microbatches of the step so far, and their
-            number; what global_aux_loss balances.
+        surroundings: seam for sums over ranks.
+        limit: seam for dropping tokens beyond an expert's capacity.
+        expert_bias: [E], added to the scores for the choice only (Wang et al., Auxiliary-Loss-Free
+            Load Balancing, 2024); None without such balancing.
+        batch_counts: (step, [E] tokens per expert in the step's microbatches so far, number of
+            tokens), for global_aux_loss.
     """
 
     expert_bias: Tensor | None
@@ -121,7 +125,7 @@ class Router(nn.Module):
         self.batch_counts: tuple[int, Tensor | int, int] = (-1, 0, 0)
 
     def forward(self, x_TH: Tensor, context: Context) -> ExpertChoice:
-        """The experts of each token; in training, losses are attached to their weights."""
+        """The experts of each token; in training, auxiliary losses are attached to the weights."""
         logits_TE = self._logits(x_TH, context)
         decided: Decision | None = context.routing.get(self.layer)
         if decided is None:
@@ -134,20 +138,22 @@ class Router(nn.Module):
             if loss is not None:
                 decided.sums[-1] = loss.detach()
                 weights_TK = attach(weights_TK, loss)
-        pads = self.settings.moe_pad_expert_input_to_capacity
+        settings, tokens = self.settings, len(x_TH)
+        pads = settings.moe_pad_expert_input_to_capacity
         return ExpertChoice(
             decided.experts_TK,
             weights_TK,
             decided.kept_TK,
             logits_TE.shape[1],
-            self.settings.capacity(len(x_TH), self.model) if pads else None,
+            settings.capacity(tokens, self.model) if pads else None,
+            settings.rank_capacity(tokens, self.model, self.surroundings.expert_ranks),
         )
 
     def update_bias(self, counts_E: Tensor) -> None:
-        """Move every expert's bias by the rate towards an even load.
+        """Move every expert's bias by the update rate towards an even load.
 
         Args:
-            counts_E: tokens of each expert in the whole step, all ranks together.
+            counts_E: tokens per expert in the whole step, over all ranks.
         """
         if self.expert_bias is not None:
             counts_E = counts_E.to(self.expert_bias.dtype)
@@ -155,7 +161,7 @@ class Router(nn.Module):
             self.expert_bias.add_(step, alpha=self.settings.moe_router_bias_update_rate)
 
     def _logits(self, x_TH: Tensor, context: Context) -> Tensor:
-        """[T, E] in at least fp32."""
+        """Router logits [T, E] in at least fp32."""
         jitter = self.settings.moe_input_jitter_eps
         if jitter is not None and context.dropout is not None:
             noise_TH = context.dropout.uniform(x_TH.shape[1], f"layers.{self.layer}.mlp.router")
@@ -173,7 +179,7 @@ class Router(nn.Module):
 
     def _decide(self, logits_TE: Tensor, context: Context) -> Decision:
         experts_TK = self._choose(logits_TE, context)
-        counts_E = torch.bincount(experts_TK.flatten(), minlength=logits_TE.shape[1])
+        counts_E = number_of_each(experts_TK, logits_TE.shape[1])
         kept_TK = self.limit(self, experts_TK, logits_TE)
         dropped = counts_E.new_zeros(()) if kept_TK is None else (~kept_TK).sum()
         sums = torch.cat([counts_E, dropped[None], torch.zeros_like(dropped)[None]])
@@ -181,7 +187,7 @@ class Router(nn.Module):
         return Decision(experts_TK, kept_TK, loads, sums.double())
 
     def _choose(self, logits_TE: Tensor, context: Context) -> Tensor:
-        """[T, K] experts."""
+        """The experts [T, K] of each token."""
         topk, experts = self.model.moe_router_topk, logits_TE.shape[1]
         if self.settings.moe_router_force_load_balancing:
             assert context.token_ids_T is not None
@@ -197,7 +203,7 @@ class Router(nn.Module):
         return self._limited(scores_TE).topk(topk).indices
 
     def _limited(self, scores_TE: Tensor) -> Tensor:
-        """Scores of the experts of a token's best groups; -inf for the others (DeepSeek-V2)."""
+        """Scores of experts in a token's best groups; -inf for other experts (DeepSeek-V2)."""
         model = self.model
         groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
         if groups is None or chosen is None:
@@ -210,27 +216,20 @@ class Router(nn.Module):
         return scores_TGe.masked_fill(~kept_TG[:, :, None], float("-inf")).flatten(1)
 
     def within_capacity(self, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
-        """[T, K], whether an expert has room for the token among those of this rank."""
-        capacity = self.settings.capacity(len(experts_TK), self.model)
-        if capacity is None:
+        """[T, K] whether an expert, and then its rank, has capacity for a token of this rank."""
+        ranks = self.surroundings.expert_ranks
+        limits = self.settings.limits(len(experts_TK), self.model, ranks)
+        if not limits:
             return None
-        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, experts_TK, True)
-        if self.settings.moe_token_drop_policy == "position":
-            place_TE = chosen_TE.cumsum(0) - 1
-        else:
-            # Equal tokens at the start of documents have equal scores but for rounding, which no
-            # layout shares: of such ties the first token wins.
-            digits = _SCORE_BITS[logits_TE.dtype]
-            scores_TE = (self._scores(logits_TE) * 2.0**digits).round()
-            scores_TE = scores_TE.masked_fill(~chosen_TE, float("-inf"))
-            order_TE = scores_TE.argsort(dim=0, descending=True, stable=True)
-            places_T1 = torch.arange(len(order_TE), device=order_TE.device)[:, None]
-            place_TE = torch.empty_like(order_TE)
-            place_TE.scatter_(0, order_TE, places_T1.expand_as(order_TE))
-        return place_TE.gather(1, experts_TK) < capacity
+        by_score = self.settings.moe_token_drop_policy == "probs"
+        scores_TE = with_ties(self._scores(logits_TE)) if by_score else None
+        kept_TE = torch.zeros_like(logits_TE, dtype=torch.bool).scatter_(1, experts_TK, True)
+        for room, group in limits:
+            kept_TE = within(room, group, kept_TE, scores_TE)
+        return kept_TE.gather(1, experts_TK)
 
     def _weights(self, logits_TE: Tensor, decided: Decision) -> Tensor:
-        """[T, K] weights of the results of chosen experts; 0 for dropped rows."""
+        """Weights [T, K] of the chosen experts' results; 0 for dropped rows."""
         model, experts_TK = self.model, decided.experts_TK
         if model.moe_router_score_function == "softmax" and not model.moe_router_pre_softmax:
             weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
@@ -244,7 +243,7 @@ class Router(nn.Module):
         return weights_TK if kept_TK is None else weights_TK.masked_fill(~kept_TK, 0.0)
 
     def _loads(self, logits_TE: Tensor, context: Context) -> Iterator[Load]:
-        """What each balancing loss needs of all ranks: choices by scores alone, without biases."""
+        """Inputs of each balancing loss, from all ranks; counts choices by score without bias."""
         ranks, settings = self.surroundings, self.settings
         if not settings.aux_losses:
             return
@@ -263,7 +262,7 @@ class Router(nn.Module):
                 yield self._so_far(chosen_TE, context.step)
 
     def _so_far(self, chosen_TE: Tensor, step: int) -> Load:
-        """The load of the global batch's microbatches up to this one."""
+        """The load over the global batch's microbatches up to this one."""
         last, counts_E, tokens = self.batch_counts
         here_E = self.surroundings.batch(chosen_TE.sum(0))
         if last != step:
@@ -274,7 +273,7 @@ class Router(nn.Module):
         return Load("global_aux_loss", counts_E, tokens)
 
     def _loss(self, logits_TE: Tensor, decided: Decision, context: Context) -> Tensor | None:
-        """This rank's part of all auxiliary losses, as parts of the global batch's."""
+        """This rank's share of the sum of all auxiliary losses of the global batch."""
         factor_z = self.settings.moe_z_loss_coeff
         tokens = len(logits_TE) * self.surroundings.ranks
         parts = []
@@ -294,9 +293,9 @@ class Router(nn.Module):
 
 
 Limit = Callable[[Router, Tensor, Tensor], Tensor | None]
-"""A router, [T, K] experts and [T, E] logits -> [T, K], whether there is room; None: always."""
+"""(router, experts [T, K], logits [T, E]) -> [T, K] whether there is capacity; None: always."""
 
 
 def plain_limit(router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
-    """All tokens here share the room: the seam of one device that stands for several."""
+    """Capacity over this rank's tokens; replaced where one device stands in for several ranks."""
     return router.within_capacity(experts_TK, logits_TE)

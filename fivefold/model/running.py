@@ -1,32 +1,43 @@
-"""How a layer is run, as far as what it keeps and computes depends on it; torch-free."""
+"""How a layer is run, as far as its memory and cost depend on it; torch-free."""
 
 from dataclasses import dataclass, field, replace
 from math import inf
 
 from fivefold.config.config import Config
+from fivefold.config.experts import ExpertsConfig
 from fivefold.config.memory import MemoryConfig
+from fivefold.config.model import ModelConfig
+from fivefold.config.parallel import TokenDispatcher
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.model.expert_rows import LayerRows, expected_rows, padded_rows
 
 
 @dataclass(frozen=True)
 class Running:
-    """Degrees, types and memory techniques under which a layer runs on one rank.
+    """Degrees, dtypes and memory techniques under which a layer runs on one rank.
 
     Attributes:
-        seq_length: tokens that a token may attend to; matters to attention that is not fused.
-        element_bytes: bytes of a number of the compute type.
-        input_bytes: bytes of a number of a linear layer's kept input; fewer in fp8, fp4.
+        seq_length: keys that a token can attend to; matters only for unfused attention.
+        element_bytes: bytes per element of the compute dtype.
+        input_bytes: bytes per element of a linear layer's kept input; fewer in fp8 or fp4.
         tensor_parallel: ranks that split heads, MLPs and vocabulary.
         sequence_parallel: whether these ranks split the tokens of everything else.
+        expert_parallel: ranks that hold the experts of a layer, equally many each.
         expert_tensor_parallel: ranks that split each expert.
-        imbalance: tokens of this rank's experts, over their even share.
-        fused_attention: whether a kernel without the S x S matrix computes attention; dropping
-            probabilities needs the matrix.
-        memory: techniques that recompute, offload or fuse.
+        dispatcher: token dispatcher.
+        experts: settings of routers.
+        adds_expert_bias: whether this one of the ranks that split an expert adds its output bias.
+        routed: known rows of the layer's experts per microbatch; None: expected rows.
+        imbalance: tokens of this rank's experts, as a multiple of an even share; used only with
+            expected rows.
+        fused_attention: whether attention avoids the S x S matrix; dropout of probabilities needs
+            the matrix.
+        memory: settings of recomputation, offloading and fusion.
         microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
-            parallelism splits them; the fewer, the more tensors are too small to be offloaded.
+            parallelism splits them; decides which tensors are too small to be offloaded.
+        microbatch_rows: sequences that pass a layer at once on this rank.
         latents_gathered: whether context-parallel ranks gather latents instead of keeping keys and
-            values: one for all layers, or one for each of as many as take turns; none: no layer.
+            values: one entry for all layers, or one per layer, repeated; empty: never.
     """
 
     seq_length: int
@@ -34,24 +45,31 @@ class Running:
     input_bytes: float = 2
     tensor_parallel: int = 1
     sequence_parallel: bool = False
+    expert_parallel: int = 1
     expert_tensor_parallel: int = 1
+    dispatcher: TokenDispatcher = "alltoall"
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    adds_expert_bias: bool = True
+    routed: LayerRows | None = None
     imbalance: float = 1.0
     fused_attention: bool = True
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     microbatch_tokens: float = inf
+    microbatch_rows: int = 1
     latents_gathered: tuple[bool, ...] = ()
 
     @classmethod
     def of(
         cls, config: Config, *, imbalance: float = 1.0, fused_attention: bool = True
     ) -> "Running":
-        """As a configuration says, which names its degrees of tensor parallelism."""
+        """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
         element = ELEMENT_BYTES[training.precision]
         parts = parallel.context_parallel_size * parallel.num_sequence_slices
         gathers: tuple[bool, ...] = ()
         if parallel.context_parallel_size > 1 and config.model.multi_latent_attention:
             gathers = tuple(kind == "all_gather" for kind in parallel.cp_comm_type)
+        tokens = training.micro_batch_size * training.seq_length / parts
         narrow = 0.5 if training.fp4_format else 1 if training.fp8_format else element
         return cls(
             seq_length=training.seq_length,
@@ -59,16 +77,21 @@ class Running:
             input_bytes=narrow,
             tensor_parallel=parallel.tensor_model_parallel_size,
             sequence_parallel=parallel.sequence_parallel,
+            expert_parallel=parallel.expert_model_parallel_size,
             expert_tensor_parallel=parallel.expert_tensor_parallel_size,
+            dispatcher=parallel.moe_token_dispatcher_type,
+            experts=config.experts,
+            routed=_padded(config, tokens),
             imbalance=imbalance,
             fused_attention=fused_attention,
             memory=config.memory,
-            microbatch_tokens=training.micro_batch_size * training.seq_length / parts,
+            microbatch_tokens=tokens,
+            microbatch_rows=training.micro_batch_size,
             latents_gathered=gathers if any(gathers) else (),
         )
 
     def of_layer(self, layer: int) -> "Running":
-        """Of one layer, where layers are run in different ways."""
+        """The same for one layer, where settings differ between layers."""
         if len(self.latents_gathered) < 2:
             return self
         gathers = self.latents_gathered[layer % len(self.latents_gathered)]
@@ -76,39 +99,94 @@ class Running:
 
     @property
     def gathers_latents(self) -> bool:
-        """Whether this layer's latents are gathered."""
+        """Whether latents are gathered in this layer; call on the result of `of_layer`."""
         return self.latents_gathered == (True,)
 
     @property
     def remade(self) -> tuple[str, ...]:
-        """Modules (Megatron's names) that the backward makes again."""
+        """Modules (Megatron's names) that the backward recomputes."""
         memory = self.memory
         return memory.recompute_modules if memory.recompute_granularity == "selective" else ()
 
     @property
     def token_parts(self) -> int:
-        """Parts into which tokens are split outside of heads, MLPs and vocabulary."""
+        """Number of ranks that split the tokens outside heads, MLPs and vocabulary."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
     def by_heads(self, features: int) -> float:
-        """Bytes per token of features that are divided with the query heads."""
+        """Bytes per token on one rank of `features` split with the query heads."""
         return self.element_bytes * (features / self.tensor_parallel)
 
     def by_key_heads(self, features: int, heads: int) -> float:
-        """Bytes per token of features that are divided with key or value heads: a rank has one of
-        these at least."""
+        """Bytes per token on one rank of `features` split with `heads` key or value heads.
+
+        A rank holds at least one of these heads.
+        """
         return self.element_bytes * (features / min(self.tensor_parallel, heads))
 
     def copies(self, experts: int) -> float:
-        """Rows that leave this rank for each token of the microbatch that is sent to so many
-        experts."""
+        """Rows this rank dispatches per token of the microbatch with `experts` experts."""
         return experts / self.token_parts
 
     def rows(self, experts: int) -> float:
-        """Rows that reach this rank's experts for each such token, those of other ranks of the same
-        expert included."""
+        """Rows that reach this rank's experts per token of the microbatch.
+
+        Includes rows from the other ranks that split the same experts.
+        """
+        if self.routed is not None:
+            return self.routed.reached / self.microbatch_tokens
         return self.copies(experts) * self.expert_tensor_parallel * self.imbalance
 
     def rows_of_one(self, experts: int) -> float:
-        """Rows of which this rank computes its part, for each such token."""
-        return experts * self.imbalance / self.token_parts
+        """Rows per token of the microbatch that this rank's share of the experts amounts to."""
+        return self.rows(experts) / self.expert_tensor_parallel
+
+    def layer_rows(self, model: ModelConfig) -> LayerRows:
+        """Rows of a layer with experts, per token of the microbatch."""
+        if self.routed is not None:
+            return self.routed.times(1 / self.microbatch_tokens)
+        expected = expected_rows(
+            self.dispatcher, model, ep=self.expert_parallel, etp=self.expert_tensor_parallel
+        )
+        return expected.times(1 / self.token_parts)
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether the rows of every expert are padded to its capacity."""
+        pads = self.experts.moe_pad_expert_input_to_capacity
+        return pads and self.experts.moe_expert_capacity_factor is not None
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that together hold the experts of a layer."""
+        return self.expert_parallel * self.expert_tensor_parallel
+
+    @property
+    def score_bytes(self) -> float:
+        """Bytes per score, and per weight of a row."""
+        return max(self.router_bytes, 4)
+
+    @property
+    def router_bytes(self) -> float:
+        """Bytes per element in the router's matrix product."""
+        named = {"fp64": 8, "fp32": 4, None: 0}[self.experts.moe_router_dtype]
+        return max(named, self.element_bytes)
+
+    def by_microbatch(self, size: float) -> float:
+        """Bytes per token of a tensor with `size` bytes per microbatch."""
+        return size / self.microbatch_tokens
+
+
+def _padded(config: Config, tokens: float) -> LayerRows | None:
+    parallel = config.parallel
+    if config.model.num_experts is None:
+        return None
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return padded_rows(
+        parallel.moe_token_dispatcher_type,
+        config.experts,
+        config.model,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+        tokens=int(tokens / parts),
+    )

@@ -1,4 +1,4 @@
-"""Seeds from names, so that no random number depends on the layout."""
+"""Random seeds derived from names, so that no random number depends on the layout."""
 
 from hashlib import blake2b
 

@@ -1,9 +1,10 @@
-"""Causal slices of a sequence: what a slice leaves for those after it, and gets back from them.
+"""Causal sequence slices: keys and values passed to later slices, gradients passed back.
 
-A slice attends to its own tokens and to those before. Its keys and values are therefore kept for
-the later slices, whose backwards come first and leave their gradients on what is kept; with them
-the slice's own backward begins (Li et al., TeraPipe, 2021; Sun et al., Seq1F1B, 2024).
-Shapes: B batch, S tokens of a slice, L tokens up to its end, G key/value heads, D head features.
+A slice attends to its own tokens and to those of earlier slices, so keys and values are kept for
+the later slices. The later slices run their backwards first and accumulate gradients on what was
+kept; the slice's own backward starts with these (Li et al., TeraPipe, 2021; Sun et al., Seq1F1B,
+2024). Shapes: B batch, S tokens of a slice, L tokens up to its end, G key/value heads, D head
+features.
 """
 
 from collections import defaultdict
@@ -17,25 +18,25 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 @dataclass
 class _KeptSlice:
-    """A key or value of one slice in one layer: `leaf` is what later slices attend to."""
+    """A key or value of one slice and layer; later slices attend to `leaf`."""
 
     leaf: Tensor
     edge: GradientEdge | None = None
 
 
 class SlicedSequence:
-    """The keys and values of one microbatch in one stage, slice by slice."""
+    """The keys and values of one microbatch in one stage, by sequence slice."""
 
     def __init__(self) -> None:
         self._kept: defaultdict[int, dict[tuple[str, str], _KeptSlice]] = defaultdict(dict)
         self._at = 0
 
     def begin(self, index: int) -> None:
-        """A forward, or its repetition, of slice `index` follows."""
+        """Announce the forward, or the recomputation, of slice `index`."""
         self._at = index
 
     def join(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens up to the end of the slice.
+        """Keys and values of all tokens up to the end of the current slice.
 
         Args:
             site: names the layer.
@@ -58,9 +59,9 @@ class SlicedSequence:
         return torch.cat([*earlier, own_BSGD], dim=1) if earlier else own_BSGD
 
     def release(self, index: int) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Where the gradients that later slices left for slice `index` enter its backward.
+        """Where gradients left by later slices enter the backward of slice `index`.
 
-        What was kept of the slice is given up.
+        Frees what was kept of the slice.
         """
         for kept in self._kept.pop(index, {}).values():
             if kept.leaf.grad is not None:

@@ -1,13 +1,13 @@
-"""The one count: parameters and FLOPs of a model, from its configuration alone.
+"""Parameter and FLOP counts of a model, from its configuration alone.
 
-Conventions, each as the literature that readers compare with has it:
-- FLOPs are model FLOPs: a multiply-add is two; norms, activations, softmax and the input embedding
-  are free; nothing is added for recomputation. Training is three times the forward. Of a layer's
-  experts, those count that a token is sent to.
+Conventions, as in the literature:
+- FLOPs are model FLOPs. A multiply-add is two FLOPs; norms, activations, softmax and the input
+  embedding are free; recomputation adds nothing. Training is three times the forward. Of a layer's
+  experts, only those that a token is sent to count.
 - Attention is causal: a token attends to half the sequence on average.
-- Vocabularies are the padded ones, since those are what is held and multiplied, unless asked.
+- Vocabularies include padding, since it is held and multiplied, unless requested otherwise.
 
-What is kept between forward and backward is counted in `model.activations`.
+`model.activations` counts what is kept between forward and backward.
 """
 
 from collections import Counter, defaultdict
@@ -31,7 +31,7 @@ Weights = Mapping[str, Weight]
 
 
 class StageParts(Protocol):
-    """What a pipeline stage holds of the model."""
+    """The parts of the model that a pipeline stage holds."""
 
     @property
     def embedding(self) -> bool:
@@ -39,7 +39,7 @@ class StageParts(Protocol):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers it holds, as numbers in the whole model."""
+        """Indices in the model of the layers it holds."""
 
     @property
     def head(self) -> bool:
@@ -47,12 +47,12 @@ class StageParts(Protocol):
 
     @property
     def mtp(self) -> int:
-        """How many layers of multi-token prediction it holds: all, or none."""
+        """Number of multi-token prediction layers it holds: all or 0."""
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A stage that holds everything."""
+    """A stage that holds the whole model."""
 
     layers: tuple[int, ...]
     embedding: bool = True
@@ -68,9 +68,9 @@ def whole_model(model: ModelConfig) -> WholeModel:
 def canonical_name(model: ModelConfig, name: str) -> str:
     """The name under which a parameter is initialised and stored.
 
-    With tied embeddings the last pipeline stage owns a copy, `lm_head.weight`, of
-    `embed_tokens.weight`, and a stage that predicts further tokens may own another,
-    `mtp_embed_tokens.weight`; every other parameter has one name.
+    With tied embeddings the last pipeline stage owns a copy of `embed_tokens.weight` named
+    `lm_head.weight`. A stage that predicts further tokens may own another copy,
+    `mtp_embed_tokens.weight`. Every other parameter has one name.
     """
     return EMBEDDING if name in embedding_names(model) else name
 
@@ -79,31 +79,31 @@ EMBEDDING = "embed_tokens.weight"
 
 
 def embedding_names(model: ModelConfig) -> tuple[str, ...]:
-    """The names of the token embedding and of all copies that stages may have of it."""
+    """The names of the token embedding and of all copies that stages may hold."""
     output = () if model.untie_embeddings_and_output_weights else ("lm_head.weight",)
     return EMBEDDING, *output, "mtp_embed_tokens.weight"
 
 
 def has_final_norm(model: ModelConfig, parts: StageParts) -> bool:
-    """Whether a stage holds the final norm, behind the last layer and before all that predicts."""
+    """Whether a stage holds the final norm, which precedes the output layer and all prediction."""
     return parts.mtp > 0 if model.mtp_num_layers else parts.head
 
 
 def layer_weights(model: ModelConfig, layer: int) -> Weights:
-    """Name in the layer -> parameter, for every parameter of one transformer layer.
+    """Name within the layer -> parameter, for every parameter of one transformer layer.
 
-    All experts of a layer are one parameter, [E, out, in]. From `num_layers` on, the number means a
-    layer of multi-token prediction, here without what stands around it.
+    All experts of a layer are one parameter, [E, out, in]. An index from `num_layers` on means a
+    multi-token prediction layer, here without its norms and projection.
     """
     kind = layer_kind(model, layer)
     return {weight.name: weight for weight in describe(model, LayerKind(kind.experts)).weights}
 
 
 def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weights:
-    """Global name -> parameter, for every parameter that a stage (default: all) owns.
+    """Global name -> parameter, for every parameter that a stage (default: the model) owns.
 
-    A tied output weight is listed only where the input embedding is not in the same stage. A stage
-    that predicts further tokens without holding the embedding has a copy of it.
+    A tied output weight is listed only if the stage does not hold the input embedding. A stage that
+    predicts further tokens without holding the embedding has a copy of it.
     """
     parts = parts or whole_model(model)
     found: dict[str, Weight] = {}
@@ -128,13 +128,13 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
 
 
 def parameter_shapes(model: ModelConfig, parts: StageParts | None = None) -> Shapes:
-    """Global name -> global shape, for every parameter that a stage (default: all) owns."""
+    """Global name -> global shape, for every parameter that a stage (default: the model) owns."""
     return {name: weight.shape for name, weight in stage_weights(model, parts).items()}
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by place; a tied weight counts with the embedding if both are there."""
+    """Parameters by place; a tied weight counts with the embedding if the stage holds both."""
 
     embedding: int
     layers: int
@@ -143,7 +143,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Parameters of all places."""
         return self.embedding + self.layers + self.head + self.mtp
 
 
@@ -159,8 +159,8 @@ def count_parameters(
     Args:
         model: the architecture.
         parts: what the stage holds.
-        padded: whether to count the padding of the vocabulary.
-        active: of the experts, count as many as a token is sent to.
+        padded: whether to include vocabulary padding.
+        active: count only as many experts as a token is sent to.
     """
     parts = parts or whole_model(model)
     shared = parts.embedding and not model.untie_embeddings_and_output_weights
@@ -191,7 +191,7 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """Both kinds."""
+        """Matrix multiplications plus attention."""
         return self.matmul + self.attention
 
 
@@ -202,12 +202,12 @@ def forward_flops(
     *,
     causal: bool = True,
 ) -> Flops:
-    """FLOPs per token of a stage's (default: the whole model's) forward.
+    """Forward FLOPs per token of a stage (default: the whole model).
 
-    2 x weights of the linear layers (router, chosen experts and output layer among them), and per
-    layer 2 x sequence x heads x (key + value features of a head) for attention, of which a causal
-    one computes half, and one with a window what is in it. The output layer runs once for each
-    token that is predicted.
+    2 x weights of the linear layers (including router, chosen experts and output layer), plus per
+    layer 2 x keys attended x heads x (key + value features of a head). The mean number of keys is
+    half the sequence if causal, fewer with a window. The output layer runs once per predicted
+    token.
     """
     parts = parts or whole_model(model)
     further = [(layer_kind(model, model.num_layers), parts.mtp)] if parts.mtp else []
@@ -226,7 +226,7 @@ def forward_flops(
 
 
 def _mean_keys(window: int | None, seq_length: int, causal: bool) -> float:
-    """How many keys a query sees in the mean: half of all, or its window where that is less."""
+    """Mean number of keys a query sees: half of all, or fewer with a window."""
     if not causal:
         return seq_length
     window = min(window or seq_length, seq_length)
@@ -249,13 +249,13 @@ def training_flops(
 def _size(
     model: ModelConfig, kind: LayerKind, active: bool = False, multiplied: bool = False
 ) -> int:
-    """Parameters of a layer of one kind.
+    """Parameters of one layer.
 
     Args:
         model: the architecture.
         kind: kind of the layer.
-        active: of the experts, count as many as a token is sent to.
-        multiplied: count only what is multiplied with: no norms, no biases.
+        active: count only as many experts as a token is sent to.
+        multiplied: count only matrices of linear layers, not norms and biases.
     """
     weights = [w for w in describe(model, kind).weights if w.multiplies or not multiplied]
     experts = sum(weight.size for weight in weights if weight.of_experts)
@@ -264,17 +264,17 @@ def _size(
 
 
 def _kinds(model: ModelConfig, layers: Iterable[int]) -> Iterator[tuple[LayerKind, int]]:
-    """(kind, how many) of some layers."""
+    """(kind, number of layers) for each kind among `layers`."""
     yield from Counter(layer_kind(model, layer) for layer in layers).items()
 
 
 def _head(model: ModelConfig) -> tuple[tuple[Weight, ...], Weight]:
-    """The final norm's weights, and the output layer's."""
+    """The final norm's weights, and the output layer's weight."""
     *norm, output = head_weights(model)
     return tuple(norm), output
 
 
 def _copies_embedding(model: ModelConfig, parts: StageParts) -> bool:
-    """Whether a stage needs the embedding for further prediction and has it in no other role."""
+    """Whether a stage needs the embedding for further predictions only."""
     tied_here = parts.head and not model.untie_embeddings_and_output_weights
     return parts.mtp > 0 and not parts.embedding and not tied_here

@@ -1,4 +1,4 @@
-"""Which tokens of a microbatch lie on which of the ranks that share its rows; no torch."""
+"""How the tokens of a microbatch are split over context-parallel ranks; no torch."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -9,12 +9,12 @@ from fivefold.model.blocks import Block, Sight, Span, common, cut, joined
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """How the rows of a microbatch are divided; the same on every rank.
+    """The split of a microbatch's rows; the same on every rank.
 
     Attributes:
-        rows: rows that are divided alike. Packed rows count as one, laid end to end.
-        sight: what the queries of a row see.
-        chunks: per rank, the spans of a row that it holds, ascending.
+        rows: number of rows, all split alike. Packed rows count as one, laid end to end.
+        sight: which keys the queries of a row see.
+        chunks: for each rank, the spans of a row that it holds, ascending.
     """
 
     rows: int
@@ -23,23 +23,23 @@ class Shards:
     _known: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def blocks(self, rank: int, keys: tuple[Span, ...]) -> tuple[Block, ...]:
-        """The blocks of a rank's queries and these keys; every layer asks for the same."""
+        """The blocks of a rank's queries and the keys at `keys`; cached for all layers."""
         return self._once(("blocks", rank, keys), lambda: cut(self.chunks[rank], keys, self.sight))
 
     def sent(self, source: int, target: int) -> tuple[Span, ...]:
-        """What rank `target` needs of rank `source`'s keys, ascending."""
+        """The spans of rank `source`'s keys that rank `target` needs, ascending."""
         seen = self._once(("seen", target), lambda: self.sight.seen(self.chunks[target]))
         return self._once(("sent", source, target), lambda: common(self.chunks[source], seen))
 
     def seeing(self, window: int | None) -> "Shards":
-        """The same tokens on the same ranks, of which queries see so many before themselves."""
+        """The same split with another attention window."""
         if window == self.sight.window:
             return self
         sight = replace(self.sight, window=window)
         return self._once(("seeing", window), lambda: Shards(self.rows, sight, self.chunks))
 
     def merged(self, inner: int) -> "Shards":
-        """The shards of groups of `inner` consecutive ranks, each as one rank."""
+        """The split over groups of `inner` consecutive ranks, each group as one rank."""
 
         def merge() -> Shards:
             starts = range(0, len(self.chunks), inner)
@@ -57,11 +57,11 @@ class Shards:
 
 @dataclass(frozen=True)
 class MicrobatchShare:
-    """What one rank holds of a microbatch.
+    """The tokens that one rank holds of a microbatch.
 
     Attributes:
-        shards: how the microbatch is divided.
-        rank: among those that share it.
+        shards: the split of the microbatch.
+        rank: index of this rank among those that share it.
     """
 
     shards: Shards
@@ -69,7 +69,7 @@ class MicrobatchShare:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Of a row, on this rank."""
+        """The spans of a row on this rank."""
         return self.shards.chunks[self.rank]
 
     def seeing(self, window: int | None) -> "MicrobatchShare":

@@ -1,7 +1,7 @@
-"""The transformer, cut into stages: plain single-device code with seams for parallelism.
+"""The transformer, divided into pipeline stages: single-device code with seams for parallelism.
 
-Hidden states are [T, H] with T = B * S tokens, row after row. Parameters have the names of the
-whole model (`layers.17.self_attn.q_proj.weight`) in whichever stage they are.
+Hidden states are [T, H] with T = B * S tokens, row after row. Parameters keep the names of the
+whole model (`layers.17.self_attn.q_proj.weight`) in every stage.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,37 +42,37 @@ Norm = Callable[[Tensor], Tensor]
 
 
 class NormedBlock(Protocol):
-    """A module on the output of a norm, [T, H] -> [T, H]; `rest` are its further arguments."""
+    """Runs a norm and the module after it; `rest` are the module's further arguments."""
 
     def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
 
 
 def plain_block(norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
-    """One after the other: the seam of what recomputation discards."""
+    """Norm, then module; replaced when the norm's output is recomputed."""
     made_TH: Tensor = module(norm(x_TH), *rest)
     return made_TH
 
 
 def make_attention(model: ModelConfig, layer: int) -> AttentionBlock:
-    """The attention of a layer, by the model's description."""
+    """The model's kind of attention for one layer."""
     return (LatentAttention if model.multi_latent_attention else Attention)(model, layer)
 
 
 def make_mlp(
     model: ModelConfig, layer: int, experts: ExpertsConfig, global_batch_size: int
 ) -> LayerBlock:
-    """What follows attention in a layer, by the layer's kind."""
+    """The dense MLP or mixture of experts of one layer."""
     if layer_kind(model, layer).experts:
         return MoE(model, layer, experts, global_batch_size)
     return MLP(model, model.ffn_size)
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream.
+    """Attention and MLP, each after a norm and added to the residual stream.
 
     Attributes:
-        block: seam around a norm and the module behind it.
+        block: seam around a norm and the module after it.
     """
 
     def __init__(
@@ -112,30 +112,31 @@ def _dropped(x_TH: Tensor, dropout: Dropout | None, rate: float, site: str) -> T
 
 RunLayer = Callable[[Tensor, Context], Tensor]
 Through = Callable[[Sequence[RunLayer], Tensor, Context], Tensor]
-"""The layers of a stage, [T, H] -> [T, H]."""
+"""Runs the layers of a stage: [T, H] -> [T, H]."""
 
 
 def plain_layers(layers: Sequence[RunLayer], x_TH: Tensor, context: Context) -> Tensor:
-    """One after the other: the seam of layers that are recomputed."""
+    """Run the layers in order; replaced when whole layers are recomputed."""
     for layer in layers:
         x_TH = layer(x_TH, context)
     return x_TH
 
 
 class Stage(nn.Module):
-    """A contiguous piece of the model, with children only for what it holds.
+    """A contiguous piece of the model; modules it does not hold are None.
 
-    Tied embeddings: a stage that holds both ends shares one Parameter between `embed_tokens` and
+    Tied embeddings: a stage with both ends shares one Parameter between `embed_tokens` and
     `lm_head`; otherwise the last stage owns a copy (see `shape.canonical_name`). A stage that
-    predicts further tokens (`model.prediction`) without the embedding looks them up in its output
-    weight, if that is tied, or in a copy of the embedding.
+    predicts further tokens (`model.prediction`) without the embedding looks tokens up in its output
+    weight if that is tied, else in a copy of the embedding.
 
     Attributes:
         column: seam around the output layer.
         through: seam around the layers.
         head_loss: seam around output layer and loss together.
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
-        shard_tokens: seam that keeps this rank's part of [T] values beside the residual stream.
+        shard_tokens: seam that takes this rank's part of per-token values [T], to match the
+            residual stream.
     """
 
     embed_tokens: Embedding | None
@@ -185,29 +186,29 @@ class Stage(nn.Module):
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
-        """All layers that it holds, in the order in which they run, those of predictions last."""
+        """All its layers in execution order, multi-token prediction layers last."""
         layers: list[Any] = [*self.layers.values(), *(each.layer for each in self.predictions)]
         return layers
 
     @property
     def mixtures(self) -> list[MoE]:
-        """All mixtures of experts that it holds."""
+        """All its mixture-of-experts modules."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     @property
     def predictions(self) -> list[FurtherToken]:
-        """Its modules of multi-token prediction, from the first depth on."""
+        """Its multi-token prediction modules, by depth."""
         modules: list[Any] = [*self.mtp.values()]
         return modules
 
     @property
     def embeddings(self) -> list[Embedding]:
-        """The tables in which it looks up tokens."""
+        """The tables in which it looks tokens up."""
         tables = (self.embed_tokens, self.mtp_embed_tokens)
         return [table for table in tables if table is not None]
 
     def tie(self) -> None:
-        """Let modules that share a weight hold one Parameter; memory that is new parts them."""
+        """Make modules that share a weight share one Parameter; repeat after reallocating it."""
         if self.model.untie_embeddings_and_output_weights or self.lm_head is None:
             return
         if self.embed_tokens is not None:
@@ -217,7 +218,7 @@ class Stage(nn.Module):
 
     @property
     def blocks(self) -> list[LayerBlock]:
-        """All attentions and MLPs that it holds, shared experts included."""
+        """All its attention and MLP modules, including shared experts."""
         return [module for module in self.modules() if isinstance(module, LayerBlock)]
 
     def forward(
@@ -227,16 +228,16 @@ class Stage(nn.Module):
         sequence: SlicedSequence | None = None,
         routing: dict[int, Decision] | None = None,
     ) -> Tensor:
-        """The stage's hidden states [T, H], or the summed loss (a scalar) if it holds the head.
+        """Hidden states [T, H] of the stage, or the summed loss (a scalar) if it holds the head.
 
-        Behind the layers of multi-token prediction, where the batch asks for it: the states of all
-        depths [(1 + depths) T, H], one below the other, or the losses of all depths [1 + depths].
+        With multi-token prediction: the states of all depths, concatenated [(1 + depths) T, H], or
+        the losses of all depths [1 + depths].
 
         Args:
-            x_TH: what the stage before gave; None for the one that holds the embedding.
-            batch: the microbatch, or a slice of it.
-            sequence: what the slices of the microbatch share in this stage.
-            routing: what its routers decide, by layer: found there when a forward is repeated.
+            x_TH: output of the previous stage; None for the stage with the embedding.
+            batch: the microbatch, or a sequence slice of it.
+            sequence: keys and values that the slices of the microbatch share in this stage.
+            routing: router decisions by layer, which a recomputed forward reuses.
         """
         states = self._states(*self._run_layers(x_TH, batch, sequence, routing), batch)
         if self.parts.head:
@@ -244,14 +245,14 @@ class Stage(nn.Module):
         return states[0] if len(states) == 1 else torch.cat(states)
 
     def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
-        """Logits [T, V] over the padded vocabulary, of the stage that holds the head."""
+        """Logits [T, V] over the padded vocabulary; the stage must hold the head."""
         assert self.lm_head is not None, "the last stage has the head"
         state_TH = self._states(*self._run_layers(x_TH, batch, None, None), batch)[0]
         (logits_TV,) = self.column(state_TH, self.lm_head)
         return logits_TV
 
     def loss(self, states: Sequence[Tensor], batch: Batch) -> Tensor:
-        """Sum of the weighted token losses, from normed states [T, H]; of several depths each."""
+        """Sum of the weighted token losses from normed states [T, H]; one sum per depth."""
         losses = [
             self.head_loss(self, state_TH, labels_T, weights_T)
             for state_TH, (labels_T, weights_T) in zip(states, targets(batch), strict=True)
@@ -259,7 +260,7 @@ class Stage(nn.Module):
         return losses[0] if len(losses) == 1 else torch.stack(losses)
 
     def objective(self, losses: Tensor) -> Tensor:
-        """What is differentiated, a scalar, of `loss` or of multiples of its elements."""
+        """The scalar to differentiate, from the result of `loss`, possibly scaled."""
         return objective(losses, self.mtp_loss_scaling_factor)
 
     def _run_layers(
@@ -269,7 +270,7 @@ class Stage(nn.Module):
         sequence: SlicedSequence | None,
         routing: dict[int, Decision] | None,
     ) -> tuple[Tensor, Context]:
-        """Embedding (if here) and layers: [T, H], before the final norm."""
+        """Embedding (if held) and layers: hidden states [T, H] before the final norm."""
         dropout = self._dropout(batch)
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
@@ -293,7 +294,7 @@ class Stage(nn.Module):
         return self.through([*self.layers.values()], x_TH, context), context
 
     def _states(self, x_TH: Tensor, context: Context, batch: Batch) -> list[Tensor]:
-        """Hidden states [T, H]: behind the final norm, that of the model and of each depth."""
+        """Hidden states [T, H] after the final norm: of the model, then of each depth."""
         if self.norm is None:
             return list(x_TH.chunk(1 + batch.num_further)) if self.parts.head else [x_TH]
         states = [self.norm(x_TH)]
@@ -324,13 +325,13 @@ class Stage(nn.Module):
 
 
 HeadLoss = Callable[[Stage, Tensor, Tensor, Tensor | None], Tensor]
-"""Summed loss of a stage with the head, from normed states [T, H], labels [T] and weights [T]."""
+"""(stage, normed states [T, H], labels [T], weights [T]) -> summed loss."""
 
 
 def plain_head_loss(
     stage: Stage, x_TH: Tensor, labels_T: Tensor, weights_T: Tensor | None
 ) -> Tensor:
-    """Logits, then their loss: the seam of losses that keep no logits."""
+    """Logits, then their loss; replaced by losses that keep no logits."""
     assert stage.lm_head is not None, "the last stage has the head"
     (logits_TV,) = stage.column(x_TH, stage.lm_head)
     return stage.cross_entropy(

@@ -1,4 +1,4 @@
-"""AdamW over the local shards of parameters, with a state that any layout can load."""
+"""AdamW over local parameter shards, with a state that can be loaded in any layout."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,8 +15,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 class AdamW:
     """`torch.optim.AdamW`, fused, on this rank's shards.
 
-    Every parameter that requires a gradient is stepped in every step: a missing gradient counts
-    as zero, so that what is stepped does not depend on the layout (an expert without a token).
+    Every parameter that requires a gradient is updated in every step; a missing gradient counts as
+    zero. So the updated parameters do not depend on the layout (an expert may get no token).
 
     Args:
         parameters: parameters by global name, plain tensors or DTensors, already on their device.
@@ -47,7 +47,7 @@ class AdamW:
 
     @property
     def steps(self) -> int:
-        """Steps taken, of which the bias correction depends; set it after loading a state."""
+        """Steps taken, which the bias correction needs; set it after loading a state."""
         return self._steps
 
     @steps.setter
@@ -58,15 +58,15 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float, found_inf: Tensor | None = None) -> None:
-        """Apply the parameters' gradients (plain or DTensor). Nothing waits for the device.
+        """Update the parameters from their gradients, without synchronising with the device.
 
         Args:
             lr: learning rate.
-            found_inf: fp32 scalar of the device; where it is 1, weights and moments stay bitwise
-                as they are, and the caller who learns of it takes the step off `steps`. None: 0.
+            found_inf: fp32 scalar on the device. Where it is 1, weights and moments stay bitwise
+                unchanged, and the caller must then decrement `steps`. None: 0.
         """
         for _, parameter, leaf in self._shards():
-            # `Module.to` or an assigning load may have given the parameter another storage.
+            # `Module.to` or an assigning load may have replaced the parameter's storage.
             leaf.data = local_tensor(parameter)
             grad = parameter.grad
             leaf.grad = torch.zeros_like(leaf) if grad is None else local_tensor(grad)
@@ -83,10 +83,10 @@ class AdamW:
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, Piece]:
-        """The moments, by `optim.exp_avg.NAME` and `optim.exp_avg_sq.NAME`, for a checkpoint.
+        """The moments, as `optim.exp_avg.NAME` and `optim.exp_avg_sq.NAME`, for a checkpoint.
 
-        They are laid out like their parameters and share the optimizer's storage, so loading
-        into them restores it; `steps` is the rest of the state.
+        They are laid out like their parameters and share the optimizer's storage, so loading into
+        them restores the optimizer, except for `steps`.
         """
         return {
             f"optim.{moment}.{name}": piece_of(parameter).like(
@@ -97,15 +97,15 @@ class AdamW:
         }
 
     def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Name, parameter and local leaf of those whose shard on this rank is not empty."""
+        """(name, parameter, local tensor) of parameters whose shard on this rank is not empty."""
         for name, parameter in self._parameters.items():
             if self._leaves[name].numel():
                 yield name, parameter, self._leaves[name]
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: not to biases nor to vectors, as in Megatron-LM.
+    """Whether weight decay applies: not to biases and vectors, as in Megatron-LM.
 
-    The dims are those of the global tensor, which sharding does not change.
+    Uses the dims of the global tensor, which sharding does not change.
     """
     return parameter.ndim > 1 and not name.endswith(".bias")

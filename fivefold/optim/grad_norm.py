@@ -1,4 +1,4 @@
-"""The exact norm of a gradient that is spread over the world, and clipping by it."""
+"""The exact norm of a gradient distributed over all ranks, and gradient clipping."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.mesh.device import uses_gpu_kernels
 from fivefold.mesh.slices import local_tensor
 
-_PIECE = 1 << 15  # numbers
+_PIECE = 1 << 15  # elements
 
 
 @torch.no_grad()
@@ -21,17 +22,15 @@ def global_grad_norm(
 ) -> Tensor:
     """Euclidean norm of the whole gradient, every element counted once; fp64 scalar.
 
-    One all-reduce of 8 bytes. Squares are summed in fp64 whatever the type of the gradients, so
-    the norm does not depend on how they are cut.
+    One all-reduce of 8 bytes. Squares are summed in fp64 whatever the dtype of the gradients, so
+    that the norm does not depend on the sharding.
 
     Args:
-        grads: pairs of a local (reduced) gradient and whether this rank counts it.
-        group: the ranks that hold the gradient between them, every rank once; None: this rank
-            alone holds it.
-        device: where the scalar is reduced (default: that of the first gradient).
-        vouches: tensors of this rank for which the norm vouches, as for the gradients that are not
-            counted: it is NaN on every rank if they are not finite on one. None: for the counted
-            gradients only.
+        grads: (local reduced gradient, whether this rank counts it) pairs.
+        group: ranks that together hold the gradient, each rank once; None: this rank alone.
+        device: device of the result (default: that of the first gradient).
+        vouches: further tensors to check: the norm is NaN on every rank if one of these, or of the
+            uncounted gradients, is not finite on any rank. None: check counted gradients only.
     """
     counted = [local_tensor(grad) for grad, counts in grads if counts and grad.numel()]
     device = device or (grads[0][0].device if grads else "cpu")
@@ -48,13 +47,13 @@ def global_grad_norm(
 
 @torch.no_grad()
 def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """0 if every element of every tensor is finite, else NaN; fp64 scalar. Nothing waits for it."""
+    """0 if every element of every tensor is finite, else NaN; fp64 scalar, not synchronised."""
     full = [tensor for tensor in tensors if tensor.numel()]
     if not full:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # The largest magnitude, unlike a sum, is finite where all are. On the CPU its extremes are
-    # found five times as fast.
-    if full[0].is_cuda:
+    # Unlike a sum, the largest magnitude cannot overflow. On the CPU, aminmax is five times as fast
+    # as the norm.
+    if uses_gpu_kernels(full[0]):
         largest = list(torch._foreach_norm(full, float("inf")))
     else:
         largest = [extreme for tensor in full for extreme in torch.aminmax(tensor)]
@@ -62,8 +61,8 @@ def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """fp64 scalar. On the CPU pieces that stay in its cache are widened: twice as fast."""
-    if tensors[0].is_cuda:
+    """Sum of squares, fp64 scalar. On the CPU in cache-sized pieces, which is twice as fast."""
+    if uses_gpu_kernels(tensors[0]):
         norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
         return torch.stack([norm.to(device) for norm in norms]).square().sum()
     pieces = [piece for tensor in tensors for piece in tensor.reshape(-1).split(_PIECE)]
@@ -77,13 +76,13 @@ def clip_(
 ) -> None:
     """Scale gradients in place by min(1, max_norm / (norm + 1e-6)), as Megatron-LM does.
 
-    Nothing waits for the device.
+    Does not synchronise with the device.
 
     Args:
-        grads: plain or DTensor.
-        norm: norm of all of them.
-        max_norm: above which they are scaled.
-        found_inf: where it is 1, gradients stay as they are; None: it is 0.
+        grads: plain tensors or DTensors.
+        norm: global norm of all gradients.
+        max_norm: norm above which gradients are scaled.
+        found_inf: where it is 1, gradients stay unchanged; None: 0.
     """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if found_inf is not None:

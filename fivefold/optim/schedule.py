@@ -9,13 +9,13 @@ from fivefold.errors import ConfigError, Mistake
 def learning_rate(step: int, optimizer: OptimizerConfig, train_iters: int) -> float:
     """Learning rate of the optimizer step that follows `step` completed ones.
 
-    Linear warm-up from `lr_warmup_init` to `lr` over `lr_warmup_iters`, then the decay to `min_lr`
-    that ends at `lr_decay_iters` (default: `train_iters`), then `min_lr`. As in Megatron-LM
+    Linear warm-up from `lr_warmup_init` to `lr` over `lr_warmup_iters`, then decay to `min_lr`
+    until `lr_decay_iters` (default: `train_iters`), then `min_lr`. As in Megatron-LM
     (`OptimizerParamScheduler.get_lr`), the first step of a warm-up runs at `lr_warmup_init`, and
     a constant rate never falls to `min_lr`.
 
     Raises:
-        ConfigError: WSD without the length of its decay.
+        ConfigError: WSD decay without lr_wsd_decay_iters.
     """
     peak, floor = optimizer.lr, optimizer.min_lr
     warmup = optimizer.lr_warmup_iters
@@ -43,7 +43,7 @@ def learning_rate(step: int, optimizer: OptimizerConfig, train_iters: int) -> fl
 
 
 def _remaining(progress: float, style: str) -> float:
-    """What is left of the decay: 1 at `progress` 0, 0 at 1."""
+    """Fraction of the decay that remains: 1 at `progress` 0, 0 at 1."""
     match style:
         case "linear":
             return 1.0 - progress

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: programs, their schedules, lowering, proof, time and pictures."""
+"""Pipeline parallelism: programs, their schedules, lowering, validation, timing and drawing."""

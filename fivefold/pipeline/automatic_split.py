@@ -1,4 +1,4 @@
-"""`pipeline_model_parallel_layout = "auto"`: the stages of a configuration, balanced."""
+"""`pipeline_model_parallel_layout = "auto"`: balances the stages of a configuration."""
 
 from fivefold.config.config import Config
 from fivefold.config.parallel import ParallelConfig
@@ -21,16 +21,16 @@ _OTHER_WAYS = (
 def automatic_split(
     config: Config, parallel: ParallelConfig, num_virtual: int, *, in_a_v: bool
 ) -> Split:
-    """Cut the model by its modelled times, then against the schedule's simulated step.
+    """Split the model by modelled times, then refine by the schedule's simulated step time.
 
     Args:
-        config: model and batch.
+        config: model and batch settings.
         parallel: parallel section with every degree filled in.
-        num_virtual: stages a rank.
-        in_a_v: lay the stages there and back again.
+        num_virtual: stages per rank.
+        in_a_v: place the stages in a V instead of a loop.
 
     Raises:
-        ConfigError: another setting decides the stages, too.
+        ConfigError: another setting also decides the stages.
     """
     others = [name for name in _OTHER_WAYS if getattr(parallel, name)]
     if others:

@@ -1,9 +1,9 @@
-"""Cut a model into stages so that no rank has more to do than it must.
+"""Balance pipeline stages: split a model so that the most loaded rank has the least work.
 
-With one stage a rank the cut is optimal. With several a rank's load is a sum of pieces of the
-model, for which no fast exact method is known: an even cut is improved by handing single pieces
-from stage to stage, with restarts. Both keep what a rank holds under a limit. At the end, if there
-is a clock, boundaries move by one as long as the simulated step gets shorter.
+With one stage per rank the split is optimal. With several, a rank's load sums several pieces of the
+model, and no fast exact method is known: an even split is improved by moving single layers between
+stages, with restarts. Both respect a memory limit per rank. Finally, if a clock is given, stage
+boundaries move by one as long as the simulated step gets shorter.
 """
 
 from bisect import bisect_left, bisect_right
@@ -24,10 +24,10 @@ from fivefold.pipeline.stages import Split, StageSpec
 from fivefold.units import human_bytes
 
 _RESTARTS = 8
-_STEPS = 200_000  # stages looked at in search: a fraction of a second
-_TRIES = 100  # cuts that a clock times
-_ACTS = 3_000  # that each of them has, about
-_GRAIN = 1e-9  # of the mean load: differences below it are rounding
+_STEPS = 200_000  # stages evaluated in search: a fraction of a second
+_TRIES = 100  # splits simulated by the clock
+_ACTS = 3_000  # approximate number of actions per simulated program
+_GRAIN = 1e-9  # share of the mean load below which differences are rounding
 
 Clock = Callable[[Sequence[ModelPart]], float]
 _Cuts = tuple[int, ...]
@@ -36,11 +36,11 @@ _Score = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Room:
-    """What a rank may hold.
+    """The memory limit of a rank.
 
     Attributes:
-        limit: bytes.
-        in_flight: microbatches that each stage holds for backward at most.
+        limit: bytes that a rank may hold.
+        in_flight: maximum number of microbatches in flight, for each stage.
     """
 
     limit: float
@@ -49,11 +49,11 @@ class Room:
 
 @dataclass(frozen=True)
 class Balance:
-    """A cut, and how even it is.
+    """A split into stages, and its loads.
 
     Attributes:
         split: the stages.
-        loads: time of each rank for a microbatch, there and back.
+        loads: forward plus backward time per microbatch, for each rank.
     """
 
     split: Split
@@ -61,12 +61,12 @@ class Balance:
 
     @property
     def unevenness(self) -> float:
-        """The largest load over the mean, at least 1."""
+        """The largest load over the mean load, at least 1."""
         return max(self.loads) * len(self.loads) / sum(self.loads)
 
 
 def weigh(parts: Parts, split: Split) -> Balance:
-    """How even a split is."""
+    """The loads of a given split."""
     loads = [0.0] * split.num_ranks
     for stage, rank in zip(split.stages, split.placement, strict=True):
         loads[rank] += parts.of(stage).time
@@ -76,16 +76,16 @@ def weigh(parts: Parts, split: Split) -> Balance:
 def balance(
     parts: Parts, placement: tuple[int, ...], room: Room | None = None, clock: Clock | None = None
 ) -> Balance:
-    """Cut a model into the stages of a placement; deterministic.
+    """Split a model into stages for a placement; deterministic.
 
     Args:
         parts: the model.
         placement: stage -> rank.
-        room: bytes that a rank may hold; None: no limit.
-        clock: the time of a step by what each stage takes; None: the loads decide alone.
+        room: memory limit of a rank; None: no limit.
+        clock: computes the step time from the times of the stages; None: compare loads only.
 
     Raises:
-        ConfigError: no cut that was found keeps to the room.
+        ConfigError: no split within the memory limit was found.
     """
     table = _Table(parts, placement, room)
     cuts = _even(table)
@@ -101,20 +101,20 @@ def balance(
 
 
 def even_stages(parts: Parts, count: int) -> tuple[StageSpec, ...]:
-    """The cut into so many stages whose heaviest is lightest, and whose stages are most alike.
+    """Split into `count` stages with the lightest heaviest stage, then the most equal stages.
 
-    Of several such cuts the one with less in its early stages, which hold most in flight.
+    Of several such splits, the one with less in early stages, which hold most in flight.
     """
     return parts.stages(_even(_Table(parts, tuple(range(count)), None)))
 
 
 def step_clock(program: Program, hop: float = 0.0) -> Clock:
-    """A clock that simulates a program, each dX sent before its dW is computed."""
+    """A clock that simulates a program in which each dX is sent before its dW is computed."""
     program = eager_dx(program)
     graph = dependency_graph(program)
 
     def time(stages: Sequence[ModelPart]) -> float:
-        # An empty stage still hands on what it is given.
+        # An empty stage still passes on its input.
         f, b, w = (tuple(max(getattr(stage, x), 1e-9) for stage in stages) for x in "fbw")
         _, ends = graph.longest_paths(graph.weights(program, Costs(f, b, w, hop)))
         return max(ends)
@@ -125,13 +125,13 @@ def step_clock(program: Program, hop: float = 0.0) -> Clock:
 def schedule_clock(
     schedule: str, placement: tuple[int, ...], num_microbatches: int, hop: float = 0.0
 ) -> Clock | None:
-    """A clock of a fixed schedule on few enough microbatches to be quick; None where it has none.
+    """A clock of a fixed schedule, with few microbatches to be quick; None if unavailable.
 
     Args:
-        schedule: a key of `SCHEDULES`; anything else has no order before its costs are known.
+        schedule: a key of `SCHEDULES`; other schedules have no order before costs are known.
         placement: stage -> rank.
-        num_microbatches: microbatches of one step.
-        hop: time from rank to rank.
+        num_microbatches: microbatches per step.
+        hop: message latency between ranks.
     """
     if schedule not in SCHEDULES or SCHEDULES[schedule].num_copies > 1:
         return None
@@ -140,12 +140,12 @@ def schedule_clock(
     try:
         program = build_program(schedule, placement, min(num_microbatches, few))
     except ConfigError:
-        return None  # it cannot run; whoever asks for it is told elsewhere
+        return None  # infeasible schedules are reported elsewhere
     return step_clock(program, hop)
 
 
 class _Table:
-    """Sums over stretches of the model, so that a cut is judged quickly."""
+    """Prefix sums over the model's items, to evaluate splits quickly."""
 
     def __init__(self, parts: Parts, placement: tuple[int, ...], room: Room | None) -> None:
         self.parts, self.placement, self.room = parts, placement, room
@@ -165,11 +165,11 @@ class _Table:
         return list(accumulate(values, initial=0.0))
 
     def load(self, stage: int, low: int, high: int) -> float:
-        """The time of a stage with the items from `low` to before `high`."""
+        """The time of a stage that holds items `low` to `high` - 1."""
         return self.time[high] - self.time[low] + self._ends[stage].time
 
     def memory(self, stage: int, low: int, high: int) -> float:
-        """What such a stage holds at most."""
+        """The peak memory of a stage that holds items `low` to `high` - 1."""
         assert self.room is not None
         state = self._state[high] - self._state[low] + self._ends[stage].state
         held = self._held[high] - self._held[low] + self._ends[stage].held
@@ -182,14 +182,14 @@ class _Table:
             yield rank, stage, edges[stage], edges[stage + 1]
 
     def loads(self, cuts: _Cuts) -> list[float]:
-        """Of each rank."""
+        """The load of each rank."""
         loads = [0.0] * self.num_ranks
         for rank, *stretch in self.stretches(cuts):
             loads[rank] += self.load(*stretch)
         return loads
 
     def needs(self, cuts: _Cuts) -> list[float]:
-        """Memory of each rank; nothing where nobody asks."""
+        """The peak memory of each rank; 0 without a memory limit."""
         needs = [0.0] * self.num_ranks
         if self.room:
             for rank, *stretch in self.stretches(cuts):
@@ -197,9 +197,9 @@ class _Table:
         return needs
 
     def score(self, cuts: _Cuts) -> _Score:
-        """Smaller is better: what does not fit, the largest load, how uneven the stages are.
+        """Lower is better: memory over the limit, then the largest load, then stage unevenness.
 
-        A long stage holds up interleaved ones even where the rank's sum is that of the others.
+        A long stage delays interleaved ones even if the rank's total is the same.
         """
         limit = self.room.limit if self.room else inf
         over = sum(max(0.0, need / limit - 1) for need in self.needs(cuts))
@@ -216,9 +216,9 @@ class _Table:
 
 
 def _even(table: _Table) -> _Cuts:
-    """The cut whose heaviest stage is lightest; where there is one, among those that fit.
+    """The split with the lightest heaviest stage; if possible within the memory limit.
 
-    With one stage a rank that is the answer.
+    With one stage per rank this is optimal.
     """
     share = table.num_ranks / len(table.placement)
     cuts = _lightest(table, table.room.limit * share) if table.room else None
@@ -226,7 +226,7 @@ def _even(table: _Table) -> _Cuts:
 
 
 def _lightest(table: _Table, limit: float) -> _Cuts | None:
-    """The cut whose heaviest stage is lightest, by parametric search; None if nothing fits."""
+    """The split with the lightest heaviest stage, by parametric search; None if nothing fits."""
     stages = range(len(table.placement))
     above = table.grain + sum(table.load(stage, 0, table.size) for stage in stages)
     best, below = _filled(table, above, limit), 0.0
@@ -239,9 +239,9 @@ def _lightest(table: _Table, limit: float) -> _Cuts | None:
 
 
 def _filled(table: _Table, bound: float, limit: float) -> _Cuts | None:
-    """A cut without a stage above `bound` in time and `limit` in memory, if there is one.
+    """A split with no stage above `bound` in time or `limit` in memory; None if there is none.
 
-    Each stage takes as much as fits: to take less never helps those that follow.
+    Greedy: each stage takes as much as fits, because taking less never helps later stages.
     """
     edges = [0]
     for stage in range(len(table.placement)):
@@ -257,10 +257,10 @@ def _filled(table: _Table, bound: float, limit: float) -> _Cuts | None:
 
 
 def _alike(table: _Table, lightest: _Cuts) -> _Cuts:
-    """Of all cuts with no heavier stage, the one with the least squares, stage by stage.
+    """Of all splits with no heavier stage, the one with the least sum of squared loads.
 
-    An edge lies between where it is if the stages before it take as little as they may, and where
-    it is if they take as much.
+    Dynamic programming over stages. Each boundary lies between its earliest place, where the stages
+    before it take as little as possible, and its latest, where they take as much as possible.
     """
     stages = [stretch[1:] for stretch in table.stretches(lightest)]
     bound = max(table.load(*stretch) for stretch in stages) + table.grain
@@ -283,7 +283,7 @@ def _alike(table: _Table, lightest: _Cuts) -> _Cuts:
 
 
 def _improved(table: _Table, cuts: _Cuts, steps: int = _STEPS) -> _Cuts:
-    """Hand single items from the most loaded ranks to any other stage while that helps."""
+    """Move single items from the most loaded ranks to other stages while the score improves."""
     score, stages = table.score(cuts), len(table.placement)
     left = steps // stages
     while left > 0:
@@ -301,7 +301,7 @@ def _improved(table: _Table, cuts: _Cuts, steps: int = _STEPS) -> _Cuts:
 
 
 def _handed_on(table: _Table, cuts: _Cuts) -> Iterator[_Cuts]:
-    """Every cut in which one stage has an item less and another one more."""
+    """Every split in which one stage has one item less and another one more."""
     stages = len(table.placement)
     sizes = [high - low for _, _, low, high in table.stretches(cuts)]
     heavy = table.needs(cuts) if table.score(cuts)[0] else table.loads(cuts)
@@ -319,7 +319,7 @@ def _moved(cuts: _Cuts, giver: int, taker: int) -> _Cuts:
 
 
 def _searched(table: _Table, start: _Cuts) -> _Cuts:
-    """The best of several descents, each from the best so far with a few items moved at random."""
+    """The best of several descents, each starting from the best so far with random moves."""
     random = Random(1)
     best, score = start, table.score(start)
     for _ in range(_RESTARTS):
@@ -335,7 +335,7 @@ def _searched(table: _Table, start: _Cuts) -> _Cuts:
 
 
 def _timed(table: _Table, cuts: _Cuts, clock: Clock) -> _Cuts:
-    """Move boundaries by one while the step gets shorter and memory is kept to."""
+    """Move boundaries by one while the simulated step gets shorter and memory fits."""
 
     def time(cuts: _Cuts) -> float:
         return clock([table.parts.of(stage) for stage in table.parts.stages(cuts)])

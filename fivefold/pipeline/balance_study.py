@@ -1,4 +1,4 @@
-"""A model cut into stages, for a person to see: which layers where, how even, how full."""
+"""Stage balancing for `fivefold schedule`: layers, load and memory of each stage, as a table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ from fivefold.units import human_bytes
 
 @dataclass(frozen=True)
 class Cut:
-    """A model on a pipeline.
+    """A model split into pipeline stages.
 
     Attributes:
-        parts: the model's pieces, in the times of the study.
-        balance: the stages.
-        room: bytes that a rank may hold.
+        parts: the model's pieces, with the study's times.
+        balance: the stages and the loads of the ranks.
+        room: memory limit of a rank.
         layout: the stages in the layout language.
     """
 
@@ -36,12 +36,12 @@ class Cut:
 
     @property
     def stages(self) -> tuple[ModelPart, ...]:
-        """What each stage takes."""
+        """Time and memory of each stage."""
         return tuple(self.parts.of(stage) for stage in self.balance.split.stages)
 
     @property
     def needs(self) -> tuple[float, ...]:
-        """What each rank holds at most, in the unit of the parts' memory."""
+        """Peak memory of each rank, in the unit of the parts' memory."""
         split = self.balance.split
         needs = [0.0] * split.num_ranks
         for rank, part, held in zip(split.placement, self.stages, self.room.in_flight, strict=True):
@@ -60,21 +60,22 @@ def cut_model(
     seq_length: int = 4096,
     memory: float = inf,
 ) -> Cut:
-    """Cut a model into the stages of a study, or weigh a layout that is given.
+    """Split a model into the stages of a study, or evaluate a given layout.
 
     Args:
         model: the architecture.
-        study: ranks, stages a rank, and the times F, dX and dW: of a rank on average, or of a
-            layer whose stated cost is 1.
-        schedule: decides the placement, and what is in flight; None: 1f1b, or interleaved.
-        layout: layout to be weighed instead.
-        costs: costs by kind of piece (see `parts.KINDS`); None: in proportion to forward FLOPs.
-        measured: times of a piece of each kind, instead of the study's and of `costs`.
-        seq_length: tokens of a microbatch.
+        study: ranks, stages per rank, and the times F, dX and dW: of an average rank, or of a layer
+            whose stated cost is 1.
+        schedule: schedule that decides the placement and the microbatches in flight; None: 1f1b, or
+            an interleaved one.
+        layout: layout to evaluate instead of searching for a split.
+        costs: costs by kind of piece (see `parts.KINDS`); None: proportional to forward FLOPs.
+        measured: times of each kind of piece, used instead of `costs` and the study's times.
+        seq_length: tokens per microbatch.
         memory: bytes that a rank may hold.
 
     Raises:
-        ConfigError: a layout that is not the model's, or no cut that fits.
+        ConfigError: the layout does not match the model, or no split fits.
     """
     parts = _timed(modelled_parts(model, seq_length), study)
     kinds = [layer_kind(model, layer).name for layer in range(model.num_layers)]
@@ -107,7 +108,7 @@ def cut_model(
 
 
 def cut_lines(cut: Cut) -> list[str]:
-    """The stage table with what each rank has to do and hold, and the sum that proves it."""
+    """The stage table with the load and memory of each rank, and totals."""
     head, *rows, total = stage_table(cut.balance.split).splitlines()
     loads = cut.balance.loads
     mean = sum(loads) / len(loads)
@@ -120,7 +121,7 @@ def cut_lines(cut: Cut) -> list[str]:
 
 
 def cut_figures(cut: Cut) -> dict[str, Any]:
-    """The same for programs."""
+    """The same figures as JSON-serialisable values."""
     split = cut.balance.split
     return {
         "layout": cut.layout,
@@ -133,7 +134,7 @@ def cut_figures(cut: Cut) -> dict[str, Any]:
 
 
 def _timed(parts: Parts, study: Study) -> Parts:
-    """Times by forward FLOPs, so that those of a study are a rank's mean."""
+    """Times proportional to forward FLOPs, scaled so that an average rank has the study's times."""
     everything = (parts.embedding, *parts.layers, *parts.prediction, parts.head)
     mean = sum(part.f for part in everything) / study.num_ranks
 
@@ -150,7 +151,7 @@ def _timed(parts: Parts, study: Study) -> Parts:
 
 
 def _with_times(parts: Parts, others: Parts) -> Parts:
-    """The memory of some pieces and the times of others."""
+    """The memory of `parts` with the times of `others`."""
 
     def joined(one: ModelPart, other: ModelPart) -> ModelPart:
         return replace(other, state=one.state, held=one.held)
@@ -164,7 +165,7 @@ def _with_times(parts: Parts, others: Parts) -> Parts:
 
 
 def _order(schedule: str | None, chunks: int, study: Study) -> str:
-    """The fixed schedule whose order counts: the one asked for, or a usual one."""
+    """The fixed schedule used for memory and timing: the requested one, or a default."""
     if schedule is not None and schedule in SCHEDULES:
         if SCHEDULES[schedule].num_copies > 1:
             what = f"--balance cuts one copy of a model, {schedule} has two"
@@ -177,7 +178,7 @@ def _order(schedule: str | None, chunks: int, study: Study) -> str:
 
 
 def _room(name: str, placement: tuple[int, ...], study: Study, memory: float) -> Room:
-    """What a rank may hold, and what each stage of the schedule has in flight."""
+    """The memory limit of a rank, with the microbatches in flight on each stage."""
     peaks = peak_in_flight(build_program(name, placement, study.num_microbatches))
     each = len(placement) // study.num_ranks
     return Room(memory, tuple(peaks[rank] / each for rank in placement))

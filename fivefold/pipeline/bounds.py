@@ -1,4 +1,4 @@
-"""How fast any program with a global end of step can be at best (flush makespan)."""
+"""Lower bounds on the makespan of any pipeline program (flush makespan, with a global step end)."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,14 +11,14 @@ from fivefold.pipeline.list_scheduler import Problem
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on the makespan; the largest counts.
+    """Lower bounds on the makespan; the largest one applies.
 
     Attributes:
-        work: a rank cannot begin before the forwards that lead to its first stage, and then has
-            all its work to do.
-        chain: nor can the step end before the last dX has come down to stage 0.
-        memory: Little's law: what a microbatch holds, for as long as it must, under the cap.
-        first_b: before the first B can arrive, a rank can do no more forwards than the cap holds.
+        work: time until the first input can reach a rank, plus all work of that rank.
+        chain: time until the first input can reach a rank, plus its forwards and dX, plus the time
+            for its last dX to reach stage 0.
+        memory: Little's law: total activation memory x lifetime over the memory cap.
+        first_b: until its first B can start, a rank can do only as many forwards as the cap holds.
     """
 
     work: float
@@ -28,7 +28,7 @@ class Bounds:
 
     @property
     def best(self) -> float:
-        """The tightest of them."""
+        """The tightest bound."""
         return max(self.work, self.chain, self.memory, self.first_b)
 
 
@@ -40,9 +40,10 @@ def lower_bounds(problem: Problem) -> Bounds:
 
 
 def work_bound(program: Program, costs: Costs) -> float:
-    """Of all programs with the same stages, copies, slices and pairs: head and work of a rank.
+    """A bound for all programs with these stages, copies, slices and overlapped pairs.
 
-    Holds also where `lower_bounds` does not: for two copies of the model, and for slices.
+    Unlike `lower_bounds` it also holds for two copies of the model and for slices. It is the time
+    until the first input can reach a rank, plus the rank's work.
     """
     head = [0.0] * program.num_stages
     for path in {program.path(mb) for mb in range(program.num_microbatches)}:
@@ -58,12 +59,12 @@ def work_bound(program: Program, costs: Costs) -> float:
 
 
 class Paths:
-    """The shortest times along the pipeline, for one microbatch alone.
+    """Shortest possible times along the pipeline, for a single microbatch.
 
     Attributes:
-        forward: when the input of each stage can be there.
-        backward: when the dY of each stage can be there; the end of F on the last stage.
-        tail: tail from the end of each stage's last B to the end of the step.
+        forward: earliest arrival of each stage's input.
+        backward: earliest arrival of each stage's dY; on the last stage, the end of its F.
+        tail: time from the end of each stage's last B to the end of the step.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -71,7 +72,7 @@ class Paths:
         stages = range(len(placement))
 
         def hop(stage: int) -> float:
-            """Between a stage and the one before it."""
+            """Message latency between a stage and the previous one; 0 on the same rank."""
             return costs.hop if placement[stage - 1] != placement[stage] else 0.0
 
         self.forward = [0.0]
@@ -87,7 +88,7 @@ class Paths:
             self.tail.append(self.tail[-1] + costs.b[stage - 1] + hop(stage))
 
     def lifetime(self, problem: Problem, stage: int) -> float:
-        """How long a microbatch's activations are held at least, weighted by what W frees."""
+        """Minimum time that a microbatch's activations are held, weighted by what W frees."""
         costs, early = problem.costs, problem.footprint.freed_by_b
         time = self.backward[stage] - self.forward[stage] + costs.b[stage]
         return time + (1 - early) * costs.w[stage]

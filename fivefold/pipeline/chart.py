@@ -1,4 +1,4 @@
-"""What every picture of a pipeline shows: a program, when its acts ran, and what it held."""
+"""Common data of all pipeline drawings: a program, the times of its actions, and its memory."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ MEANINGS = {
     Kind.FB: "a forward and a backward, overlapped",
 }
 
-# Of each kind, on a rank's first stage and on its others.
+# Per kind: colour on a rank's first stage, colour on its other stages.
 COLOURS = {
     Kind.F: (pages.FORWARD, pages.FORWARD_LIGHT),
     Kind.B: (pages.DX, pages.DX_LIGHT),
@@ -31,14 +31,14 @@ HELD_MEANING = "held for backward"
 
 @dataclass(frozen=True)
 class Chart:
-    """A program against the clock, simulated or measured.
+    """A program with simulated or measured times.
 
     Attributes:
-        title: description in a line.
-        program: program whose acts are shown.
-        simulation: when they run.
-        footprint: what a microbatch of each stage holds.
-        unit: unit of time: "s" where it was measured, else nothing.
+        title: one-line description.
+        program: program whose actions are shown.
+        simulation: times of the actions.
+        footprint: activation memory of a microbatch on each stage.
+        unit: unit of time: "s" if measured, else empty.
     """
 
     title: str
@@ -49,23 +49,23 @@ class Chart:
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """The most that each rank holds for backward, in the units of the footprint."""
+        """Peak activation memory of each rank, in the units of the footprint."""
         return peak_in_flight(self.program, self.footprint)
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """(time, held) of each rank: what it holds for backward from then on."""
+        """For each rank, (time, held): activation memory held from that time on."""
         return memory_curve(self.program, self.simulation, self.footprint)
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of compute act that occur, in the order of `Kind`."""
+        """The kinds of compute actions that occur, in the order of `Kind`."""
         found = {timed.act.kind for row in self.simulation.timeline for timed in row}
         return tuple(kind for kind in Kind if kind in found)
 
     @cached_property
     def parts(self) -> tuple[Kind, ...]:
-        """The same, with an overlapped pair as what it consists of."""
+        """The kinds that occur, with an overlapped pair split into its two actions."""
         acts = (timed.act for row in self.simulation.timeline for timed in row)
         found = {kid.kind for act in acts for kid in act.elementary}
         return tuple(kind for kind in Kind if kind in found)
@@ -84,7 +84,7 @@ class Chart:
         }
 
     def ticks(self, most: float) -> list[float]:
-        """Round times from 0 to the makespan, no more than about `most` of them."""
+        """Round times from 0 to the makespan, about `most` of them at most."""
         step = next(
             base * 10.0**power
             for power in range(-15, 99)
@@ -94,22 +94,22 @@ class Chart:
         return [step * i for i in range(int(self.simulation.makespan / step + 1e-9) + 1)]
 
     def chunk(self, act: Act) -> int:
-        """Which of its rank's stages an act belongs to, from 0; of a pair, the forward's."""
+        """Index of an action's stage among the rank's stages; for a pair, the forward's stage."""
         return self._chunks[act.elementary[0].stage]
 
     def place(self, act: Act) -> str:
-        """The microbatch of an act, its chunk as a letter, and its slice: '3', '3b', '3.1'."""
+        """Microbatch, stage letter and slice of an action: '3', '3b', '3.1'."""
         letter = ascii_lowercase[self._chunks[act.stage] % 26] if self.has_chunks else ""
         piece = f".{act.slice}" if self.program.num_slices > 1 else ""
         return f"{act.mb}{letter}{piece}"
 
     def label(self, act: Act) -> str:
-        """The kind and place of an act: 'F3', 'B3b', 'F3a&B1b'."""
+        """Kind and place of an action: 'F3', 'B3b', 'F3a&B1b'."""
         return "&".join(f"{kid.kind[0]}{self.place(kid)}" for kid in act.elementary)
 
     @property
     def figures(self) -> str:
-        """The most important ones, in a line."""
+        """The main figures in one line."""
         simulation = self.simulation
         return (
             f"makespan {simulation.makespan:.6g}{self.unit}, bubble {simulation.bubble:.2%}; "
@@ -119,12 +119,12 @@ class Chart:
 
     @property
     def note(self) -> str:
-        """What shades mean, if there are any."""
+        """What lighter shades mean; empty if there are none."""
         return "lighter: a rank's later stages" if self.has_chunks else ""
 
     @property
     def legend(self) -> str:
-        """What the labels mean, in a line for those that have never seen one."""
+        """What the labels mean, in one line for first-time readers."""
         words = dict(MEANINGS)
         if {Kind.B, Kind.BW} <= set(self.kinds):
             words[Kind.B] = "backward: dX, and dW too unless a W follows"

@@ -1,4 +1,4 @@
-"""What the acts of a program cost: time and memory, per stage."""
+"""Costs of a program's actions: time and memory per stage."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from math import isfinite
 from fivefold.errors import ConfigError
 from fivefold.pipeline.ir import Act, Kind
 
-SHORTEST, LONGEST = 1e-12, 1e12  # times that are given, in whatever unit
-APART = 1e6  # times the shortest that the longest may take: a clock has some 16 digits
+SHORTEST, LONGEST = 1e-12, 1e12  # accepted range of given times, in any unit
+APART = 1e6  # maximum ratio of the longest to the shortest time, given float64's 16 digits
 
 
 def times_problem(times: Iterable[float]) -> str | None:
-    """Why times, of which some may be 0, cannot be put on one clock; None: they can."""
+    """Why these times (some may be 0) cannot be simulated together; None if they can."""
     positive = [time for time in times if time != 0]
     for time in positive:
         if not SHORTEST <= time <= LONGEST:
@@ -24,16 +24,16 @@ def times_problem(times: Iterable[float]) -> str | None:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any one unit) of each stage, and of a hop.
+    """Times of each stage, and of a message, in seconds or any other unit.
 
     Attributes:
-        f: forward of each stage; a recompute costs the same.
-        b: dX of each stage.
-        w: dW of each stage, all parts together; may be zero.
-        hop: time from the end of a producer to the arrival of its message on the next rank.
-        fb: an overlapped pair, by the stage of its forward and of its backward; None: a pair takes
-            the sum of its halves.
-        scale: scale of each microbatch, by which all its costs are multiplied; None: 1 each.
+        f: forward time of each stage; a recompute costs the same.
+        b: dX time of each stage.
+        w: dW time of each stage, all parts together; may be 0.
+        hop: latency from the end of a producer to the arrival of its message on the next rank.
+        fb: time of an overlapped pair, by forward stage and backward stage; None: the sum of its
+            halves.
+        scale: factor on all costs of each microbatch; None: 1 for each.
     """
 
     f: tuple[float, ...]
@@ -59,7 +59,7 @@ class Costs:
         return cls((f,) * num_stages, (b,) * num_stages, (w,) * num_stages, hop)
 
     def of(self, act: Act, num_weight_parts: int = 1, num_slices: int = 1) -> float:
-        """The time of a compute act; slices share the time of their microbatch."""
+        """The time of a compute action; slices divide the time of their microbatch evenly."""
         if act.kids:
             forward, backward = act.kids
             if self.fb is None:
@@ -79,20 +79,20 @@ class Costs:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a microbatch holds for backward.
+    """Activation memory that a microbatch holds until its backward.
 
     Attributes:
-        activations: activations of each stage (bytes, say); 1 each when None.
-        freed_by_b: the share that B frees; W frees the rest, in equal parts.
+        activations: memory of one microbatch on each stage, in bytes or any unit; None: 1 each.
+        freed_by_b: share that B frees; W frees the rest, in equal parts.
     """
 
     activations: tuple[float, ...] | None = None
     freed_by_b: float = 0.0
 
     def size(self, stage: int) -> float:
-        """What one microbatch of a stage holds."""
+        """Memory of one microbatch on a stage."""
         return 1.0 if self.activations is None else self.activations[stage]
 
 
 ONE_EACH = Footprint()
-"""Counts the microbatches in flight, each stage for itself; W frees."""
+"""Counts microbatches in flight, separately for each stage; W frees them."""

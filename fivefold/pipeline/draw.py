@@ -1,4 +1,4 @@
-"""A program as text: a row a rank, time to the right."""
+"""Draws a program as text: one row per rank, time to the right."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -11,10 +11,10 @@ from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import Act, Kind, Program
 from fivefold.pipeline.simulate import Timed, simulate
 
-MAX_PANELS = 6  # of a picture that is broken into pieces; a longer one is shown without names
-_TICK = 12  # characters between the marks of the clock, at least
+MAX_PANELS = 6  # maximum panels of a drawing; a longer one is compressed, without labels
+_TICK = 12  # minimum number of characters between clock marks
 
-# Of a 256-colour terminal: background for the first chunk of a rank, and for the others.
+# 256-colour terminal backgrounds: for a rank's first stage, for its other stages.
 _BACKGROUNDS = {
     Kind.F: (25, 67),
     Kind.B: (28, 71),
@@ -27,7 +27,7 @@ _INK = 231
 
 
 class _Cell(NamedTuple):
-    """One character of a row, and the act that it shows."""
+    """One character of a row, and the action it shows."""
 
     char: str
     act: Act | None
@@ -37,12 +37,12 @@ _IDLE = _Cell(".", None)
 
 
 def draw(program: Program, costs: Costs | None = None) -> str:
-    """A picture of the compute acts against the clock, and a line of figures.
+    """A drawing of the compute actions over time, and a line of figures.
 
-    A cell is `F3` (kind, microbatch), followed by a, b, c... for the chunk where a rank holds
-    several, and by .0, .1... for the slice where sequences are cut; `F3&B1` is an overlapped pair.
-    `-` continues an act and `.` is idle time. With `costs` None a forward takes one cell and a
-    backward two; otherwise the median act takes one cell, and a shorter one may be cut off.
+    A label is `F3` (kind, microbatch), followed by a, b, c... for the stage if a rank holds
+    several, and by .0, .1... for the slice if sequences are sliced; `F3&B1` is an overlapped pair.
+    `-` continues an action and `.` is idle time. With `costs` None a forward takes one cell and a
+    backward two; otherwise the median action takes one cell, and shorter ones may be cut off.
     """
     simulation = simulate(program, costs or Costs.uniform(program.num_stages))
     chart = Chart("", program, simulation)
@@ -61,11 +61,11 @@ def draw(program: Program, costs: Costs | None = None) -> str:
 
 
 def picture(chart: Chart, width: int, *, colours: bool) -> list[str]:
-    """The lines of a picture no wider than `width` characters, with a clock.
+    """The lines of a drawing no wider than `width` characters, with a clock.
 
-    What is too long is broken into panels, one below the other; what would need more than
-    `MAX_PANELS` of them is shown in one, where each character is the kind of the act that runs at
-    that time. With colours the kind is the background, and labels need not name it.
+    A long drawing is broken into panels, one below the other. One that would need more than
+    `MAX_PANELS` is compressed into one panel, where each character is the kind of the action that
+    runs at that time. With colours the background shows the kind, so labels omit it.
     """
     labels = _labels(chart, colours)
     timeline, makespan = chart.simulation.timeline, chart.simulation.makespan
@@ -105,7 +105,7 @@ def _labels(chart: Chart, colours: bool) -> list[list[str]]:
 
 
 def _scale(chart: Chart, labels: list[list[str]], unit: float | None) -> float:
-    """Characters per unit of time, so that labels fit into all acts at least as long as `unit`."""
+    """Characters per unit of time, so that labels fit into actions at least as long as `unit`."""
     timeline = chart.simulation.timeline
     if unit is None:
         times = (timed.end - timed.start for row in timeline for timed in row)
@@ -118,7 +118,7 @@ def _scale(chart: Chart, labels: list[list[str]], unit: float | None) -> float:
 
 
 def _row(row: tuple[Timed, ...], labels: list[str], scale: float) -> list[_Cell]:
-    """The acts of one rank up to its last; `scale` is characters per unit of time."""
+    """The actions of one rank, up to its last; `scale` is characters per unit of time."""
     cells: list[_Cell] = []
     for timed, label in zip(row, labels, strict=True):
         start, end = round(timed.start * scale), round(timed.end * scale)
@@ -128,7 +128,7 @@ def _row(row: tuple[Timed, ...], labels: list[str], scale: float) -> list[_Cell]
 
 
 def _sampled(row: tuple[Timed, ...], scale: float, length: int) -> list[_Cell]:
-    """What one rank does at the middle of each character's time."""
+    """The action that one rank runs at the middle of each character's time."""
     cells, acts = [], iter(row)
     timed = next(acts, None)
     for column in range(length):
@@ -157,7 +157,7 @@ def _painted(cells: list[_Cell], chart: Chart, colours: bool) -> str:
 
 
 def _runs(cells: list[_Cell], chart: Chart) -> Iterator[str]:
-    """Pieces of a row, each act on its colour."""
+    """Pieces of a row, each action on its background colour."""
     for act, group in groupby(cells, key=lambda cell: cell.act):
         text = "".join(cell.char for cell in group)
         if act is None:

@@ -1,4 +1,4 @@
-"""Programs on a page: zoom, and point to see what runs, when, and why a rank waits."""
+"""Draws programs on an HTML page with zoom and details: what runs, when, and why a rank waits."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,30 +11,30 @@ from fivefold.pipeline.ir import Act
 from fivefold.pipeline.simulate import Reason
 
 _GAPS = {
-    Reason.FILL: (IDLE, "nothing has arrived yet"),
+    Reason.FILL: (IDLE, "its first input has not arrived"),
     Reason.DRAIN: (IDLE, "all its work is done"),
     Reason.UPSTREAM: (
         Tone("#f6d5d5", "#54282c"),
-        "the rank that makes what it needs is not ready",
+        "the rank that produces its input has not finished",
     ),
     Reason.STREAM: (
         Tone("#e3d3ee", "#43304f"),
-        "what it needs is ready, another message is in its way",
+        "its input is ready, but queued behind another message",
     ),
-    Reason.IN_FLIGHT: (Tone("#fbe9c8", "#4f4120"), "what it needs is on its way"),
-    Reason.READY: (Tone("#d9d9d9", "#3f434b"), "what it needs is there, and it has not begun"),
+    Reason.IN_FLIGHT: (Tone("#fbe9c8", "#4f4120"), "its input is in flight"),
+    Reason.READY: (Tone("#d9d9d9", "#3f434b"), "its input has arrived, but it has not started"),
 }
-_DIGITS = 7  # significant ones of a time
+_DIGITS = 7  # significant digits of a time
 
 
 def to_html(charts: Sequence[Chart]) -> str:
-    """A page without any other file, showing one or several programs."""
+    """A self-contained page that shows one or several programs."""
     title = charts[0].title if len(charts) == 1 else f"{len(charts)} pipelines"
     return document(title, timelines(charts))
 
 
 def timelines(charts: Sequence[Chart]) -> Iterator[str]:
-    """HTML that shows programs at one scale of time; once on a page."""
+    """HTML that shows programs at one time scale; to be used once per page."""
     data = {
         "colours": COLOURS,
         "gaps": {reason: tone for reason, (tone, _) in _GAPS.items()},
@@ -42,7 +42,7 @@ def timelines(charts: Sequence[Chart]) -> Iterator[str]:
         "held": [HELD, HELD_MEANING],
         "charts": [_chart(chart) for chart in charts],
     }
-    # "</" would end the script.
+    # "</" would close the script element.
     text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     page = files("fivefold.pipeline").joinpath("timeline.html").read_text(encoding="utf-8")
     yield page.replace("/*DATA*/", text)

@@ -1,4 +1,4 @@
-"""Programs as an SVG picture: a row a rank, and under each what it holds for backward."""
+"""Draws programs as SVG: one row per rank, with its activation memory below."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median_low
@@ -12,9 +12,9 @@ from fivefold.pipeline.simulate import Timed
 # Pixels.
 _LEFT, _RIGHT, _ROW, _MEMORY, _SPACE = 64, 24, 24, 14, 6
 _HEAD, _FOOT, _LINE = 40, 44, 16  # above the first rank; below the last; a line of the legend
-_CHARACTER = 6.2  # of the font
-_WORDS = 6.4  # a character of titles, figures and legends, at most
-_LEAST, _MOST = 480, 6000  # wide; labels that no longer fit are left out
+_CHARACTER = 6.2  # width of a label's character
+_WORDS = 6.4  # maximum width of a character of titles, figures and legends
+_LEAST, _MOST = 480, 6000  # width; labels that do not fit are omitted
 
 _STYLE = (
     "text{font:10px ui-monospace,Menlo,Consolas,monospace;fill:#222}"
@@ -32,7 +32,7 @@ _STYLE = (
 
 
 def to_svg(charts: Sequence[Chart]) -> str:
-    """A picture of one or several programs below each other, all at the same scale of time."""
+    """A drawing of one or several programs, one below the other, at one time scale."""
     longest = max(chart.simulation.makespan for chart in charts)
     scale = min(max(map(_scale, charts)), _MOST / longest)
     heads = (len(text) * _WORDS for chart in charts for text in (chart.title, chart.figures))
@@ -54,7 +54,7 @@ def to_svg(charts: Sequence[Chart]) -> str:
 
 
 def _scale(chart: Chart) -> float:
-    """Pixels per unit of time, so that the label of the median act fits."""
+    """Pixels per unit of time, so that the label of the median action fits."""
     acts = [timed for row in chart.simulation.timeline for timed in row]
     label = max(len(chart.label(kid)) for timed in acts for kid in timed.act.elementary)
     return (label * _CHARACTER + 4) / median_low(timed.end - timed.start for timed in acts)
@@ -85,7 +85,7 @@ def _chart(chart: Chart, scale: float, top: float, whole: float) -> Iterator[str
 
 
 def _act(chart: Chart, timed: Timed, scale: float, y: float) -> Iterator[str]:
-    """A box; two halves, one above the other, where a forward and a backward overlap."""
+    """A box per action; for an overlapped pair two half-height boxes."""
     x, width = _LEFT + timed.start * scale, (timed.end - timed.start) * scale
     kids = timed.act.elementary
     height = _ROW / len(kids)
@@ -112,7 +112,7 @@ def _told(chart: Chart, timed: Timed, act: Act) -> str:
 def _held(
     curve: Sequence[tuple[float, float]], makespan: float, scale: float, y: float, highest: float
 ) -> str:
-    """The steps of what a rank holds, filled; `highest` is as high as a strip."""
+    """A filled step curve of the activation memory; `highest` fills the whole strip."""
     base = y + _MEMORY
     path = [f"M{_LEFT} {base:.1f}"]
     for time, held in curve:
@@ -139,7 +139,7 @@ def _legend(chart: Chart, top: float, width: float) -> Iterator[str]:
 
 
 def _legend_lines(chart: Chart, width: float) -> list[list[tuple[str, str]]]:
-    """(colour, meaning) of each entry, in as many lines as the width of the picture needs."""
+    """(colour, meaning) of each legend entry, wrapped to the width of the drawing."""
     entries = [(COLOURS[kind][0], f"{kind[0]} {MEANINGS[kind]}") for kind in chart.parts]
     entries.append((HELD, f"{HELD_MEANING}, at most {max(chart.peaks):.3g} on a rank"))
     if chart.note:

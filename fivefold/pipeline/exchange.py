@@ -1,7 +1,7 @@
-"""Programs as files: a table of acts, the CSV of torch.distributed.pipelining, a Chrome trace.
+"""Pipeline programs as files: an action table, torch.distributed.pipelining's CSV, a Chrome trace.
 
-Our table has one act a line, with its times, and says all that a compute-only program says. Torch's
-has a line a rank, of actions such as 0F0 (forward), 0I0 (dX), 0W0 (dW), 0B0 (both) and
+Our table has one action per line, with its times, and represents every compute-only program.
+Torch's has one line per rank, of actions such as 0F0 (forward), 0I0 (dX), 0W0 (dW), 0B0 (both) and
 (0F1;0B0)OVERLAP_F_B; empty cells are steps in which a rank waits.
 """
 
@@ -33,8 +33,9 @@ _TORCH_ADDED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B
 
 
 def to_csv(chart: Chart) -> str:
-    """A table of all compute acts with their times; a pair is `F&B` with `stage` as `0&1`, so too
-    its microbatches.
+    """A table of all compute actions with their times.
+
+    A pair has kind `F&B`; its stages and microbatches are written as `0&1`.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -52,7 +53,7 @@ def to_torch_csv(program: Program) -> str:
     """The compute-only CSV that torch.distributed.pipelining loads.
 
     Raises:
-        ConfigError: the program has acts that torch has no word for.
+        ConfigError: torch has no notation for some of the program's actions.
     """
 
     def word(act: Act) -> str:
@@ -60,12 +61,12 @@ def to_torch_csv(program: Program) -> str:
             return f"({';'.join(map(word, act.kids))})OVERLAP_F_B"
         if act.kind not in _TO_TORCH or program.num_slices > 1 or program.num_weight_parts > 1:
             raise ConfigError(
-                f"torch.distributed.pipelining has no word for {act}",
+                f"torch.distributed.pipelining has no notation for {act}",
             )
         return f"{act.stage}{_TO_TORCH[act.kind]}{act.mb}"
 
     if program.num_copies > 1:
-        raise ConfigError("torch.distributed.pipelining knows no second copy of a model")
+        raise ConfigError("torch.distributed.pipelining does not support two copies of a model")
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for acts in program.ranks:
@@ -74,11 +75,11 @@ def to_torch_csv(program: Program) -> str:
 
 
 def read_csv(path: Path) -> Program:
-    """The program in a file of either kind, proven valid.
+    """Read and validate the program in a file of either format.
 
     Raises:
-        ConfigError: the file cannot be read, with the line that is wrong.
-        ProgramError: what it says is no valid program.
+        ConfigError: the file cannot be read; names the wrong line.
+        ProgramError: the program is not valid.
     """
     try:
         lines = list(csv.reader(read_text(path, ConfigError).splitlines()))
@@ -105,14 +106,14 @@ def read_csv(path: Path) -> Program:
 
 
 def program_of(ranks: Mapping[int, Sequence[Act]], *, forward_only: bool | None = None) -> Program:
-    """A program from the compute acts of its ranks; what it runs on follows from them.
+    """A program from the compute actions of its ranks; placement and counts are inferred.
 
     Raises:
-        ProgramError: a rank without acts, a stage on two ranks, or a stage, microbatch, slice or
-            part that is left out.
+        ProgramError: a rank has no actions, a stage is on two ranks, or a stage, microbatch, slice
+            or part is missing.
     """
     owner: dict[int, int] = {}
-    path: set[int] = set()  # of the first microbatch
+    path: set[int] = set()  # stages of the first microbatch
     backward = False
     counted: dict[str, set[int]] = {"ranks": set(ranks), "microbatches": set()}
     counted |= {"slices": {0}, "parts": {0}}
@@ -141,9 +142,10 @@ def program_of(ranks: Mapping[int, Sequence[Act]], *, forward_only: bool | None 
 
 
 def to_trace(charts: Sequence[Chart]) -> str:
-    """Chrome's trace format, for chrome://tracing and Perfetto: a process a chart, a thread a rank.
+    """Chrome's trace format, for chrome://tracing and Perfetto.
 
-    One unit of time is shown as a millisecond, a measured second as a second.
+    Each chart is a process, each rank a thread. One unit of time is shown as a millisecond; a
+    measured second as a second.
     """
     events = [event for pid, chart in enumerate(charts) for event in _events(pid, chart)]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
@@ -185,9 +187,9 @@ def _own_act(cells: Sequence[str]) -> Act:
     if len(cells) not in (len(_COLUMNS), len(_COLUMNS) + len(_TIMES)):
         raise ValueError(f"{len(cells)} cells, and there are {len(_COLUMNS)} columns and two times")
     fields = [cell.split("&") for cell in cells[1 : len(_COLUMNS)]]
-    for time in cells[len(_COLUMNS) :]:  # which follow from the costs that are given
+    for time in cells[len(_COLUMNS) :]:  # not used: times follow from the given costs
         if not isfinite(float(time)):
-            raise ValueError(f"{time!r} is no time")
+            raise ValueError(f"{time!r} is not a time")
     kids = [
         Act(_kind(kind), _count(stage), _count(mb), _count(piece), _count(part))
         for kind, stage, mb, piece, part in zip(*fields, strict=True)
@@ -204,12 +206,12 @@ def _kind(text: str) -> Kind:
 
 def _count(text: str) -> int:
     if not _COUNT.fullmatch(text):
-        raise ValueError(f"{text!r} is no whole number of at most nine digits")
+        raise ValueError(f"{text!r} is not a whole number of at most nine digits")
     return int(text)
 
 
 def _torch_acts(cell: str) -> Iterator[Act]:
-    """The act of a cell: none where it is empty, or a communication that torch has added."""
+    """The action of a cell; none if it is empty or a communication that torch added."""
     cell = cell.strip()
     if not cell or _TORCH_ADDED.match(cell):
         return
@@ -220,7 +222,7 @@ def _torch_acts(cell: str) -> Iterator[Act]:
 def _torch_act(word: str) -> Act:
     found = _TORCH_ACTION.match(word.strip())
     if not found or found[2] not in _FROM_TORCH or not found[3]:
-        raise ValueError(f"{word!r} is no action")
+        raise ValueError(f"{word!r} is not an action")
     return Act(_FROM_TORCH[found[2]], int(found[1]), int(found[3]))
 
 
@@ -228,6 +230,6 @@ def _pair(kids: Sequence[Act]) -> Act:
     if len(kids) == 1:
         return kids[0]
     if len(kids) > 2:
-        raise ValueError(f"{len(kids)} acts at once")
+        raise ValueError(f"{len(kids)} actions at once")
     forward, backward = kids
     return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))

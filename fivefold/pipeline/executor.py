@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Message, Program
 from fivefold.pipeline.messages import Mail
+from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
 
 Piece = tuple[int, int, int]
@@ -31,6 +33,9 @@ class StageGradients(Protocol):
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """What the next backward computes: `whole` with weight gradients, or dX only; `last`: no
         later act of the step adds to this stage's gradients."""
+
+    def after_backward(self, *, last: bool) -> None:
+        """A backward with weight gradients has ended; `last` as above."""
 
     def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
         """Compute weight gradients that a backward has put aside; `last` as above."""
@@ -71,8 +76,10 @@ class Executor:
             sequences are cut.
         dtype: type of hidden states.
         device: where stages live.
-        observe: told of every compute act, of an FB's halves one by one; what measures a step sets
-            it.
+        turns: lets the halves of an FB run in turns; where experts wait for messages, the other
+            half goes on.
+        delays_weights: whether an FB computes dW while its messages travel.
+        observe: told of every compute act, of an FB as a whole; what measures a step sets it.
         states_into: hidden states of a token that enter a stage, by its index, where further tokens
             are predicted; None: always one.
     """
@@ -84,6 +91,8 @@ class Executor:
     hidden_shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
+    turns: Turns
+    delays_weights: bool = False
     observe: Observer = field(default=nullcontext)
     states_into: Callable[[int], int] | None = None
 
@@ -124,7 +133,10 @@ class StepSums:
 
 
 class _Step:
-    """The state of one run of a program."""
+    """The state of one run of a program.
+
+    One class because every kind of action reads and writes the same few tables by microbatch.
+    """
 
     def __init__(
         self, executor: Executor, program: Program, batches: Sequence[Batch], scale: Tensor
@@ -182,18 +194,19 @@ class _Step:
         return self._on.states_into(message.dst_stage + backward)
 
     def _compute(self, act: Act) -> None:
-        """Wait for what the act needs, then do it; the halves of an FB one after the other.
+        """Wait for what the act needs, then do it.
 
-        Both halves' messages are received before it begins.
+        What both halves of an FB have received is there before it begins.
         """
         for kid in act.elementary:
             self._await(kid)
-        for kid in act.elementary:
-            with self._on.observe(kid):
-                self._run(kid)
+        with self._on.observe(act):
+            self._run(act)
 
     def _run(self, act: Act) -> None:
         match act.kind:
+            case Kind.FB:
+                self._in_turns(*act.kids)
             case Kind.F:
                 self._forward(act)
             case Kind.R:
@@ -256,10 +269,26 @@ class _Step:
         out: Tensor = module(x, batch, sequence, decisions)
         return out * self._scale if module.parts.head else out
 
+    def _in_turns(self, forward: Act, backward: Act) -> None:
+        """The backward begins: its first message travels under the forward's first computation."""
+        turns, ahead = self._on.turns, partial(self._forward, forward)
+        if not (self._on.delays_weights and backward.kind is Kind.BW):
+            turns.run(partial(self._run, backward), ahead)
+            return
+
+        def back() -> None:
+            self._backward_input(backward)
+            last = self._last_weights[backward.stage] == backward
+            rest = self._weights.pop(_piece(backward))
+            self._on.gradients[backward.stage].run_weights(rest, last=last)
+
+        turns.run(back, ahead, between=self._on.deferred.run_early)
+
     def _backward(self, act: Act) -> None:
         last = self._last_weights[act.stage] == act
         self._on.gradients[act.stage].before_backward(whole=True, last=last)
         self._differentiate(act)
+        self._on.gradients[act.stage].after_backward(last=last)
 
     def _backward_input(self, act: Act) -> None:
         """Only dX; what makes dW is put aside."""

@@ -1,4 +1,4 @@
-"""The figures of scheduled pipelines, for people and for programs."""
+"""The figures of scheduled pipelines, as text and as JSON."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,11 +8,11 @@ from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.pipeline.steady_state import steady_state
 from fivefold.pipeline.study import AUTO, StudyResult
 
-_DIGITS = 9  # significant ones in JSON: free of the noise of binary sums
+_DIGITS = 9  # significant digits in JSON, to hide rounding noise
 
 
 def figures(result: StudyResult) -> dict[str, Any]:
-    """All figures of a schedule; times in the unit of its costs, bubbles as shares of 1."""
+    """All figures of a schedule: times in the unit of its costs, bubbles as fractions of 1."""
     chart, program = result.chart, result.chart.program
     simulation, steady = chart.simulation, steady_state(program, result.costs)
     return {
@@ -39,7 +39,7 @@ def figures(result: StudyResult) -> dict[str, Any]:
 
 
 def report(result: StudyResult) -> list[tuple[str, str, str]]:
-    """The figures of a schedule: name, value, and what it means."""
+    """The figures of a schedule: (name, value, meaning)."""
     chart, simulation = result.chart, result.chart.simulation
     unit = f" {chart.unit}" if chart.unit else ""
     rows = [
@@ -77,7 +77,7 @@ def report(result: StudyResult) -> list[tuple[str, str, str]]:
 
 
 def comparison(results: Iterable[tuple[str, StudyResult | ConfigError]]) -> list[str]:
-    """A table of schedules on the same pipeline, the fastest marked; why one cannot run."""
+    """A table of schedules on the same pipeline, the fastest marked; errors of infeasible ones."""
     results = list(results)
     makespans = [r.chart.simulation.makespan for _, r in results if isinstance(r, StudyResult)]
     header = ("schedule", "V", "makespan", "dX first", "bubble", "span", "bubble", "held", "bound")
@@ -118,7 +118,7 @@ def comparison(results: Iterable[tuple[str, StudyResult | ConfigError]]) -> list
 def comparison_json(
     results: Iterable[tuple[str, StudyResult | ConfigError]],
 ) -> list[dict[str, Any]]:
-    """The same for programs: the figures of each schedule, or its error."""
+    """The same as JSON-serialisable values: the figures of each schedule, or its error."""
     return [
         figures(result)
         if isinstance(result, StudyResult)
@@ -128,7 +128,7 @@ def comparison_json(
 
 
 def listing() -> list[str]:
-    """Every schedule in a line."""
+    """One line per schedule."""
     rows = [(name, schedule.about) for name, schedule in SCHEDULES.items()]
     rows.append((AUTO, "the best that a search finds for the costs and the memory cap"))
     width = max(len(name) for name, _ in rows)

@@ -1,11 +1,11 @@
-"""What waits for what in a program: one graph proves the absence of dead-lock and gives the time.
+"""The dependency graph of a program: proves the absence of deadlock and gives the execution time.
 
-One node per compute act, one contracted node per message. A compute act waits for the one before
-it on its rank and for what it consumes. A message waits for its producer; once lowered, also for
-the last compute act issued before its SEND or RECV on either end, and for the message issued
-before it on each communication stream of both ends. Under rendezvous semantics, where a transfer
-starts only when both ends have reached it, the program cannot dead-lock if and only if this graph
-has no cycle, and its longest path is the time.
+There is one node per compute action and one contracted node per message. A compute action waits
+for the previous one on its rank and for its inputs. A message waits for its producer; once lowered,
+also for the last compute action issued before its SEND or RECV on either end, and for the previous
+message on each communication stream of both ends. Under rendezvous semantics, where a transfer
+starts only when both ends have reached it, the program is free of deadlock if and only if this
+graph has no cycle, and its longest path is the execution time.
 """
 
 from collections.abc import Hashable, Sequence
@@ -27,14 +27,14 @@ from fivefold.pipeline.ir import (
 
 
 class Stream(StrEnum):
-    """What shares one first-in, first-out communication stream on a rank; strictest first."""
+    """Which messages share one FIFO communication stream on a rank; strictest first."""
 
     RANK = "rank"  # every message of the rank
     PAIR = "pair"  # the messages to and from one other rank
     PAIR_AND_DIRECTION = "pair_and_direction"  # the messages to, or from, one other rank
 
     def key(self, message: Message, rank: int) -> Hashable:
-        """The stream of `rank` that the message takes."""
+        """The stream of `rank` that a message uses."""
         if self is Stream.RANK:
             return rank
         peer = message.src_rank + message.dst_rank - rank
@@ -43,13 +43,13 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes 0 .. len(computes)-1 are compute acts, rank by rank in order; then messages.
+    """Dependency graph: nodes are first all compute actions, rank by rank, then all messages.
 
     Attributes:
-        computes: (rank, act) of each compute node.
-        messages: of each message node.
-        producers: the compute node whose result each message carries.
-        successors: the nodes that wait for each node.
+        computes: (rank, action) of each compute node.
+        messages: message of each message node.
+        producers: for each message, the compute node that produces it.
+        successors: for each node, the nodes that wait for it.
     """
 
     computes: tuple[tuple[int, Act], ...]
@@ -58,7 +58,7 @@ class Graph:
     successors: tuple[list[int], ...]
 
     def weights(self, program: Program, costs: Costs) -> list[float]:
-        """How long each node of the graph of `program` lasts."""
+        """The duration of each node."""
         parts, slices = program.num_weight_parts, program.num_slices
         return [
             *(costs.of(act, parts, slices) for _, act in self.computes),
@@ -70,7 +70,7 @@ class Graph:
         return node >= len(self.computes)
 
     def order(self) -> list[int]:
-        """The nodes, each after all that it waits for.
+        """The nodes in topological order.
 
         Raises:
             ProgramError: a circular wait, spelt out.
@@ -84,7 +84,7 @@ class Graph:
             for node in successors:
                 waiting[node] += 1
         order = [node for node, count in enumerate(waiting) if count == 0]
-        for node in order:  # grows while it is read
+        for node in order:  # grows during iteration
             for successor in self.successors[node]:
                 waiting[successor] -= 1
                 if waiting[successor] == 0:
@@ -94,7 +94,7 @@ class Graph:
         return order
 
     def longest_paths(self, weights: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Earliest start and end of each node, when a node lasts as long as its weight."""
+        """Earliest start and end of each node, given the nodes' durations."""
         starts, ends = [0.0] * len(weights), [0.0] * len(weights)
         for node in self._order:
             end = ends[node] = starts[node] + weights[node]
@@ -104,7 +104,7 @@ class Graph:
         return starts, ends
 
     def _cycle(self, waiting: list[int]) -> str:
-        """One circular wait among the nodes that still wait."""
+        """Describes one circular wait among the unfinished nodes."""
         blocker: dict[int, int] = {}
         for node, successors in enumerate(self.successors):
             if waiting[node]:
@@ -126,7 +126,7 @@ class Graph:
 def dependency_graph(program: Program, stream: Stream | None = None) -> Graph:
     """The graph of a program in which every (stage, microbatch, slice) is computed once.
 
-    With `stream` None, SENDs and RECVs do not count, and a message waits for its producer only.
+    With `stream` None, SENDs and RECVs are ignored and a message waits only for its producer.
     """
     computes = [
         (rank, act)
@@ -154,7 +154,7 @@ def dependency_graph(program: Program, stream: Stream | None = None) -> Graph:
 
 
 class _Makers:
-    """Which node makes the activations, and which the dX, of a stage and microbatch."""
+    """The node that produces the activations, or the dX, of a stage and microbatch."""
 
     def __init__(self, program: Program, computes: Sequence[tuple[int, Act]]) -> None:
         self._slices = program.num_slices
@@ -174,7 +174,7 @@ class _Makers:
 
 
 def _link_local_stages(program: Program, makers: _Makers, successors: list[list[int]]) -> None:
-    """A tensor handed over on the same rank makes one act wait for the other, too."""
+    """Add edges for tensors passed between stages on the same rank."""
     for mb in range(program.num_microbatches):
         for stage in program.path(mb)[:-1]:
             if program.placement[stage] != program.placement[stage + 1]:
@@ -196,9 +196,9 @@ def _link_streams(
     successors: list[list[int]],
     first_message: int,
 ) -> None:
-    """The order in which each rank issues its sends and receives, among its compute acts."""
+    """Add edges for the order in which each rank issues sends and receives."""
     node_of = {message.id: node for node, message in enumerate(messages, first_message)}
-    compute = -1  # the node of the last compute act issued, over all ranks
+    compute = -1  # node of the last compute action issued, over all ranks
     for rank, acts in enumerate(program.ranks):
         issued: dict[Hashable, int] = {}
         begun = False

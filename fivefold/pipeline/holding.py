@@ -1,4 +1,4 @@
-"""Trade time for memory: keep the activations of few microbatches, and make the others' again."""
+"""Trades time for memory: keeps the activations of few microbatches and recomputes the others."""
 
 from dataclasses import replace
 
@@ -8,15 +8,16 @@ _Piece = tuple[int, int]  # stage, microbatch
 
 
 def with_recompute(program: Program, limit: int) -> Program:
-    """Let no rank hold the activations of more than `limit` microbatches of its stages at a time.
+    """Limit each rank to the activations of `limit` microbatches of its stages at a time.
 
-    A microbatch that is kept is held from its forward to its dX, one that is recomputed only from
-    the R that stands right before its backward. The fewest that can be are recomputed, and of
-    those that could be, the ones whose backward comes last.
+    A kept microbatch is held from its forward to its dX, a recomputed one only from the R right
+    before its backward. As few as possible are recomputed; of the candidates, those whose backward
+    comes last.
 
     Args:
-        program: compute-only; lower it afterwards, so that R does not wait for messages.
-        limit: microbatches held at most, at least 1 (2 where acts overlap), each stage's counted.
+        program: compute-only program; lower it afterwards, so that R does not wait for messages.
+        limit: maximum number of microbatches held, at least 1 (2 where actions overlap), summed
+            over the rank's stages.
     """
     if program.forward_only:
         return program
@@ -40,16 +41,16 @@ _BACKWARD = (Kind.B, Kind.BW)
 
 
 def _recomputed(acts: list[Act], limit: int) -> set[_Piece]:
-    """What a rank cannot keep.
+    """The (stage, microbatch) pairs that a rank must recompute.
 
-    Each forward is kept at first. Whenever more are held than may be, the one that would be held
-    for longest is given up: as for a cache (Belady, 1966), nothing else gives up fewer.
+    Every forward is kept at first. Whenever more than `limit` are held, the one with the latest
+    backward is given up, which gives up the fewest, as for a cache (Belady, 1966).
     """
-    ends: dict[_Piece, int] = {}  # where the last dX of each is computed
+    ends: dict[_Piece, int] = {}  # index of the last dX of each
     for place, act in enumerate(acts):
         ends |= {(kid.stage, kid.mb): place for kid in act.elementary if kid.kind in _BACKWARD}
-    held: set[_Piece] = set()  # kept, and not yet in their backward
-    running: set[_Piece] = set()  # in their backward, kept or made again
+    held: set[_Piece] = set()  # kept, backward not started
+    running: set[_Piece] = set()  # in their backward, kept or recomputed
     again: set[_Piece] = set()
     for place, act in enumerate(acts):
         for kid in act.elementary:

@@ -1,13 +1,12 @@
-"""The pipeline program: what every rank does in one training step, in order.
+"""The pipeline program: the actions of every rank in one training step, in order.
 
 A `Program` is stored compute-only; `lowering.lower` adds the sends and receives. The same object is
-run by the executor, timed by the simulator, checked by the validator and drawn by the plotter.
+run by the executor, timed by the simulator, checked by the validator and drawn.
 
 The backward pass of a stage has two halves: B computes dX, the gradient of the stage's input; W
-computes dW, the gradients of its weights. `BW` is both in one piece, as one autograd call runs
-them: as written its dX leaves when the whole of it has ended. `lowering.eager_dx` rewrites a
-program so that dX leaves between the halves (each BW whose dX another rank waits for becomes B
-followed at once by W); nothing else has to know about that choice.
+computes dW, the gradients of its weights. `BW` is both in one action, as one autograd call runs
+them; its dX is sent when all of it has ended. `lowering.eager_dx` rewrites a program so that dX is
+sent between the halves: each BW whose dX another rank waits for becomes B followed at once by W.
 """
 
 from collections.abc import Iterator
@@ -19,24 +18,24 @@ from fivefold.errors import FivefoldError
 
 
 class ProgramError(FivefoldError):
-    """A pipeline program that breaks a rule: it would be wrong, run out of memory or hang."""
+    """An invalid pipeline program: it would be wrong, run out of memory or deadlock."""
 
 
 class Kind(StrEnum):
-    """What an act does."""
+    """The kind of an action."""
 
     F = "F"  # forward of a stage
     B = "B"  # dX only
-    W = "W"  # dW only, after B; may come in parts
-    BW = "BW"  # dX and dW in one piece
+    W = "W"  # dW only, after B; may be split into parts
+    BW = "BW"  # dX and dW in one action
     R = "R"  # recompute the forward, between F and B
-    FB = "FB"  # one forward and one backward, overlapped: `kids` holds the two acts
+    FB = "FB"  # one forward and one backward, overlapped: `kids` holds the two actions
     SEND = "SEND"  # start sending `message`
-    RECV = "RECV"  # start receiving `message`; the first act that needs it waits
+    RECV = "RECV"  # start receiving `message`; the first action that needs it waits
     UNSHARD = "UNSHARD"  # gather the stage's parameters
     RESHARD = "RESHARD"  # free the gathered parameters
     REDUCE = "REDUCE"  # start reducing the stage's gradients over the data-parallel ranks
-    STEP = "STEP"  # all gradients are there: clip and update; belongs to the rank, stage -1
+    STEP = "STEP"  # clip and update, after all gradients are reduced; per rank, with stage -1
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.W, Kind.BW, Kind.R, Kind.FB})
@@ -53,7 +52,7 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One tensor handed from one rank to another; `id` is unique in the program, from 0."""
+    """One tensor sent from one rank to another; `id` is unique in the program, from 0."""
 
     id: int
     src_rank: int
@@ -73,15 +72,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One action of one rank.
+    """One pipeline action of one rank.
 
     Attributes:
-        kind: what to do.
-        stage: stage that acts; for SEND the sender's, for RECV the receiver's, for STEP -1.
+        kind: what the action does.
+        stage: stage it belongs to; for SEND the sender's, for RECV the receiver's, for STEP -1.
         mb: microbatch; 0 where it has no meaning (UNSHARD, RESHARD, REDUCE, STEP).
         slice: sequence slice of the microbatch.
-        part: which part of a W that is cut up.
-        kids: the forward and the backward act of an FB.
+        part: index of the part, if W is split into parts.
+        kids: the forward and the backward action of an FB.
         message: message of a SEND or RECV.
     """
 
@@ -107,21 +106,21 @@ class Act:
 
     @property
     def elementary(self) -> tuple["Act", ...]:
-        """The act itself, or the two acts that an FB overlaps."""
+        """The action itself, or the two actions that an FB overlaps."""
         return self.kids or (self,)
 
 
 @dataclass(frozen=True)
 class Program:
-    """One step of every rank.
+    """One training step of every rank.
 
     Attributes:
-        placement: stage -> rank. A message passes where two consecutive stages lie on different
-            ranks; on the same rank the tensor is handed over locally.
-        num_microbatches: microbatches of one step, on this pipeline.
-        ranks: the acts of each rank, in order.
-        messages: empty in the stored, compute-only form; every message once lowered.
-        forward_only: an evaluation: no act of the backward pass.
+        placement: stage -> rank. Consecutive stages on different ranks exchange messages; on the
+            same rank the tensor is passed on locally.
+        num_microbatches: microbatches per step, on this pipeline.
+        ranks: the actions of each rank, in order.
+        messages: every message, once lowered; empty in the stored, compute-only form.
+        forward_only: whether it is an evaluation, without backward actions.
         num_copies: copies of the model. With two (bidirectional schedules) the first half of the
             stages is one copy, the second half the other, and each takes half of the microbatches.
     """
@@ -135,36 +134,36 @@ class Program:
 
     @property
     def num_ranks(self) -> int:
-        """The pipeline-parallel size."""
+        """Pipeline-parallel size."""
         return len(self.ranks)
 
     @property
     def num_stages(self) -> int:
-        """Pieces of the model, over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.placement)
 
     @cached_property
     def num_slices(self) -> int:
-        """Sequence slices a microbatch is cut into."""
+        """Number of sequence slices per microbatch."""
         return 1 + max((act.slice for act in self._elementary()), default=0)
 
     @cached_property
     def num_weight_parts(self) -> int:
-        """Parts a W is cut into."""
+        """Number of parts of each W."""
         return 1 + max((act.part for act in self._elementary()), default=0)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that lie on `rank`, in model order."""
+        """The stages on `rank`, in model order."""
         return stages_on(self.placement, rank)
 
     def path(self, mb: int) -> range:
-        """The stages that a microbatch runs through, in model order: those of its copy."""
+        """The stages that a microbatch passes, in model order: those of its copy of the model."""
         length = self.num_stages // self.num_copies
         first = mb * self.num_copies // self.num_microbatches * length
         return range(first, first + length)
 
     def crossings(self) -> tuple[Message, ...]:
-        """Every message that the placement makes necessary, ids 0, 1, 2, ... by microbatch."""
+        """Every message that the placement requires, with ids 0, 1, 2, ... by microbatch."""
         hops: dict[range, list[tuple[Direction, int, int]]] = {}
         for path in {self.path(mb) for mb in range(self.num_microbatches)}:
             hops[path] = [
@@ -201,7 +200,7 @@ def loop_placement(num_ranks: int, num_stages: int) -> tuple[int, ...]:
 
 
 def v_placement(num_ranks: int, num_stages: int) -> tuple[int, ...]:
-    """There and back again: with 2 ranks 0 1 1 0."""
+    """Down the ranks and back up, a V: with 2 ranks 0 1 1 0."""
     there = range(num_ranks)
     back = range(num_ranks - 1, -1, -1)
     return tuple(

@@ -1,4 +1,4 @@
-"""Splits a model into pipeline stages, as the settings ask for it."""
+"""Splits a model into pipeline stages according to the settings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ class _Request:
 
     @property
     def unit(self) -> int:
-        """An even split needs a multiple of this many layers."""
+        """The number that the layer count must be a multiple of for an even split."""
         return self.pp * (self.layers_per_virtual_stage or self.virtual or 1)
 
     def given(self) -> dict[str, list[str]]:
-        """Flags the user set, by the way of splitting they belong to."""
+        """Flags that the user set, grouped by the way of splitting they belong to."""
         ways: dict[str, dict[str, object]] = {
             "virtual": {
                 "--num-virtual-stages-per-pipeline-rank": self.virtual,
@@ -66,23 +66,23 @@ def split_layers(
     mtp_num_layers: int = 0,
     in_a_v: bool = False,
 ) -> Split:
-    """Cut the model into pipeline stages, by Megatron-LM's settings.
+    """Split the model into pipeline stages by Megatron-LM's settings.
 
     Args:
         num_layers: decoder layers of the model.
         pp: pipeline-parallel ranks.
-        virtual: stages a rank (num_virtual_stages_per_pipeline_rank).
-        layers_per_virtual_stage: layers a stage, another way to say `virtual`.
+        virtual: stages per rank (num_virtual_stages_per_pipeline_rank).
+        layers_per_virtual_stage: layers per stage, an alternative to `virtual`.
         first: decoder layers on rank 0, over all its stages (decoder_first_pipeline_num_layers).
         last: decoder layers on the last rank (decoder_last_pipeline_num_layers).
         account_for_embedding: count the embedding as one layer when splitting evenly.
         account_for_loss: count the head and loss as one layer when splitting evenly.
-        layout: the stages written out, in the language of `layout_language`.
-        mtp_num_layers: multi-token-prediction layers; without a layout they join the last stage.
-        in_a_v: lay the stages there and back again, unless a layout says otherwise.
+        layout: the stages spelt out, in the language of `layout_language`.
+        mtp_num_layers: multi-token prediction layers; without a layout they join the last stage.
+        in_a_v: place the stages in a V instead of a loop, unless the layout says otherwise.
 
     Raises:
-        ConfigError: settings that exclude each other, or that do not add up.
+        ConfigError: settings that conflict or do not add up.
     """
     request = _Request(
         num_layers,
@@ -108,7 +108,7 @@ def split_layers(
 
 
 def _check_settings(request: _Request) -> None:
-    """Everything is positive, and no two ways of splitting are mixed."""
+    """Check that numbers are positive and that ways of splitting are not mixed."""
     mistakes = Mistakes()
     for name, value in (
         ("--num-layers", request.num_layers),
@@ -156,7 +156,7 @@ def _check_settings(request: _Request) -> None:
             f"{_and(given['ends'])} needs more than one pipeline rank",
             works=("--pipeline-model-parallel-size 2", _without(given["ends"])),
         )
-    useful = request.num_layers + 2  # a rank a layer, one the embedding, one the head
+    useful = request.num_layers + 2  # one rank per layer, one for the embedding, one for the head
     if given["ends"] and request.pp > useful:
         mistakes.add(
             f"{request.pp} pipeline ranks are more than {request.num_layers} layers can occupy",
@@ -167,7 +167,7 @@ def _check_settings(request: _Request) -> None:
 
 
 def _without(flags: Sequence[str]) -> str:
-    """The flags that take others back."""
+    """Flags that undo the given flags."""
     return " ".join(
         f"--no-{flag[2:]}" if flag.startswith("--account") else f"{flag} none" for flag in flags
     )
@@ -211,7 +211,7 @@ def _from_layout(request: _Request, text: str, mtp_num_layers: int) -> Split:
 
 
 def _even_counts(request: _Request) -> list[int]:
-    """Layers of each stage, all alike but for an embedding or a loss that counts as a layer."""
+    """Layers of each stage: equal, except where the embedding or loss counts as a layer."""
     total = request.num_layers + request.account_for_embedding + request.account_for_loss
     if total % request.unit:
         raise ConfigError(_indivisible(request, total))
@@ -226,7 +226,7 @@ def _even_counts(request: _Request) -> list[int]:
 
 
 def _indivisible(request: _Request, total: int) -> Mistake:
-    """What to say when `total` layers do not divide evenly over the stages."""
+    """The error for `total` layers that do not divide evenly over the stages."""
     pp, unit, extra = request.pp, request.unit, total - request.num_layers
     each = unit // pp
     kind, flag = "stages per rank", "--num-virtual-stages-per-pipeline-rank"
@@ -258,7 +258,7 @@ def _indivisible(request: _Request, total: int) -> Mistake:
 
 
 def _uneven_counts(request: _Request) -> list[int]:
-    """Layers of each stage where the first or last rank has its own number."""
+    """Layers of each stage if the first or last rank has its own number of layers."""
     pp, virtual = request.pp, request.virtual or 1
     ends = [n for n in (request.first, request.last) if n is not None]
     middle, ranks = request.num_layers - sum(ends), pp - len(ends)
@@ -303,7 +303,7 @@ def _uneven_counts(request: _Request) -> list[int]:
 
 
 def _consecutive(counts: Sequence[int], mtp_num_layers: int) -> tuple[StageSpec, ...]:
-    """Stages with so many layers each; embedding first, head and prediction layers last."""
+    """Stages with `counts` layers each; embedding first, head and prediction layers last."""
     final = len(counts) - 1
     return tuple(
         StageSpec(s == 0, layers, s == final, mtp_num_layers if s == final else 0)
@@ -321,7 +321,7 @@ def _ranges(counts: Iterable[int]) -> list[tuple[int, ...]]:
 
 
 def _nearest(value: int, choices: Iterable[int]) -> list[int]:
-    """The closest choice below `value` and the closest above it, where they exist."""
+    """The closest choice not above `value` and the closest above it, if they exist."""
     choices = list(choices)
     below = max((n for n in choices if 0 < n <= value), default=None)
     above = min((n for n in choices if n > value), default=None)

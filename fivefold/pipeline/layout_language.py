@@ -1,11 +1,11 @@
-"""The layout language: 'Et*2|(tt|)*29,t|mL' -> what each stage holds.
+"""The pipeline layout language: parses 'Et*2|(tt|)*29,t|mL' into the contents of each stage.
 
-`E` embedding, `t` decoder layer, `m` multi-token-prediction layer, `L` head and loss; `|` ends a
-stage; `x*n` and `(..)*n` repeat; commas mean nothing. That is Megatron-LM's language, and each text
-that Megatron-LM reads means here what it means there, whatever else it might mean: `(tt|)*2*3`
-repeats its last symbol, `tt|tt|||`. Where Megatron-LM refuses a text, more is understood: white
-space, parentheses in parentheses, `x*n*k`, and the prefix `loop:` or `v:`, which chooses how the
-stages are laid over the ranks (by default as the schedule wants it).
+`E` embedding, `t` decoder layer, `m` multi-token prediction layer, `L` head and loss; `|` ends a
+stage; `x*n` and `(..)*n` repeat; commas are ignored. This is Megatron-LM's language, and every text
+that Megatron-LM accepts has the same meaning here, even surprising ones: `(tt|)*2*3` repeats its
+last symbol, `tt|tt|||`. Texts that Megatron-LM rejects may contain more: white space, nested
+parentheses, `x*n*k`, and the prefix `loop:` or `v:`, which sets the placement of stages on ranks
+(default: what the schedule needs).
 """
 
 import re
@@ -14,15 +14,15 @@ from typing import NoReturn
 
 from fivefold.errors import ConfigError, Mistake, Mistakes
 
-MAX_SYMBOLS = 100_000  # a repeat that explodes is a typing error, not a model
-_MAX_DIGITS = 4300  # of a number that Python, and so Megatron-LM, reads
+MAX_SYMBOLS = 100_000  # a larger repeat is a typing error, not a model
+_MAX_DIGITS = 4300  # longest number that Python, and so Megatron-LM, reads
 
 SYMBOLS = "EtmL|"
 
 
 @dataclass(frozen=True)
 class Symbol:
-    """One of E t m L |, and the column of the text that it comes from."""
+    """One of E t m L |, and its column in the text."""
 
     char: str
     column: int
@@ -30,10 +30,10 @@ class Symbol:
 
 @dataclass(frozen=True)
 class LayoutText:
-    """A parsed layout: its symbols with all repeats written out."""
+    """A parsed layout: its symbols with all repeats expanded."""
 
     text: str
-    shape: str | None  # "loop", "v", or None where the text does not say
+    shape: str | None  # "loop", "v", or None if not given
     symbols: tuple[Symbol, ...]
 
     def stages(self) -> list[list[Symbol]]:
@@ -47,15 +47,15 @@ class LayoutText:
         return stages
 
     def point(self, column: int) -> tuple[str, str]:
-        """The text, and a caret under a column of it."""
+        """The text, and a caret under one of its columns."""
         return self.text, " " * column + "^"
 
 
 def parse(text: str) -> LayoutText:
-    """Read a layout, repeats written out; the rules for models come later.
+    """Parse a layout and expand its repeats; `check_rules` checks it against the model.
 
     Raises:
-        ConfigError: with a caret under the place where reading stopped.
+        ConfigError: a syntax error, with a caret under its place.
     """
     shape = None
     shown = re.sub(r"\s", " ", text)  # so that the caret stays under its column
@@ -74,11 +74,11 @@ _REPEATED_CHAR = re.compile(r"(?P<body>.)\*(?P<count>\d+)")
 
 
 def _as_megatron(cells: list[Symbol]) -> list[Symbol] | None:
-    """What Megatron-LM makes of a text; None where it refuses it, or it becomes too long.
+    """Megatron-LM's reading of a text; None if it rejects the text or the result is too long.
 
-    Its parser (`PipelineParallelLayerLayout.parse_str_to_list`) knows no nesting: it drops commas,
-    writes out the groups from left to right, then the characters, and looks at what is left. So any
-    character may vanish with `*0`.
+    Its parser (`PipelineParallelLayerLayout.parse_str_to_list`) has no nesting: it drops commas,
+    expands the groups from left to right, then the characters, and only then checks the symbols. So
+    `*0` can remove any character.
     """
     cells = [cell for cell in cells if cell.char != ","]
     for pattern in (_REPEATED_GROUP, _REPEATED_CHAR):
@@ -95,7 +95,7 @@ def _as_megatron(cells: list[Symbol]) -> list[Symbol] | None:
 
 
 def _prefix(text: str) -> tuple[str | None, int]:
-    """The placement that a text names, and where its stages start."""
+    """The placement that a text names, and the column where its stages start."""
     name, colon, _ = text.partition(":")
     if not colon:
         return None, 0
@@ -105,7 +105,7 @@ def _prefix(text: str) -> tuple[str | None, int]:
 
 
 def _without_space(text: str, start: int) -> list[Symbol]:
-    """The characters that mean something."""
+    """The significant characters."""
     for gap in re.compile(r"(?<=\d)[ ,]+(?=\d)").finditer(text, start):
         if " " in gap[0]:
             what = f"unexpected {text[gap.end()]!r}; a number has no space in it"
@@ -114,7 +114,7 @@ def _without_space(text: str, start: int) -> list[Symbol]:
 
 
 class _Parser:
-    """The language where Megatron-LM refuses a text: parentheses in parentheses, `x*n*k`."""
+    """Parses what Megatron-LM rejects: nested parentheses, `x*n*k`."""
 
     def __init__(self, text: str, cells: list[Symbol]) -> None:
         self.text = text
@@ -122,7 +122,7 @@ class _Parser:
         self.at = 0
         self.levels: list[list[Symbol]] = [[]]
         self.opened: list[int] = []
-        self.repeatable: int | None = None  # where in the open level the last atom starts
+        self.repeatable: int | None = None  # start of the last atom in the open level
         self.group = ""  # "closed" after a parenthesis, "repeated" after its *n
 
     def run(self) -> list[Symbol]:
@@ -176,7 +176,7 @@ class _Parser:
             _fail(self.text, "after * comes a number", column)
         level = self.levels[-1]
         before, atom = level[: self.repeatable], level[self.repeatable :]
-        # A number of too many digits is too many of anything.
+        # Too many digits means too many symbols.
         count = MAX_SYMBOLS + 1 if len(digits) > _MAX_DIGITS else int(digits)
         if len(before) + len(atom) * count > MAX_SYMBOLS:
             _fail(self.text, f"this repeat gives more than {MAX_SYMBOLS} symbols", column)
@@ -189,10 +189,10 @@ def _fail(text: str, what: str, column: int) -> NoReturn:
 
 
 def check_rules(layout: LayoutText, num_layers: int, mtp_num_layers: int) -> None:
-    """One E first, one L last, the model's layers, t before m, all m in one stage.
+    """Check the rules: one E first, one L last, the model's layers, t before m, all m in one stage.
 
-    Stages without a layer may come before E and after L. As in Megatron-LM, the first stage then
-    holds the embedding all the same, and the last one the head.
+    Empty stages may precede E and follow L. As in Megatron-LM, the first stage then still holds the
+    embedding, and the last one the head.
 
     Raises:
         ConfigError: every broken rule, each with the text and a caret.

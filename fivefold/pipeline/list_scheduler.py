@@ -1,9 +1,9 @@
-"""A list scheduler for pipelines: whenever a rank is free, it does the best act that is ready.
+"""A list scheduler for pipelines: whenever a rank is free, it runs the best ready action.
 
-It never runs into a wall of memory. As in the banker's algorithm, a forward is admitted only where
+It never gets stuck for lack of memory. As in the banker's algorithm, a forward is admitted only if
 the microbatches on the rank could still be finished one by one afterwards (with every pending W
-done): the oldest of all can then always go on, and nothing can dead-lock. W goes where a rank would
-wait long enough, and where its room is needed. Each rank may be given the order of its first acts.
+done). The oldest can then always proceed, so there is no deadlock. W runs where a rank would wait
+long enough, or where its memory is needed. The order of each rank's first actions may be given.
 """
 
 from collections import deque
@@ -16,19 +16,19 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.costs import ONE_EACH, Costs, Footprint
 from fivefold.pipeline.ir import Act, Kind, Program, stages_on
 
-_KINDS = (Kind.F, Kind.B, Kind.W)  # by the index that the scheduler uses
+_KINDS = (Kind.F, Kind.B, Kind.W)  # by the scheduler's kind index
 
 
 @dataclass(frozen=True)
 class SchedulingPolicy:
-    """What the list scheduler prefers; every policy gives a valid program.
+    """The preferences of the list scheduler; every policy gives a valid program.
 
     Attributes:
-        forward: rank of each stage's F of each microbatch: the smallest goes first.
+        forward: priority of each stage's F of each microbatch; the smallest goes first.
         backward: the same for B.
-        limit: microbatches in flight on each stage at most, at least 1.
-        patience: patience of each rank: a pending W is done in a gap of at least this share of its
-            time.
+        limit: maximum number of microbatches in flight on each stage, at least 1.
+        patience: for each rank, the minimum length of a gap in which a pending W runs, as a share
+            of W's time.
     """
 
     forward: Sequence[Sequence[float]]
@@ -39,14 +39,14 @@ class SchedulingPolicy:
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule.
+    """A scheduling problem.
 
     Attributes:
         placement: stage -> rank.
-        num_microbatches: microbatches of one step.
+        num_microbatches: microbatches per step.
         costs: costs of each stage.
-        cap: cap on what a rank holds for backward.
-        footprint: bytes that a microbatch holds.
+        cap: maximum activation memory of a rank, in the unit of the footprint.
+        footprint: activation memory of a microbatch on each stage.
     """
 
     placement: tuple[int, ...]
@@ -56,7 +56,7 @@ class Problem:
     footprint: Footprint = ONE_EACH
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where not even one microbatch fits."""
+        """Raises ConfigError if not even one microbatch fits."""
         for rank in range(self.num_ranks):
             need = sum(self.footprint.size(s) for s in stages_on(self.placement, rank))
             if need > self.cap * (1 + 1e-9):
@@ -69,20 +69,21 @@ class Problem:
 
     @property
     def num_ranks(self) -> int:
-        """The pipeline-parallel size."""
+        """Pipeline-parallel size."""
         return max(self.placement) + 1
 
 
 class Run:
-    """A program against the clock, as lists.
+    """A scheduled program with its times, as lists.
 
-    Microbatches pass every stage in order, so that an act is named by its kind and stage.
+    Microbatches pass every stage in order, so an action is identified by kind and stage; its
+    microbatch is the number of equal entries before it.
 
     Attributes:
-        makespan: the time of the step; infinite if it came to a dead end.
-        orders: orders of each rank, (kind index, stage) of each act; its microbatch is the count.
-        times: when each of them starts.
-        peaks: what each rank holds at most.
+        makespan: time of the step; infinite if the order got stuck.
+        orders: for each rank, (kind index, stage) of each action.
+        times: for each rank, the start of each action.
+        peaks: peak activation memory of each rank.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -106,7 +107,7 @@ class Run:
         return acts == len(_KINDS) * len(self._sizes) * self._problem.num_microbatches
 
     def program(self) -> Program:
-        """The program that was run."""
+        """The scheduled program."""
         ranks = []
         for order in self.orders:
             counts = [[0] * len(self._sizes) for _ in _KINDS]
@@ -119,18 +120,18 @@ class Run:
 
 
 class ReplayedRun(Run):
-    """The run of given orders, whatever they hold: each rank goes as far as what it needs is there.
+    """Times given orders, ignoring memory: each rank runs as far as its inputs are available.
 
     Args:
-        problem: what is scheduled; its cap does not count.
-        orders: orders of each rank, (kind index, stage) of all its acts.
+        problem: what is scheduled; its cap is ignored.
+        orders: for each rank, (kind index, stage) of all its actions.
     """
 
     def __init__(self, problem: Problem, orders: Sequence[Sequence[tuple[int, int]]]) -> None:
         super().__init__(problem)
         self.orders = [list(order) for order in orders]
         last, total = len(self._sizes) - 1, problem.num_microbatches
-        # When the input, and the dY, of each stage's next microbatches arrive.
+        # For each stage, arrival times of its inputs and of its dY, by microbatch.
         self._arrivals: list[list[list[float]]] = [[[] for _ in self._sizes] for _ in range(2)]
         self._arrivals[0][0] = [0.0] * total
         self._last = last
@@ -144,7 +145,7 @@ class ReplayedRun(Run):
             self.makespan = max(self._clocks)
 
     def _advance(self, rank: int) -> set[int]:
-        """Run a rank up to what is not there yet; the ranks that have got something to do."""
+        """Run a rank until an input is missing; returns the ranks that received something."""
         order, times, clock = self.orders[rank], self.times[rank], self._clocks[rank]
         placement, hop = self._problem.placement, self._problem.costs.hop
         held, peak = self._held[rank], self.peaks[rank]
@@ -169,7 +170,7 @@ class ReplayedRun(Run):
                 held -= self._early[stage]
             target = stage + 1 - 2 * kind
             if target > self._last:
-                self._arrivals[1][stage].append(clock)  # the loss: its backward can follow
+                self._arrivals[1][stage].append(clock)  # after the loss its backward can run
             elif target >= 0:
                 receiver = placement[target]
                 self._arrivals[kind][target].append(clock + hop * (receiver != rank))
@@ -180,13 +181,13 @@ class ReplayedRun(Run):
 
 
 class ListScheduler(Run):
-    """One run of a policy: counters are all the state.
+    """Runs a policy.
 
     Args:
         problem: what to schedule.
-        policy: what to prefer.
-        starts: starts of each rank, (kind index, stage) of its first acts; where they name a W,
-            none is done in the gaps between them. They may lead to a dead end.
+        policy: preferences.
+        starts: for each rank, (kind index, stage) of its first actions; if these include a W, no
+            other W is inserted between them. Such a start may get stuck.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class ListScheduler(Run):
         stages, ranks = range(len(placement)), range(problem.num_ranks)
         self._chunks = [stages_on(placement, rank) for rank in ranks]
         self._totals = [sum(self._sizes[s] for s in chunks) for chunks in self._chunks]
-        # Room for rounding, and none for an act more.
+        # Tolerates rounding, but not one more action.
         self._cap = problem.cap * (1 + 1e-9)
         self._ready = [[0] * len(stages) for _ in range(2)]
         self._ready[0][0] = problem.num_microbatches
@@ -218,7 +219,7 @@ class ListScheduler(Run):
             self.makespan = inf
 
     def _run(self) -> None:
-        """Events: 2 * stage: its input arrives; 2 * stage + 1: its dY; then: a rank is free."""
+        """Event codes: 2 * stage: input arrives; 2 * stage + 1: dY arrives; larger: rank free."""
         events, first_rank = self._events, self._first_rank
         placement = self._problem.placement
         self._decide(0, 0.0)
@@ -232,7 +233,7 @@ class ListScheduler(Run):
                 rank = placement[code // 2]
                 self._ready[code % 2][code // 2] += 1
             touched.append(rank)
-            # What happens together (but for rounding) is seen together.
+            # Simultaneous events (up to rounding) are processed together.
             if not events or events[0][0] > now + 1e-9 * (1 + now):
                 for rank in touched:
                     if self._free[rank]:
@@ -241,7 +242,7 @@ class ListScheduler(Run):
         self.makespan = now
 
     def _decide(self, rank: int, now: float) -> None:
-        """Start an act on a free rank, or leave it idle until something arrives."""
+        """Start an action on a free rank, or leave it idle until something arrives."""
         kind, stage = self._best(rank)
         weights = self._weights[rank]
         if kind == 3 and weights and self._worth_it(rank, now):
@@ -249,12 +250,12 @@ class ListScheduler(Run):
         if kind == 0 and self._held[rank] + self._sizes[stage] > self._cap:
             if not weights:
                 return
-            kind, stage = 2, weights[0]  # admitted, but its room has yet to be given back
+            kind, stage = 2, weights[0]  # F is admitted, but W must free its memory first
         if kind < 3:
             self._begin(rank, now, kind, stage)
 
     def _best(self, rank: int) -> tuple[int, int]:
-        """The F, B or W (0, 1 or 2) to do now, and its stage; kind 3 where there is none."""
+        """The F, B or W (0, 1 or 2) to run now, and its stage; kind 3 if there is none."""
         start = self._starts[rank]
         if not start:
             return self._preferred(rank)
@@ -266,7 +267,7 @@ class ListScheduler(Run):
         return kind, stage
 
     def _preferred(self, rank: int) -> tuple[int, int]:
-        """The F or B that the policy ranks first among those that are ready and fit."""
+        """The F or B with the best priority among those that are ready and fit."""
         best, kind, stage = inf, 3, 0
         policy, (forwards, backwards, _) = self._policy, self._done
         for chunk in self._chunks[rank]:
@@ -287,7 +288,7 @@ class ListScheduler(Run):
         return kind, stage
 
     def _safe(self, rank: int, stage: int) -> bool:
-        """Whether the microbatches here could be finished one by one after a forward of `stage`."""
+        """Whether this rank's microbatches could be finished one by one after F of `stage`."""
         forwards, backwards, _ = self._done
         free = self._cap - self._held[rank] + self._reclaimable[rank] - self._sizes[stage]
         chunks = self._chunks[rank]
@@ -306,7 +307,7 @@ class ListScheduler(Run):
         return True
 
     def _worth_it(self, rank: int, now: float) -> bool:
-        """Whether a W fits well enough before the next arrival."""
+        """Whether enough of a W fits before the next arrival."""
         if self._named[rank] and self._starts[rank]:
             return False
         arrivals = self._arrivals[rank]
@@ -338,10 +339,10 @@ class ListScheduler(Run):
         self._deliver(rank, end, kind, stage)
 
     def _deliver(self, rank: int, end: float, kind: int, stage: int) -> None:
-        """Announce what an F or B makes to the stage that waits for it."""
+        """Announce the result of an F or B to the stage that waits for it."""
         target = stage + 1 - 2 * kind
         if target == len(self._sizes):
-            target, kind = stage, 1  # the loss: its backward can follow
+            target, kind = stage, 1  # after the loss its backward can run
         elif target < 0:
             return
         receiver = self._problem.placement[target]

@@ -1,4 +1,4 @@
-"""From what to compute to what to send and receive, and when."""
+"""Lowering of programs: sends dX early, splits overlapped pairs, and adds sends and receives."""
 
 from collections import deque
 from dataclasses import replace
@@ -9,10 +9,10 @@ from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, Act, Kind, Program
 
 
 def eager_dx(program: Program) -> Program:
-    """Let dX leave before dW is computed: each BW whose dX goes to another rank becomes B, W.
+    """Send dX before dW is computed: each BW whose dX goes to another rank becomes B, W.
 
-    Takes 1F1B's bubble from (P-1)(F+B+W) to (P-1)(F+B) and holds nothing longer, but asks the
-    executor for a backward pass in two halves.
+    Reduces 1F1B's bubble from (P-1)(F+B+W) to (P-1)(F+B) and holds nothing longer, but needs a
+    backward pass in two halves.
     """
 
     length = program.num_stages // program.num_copies
@@ -32,18 +32,18 @@ def eager_dx(program: Program) -> Program:
 
 
 def unpaired(program: Program) -> Program:
-    """Run the two halves of each FB one after the other, the forward first."""
+    """Run the two halves of each FB in sequence, the forward first."""
     ranks = tuple(tuple(kid for act in acts for kid in act.elementary) for acts in program.ranks)
     return replace(program, ranks=ranks)
 
 
 def executed(program: Program, *, pairs: bool, eager: bool) -> Program:
-    """The compute acts of a program as they are executed.
+    """The compute actions of a program as they are executed.
 
     Args:
-        program: as its schedule makes it, compute-only.
-        pairs: whether the halves of an FB run beside each other; otherwise the forward goes first.
-        eager: whether a dX that is not in a pair leaves before its dW is computed.
+        program: compute-only program, as its schedule makes it.
+        pairs: whether the halves of an FB overlap; otherwise the forward runs first.
+        eager: whether a dX outside pairs is sent before its dW is computed.
     """
     if not pairs:
         program = unpaired(program)
@@ -51,13 +51,13 @@ def executed(program: Program, *, pairs: bool, eager: bool) -> Program:
 
 
 def lower(program: Program, costs: Costs | None = None) -> Program:
-    """Add every SEND and RECV, ordered by time so that no stream model can dead-lock.
+    """Add every SEND and RECV, in an order that cannot deadlock under any stream model.
 
-    The program is timed with `costs` (one unit for each of F, B and W when None); a message gets
-    the time t at which its producer ends. SEND stands right after the producer, RECV before the
-    first compute act of the receiver that *ends* after t; a rank issues its messages by (t, id).
-    Every wait then leads to a later (t, id), so that there is no circular one whether a rank, a
-    pair, or a pair and direction shares a stream. The costs decide the speed, not the safety.
+    The program is timed with `costs` (default: one unit for each of F, B and W). A message's time t
+    is the end of its producer. SEND follows the producer directly; RECV precedes the receiver's
+    first compute action that *ends* after t; a rank issues its messages by (t, id). Every wait then
+    leads to a later (t, id), so there is no circular wait, whether streams are shared by a rank, a
+    pair, or a pair and direction. The costs affect the speed, not the safety.
 
     Deterministic: every rank that lowers the same program gets the same result.
     """
@@ -87,16 +87,16 @@ def _by_time(entry: tuple[float, int, Act]) -> tuple[float, int]:
 def _merge(
     acts: tuple[Act, ...], ends: list[float], queue: deque[tuple[float, int, Act]]
 ) -> tuple[Act, ...]:
-    """One rank's acts with its sends and receives put among them.
+    """Insert a rank's sends and receives between its actions.
 
-    Before a compute act stand the messages with t < its end; before another act (REDUCE, say)
-    those with t <= the end of the last compute act.
+    Messages with t < its end precede a compute action; messages with t <= the end of the last
+    compute action precede any other action (for example REDUCE).
     """
     merged: list[Act] = []
     clock, remaining = 0.0, iter(ends)
     for act in acts:
         if act.kind in COMMUNICATION:
-            continue  # lowered before: it is placed anew
+            continue  # already lowered: placed anew
         if act.kind in COMPUTE:
             clock = next(remaining)
             while queue and queue[0][0] < clock:

@@ -1,4 +1,4 @@
-"""When the acts of a real step ran: what a profiled run leaves in its folder."""
+"""Measured times of the pipeline actions of one training step, as a file in the run folder."""
 
 import json
 from collections import defaultdict
@@ -18,25 +18,26 @@ from fivefold.pipeline.ir import COMPUTE, Act, Kind, Program, ProgramError
 from fivefold.pipeline.simulate import Simulation, replay
 from fivefold.pipeline.validate import validate
 
-FILE = "pipeline.jsonl"  # in a run folder: one act a line, of one profiled step
-_LEAST = 1e-9  # seconds: what took no measurable time still took some
+FILE = "pipeline.jsonl"  # in a run folder: the actions of one profiled step, one per line
+_LEAST = 1e-9  # seconds: substitute for unmeasurably short times
 _KINDS = tuple(kind for kind in Kind if kind in COMPUTE and kind is not Kind.FB)
-_MOST, _LATEST = 10**9, 1e12  # of what is counted; seconds
+_MOST, _LATEST = 10**9, 1e12  # upper limits of indices, and of times in seconds
 
 
 @dataclass(frozen=True)
 class MeasuredAct:
-    """A compute act of a rank of the pipeline.
+    """The measured times of one compute action.
 
     Attributes:
-        rank: rank on the pipeline axis.
-        kind: name of its `Kind`: F, B, W, BW, R; the halves of an FB are written as they ran.
-        stage: stage of the program.
+        rank: pipeline rank.
+        kind: name of its `Kind`: F, B, W, BW, R; an FB is written as its two halves, each with the
+            times of the pair.
+        stage: stage in the program.
         mb: microbatch.
-        start: seconds, on one clock for all ranks.
-        end: seconds.
-        slice: slice of the sequence.
-        part: part of a W that is cut up.
+        start: start in seconds, on one clock for all ranks.
+        end: end in seconds.
+        slice: sequence slice.
+        part: index of the part, if W is split into parts.
     """
 
     rank: int
@@ -50,15 +51,15 @@ class MeasuredAct:
 
 
 def write_measured(path: Path, acts: Iterable[MeasuredAct]) -> None:
-    """Write what `read_measured` reads."""
+    """Write actions in the format that `read_measured` reads."""
     write_atomic(path, "".join(json.dumps(asdict(act)) + "\n" for act in acts))
 
 
 def read_measured(path: Path) -> list[MeasuredAct]:
-    """The acts of a file, or of the file of that name in a run folder.
+    """Read the actions from a file, or from `pipeline.jsonl` in a run folder.
 
     Raises:
-        ConfigError: there is none, or a line of it is wrong.
+        ConfigError: there is no such file, or a line is invalid.
     """
     file = path / FILE if path.is_dir() else path
     acts = []
@@ -88,37 +89,60 @@ def _read_act(line: str) -> MeasuredAct:
 
 
 def measured_program(acts: Iterable[MeasuredAct]) -> tuple[Program, Simulation]:
-    """What ran, and when.
+    """The program that ran, with its times.
 
     Raises:
-        ProgramError: the acts are not those of a whole step.
+        ProgramError: the actions are not those of a whole step.
     """
-    ranks: dict[int, list[MeasuredAct]] = defaultdict(list)
+    ranks: dict[int, list[_Timed]] = defaultdict(list)
     for act in sorted(acts, key=lambda act: (act.start, act.end)):
-        ranks[act.rank].append(act)
-    program = program_of(
-        {
-            rank: [Act(Kind(a.kind), a.stage, a.mb, a.slice, a.part) for a in row]
-            for rank, row in ranks.items()
-        }
-    )
+        timed = Act(Kind(act.kind), act.stage, act.mb, act.slice, act.part), act.start, act.end
+        row = ranks[act.rank]
+        if row and (pair := _pair_of(row[-1], timed)):
+            row[-1] = pair
+        else:
+            row.append(timed)
+    program = program_of({rank: [act for act, *_ in row] for rank, row in ranks.items()})
     validate(program)
-    if len({(act.start, act.end) for row in ranks.values() for act in row}) == 1:
-        raise ProgramError("all acts ran at the same time, so that it cannot be told how long")
-    begin = min(row[0].start for row in ranks.values())
-    times = [[(a.start - begin, a.end - begin) for a in ranks[r]] for r in range(len(ranks))]
+    if len({(start, end) for row in ranks.values() for _, start, end in row}) == 1:
+        raise ProgramError(
+            "all actions have the same start and end, so their durations are unknown"
+        )
+    begin = min(row[0][1] for row in ranks.values())
+    times = [
+        [(start - begin, end - begin) for _, start, end in ranks[r]] for r in range(len(ranks))
+    ]
     return program, replay(program, times)
 
 
-def median_costs(program: Program, simulation: Simulation) -> Costs:
-    """Of each stage, and of the messages that a rank had to wait for.
+_Timed = tuple[Act, float, float]
 
-    A backward in one piece counts half as dX and half as dW, unless the stage has others in two.
+
+def _pair_of(one: _Timed, other: _Timed) -> _Timed | None:
+    """The FB whose halves these are, if both have the same start and end; else None."""
+    if one[1:] != other[1:] or one[1] == one[2]:
+        return None
+    forward, backward = sorted((one[0], other[0]), key=lambda act: act.kind is not Kind.F)
+    if forward.kind is not Kind.F or backward.kind not in (Kind.B, Kind.BW):
+        return None
+    pair = Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
+    return pair, *one[1:]
+
+
+def median_costs(program: Program, simulation: Simulation) -> Costs:
+    """Median times of each stage, of pairs, and of the messages that a rank had to wait for.
+
+    A BW counts half as dX and half as dW, unless the stage also has separate ones.
     """
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
     for row in simulation.timeline:
         for timed in row:
-            times[timed.act.kind, timed.act.stage].append(timed.end - timed.start)
+            act, seconds = timed.act, timed.end - timed.start
+            if act.kids:
+                pairs[act.kids[0].stage, act.kids[1].stage].append(seconds)
+            else:
+                times[act.kind, act.stage].append(seconds)
 
     def of(kind: Kind, stage: int) -> float:
         whole = median(times[Kind.BW, stage]) / 2 if times[Kind.BW, stage] else 0.0
@@ -129,13 +153,22 @@ def median_costs(program: Program, simulation: Simulation) -> Costs:
     forward = tuple(max(of(Kind.F, s) * slices, _LEAST) for s in stages)
     backward = tuple(max(of(Kind.B, s) * slices, _LEAST) for s in stages)
     weights = tuple(of(Kind.W, s) * parts * slices for s in stages)
-    return Costs(forward, backward, weights, simulation.median_flight)
+    fb = tuple(
+        tuple(
+            median(pairs[ours, theirs])
+            if (ours, theirs) in pairs
+            else forward[ours] + backward[theirs] + weights[theirs]
+            for theirs in stages
+        )
+        for ours in stages
+    )
+    return Costs(forward, backward, weights, simulation.median_flight, fb if pairs else None)
 
 
 def explained_makespan(program: Program, simulation: Simulation) -> float:
-    """How long the program takes if each act takes the time that was measured of it.
+    """Simulated makespan if each action takes its measured time.
 
-    What was measured beyond that is neither an act nor a wait for one: messages, and the machine.
+    The rest of the measured makespan is due to messages and the machine.
     """
     graph = dependency_graph(program)
     times = [timed.end - timed.start for row in simulation.timeline for timed in row]

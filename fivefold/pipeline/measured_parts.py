@@ -1,4 +1,4 @@
-"""What the pieces of a model take, derived from the times of whole stages in a run."""
+"""Derives the times of single model pieces from measured times of whole stages."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,18 @@ from fivefold.pipeline.parts import KINDS, ModelPart, joined
 from fivefold.pipeline.stages import StageSpec
 from fivefold.units import human_seconds
 
-_NOISE = 1e-9  # of the largest: singular values below it are rounding
+_NOISE = 1e-9  # relative to the largest: smaller singular values are rounding
 
 
 @dataclass(frozen=True)
 class MeasuredPieces:
-    """What a run tells.
+    """Times of model pieces, derived from a run.
 
     Attributes:
-        kinds: seconds for a microbatch, of those `parts.KINDS` that the model has.
-        hop: seconds of a message between ranks.
-        unexplained: share by which a stage misses the sum of its pieces at most, of the longest.
+        kinds: seconds per microbatch for those of `parts.KINDS` that the model has.
+        hop: latency of a message between ranks, in seconds.
+        unexplained: largest deviation of a stage's time from the sum of its pieces, as a share of
+            the longest stage.
     """
 
     kinds: Mapping[str, ModelPart]
@@ -33,7 +34,7 @@ class MeasuredPieces:
     unexplained: float
 
     def lines(self) -> list[str]:
-        """What was derived, for a person."""
+        """The derived times as text."""
         rows = [
             f"{kind:<10}{human_seconds(part.f):>10}{human_seconds(part.b):>10}"
             f"{human_seconds(part.w):>10}"
@@ -50,18 +51,18 @@ class MeasuredPieces:
 def measured_pieces(
     model: ModelConfig, stages: Sequence[StageSpec], costs: Costs
 ) -> MeasuredPieces:
-    """Times of each kind of piece that a model has, by least squares over its stages.
+    """Times of each kind of piece in a model, by least squares over its stages.
 
-    Each of F, dX and dW of a stage is the sum of its pieces' times. A piece cannot take less than
-    nothing: one that would is taken to be free, and the others are fitted again.
+    F, dX and dW of a stage are each the sum of its pieces' times. Times are not negative: a piece
+    that would be gets 0, and the others are fitted again.
 
     Args:
-        model: what ran.
-        stages: what each stage of one copy of it held.
-        costs: costs of those stages.
+        model: the model that ran.
+        stages: contents of each stage, of one copy of the model.
+        costs: times of these stages.
 
     Raises:
-        ConfigError: the stages do not tell the kinds apart.
+        ConfigError: the stages do not determine the time of each kind.
     """
     counts = [_pieces(model, stage) for stage in stages]
     kinds = [kind for kind in KINDS if any(kind in count for count in counts)]
@@ -76,10 +77,12 @@ def measured_pieces(
 
 
 def check_same_pieces(ran: ModelConfig, model: ModelConfig) -> None:
-    """See that what was measured of one model holds for another, however many layers each has.
+    """Check that pieces measured with one model have the same size in another.
+
+    The models may have different numbers of layers.
 
     Raises:
-        ConfigError: a kind of piece was not there, or had another size.
+        ConfigError: a kind of piece is missing or has another size.
     """
     had, has = _sizes(ran), _sizes(model)
     for kind, size in has.items():
@@ -94,14 +97,14 @@ def check_same_pieces(ran: ModelConfig, model: ModelConfig) -> None:
 
 
 def _pieces(model: ModelConfig, stage: StageSpec) -> Mapping[str, int]:
-    """How many of each kind a stage holds."""
+    """The number of pieces of each kind in a stage."""
     counts = Counter(layer_kind(model, layer).name for layer in stage.layers)
     counts.update(embedding=int(stage.embedding), mtp=stage.mtp, head=int(stage.head))
     return {kind: counts[kind] for kind in KINDS if counts[kind]}
 
 
 def _sizes(model: ModelConfig) -> dict[str, int]:
-    """Parameters of a piece of each kind that a model has."""
+    """Parameters of one piece of each kind."""
     pieces = [StageSpec(True, (), False), StageSpec(False, (), True)]
     pieces += [StageSpec(False, (layer,), False) for layer in range(model.num_layers)]
     pieces += [StageSpec(False, (), False, 1)] if model.mtp_num_layers else []
@@ -133,7 +136,7 @@ def _check_determined(kinds: Sequence[str], rows: Sequence[Sequence[float]]) -> 
 
 
 def _fit(rows: Sequence[Sequence[float]], times: Sequence[float]) -> list[float]:
-    """The time of each kind, none of them negative."""
+    """Non-negative least squares: the time of each kind."""
     matrix, wanted = np.array(rows), np.array(times)
     left, found = list(range(matrix.shape[1])), np.zeros(matrix.shape[1])
     while left:

@@ -1,4 +1,4 @@
-"""What a model's stages cost by its arithmetic, for a schedule made before anything is measured."""
+"""Stage costs estimated from FLOPs, for schedules that are made before anything is measured."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,9 +10,9 @@ from fivefold.pipeline.ir import Program
 from fivefold.pipeline.list_scheduler import Problem
 from fivefold.pipeline.synthesise import synthesise
 
-_EFFORT = 300_000  # acts scheduled in search, about a second; every rank searches for itself
-_HOP = 0.02  # of a rank's mean forward; a schedule for no latency at all waits for everything
-_LEAST = 1e-3  # of a mean stage: an empty one takes time and memory, too
+_EFFORT = 300_000  # actions scheduled in search, about a second; every rank searches for itself
+_HOP = 0.02  # latency, as a share of a rank's mean forward; 0 would give schedules without slack
+_LEAST = 1e-3  # share of a mean stage that an empty stage takes in time and memory
 
 
 def modelled_problem(
@@ -25,17 +25,17 @@ def modelled_problem(
 ) -> Problem:
     """The scheduling problem of a model's stages.
 
-    F takes its FLOPs, B those of the linears once and of attention twice, W those of the linears
-    once; all in units of a rank's mean forward.
+    F takes its FLOPs; B those of linear layers once and of attention twice; W those of linear
+    layers once. The unit is a rank's mean forward.
 
     Args:
         model: the architecture.
         seq_length: tokens per sequence.
-        stages: what each holds.
+        stages: contents of each stage.
         placement: stage -> rank.
-        num_microbatches: microbatches of one step.
-        limit: activations that a rank may hold, in microbatches' shares of 1/P of the layers;
-            None: P, which is what 1F1B's first rank holds.
+        num_microbatches: microbatches per step.
+        limit: activations that a rank may hold, in microbatches of 1/P of the layers; None: P,
+            which is what 1F1B's first rank holds.
 
     Raises:
         ConfigError: not even one microbatch fits.
@@ -62,5 +62,5 @@ def modelled_problem(
 
 @lru_cache(maxsize=32)
 def searched_program(problem: Problem) -> Program:
-    """The program that is synthesised for a problem; the same on every rank."""
+    """The program synthesised for a problem; the same on every rank."""
     return synthesise(problem, effort=_EFFORT).program

@@ -1,4 +1,4 @@
-"""Which compute acts the ranks of a pipeline run, and in which order: what it follows from."""
+"""The schedule settings that determine which compute actions the pipeline ranks run, in order."""
 
 from dataclasses import dataclass
 
@@ -12,16 +12,17 @@ from fivefold.pipeline.schedules.registry import build_program
 
 @dataclass(frozen=True)
 class Order:
-    """All that the acts of a program follow from, to be looked up by.
+    """The settings that determine a program; hashable, for caching.
 
     Attributes:
-        schedule: a key of `SCHEDULES`, unless it is searched for.
+        schedule: a key of `SCHEDULES`, unless the schedule is searched for.
         placement: stage -> rank.
-        num_microbatches: microbatches of a step.
-        group_size: as `build_program` has it.
+        num_microbatches: microbatches per step.
+        group_size: as in `build_program`.
         num_slices: slices of each sequence.
-        problem: what the schedule is searched for; None: it is not.
-        recompute_limit: microbatches whose activations a rank holds at most; None: all in flight.
+        problem: problem for which the schedule is searched; None: not searched.
+        recompute_limit: maximum number of microbatches whose activations a rank keeps; None: all in
+            flight.
     """
 
     schedule: str
@@ -33,18 +34,18 @@ class Order:
     recompute_limit: int | None = None
 
     def program(self, *, forward_only: bool = False) -> Program:
-        """As its schedule makes it: no messages yet, both halves of a backward in one.
+        """The program as its schedule makes it: without messages, backwards in one action.
 
         Args:
-            forward_only: of an evaluation.
+            forward_only: make the program of an evaluation.
 
         Raises:
-            ConfigError: the schedule cannot take so many microbatches.
+            ConfigError: the schedule cannot run this number of microbatches.
         """
         if self.problem is not None and not forward_only:
             return searched_program(self.problem)
         return build_program(
-            # Forwards alone have nothing to be searched for.
+            # A program of forwards alone leaves nothing to search.
             self.schedule if self.problem is None else "gpipe",
             self.placement,
             self.num_microbatches,
@@ -54,15 +55,15 @@ class Order:
         )
 
     def executed(self, *, pairs: bool, eager: bool, forward_only: bool = False) -> Program:
-        """As its ranks run it.
+        """The program as its ranks run it.
 
         Args:
-            pairs: whether the halves of a pair run beside each other, or else in turn.
-            eager: whether a dX that is not in a pair leaves before its dW is computed.
-            forward_only: of an evaluation.
+            pairs: whether the halves of a pair overlap; otherwise they run in sequence.
+            eager: whether a dX outside pairs is sent before its dW is computed.
+            forward_only: make the program of an evaluation.
 
         Raises:
-            ConfigError: the schedule cannot take so many microbatches.
+            ConfigError: the schedule cannot run this number of microbatches.
         """
         program = executed(self.program(forward_only=forward_only), pairs=pairs, eager=eager)
         limit = self.recompute_limit

@@ -1,4 +1,4 @@
-"""What the pieces of a model take: time and memory, modelled or stated."""
+"""Time and memory of the pieces of a model, modelled or stated by the user."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from fivefold.model.shape import count_parameters, forward_flops
 from fivefold.pipeline.costs import times_problem
 from fivefold.pipeline.stages import StageSpec
 
-# Names of the kinds of pieces that a cost can be stated of, and their cost unless it is.
+# Kinds of pieces whose cost can be stated, and their default cost.
 KINDS: Mapping[str, float] = {"embedding": 0.0, "dense": 1.0, "moe": 1.0, "mtp": 1.0, "head": 0.0}
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A piece of the model that is never cut: the embedding, a layer, the head.
+    """Costs of an indivisible piece of the model: the embedding, a layer, or the head.
 
     Attributes:
-        f: time of its forward for a microbatch, in any unit.
-        b: time of its dX.
-        w: time of its dW.
-        state: memory it takes whatever runs.
-        held: memory that each microbatch in flight takes.
+        f: forward time per microbatch, in any unit.
+        b: dX time per microbatch.
+        w: dW time per microbatch.
+        state: memory that does not depend on the microbatches in flight.
+        held: memory per microbatch in flight.
     """
 
     f: float = 0.0
@@ -43,12 +43,12 @@ class ModelPart:
 
     @property
     def time(self) -> float:
-        """Of a microbatch, there and back."""
+        """Forward plus backward time per microbatch."""
         return self.f + self.b + self.w
 
 
 def joined(parts: Iterable[ModelPart]) -> ModelPart:
-    """What pieces take together."""
+    """The sum of several pieces."""
     parts = list(parts)
     return ModelPart(
         sum(part.f for part in parts),
@@ -61,13 +61,13 @@ def joined(parts: Iterable[ModelPart]) -> ModelPart:
 
 @dataclass(frozen=True)
 class Parts:
-    """A model in pieces.
+    """A model as a sequence of pieces.
 
     Attributes:
-        embedding: goes to the first stage.
-        layers: layers in order.
-        prediction: each layer of multi-token prediction; they stay together, after the layers.
-        head: final norm, output layer and loss; goes to the last stage.
+        embedding: embedding, on the first stage.
+        layers: decoder layers in order.
+        prediction: multi-token prediction layers, which stay together after the decoder layers.
+        head: final norm, output layer and loss, on the last stage.
     """
 
     embedding: ModelPart
@@ -77,11 +77,11 @@ class Parts:
 
     @cached_property
     def items(self) -> tuple[ModelPart, ...]:
-        """What can be handed from stage to stage: the layers, and all of prediction as one."""
+        """The pieces that can move between stages: layers, and all of prediction as one."""
         return (*self.layers, *([joined(self.prediction)] if self.prediction else ()))
 
     def of(self, stage: StageSpec) -> ModelPart:
-        """What a stage takes."""
+        """Time and memory of a stage."""
         return joined(
             [
                 *([self.embedding] if stage.embedding else ()),
@@ -92,7 +92,7 @@ class Parts:
         )
 
     def stages(self, cuts: Sequence[int]) -> tuple[StageSpec, ...]:
-        """The stages that begin at the first item and at each of `cuts`, which ascend."""
+        """The stages that start at the first item and at each of the ascending `cuts`."""
         edges, last = [0, *cuts, len(self.items)], len(self.layers)
         final = len(cuts)
         return tuple(
@@ -107,14 +107,14 @@ class Parts:
 
 
 def modelled_parts(model: ModelConfig, seq_length: int, *, parameter_bytes: float = 18.0) -> Parts:
-    """Pieces by the model's arithmetic: times in FLOPs a token, memory in bytes a sequence.
+    """Pieces with modelled costs: times in FLOPs per token, memory in bytes per sequence.
 
-    dX multiplies each linear once and attention twice, dW each linear once.
+    dX takes the FLOPs of linear layers once and of attention twice, dW those of linear layers once.
 
     Args:
         model: the architecture.
-        seq_length: tokens of a microbatch.
-        parameter_bytes: weights, gradients and optimizer state of each parameter.
+        seq_length: tokens per microbatch.
+        parameter_bytes: bytes per parameter for weights, gradients and optimizer state.
     """
     running = Running(seq_length)
     last = model.num_layers
@@ -151,13 +151,13 @@ def stated_parts(
     costs: Mapping[str, float],
     times: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> Parts:
-    """Pieces whose costs are stated by kind; memory is the number of layers.
+    """Pieces with costs stated by kind; their memory is the number of layers.
 
     Args:
-        kinds: "dense" or "moe", of each layer.
-        num_predictions: layers of multi-token prediction.
-        costs: costs of `KINDS`, those that differ from one layer (nothing for embedding and head).
-        times: F, dX and dW of a piece whose cost is 1.
+        kinds: "dense" or "moe" for each layer.
+        num_predictions: number of multi-token prediction layers.
+        costs: cost by kind where it differs from the default in `KINDS`.
+        times: times F, dX and dW of a piece whose cost is 1.
     """
 
     def part(kind: str, held: float) -> ModelPart:
@@ -174,12 +174,12 @@ def stated_parts(
 def parts_of_kinds(
     kinds: Sequence[str], num_predictions: int, pieces: Mapping[str, ModelPart]
 ) -> Parts:
-    """Pieces of which those of a kind are alike.
+    """Pieces that are equal within each kind.
 
     Args:
-        kinds: "dense" or "moe", of each layer.
-        num_predictions: layers of multi-token prediction.
-        pieces: one of each of `KINDS` that there are.
+        kinds: "dense" or "moe" for each layer.
+        num_predictions: number of multi-token prediction layers.
+        pieces: piece by kind, for the kinds that occur.
     """
     return Parts(
         pieces["embedding"],
@@ -190,10 +190,10 @@ def parts_of_kinds(
 
 
 def read_costs(text: str) -> dict[str, float]:
-    """'dense=0.55,mtp=1.8' as a mapping.
+    """Parse 'dense=0.55,mtp=1.8' into costs by kind.
 
     Raises:
-        ConfigError: every piece of it that is not such a cost.
+        ConfigError: lists every item that is not a valid cost.
     """
     costs: dict[str, float] = {}
     mistakes = Mistakes()

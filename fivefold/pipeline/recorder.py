@@ -1,4 +1,4 @@
-"""Notes when each act of a step runs: the clock that the simulator is held against."""
+"""Records when each pipeline action of a step runs, to compare with the simulator."""
 
 import socket
 import time
@@ -12,17 +12,17 @@ from fivefold.pipeline.ir import Act
 from fivefold.pipeline.measured import MeasuredAct
 
 Instant = Callable[[], float]
-"""A moment in seconds, known once the device has come that far."""
+"""A time in seconds that can be read once the device has reached it."""
 
 
 class Recorder:
-    """An `executor.Observer` for one step of one pipeline, to be made right before the step.
+    """An `executor.Observer` that times one step of one pipeline; create it right before the step.
 
-    On a GPU events are timed, so that nothing waits. Ranks of one machine share its clock; those of
-    several agree on the moment at which they all have met.
+    On a GPU it records events, without synchronising. Ranks on one machine share its clock; ranks
+    on several machines take the moment at which all have met as a common zero.
 
     Args:
-        group: the pipeline group; None for one rank. Every rank of it must record.
+        group: pipeline group, all of whose ranks must record; None for one rank.
         device: device of this rank.
     """
 
@@ -50,13 +50,14 @@ class Recorder:
         self._acts.append((act, start, self._now()))
 
     def gather(self) -> list[MeasuredAct]:
-        """The acts of every rank; all of them call this after the step."""
+        """The actions of all ranks; every rank calls this after the step."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         rank = 0 if self._group is None else self._group.rank()
         own = [
-            MeasuredAct(rank, str(act.kind), act.stage, act.mb, start(), end(), act.slice, act.part)
+            MeasuredAct(rank, str(kid.kind), kid.stage, kid.mb, start(), end(), kid.slice, kid.part)
             for act, start, end in self._acts
+            for kid in act.elementary
         ]
         if self._group is None:
             return own

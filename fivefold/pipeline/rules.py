@@ -1,4 +1,4 @@
-"""What the settings of a pipeline must satisfy beyond what its schedule itself demands."""
+"""Validation of pipeline settings beyond what the schedule itself requires."""
 
 import re
 
@@ -9,13 +9,13 @@ from fivefold.mesh.rules import divisors, nearest
 from fivefold.pipeline.schedules.registry import SCHEDULES
 
 AUTO = "auto"
-"""The schedule, and the stages, that follow from the other settings."""
+"""Setting that derives the schedule, or the stages, from other settings."""
 SYNTHESISED = "synthesised"
-"""The schedule that is searched for, which `schedules.registry` does not list."""
+"""Name of the searched schedule, which `schedules.registry` does not list."""
 
 
 def resolved_schedule(parallel: ParallelConfig, num_virtual: int) -> str:
-    """The schedule that is meant, for so many stages a rank."""
+    """The schedule in effect, given the number of stages per rank."""
     if parallel.pipeline_schedule != AUTO:
         return parallel.pipeline_schedule
     if parallel.overlap_moe_expert_parallel_comm:
@@ -38,10 +38,10 @@ _CHOICES = tuple(
 
 
 def read_choice(choice: str) -> tuple[str, str]:
-    """What a schedule that cannot be made suggests: of which kind, and which value.
+    """Parse a suggestion from a schedule's error into (kind, value).
 
-    Kinds are microbatches, groups (so many microbatches, and as many in a group), ranks, slices,
-    cap, shape, schedule, and other.
+    Kinds are microbatches, groups (a number of microbatches that is also the group size), ranks,
+    slices, cap, shape, schedule, and other.
     """
     for kind, pattern in _CHOICES:
         if match := pattern.fullmatch(choice):
@@ -50,12 +50,12 @@ def read_choice(choice: str) -> tuple[str, str]:
 
 
 def check_groups_used(parallel: ParallelConfig, num_virtual: int, mistakes: Mistakes) -> None:
-    """Groups of microbatches are for ranks that have a stage to go on to.
+    """Report a microbatch group size without an interleaved schedule, which alone uses it.
 
     Args:
-        parallel: parallel section that is asked for.
-        num_virtual: stages a rank.
-        mistakes: collection to which every mistake is added.
+        parallel: requested parallel section.
+        num_virtual: stages per rank.
+        mistakes: receives every mistake.
     """
     name = "microbatch_group_size_per_virtual_pipeline_stage"
     size, schedule = getattr(parallel, name), resolved_schedule(parallel, num_virtual)
@@ -74,12 +74,12 @@ def check_groups_used(parallel: ParallelConfig, num_virtual: int, mistakes: Mist
 
 
 def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """What only some schedules have: slices, pairs, a limit to search under, stages kept gathered.
+    """Check settings that only some schedules support: slices, pairs, in-flight limits, ZeRO-3.
 
     Args:
-        config: configuration that is asked for.
-        parallel: its degrees, with every inferred one filled in.
-        mistakes: collection to which every mistake is added.
+        config: requested configuration.
+        parallel: its parallel section with every inferred degree filled in.
+        mistakes: receives every mistake.
     """
     slices = parallel.num_sequence_slices
     length, tp = config.training.seq_length, parallel.tensor_model_parallel_size
@@ -123,11 +123,11 @@ def check_schedule(config: Config, parallel: ParallelConfig, mistakes: Mistakes)
 
 
 def check_order(parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """What the order of the schedule that is asked for leaves without effect, or cannot do without.
+    """Check settings that the requested schedule ignores or requires.
 
     Args:
-        parallel: parallel section that is asked for.
-        mistakes: collection to which every mistake is added.
+        parallel: requested parallel section.
+        mistakes: receives every mistake.
     """
     schedule = parallel.pipeline_schedule
     if parallel.num_sequence_slices == 1 and schedule == "sliced_1f1b":

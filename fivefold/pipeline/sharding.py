@@ -1,4 +1,4 @@
-"""When a stage's parameters are gathered, its gradients reduced, and the step taken."""
+"""Adds data-parallel actions to a program: parameter gathers, gradient reductions and the step."""
 
 from dataclasses import replace
 
@@ -10,17 +10,18 @@ _BACKWARD = frozenset({Kind.B, Kind.W, Kind.BW})
 def with_sharding_actions(
     program: Program, *, unshard: bool = False, max_unsharded: int | None = None
 ) -> Program:
-    """Add REDUCE for each stage right after its last backward act, and a STEP at the end.
+    """Add REDUCE right after each stage's last backward action, and STEP at the end.
 
-    In a lowered program the messages issued after that act go first: another rank waits for them.
+    In a lowered program, messages issued after that action go first, as another rank waits for
+    them.
 
     Args:
         program: compute-only or lowered.
-        unshard: also gather each stage's parameters right before the first act that reads them
+        unshard: also gather each stage's parameters right before the first action that reads them
             (UNSHARD), and free them right after the last (RESHARD), before a REDUCE.
-        max_unsharded: stages that a rank keeps gathered at once, at least 1 (2 where acts overlap);
-            None: all. The stage that is not needed for longest makes room (Belady, 1966), so that
-            there are as few gathers as can be.
+        max_unsharded: maximum number of stages that a rank keeps gathered, at least 1 (2 where
+            actions overlap); None: all. The stage needed latest is evicted (Belady, 1966), which
+            minimises the number of gathers.
     """
     return replace(
         program,
@@ -34,7 +35,7 @@ def with_sharding_actions(
 def _with_actions(
     acts: tuple[Act, ...], unshard: bool, max_unsharded: int | None, forward_only: bool
 ) -> tuple[Act, ...]:
-    uses: dict[int, list[int]] = {}  # of each stage, latest first
+    uses: dict[int, list[int]] = {}  # indices of the actions that read each stage, latest first
     last_backward: dict[int, int] = {}
     for index in reversed(range(len(acts))):
         for kid in acts[index].elementary if acts[index].kind in COMPUTE else ():
@@ -44,7 +45,7 @@ def _with_actions(
                 last_backward.setdefault(kid.stage, index)
     gathered: set[int] = set()
     result: list[Act] = []
-    after: list[Act] = []  # what follows the last compute act, once its messages are issued
+    after: list[Act] = []  # added after the last compute action, once its messages are issued
     for index, act in enumerate(acts):
         if act.kind not in COMMUNICATION:
             result += after

@@ -1,4 +1,4 @@
-"""How long a program takes, where the time goes, and how much it holds."""
+"""Simulates a program: its step time, idle time by reason, and activation memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from fivefold.pipeline.ir import COMPUTE, Act, Kind, Message, Program
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A compute act and when it runs."""
+    """A compute action and when it runs."""
 
     act: Act
     start: float
@@ -23,17 +23,17 @@ class Timed:
 class Reason(StrEnum):
     """Why a rank is idle."""
 
-    FILL = "fill"  # before its first act
-    DRAIN = "drain"  # after its last act
-    UPSTREAM = "late upstream"  # the rank that makes what it needs is not ready
-    STREAM = "stream head-of-line"  # the message is ready, another one is in its way
+    FILL = "fill"  # before its first action
+    DRAIN = "drain"  # after its last action
+    UPSTREAM = "late upstream"  # the rank that produces its input is not ready
+    STREAM = "stream head-of-line"  # the message is ready, but queued behind another one
     IN_FLIGHT = "message in flight"
-    READY = "ready, not started"  # in measured times only: nothing that is known is in the way
+    READY = "ready, not started"  # only in measured times: the input is there
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Idle time of a rank, for one reason; a longer wait is cut where the reason changes."""
+    """Idle time of a rank for one reason; a wait is split where the reason changes."""
 
     rank: int
     start: float
@@ -43,7 +43,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A link of the critical path: a compute act of a rank, or a message."""
+    """An element of the critical path: a compute action of a rank, or a message."""
 
     rank: int | None
     act: Act | None
@@ -54,15 +54,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A program run against the clock.
+    """A program with simulated or measured times.
 
     Attributes:
-        timeline: the compute acts of each rank.
-        makespan: makespan from the first start to the last end over all ranks: the time of a step
-            that ends with something global, such as a gradient norm ("flush").
-        span: the longest time between the first start and the last end of one rank, the measure
-            in which zero-bubble papers report; never more than the makespan.
-        peaks: microbatches in flight on each rank at most, counted by stage (see
+        timeline: compute actions of each rank.
+        makespan: time from the first start to the last end over all ranks: the time of a step that
+            ends with a global operation, such as a gradient norm ("flush").
+        span: the longest time from first start to last end of one rank, which zero-bubble papers
+            report; at most the makespan.
+        peaks: maximum number of microbatches in flight on each rank, counted per stage (see
             `peak_in_flight`).
     """
 
@@ -76,23 +76,23 @@ class Simulation:
 
     @property
     def busy(self) -> float:
-        """Mean compute time of a rank."""
+        """Mean compute time per rank."""
         total = sum(timed.end - timed.start for row in self.timeline for timed in row)
         return total / len(self.timeline)
 
     @property
     def bubble(self) -> float:
-        """Idle share of the makespan, 0 to 1."""
+        """Idle fraction of the makespan, 0 to 1."""
         return 1 - self.busy / self.makespan
 
     @property
     def span_bubble(self) -> float:
-        """Idle share of the span, 0 to 1."""
+        """Idle fraction of the span, 0 to 1."""
         return 1 - self.busy / self.span
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
-        """All idle time, rank by rank: with the acts it adds up to ranks x makespan."""
+        """All idle time, rank by rank; with the actions it adds up to ranks x makespan."""
         gaps: list[Gap] = []
         node = 0
         for rank, row in enumerate(self.timeline):
@@ -118,7 +118,7 @@ class Simulation:
 
     @property
     def median_flight(self) -> float:
-        """How long a message is on its way, of those that take any time."""
+        """Median latency of the messages that take any time."""
         first = len(self._graph.computes)
         nodes = range(first, first + len(self._graph.messages))
         flights = [self._ends[node] - self._starts[node] for node in nodes]
@@ -126,7 +126,7 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[Step, ...]:
-        """A chain of acts and messages without slack, which is as long as the makespan."""
+        """A chain of actions and messages without slack, as long as the makespan."""
         node, path = max(range(len(self._ends)), key=self._ends.__getitem__), []
         while node >= 0:
             path.append(self._step(node))
@@ -135,9 +135,9 @@ class Simulation:
 
     @cached_property
     def _latest(self) -> list[int]:
-        """Of all that each node waits for, what ends last; -1 where there is nothing.
+        """For each node, its dependency that ends last; -1 if it has none.
 
-        Of equals the one that is not the act before on the rank: it explains more.
+        On ties, the dependency on another rank, which explains more than the previous action.
         """
         latest = [-1] * len(self._ends)
         for node, successors in enumerate(self._graph.successors):
@@ -148,7 +148,7 @@ class Simulation:
         return latest
 
     def _explained(self, rank: int, start: float, end: float, cause: int) -> Iterator[Gap]:
-        """The wait for node `cause`, cut into its reasons."""
+        """The wait for node `cause`, split by reason."""
         marks = [(Reason.READY, end)]
         if self._graph.is_message(cause):
             producer = self._graph.producers[cause - len(self._graph.computes)]
@@ -171,16 +171,16 @@ class Simulation:
 
 
 def simulate(program: Program, costs: Costs, stream: Stream | None = None) -> Simulation:
-    """Run a valid program against the clock.
+    """Simulate a valid program.
 
-    A BW takes b + w, and its dX leaves at its end; simulate `lowering.eager_dx(program)` for a dX
-    that leaves after b.
+    A BW takes b + w, and its dX is sent at its end; simulate `lowering.eager_dx(program)` to send
+    dX after b.
 
     Args:
         program: compute-only or lowered.
-        costs: one entry a stage.
-        stream: None: messages never wait for each other. Otherwise the program must be lowered,
-            and messages that share a stream follow one another in the order of issue.
+        costs: costs of each stage.
+        stream: which messages of a lowered program are serialised, in the order of issue; None:
+            messages never wait for each other.
 
     Raises:
         ProgramError: a circular wait.
@@ -190,14 +190,14 @@ def simulate(program: Program, costs: Costs, stream: Stream | None = None) -> Si
 
 
 def replay(program: Program, times: Sequence[Sequence[tuple[float, float]]]) -> Simulation:
-    """A program as it was measured.
+    """A program with its measured times.
 
-    A message is taken to leave as its producer ends, and to be on its way for as long as the rank
-    that needs it has nothing else to do.
+    A message is assumed to be sent when its producer ends, and to be in flight for as long as the
+    rank that needs it has nothing else to do.
 
     Args:
         program: compute-only.
-        times: start and end of each rank's compute acts, in their order; the first start is 0.
+        times: (start, end) of each rank's compute actions in order; the first start is 0.
     """
     graph = dependency_graph(program)
     of_acts = [pair for row in times for pair in row]
@@ -229,7 +229,7 @@ def _simulation(
 
 
 def peak_in_flight(program: Program, footprint: Footprint = ONE_EACH) -> tuple[float, ...]:
-    """The most that each rank holds for backward at any time; compute-only or lowered."""
+    """Peak activation memory of each rank; the program may be compute-only or lowered."""
     peaks = []
     for rank in range(program.num_ranks):
         held = peak = 0.0
@@ -244,12 +244,12 @@ def peak_in_flight(program: Program, footprint: Footprint = ONE_EACH) -> tuple[f
 def memory_curve(
     program: Program, simulation: Simulation, footprint: Footprint = ONE_EACH
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """Of each rank, what it holds after each compute act has started, and after it has ended.
+    """For each rank, the activation memory after every change.
 
     Args:
-        program: the one that was simulated.
-        simulation: simulation of the program.
-        footprint: bytes that a microbatch holds.
+        program: simulated program.
+        simulation: its simulation.
+        footprint: activation memory of a microbatch on each stage.
 
     Returns:
         (time, held) of every change, in order of time.
@@ -268,9 +268,9 @@ def memory_curve(
 
 
 def _holdings(program: Program, rank: int, footprint: Footprint) -> Iterator[tuple[float, float]]:
-    """What each compute act of a rank takes as it starts, and frees as it ends.
+    """Memory that each compute action of a rank takes at its start and frees at its end.
 
-    A forward that is recomputed takes nothing: R takes it all.
+    A forward that is recomputed takes nothing; its R takes all.
     """
     acts = program.ranks[rank]
     recomputed = {(act.stage, act.mb, act.slice) for act in acts if act.kind is Kind.R}

@@ -1,4 +1,4 @@
-"""Which layers lie in which pipeline stage, and which stage lies on which rank."""
+"""Pipeline stages: which layers each stage holds, and which rank each stage is on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from fivefold.pipeline.ir import stages_on
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A contiguous piece of the model; a piece may be empty.
+    """A contiguous piece of the model, possibly empty.
 
     Attributes:
-        embedding: holds the token (and position) embedding.
-        layers: global indices of its decoder layers, ascending.
-        head: holds the output head and the loss.
-        mtp: how many multi-token-prediction layers it holds; the final norm stands before them, in
-            a model that has none before the output head.
+        embedding: whether it holds the token (and position) embedding.
+        layers: indices in the model of its decoder layers, ascending.
+        head: whether it holds the output head and the loss.
+        mtp: number of multi-token prediction layers it holds. The final norm precedes them; without
+            them it precedes the output head.
     """
 
     embedding: bool
@@ -27,7 +27,7 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Split:
-    """The model as stages, and the stages on ranks.
+    """The stages of a model and their placement.
 
     Attributes:
         stages: stages in model order.
@@ -38,30 +38,30 @@ class Split:
     placement: tuple[int, ...]
 
     def states_into(self, stage: int) -> int:
-        """Hidden states of a token that enter a stage of the model, or leave the one before.
+        """Number of hidden states per token that the stage receives.
 
-        One, and behind the layers of multi-token prediction another for each of them: the output
-        head computes all losses.
+        One, plus one per multi-token prediction layer of earlier stages, because the output head
+        computes all losses.
         """
         return 1 + sum(before.mtp for before in self.stages[:stage])
 
     @property
     def num_ranks(self) -> int:
-        """The pipeline-parallel size."""
+        """Pipeline-parallel size."""
         return max(self.placement) + 1
 
     @property
     def num_virtual(self) -> int:
-        """Stages a rank."""
+        """Stages per rank."""
         return len(self.stages) // self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that lie on `rank`, in model order."""
+        """The stages on `rank`, in model order."""
         return stages_on(self.placement, rank)
 
 
 def stage_table(split: Split) -> str:
-    """Ranks down, virtual stages across, the layers of each; then the sum that proves them."""
+    """A table of layers: one row per rank, one column per virtual stage, then their sum."""
     header = ["", *(f"virtual {v}" for v in range(split.num_virtual))]
     rows = [
         [f"rank {rank}", *(_contents(split.stages[stage]) for stage in split.stages_of(rank))]
@@ -95,7 +95,7 @@ def layout_string(stages: Iterable[StageSpec]) -> str:
 
 
 def _contents(stage: StageSpec) -> str:
-    """What a stage holds, for the table: 'E 0-3', '4', 'L' or '-'."""
+    """Contents of a stage for the table: 'E 0-3', '4', 'L' or '-'."""
     layers = ""
     if stage.layers:
         ends = sorted({stage.layers[0], stage.layers[-1]})

@@ -1,8 +1,8 @@
-"""How long a program takes per microbatch once it has filled: an exact figure.
+"""The exact steady-state time of a program per microbatch, after the pipeline has filled.
 
-In its steady state every rank repeats its order, some microbatches on. What waits for what is then
-a graph that closes on itself, and the time of one round is its maximum cycle ratio: over all
-cycles, the time of the acts and hops on it, by the number of rounds that it spans.
+In its steady state every rank repeats its actions, for later microbatches. The dependencies then
+form a cyclic graph, and the time of one round is its maximum cycle ratio: the maximum over all
+cycles of total time divided by the number of rounds that the cycle spans.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Program
 
 @dataclass(frozen=True)
 class SteadyState:
-    """The regular middle of a program.
+    """The periodic middle part of a program.
 
     Attributes:
-        microbatches: microbatches that a round has.
+        microbatches: microbatches per round.
         period: time of a round.
     """
 
@@ -27,23 +27,23 @@ class SteadyState:
 
     @property
     def per_microbatch(self) -> float:
-        """Time by which one more microbatch makes the step longer."""
+        """Time that one more microbatch adds to the step."""
         return self.period / self.microbatches
 
 
 class _Edge(NamedTuple):
-    """One act of a round waits for another."""
+    """A dependency between two actions of a round."""
 
     source: int
     target: int
-    time: float  # of the source, and of the hop
-    rounds: int  # that the target is later
+    time: float  # duration of the source plus message latency
+    rounds: int  # number of rounds by which the target is later
 
 
 def steady_state(program: Program, costs: Costs) -> SteadyState | None:
-    """The steady state, or None where the program has none (too few microbatches, say).
+    """The steady state; None if the program has none, for example with too few microbatches.
 
-    Messages are taken not to wait for each other, and microbatches to cost the same.
+    Assumes that messages do not wait for each other and that all microbatches cost the same.
     """
     for microbatches in range(1, program.num_microbatches // 3 + 1):
         rounds = [_round(acts, program, microbatches) for acts in program.ranks]
@@ -54,7 +54,7 @@ def steady_state(program: Program, costs: Costs) -> SteadyState | None:
 
 
 def _round(acts: tuple[Act, ...], program: Program, microbatches: int) -> list[Act]:
-    """The acts of a rank that repeat, from the middle of its order; empty if none do."""
+    """The repeated actions of a rank, taken from the middle of its order; empty if none repeat."""
     acts = tuple(act for act in acts if act.kind in COMPUTE)
     middle = len(acts) // 2
     anchor = _places(acts[middle], microbatches)
@@ -72,7 +72,7 @@ def _round(acts: tuple[Act, ...], program: Program, microbatches: int) -> list[A
 
 
 def _places(act: Act, later: int = 0) -> list[tuple[Kind, int, int, int, int]]:
-    """What an act is, or would be for the microbatch `later` ones on."""
+    """Identifies an action, shifted by `later` microbatches."""
     return [(kid.kind, kid.stage, kid.slice, kid.part, kid.mb + later) for kid in act.elementary]
 
 
@@ -103,9 +103,9 @@ def _edges(
 
 
 def maximum_cycle_ratio(edges: Sequence[_Edge]) -> float:
-    """The largest time per round of any cycle, by Lawler's method with exact steps.
+    """The maximum time per round of any cycle, by Lawler's method with exact steps.
 
-    Guess a ratio; a cycle that takes longer has a higher one: guess that.
+    Guess a ratio; while some cycle takes longer, guess that cycle's ratio.
     """
     ratio = 0.0
     while cycle := _longer_cycle(edges, ratio):
@@ -137,7 +137,7 @@ def _longer_cycle(edges: Sequence[_Edge], ratio: float) -> list[_Edge]:
 
 
 def _cycle(before: Sequence[_Edge | None]) -> list[_Edge]:
-    """A cycle among the edges by which nodes were reached last."""
+    """A cycle among the edges that last improved each node."""
     seen = [0] * len(before)
     for start in range(len(before)):
         node, path = start, []

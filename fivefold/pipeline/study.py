@@ -1,4 +1,4 @@
-"""A pipeline on which schedules are tried: ranks, microbatches, times, memory."""
+"""Schedule studies: a hypothetical pipeline (ranks, microbatches, times, memory) to schedule."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,24 +19,24 @@ from fivefold.pipeline.synthesise import synthesise
 from fivefold.units import human_seconds
 
 AUTO = "auto"
-_LEAST = 1e-6  # of a mean stage
-_EFFORT = 300_000  # acts that `auto` may schedule in search: about a second
+_LEAST = 1e-6  # minimum time of a stage, as a share of the mean stage
+_EFFORT = 300_000  # actions that `auto` schedules in search: about a second
 
 
 @dataclass(frozen=True)
 class Study:
-    """What to schedule.
+    """A pipeline to schedule.
 
     Attributes:
-        num_ranks: ranks of the pipeline.
-        num_microbatches: microbatches of one step.
-        times: F, dX and dW of a rank for one microbatch, shared equally by its stages.
-        hop: time from the end of an act to the arrival of what it made on the next rank.
-        cap: microbatches that a rank may hold for backward; a stage of V counts 1/V.
-        num_chunks: stages of a rank; None: what the schedule needs, or two.
-        num_slices: slices of a sequence.
-        placement: stage -> rank, where a model is cut; else the schedule's.
-        stages: what each of its stages takes; else equal shares of `times`.
+        num_ranks: pipeline-parallel size.
+        num_microbatches: microbatches per step.
+        times: F, dX and dW times of a rank per microbatch, shared equally by its stages.
+        hop: latency from the end of an action to the arrival of its result on the next rank.
+        cap: maximum number of microbatches that a rank holds; one of V stages counts 1/V.
+        num_chunks: stages per rank; None: what the schedule needs, or two.
+        num_slices: slices of each sequence.
+        placement: stage -> rank, if a model was split; None: the schedule's placement.
+        stages: costs of each stage, if a model was split; None: equal shares of `times`.
     """
 
     num_ranks: int
@@ -50,7 +50,7 @@ class Study:
     stages: tuple[ModelPart, ...] | None = None
 
     def placement_for(self, shape: Shape) -> tuple[int, ...]:
-        """Where the stages lie for a schedule of that shape."""
+        """The placement for a schedule with this shape."""
         if self.placement:
             return self.placement
         ranks, chunks = self.num_ranks, self.num_chunks
@@ -60,11 +60,11 @@ class Study:
         return loop_placement(ranks, ranks * (chunks or default))
 
     def costs(self, placement: tuple[int, ...], copies: int = 1) -> Costs:
-        """Of each stage of a placement; of each copy of the model where there are two."""
+        """Costs of each stage of a placement, repeated for each copy of the model."""
         share = self.num_ranks / len(placement)
         even = ModelPart(*(time * share for time in self.times))
         stages = (self.stages or (even,) * len(placement)) * copies
-        # An empty stage still hands on what it is given; programs are ordered by positive times.
+        # An empty stage still passes on its input, and scheduling needs positive times.
         least = _LEAST * sum(stage.time for stage in stages) / len(stages)
         return Costs(
             tuple(max(stage.f, least) for stage in stages),
@@ -74,7 +74,7 @@ class Study:
         )
 
     def footprint(self, placement: tuple[int, ...], copies: int = 1) -> Footprint:
-        """A microbatch on all stages of a rank counts 1 on average."""
+        """Activation memory of each stage, such that a microbatch takes 1 on an average rank."""
         share = self.num_ranks / len(placement)
         sizes = (share,) * len(placement)
         if self.stages:
@@ -85,15 +85,15 @@ class Study:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """A schedule on a study.
+    """A schedule of a study, with its figures.
 
     Attributes:
         name: name of the schedule.
-        chart: its program against the clock.
+        chart: its program with simulated or measured times.
         costs: costs of each stage.
-        bound: no program on this placement is faster.
-        dx_first: the makespan where each dX leaves before dW is computed; of a schedule whose
-            backwards are in two halves already, its own.
+        bound: lower bound on the makespan of any program with this placement.
+        dx_first: makespan if each dX is sent before dW is computed; the same as the schedule's own
+            if its backwards are already split.
     """
 
     name: str
@@ -104,7 +104,7 @@ class StudyResult:
 
     @property
     def chunks(self) -> int:
-        """Stages a rank, of one copy of the model."""
+        """Stages per rank, of one copy of the model."""
         program = self.chart.program
         return program.num_stages // program.num_copies // program.num_ranks
 
@@ -113,12 +113,12 @@ def run_schedule(study: Study, name: str, *, dx_first: bool = False) -> StudyRes
     """Schedule a study.
 
     Args:
-        study: what to schedule.
-        name: a key of `SCHEDULES`, or "auto" for the best that a search finds.
-        dx_first: whether each dX leaves before dW is computed, where a schedule leaves it open.
+        study: the pipeline to schedule.
+        name: a key of `SCHEDULES`, or "auto" for the best schedule that a search finds.
+        dx_first: send each dX before dW is computed, if the schedule leaves that open.
 
     Raises:
-        ConfigError: the schedule cannot do it, or holds more than the cap.
+        ConfigError: the schedule is infeasible, or holds more than the cap.
     """
     if name == AUTO:
         return _searched(study)
@@ -136,7 +136,7 @@ def run_schedule(study: Study, name: str, *, dx_first: bool = False) -> StudyRes
 def timed(
     study: Study, program: Program, name: str, *, title: str | None = None, dx_first: bool = False
 ) -> StudyResult:
-    """Time any program with the costs of a study."""
+    """Simulate a program with the costs of a study."""
     copies = program.num_copies
     placement = program.placement[: program.num_stages // copies]
     costs = study.costs(placement, copies)
@@ -155,10 +155,10 @@ def timed(
 
 
 def measured_results(acts: Sequence[MeasuredAct], title: str) -> list[StudyResult]:
-    """A step of a run as it was measured, and as its median times would have it.
+    """A measured step of a run, and its simulation with the median times.
 
     Raises:
-        ProgramError: the acts are not those of a whole step.
+        ProgramError: the actions are not those of a whole step.
     """
     program, simulation = measured_program(acts)
     costs = median_costs(program, simulation)
@@ -174,7 +174,7 @@ def measured_results(acts: Sequence[MeasuredAct], title: str) -> list[StudyResul
 
 
 def _searched(study: Study) -> StudyResult:
-    """The best of what is found for a V and for a loop, or for the placement that is given."""
+    """The better of the searched schedules for a V and for a loop, or for a given placement."""
     shapes = [Shape.LOOP] if study.placement else [Shape.V, Shape.LOOP]
     if study.num_chunks and study.num_chunks != 2:
         shapes = [Shape.LOOP]
@@ -197,7 +197,7 @@ def _searched(study: Study) -> StudyResult:
 
 
 def compare(study: Study) -> Iterator[tuple[str, StudyResult | ConfigError]]:
-    """Every schedule on the same study, or why it cannot run."""
+    """The result of every schedule on the same study, or the error why it cannot run."""
     for name in (*SCHEDULES, AUTO):
         try:
             yield name, run_schedule(study, name)

@@ -1,10 +1,10 @@
-"""Find a program for given stage costs, hop latency and memory: fixed schedules, and better ones.
+"""Schedule synthesis: searches a program for given stage costs, latency and memory cap.
 
-A portfolio: every fixed schedule that fits, the published zero-bubble heuristic, and runs of the
-list scheduler. Such a run may keep the beginning of a fixed schedule: those are good at filling and
-at the steady state, list scheduling at whatever the costs make irregular and at the drain. The best
-runs are then improved by hill climbing. All of it is deterministic, so that every rank finds the
-same program.
+The candidates are every fixed schedule that fits, the published zero-bubble heuristic, and runs of
+the list scheduler. Such a run may keep the beginning of a fixed schedule, because fixed schedules
+fill the pipeline well and have a good steady state, while list scheduling is better with irregular
+costs and at the drain. The best runs are improved by hill climbing. All of it is deterministic, so
+that every rank finds the same program.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -30,21 +30,21 @@ from fivefold.pipeline.schedules.registry import SCHEDULES, Shape, build_program
 
 _Starts = list[list[tuple[int, int]]]
 _INDEX = {Kind.F: (0,), Kind.B: (1,), Kind.W: (2,), Kind.BW: (1, 2)}
-_TRIES = 40  # that a search should have at least
+_TRIES = 40  # minimum number of runs that a search should make
 _CLIMBERS = 2
-_NEAR = 0.005  # of the bound: below it, orders found on few microbatches rarely carry over to many
+_NEAR = 0.005  # relative to the bound: smaller gains on few microbatches rarely carry over to many
 
 
 @dataclass(frozen=True)
 class Synthesis:
-    """What was found.
+    """The result of a search.
 
     Attributes:
-        program: compute-only.
-        name: where it comes from.
-        makespan: its time.
-        bounds: no program is faster than `bounds.best`.
-        fixed: the makespan of every fixed schedule that fits.
+        program: compute-only program.
+        name: description of how it was made.
+        makespan: its makespan.
+        bounds: lower bounds; no program is faster than `bounds.best`.
+        fixed: makespan of every fixed schedule that fits.
     """
 
     program: Program
@@ -55,12 +55,12 @@ class Synthesis:
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound, as a share of it."""
+        """Distance to the lower bound, as a fraction of it."""
         return self.makespan / self.bounds.best - 1
 
 
 class Style(Enum):
-    """Which F or B goes first."""
+    """Which F or B runs first."""
 
     DEEPEST = "the B of the lowest stage, then the F of the highest"
     ON_TIME = "what an ideal pipeline would do first"
@@ -70,16 +70,16 @@ class Style(Enum):
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A run of the list scheduler, for any number of microbatches.
+    """Parameters of a list-scheduler run, for any number of microbatches.
 
     Attributes:
-        style: which F or B goes first.
-        stretch: microbatches in flight on a stage, in those that its round trip takes.
-        extra: and so many more, for each stage.
-        patience: patience of each rank.
-        seed: the fixed schedule that is kept at first, if any.
-        left: but for so long before its end, in the time a rank needs for one microbatch.
-        weights: whether its W's are kept, too.
+        style: which F or B runs first.
+        stretch: microbatches in flight on a stage, as a multiple of those its round trip takes.
+        extra: additional microbatches in flight, for each stage.
+        patience: patience of each rank (see `SchedulingPolicy`).
+        seed: fixed schedule whose beginning is kept; None: none.
+        left: how long before its end the fixed schedule is left, in rank times per microbatch.
+        weights: whether its W's are kept as well.
     """
 
     style: Style
@@ -96,12 +96,12 @@ class _Recipe:
 
 
 def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> Synthesis:
-    """A program at least as good as every fixed schedule that fits, and its distance to the bound.
+    """A program at least as good as every fixed schedule that fits, with its distance to the bound.
 
     Args:
         problem: placement, costs, microbatches and memory cap.
-        effort: how many acts may be scheduled in search, at about 3 microseconds each.
-        seed: seed of the hill climbing.
+        effort: number of actions to schedule in search, at about 3 microseconds each.
+        seed: random seed of the hill climbing.
 
     Raises:
         ConfigError: not even one microbatch fits.
@@ -112,13 +112,13 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
     few = _search_size(problem, effort)
     enough = 1e-9 if few == problem.num_microbatches else _NEAR
     if min(found, default=(inf,))[0] <= bounds.best * (1 + enough):
-        effort = 0  # nothing can be better, or not by enough to be found on few microbatches
+        effort = 0  # no gain is possible, or none that a search on few microbatches would find
     search = _RecipeSearch(replace(problem, num_microbatches=few), effort, Random(seed), fixed)
     kitchen = _Kitchen(problem, fixed)
     for recipe in search.best():
         run = kitchen.cook(recipe)
         if run.makespan < inf:
-            # Its order without its waiting, some of which came to nothing.
+            # Replaying removes waits that turned out useless.
             run = ReplayedRun(problem, run.orders)
             found.append((run.makespan, str(recipe), run))
     if not found:
@@ -130,20 +130,20 @@ def synthesise(problem: Problem, *, effort: int = 1_000_000, seed: int = 1) -> S
 
 
 def _search_size(problem: Problem, effort: int) -> int:
-    """Microbatches to search with: all, or so many that there is a steady state and some tries."""
+    """Number of microbatches in the search: all, or enough for a steady state and several tries."""
     affordable = effort // (3 * len(problem.placement) * _TRIES)
     enough = 2 * problem.num_ranks
     return min(problem.num_microbatches, max(affordable, enough))
 
 
 def _fixed(problem: Problem) -> Iterator[tuple[str, Run]]:
-    """Every fixed schedule that takes the placement and fits, with dX sent before dW."""
+    """Every fixed schedule that supports the placement and fits, with dX sent before dW."""
     total = problem.num_microbatches
     for name, schedule in SCHEDULES.items():
         if schedule.num_copies > 1 or schedule.slices or not schedule.shape.fits(problem.placement):
             continue
         if schedule.shape is Shape.LOOP and Shape.LINE.fits(problem.placement):
-            continue  # with one stage a rank these are others by another name
+            continue  # with one stage per rank these equal schedules already tried
         try:
             program = build_program(name, problem.placement, total)
         except ConfigError:
@@ -158,7 +158,7 @@ def _fixed(problem: Problem) -> Iterator[tuple[str, Run]]:
 
 
 def _automatic(problem: Problem) -> Orders | None:
-    """The published heuristic with what tastes best on few microbatches, if it finds room."""
+    """The published heuristic with its best options on few microbatches; None if it gets stuck."""
 
     def run(taste: Taste, total: int) -> AutomaticZeroBubble:
         return AutomaticZeroBubble(problem.costs, total, problem.cap, problem.footprint, taste)
@@ -170,7 +170,7 @@ def _automatic(problem: Problem) -> Orders | None:
 
 
 def _timed(problem: Problem, ranks: Sequence[Sequence[Act]]) -> Run:
-    """A whole program as a run; a BW becomes B and W, and an FB its two halves."""
+    """Time a whole program; a BW becomes B and W, and an FB its two halves."""
     return ReplayedRun(
         problem,
         [
@@ -186,7 +186,7 @@ def _timed(problem: Problem, ranks: Sequence[Sequence[Act]]) -> Run:
 
 
 def _one_by_one(problem: Problem) -> Run:
-    """Each microbatch there and back before the next; it fits wherever one fits."""
+    """Each microbatch forward and backward before the next, which needs the least memory."""
     orders = []
     for rank in range(problem.num_ranks):
         own = sorted(stages_on(problem.placement, rank))
@@ -198,11 +198,11 @@ def _one_by_one(problem: Problem) -> Run:
 
 
 class _Kitchen:
-    """Makes runs from recipes.
+    """Makes list-scheduler runs from their parameters.
 
     Args:
         problem: what to schedule.
-        fixed: the runs whose beginnings a recipe may ask for.
+        fixed: fixed schedules whose beginnings may be kept.
     """
 
     def __init__(self, problem: Problem, fixed: dict[str, Run]) -> None:
@@ -216,7 +216,7 @@ class _Kitchen:
         )
 
     def cook(self, recipe: _Recipe) -> Run:
-        """The run of a recipe."""
+        """The run with these parameters."""
         stages, total = range(len(self.problem.placement)), self.problem.num_microbatches
         forward, backward, pace = self._keys(recipe.style)
         policy = SchedulingPolicy(
@@ -228,7 +228,7 @@ class _Kitchen:
         return ListScheduler(self.problem, policy, self._kept(recipe))
 
     def _keys(self, style: Style) -> tuple[list[float], list[float], float]:
-        """Of each stage's F and B for microbatch 0, and the step from one to the next."""
+        """Priorities of each stage's F and B for microbatch 0, and the step per microbatch."""
         last = len(self.problem.placement)
         match style:
             case Style.ON_TIME:
@@ -262,14 +262,13 @@ class _Kitchen:
 
 
 class _RecipeSearch:
-    """Looks for good recipes: a grid, then hill climbing from the best of it.
+    """Searches for good parameters: a grid, then hill climbing from its best.
 
     Args:
         problem: what to schedule.
-        effort: acts that may be scheduled.
-        random: random of the climbing.
-        seeds: fixed schedules that may be begun with: a few microbatches suit some that all of them
-            do not.
+        effort: number of actions to schedule.
+        random: random numbers of the hill climbing.
+        seeds: fixed schedules whose beginnings may be kept: those that fit the whole problem.
     """
 
     def __init__(
@@ -282,7 +281,7 @@ class _RecipeSearch:
         self._scores: dict[_Recipe, float] = {}
 
     def best(self) -> list[_Recipe]:
-        """The best two recipes, as far as they beat every fixed schedule."""
+        """The best two parameter sets that beat every fixed schedule."""
         for recipe in islice(self._grid(), self._tries // 2):
             self._score(recipe)
         climbers = self._ranked()[:_CLIMBERS]
@@ -303,7 +302,7 @@ class _RecipeSearch:
         return self._scores[recipe]
 
     def _grid(self) -> Iterator[_Recipe]:
-        """Half of it with the beginning of a fixed schedule; the likeliest come early."""
+        """Half of it starts with a fixed schedule; the most promising come first."""
         problem, fixed = self._kitchen.problem, self._kitchen.fixed
         ranks, none = problem.num_ranks, (0,) * len(problem.placement)
         seeds = sorted(fixed, key=lambda name: fixed[name].makespan)[:2]
@@ -328,7 +327,7 @@ class _RecipeSearch:
             yield from (recipe for recipe in pair if recipe)
 
     def _changed(self, recipe: _Recipe) -> _Recipe:
-        """A neighbour: one or two details are different."""
+        """A neighbour with one or two changed parameters."""
         random, ranks = self._random, self._kitchen.problem.num_ranks
         for _ in range(random.choice((1, 1, 2))):
             move = random.randrange(4 if recipe.seed else 3)

@@ -1,14 +1,14 @@
-"""Is this program right, does it fit, and can it not hang? Seven rules.
+"""Validates a program: correct, within memory, and free of deadlock. There are seven rules.
 
-1. Each stage does each microbatch (and slice) once: F, and BW or B with all parts of W.
-2. On a rank, F before R before B before W; the slices of a sequence
-   forward from the first to the last, and backward from the last to the first.
-3. Every stage is worked on by its own rank.
-4. Both ends of every message exist; SEND after its producer, RECV before its consumer.
-5. What is held for backward stays under the cap.
-6. UNSHARD covers the acts that read parameters, REDUCE follows the stage's last W, STEP follows
+1. Each stage runs each microbatch (and slice) once: F, and BW or B with all parts of W.
+2. On a rank, F precedes R precedes B precedes W; the slices of a sequence run forward from the
+   first to the last, and backward from the last to the first.
+3. Every stage's actions are on the stage's rank.
+4. Both ends of every message exist; SEND follows its producer, RECV precedes its consumer.
+5. Activation memory stays under the cap.
+6. UNSHARD covers the actions that read parameters, REDUCE follows the stage's last W, STEP follows
    all REDUCEs.
-7. No circular wait (see `graph`).
+7. There is no circular wait (see `graph`).
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from fivefold.pipeline.simulate import peak_in_flight
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """A limit on what a rank holds for backward."""
+    """A limit on the activation memory of a rank."""
 
     cap: float
     footprint: Footprint = ONE_EACH
@@ -44,17 +44,17 @@ def validate(
 ) -> None:
     """Check all seven rules.
 
-    A compute-only program is checked without its messages' order (rules 4 and 7 see the messages
-    that the placement implies); a lowered one with it.
+    In a compute-only program, rules 4 and 7 consider the messages that the placement implies; in a
+    lowered program also their order.
 
     Args:
         program: compute-only or lowered.
-        stream: what shares a communication stream. A program that passes with RANK passes with
-            PAIR, and one that passes with PAIR passes with PAIR_AND_DIRECTION.
-        memory: the cap of rule 5; None leaves the rule out.
+        stream: which messages share a communication stream. A program that passes with RANK passes
+            with PAIR, and one that passes with PAIR passes with PAIR_AND_DIRECTION.
+        memory: memory cap of rule 5; None: not checked.
 
     Raises:
-        ProgramError: the first broken rule, with the act, stage, microbatch and rank.
+        ProgramError: the first broken rule, with the action, stage, microbatch and rank.
     """
     _check_bounds(program)
     _check_ranks(program)
@@ -75,7 +75,7 @@ def validate(
 
 
 def _acts(program: Program) -> Iterator[tuple[int, int, Act]]:
-    """(rank, place in its order, act), with the halves of an FB one by one."""
+    """(rank, index in its order, action), with the halves of an FB one by one."""
     for rank, acts in enumerate(program.ranks):
         for place, act in enumerate(acts):
             for kid in act.elementary:
@@ -83,7 +83,7 @@ def _acts(program: Program) -> Iterator[tuple[int, int, Act]]:
 
 
 def _check_bounds(program: Program) -> None:
-    """Every act names a stage and a microbatch that exist, and every FB two halves."""
+    """Every action names an existing stage and microbatch, and every FB has two halves."""
     if set(program.placement) != set(range(program.num_ranks)):
         raise ProgramError(
             f"the stages lie on ranks {sorted(set(program.placement))}, "
@@ -160,7 +160,7 @@ _PHASE = {kind: phase for phase, kinds in enumerate(_PHASES) for kind in kinds}
 
 
 def _check_local_order(program: Program) -> None:
-    """Rule 2. Also FB: its halves run at once, so they belong to different pieces."""
+    """Rule 2. An FB's halves overlap, so they must be different (stage, microbatch, slice)s."""
     last: dict[tuple[int, int, int], tuple[int, Act]] = {}
     for rank, place, act in _acts(program):
         if act.kind not in _PHASE:
@@ -172,7 +172,7 @@ def _check_local_order(program: Program) -> None:
 
 
 def _check_causal(program: Program) -> None:
-    """Rule 2, slices: all of a stage's are on one rank, so that its order decides."""
+    """Rule 2 for slices: all slices of a stage are on one rank, so its order decides."""
     last = program.num_slices - 1
     due = {
         (forward, *piece[:2]): 0 if forward else last
@@ -219,7 +219,7 @@ def _check_messages(program: Program) -> None:
 
 
 def _content(message: Message) -> Hashable:
-    """All of a message but its id."""
+    """All fields of a message except its id."""
     ends = (message.src_rank, message.dst_rank, message.src_stage, message.dst_stage)
     return (*ends, message.mb, message.slice, message.direction)
 
@@ -229,7 +229,7 @@ def _direction(act: Act) -> Direction:
 
 
 def _ends(program: Program, kind: Kind) -> dict[int, int]:
-    """Message id -> the place of its one SEND (or RECV) in the order of its rank."""
+    """Message id -> index of its one SEND (or RECV) in the order of its rank."""
     known = {message.id: message for message in program.messages}
     places: dict[int, int] = {}
     for rank, place, act in _acts(program):
@@ -264,7 +264,7 @@ def _check_memory(program: Program, memory: MemoryCap) -> None:
 
 
 def _check_unsharded(rank: int, acts: tuple[Act, ...]) -> None:
-    """Rule 6, parameters: once a stage has an UNSHARD, all that reads them lies between the two."""
+    """Rule 6 for parameters: a stage with an UNSHARD is read only while it is gathered."""
     managed = {act.stage for act in acts if act.kind in (Kind.UNSHARD, Kind.RESHARD)}
     gathered: set[int] = set()
     for act in acts:
@@ -280,7 +280,7 @@ def _check_unsharded(rank: int, acts: tuple[Act, ...]) -> None:
 
 
 def _check_reductions(program: Program) -> None:
-    """Rule 6, gradients: when the program reduces or steps at all, it does so completely."""
+    """Rule 6 for gradients: a program that reduces or steps at all does so completely."""
     count = Counter(
         (act.kind, act.stage if act.kind is Kind.REDUCE else rank)
         for rank, _, act in _acts(program)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import log2
 
 from fivefold.config.model import ModelConfig
-from fivefold.counts.messages import rows_sent
+from fivefold.model.expert_rows import rows_sent
 from fivefold.predict.cluster import Cluster
 
 
@@ -91,7 +91,9 @@ def send(cluster: Cluster, stride: int, size: float) -> float:
     return size / link.rate + link.latency
 
 
-def token_copies(model: ModelConfig, group: GroupSpan, dispatcher: str) -> tuple[float, float]:
+def token_copies(
+    model: ModelConfig, group: GroupSpan, dispatcher: str, share: float | None = None
+) -> tuple[float, float]:
     """Mean number of copies of a token that are sent within its node, and to other nodes.
 
     alltoall sends one copy to each chosen expert; flex one to each rank, and one to each node.
@@ -100,10 +102,15 @@ def token_copies(model: ModelConfig, group: GroupSpan, dispatcher: str) -> tuple
         model: model with the experts.
         group: placement of the expert-parallel ranks.
         dispatcher: value of moe_token_dispatcher_type.
+        share: rows that every rank gets over their even share, where that is fixed.
     """
     topk = model.moe_router_topk
     if dispatcher == "allgather":
         return group.inner - 1.0, float(group.size - group.inner)
+    if share is not None:
+        each = share * topk / group.size
+        each = min(each, 1.0) if dispatcher == "flex" else each
+        return each * (group.inner - 1), each * (group.size - group.inner)
     if dispatcher == "alltoall":
         return topk * (group.inner - 1) / group.size, topk * (group.size - group.inner) / group.size
     inside, across = (rows_sent("flex", model, n) for n in (group.size, group.nodes))

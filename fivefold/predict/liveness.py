@@ -57,14 +57,20 @@ class Moments:
         return _PHASES[int(self.backwards[moment])]
 
 
-def moments(layout: Layout, *, splits_backward: bool) -> tuple[Moments, ...]:
+def moments(
+    layout: Layout, *, splits_backward: bool, num_microbatches: int | None = None
+) -> tuple[Moments, ...]:
     """The microbatches that each pipeline rank holds during its actions.
 
     Args:
         layout: layout whose program is analysed.
         splits_backward: whether dX is sent before dW is computed.
+        num_microbatches: microbatches of the program; None: as many as reach the steady state.
+
+    Raises:
+        ConfigError: the schedule cannot take that many microbatches.
     """
-    order = layout.order(layout.enough_microbatches)
+    order = layout.order(num_microbatches or layout.enough_microbatches)
     return _moments(order, pairs=layout.overlaps_pairs, eager=splits_backward)
 
 

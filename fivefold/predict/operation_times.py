@@ -70,6 +70,7 @@ class OperationTimes:
         self.tp = span(cluster, grid.tp, 1)
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
+        self.share = config.experts.fixed_share(config.model, grid.ep)
 
     @cached_property
     def hidden_bytes(self) -> float:
@@ -103,7 +104,7 @@ class OperationTimes:
             case Activation():
                 if not op.copies:
                     return self._activation(self.tokens * (op.features // self.grid.tp))
-                reached = self._rows(op.copies) * self.software.imbalance
+                reached = self._rows(op.copies) * self._imbalance
                 return self._activation(reached * (op.features // self.grid.etp))
             case RouterLinear():
                 moved = self._own * (op.experts * 12 + op.inputs * ELEMENT)
@@ -252,6 +253,11 @@ class OperationTimes:
         """Tokens on this rank after the split by sequence parallelism."""
         return self.tokens // self.parts
 
+    @property
+    def _imbalance(self) -> float:
+        """Rows of the busiest rank's experts, zeros included, over their even share."""
+        return self.software.imbalance if self.share is None else self.share
+
     def _rows(self, copies: int) -> int:
         """Rows that reach the experts of a rank if all experts are used evenly."""
         return self._own * copies * self.grid.etp
@@ -259,7 +265,7 @@ class OperationTimes:
     def _grouped(self, outputs: int, inputs: int, copies: int) -> Phases:
         """A linear layer [out, in] in each expert of a rank, on the rows that reach the expert."""
         local = (self.model.num_experts or 0) // self.grid.ep
-        each = max(1, round(self._rows(copies) * self.software.imbalance / local))
+        each = max(1, round(self._rows(copies) * self._imbalance / local))
         return self._linear((outputs, inputs), each, local)
 
     def _dispatched(self, copies: int) -> Times:
@@ -275,9 +281,10 @@ class OperationTimes:
         tensor = gather(self.cluster, self.etp, own * model.moe_router_topk * row * grid.etp)
         if grid.ep == 1:
             return tensor
-        copies, remote = token_copies(model, self.ep, self.parallel.moe_token_dispatcher_type)
+        kind = self.parallel.moe_token_dispatcher_type
+        copies, remote = token_copies(model, self.ep, kind, self.share)
         sent = all_to_all(self.cluster, self.ep, own * copies * row, own * remote * row)
-        return sent * self.software.imbalance + tensor
+        return sent * (self.software.imbalance if self.share is None else 1.0) + tensor
 
     def embedding(self) -> Times:
         """The embedding lookup, and its reduction over the tensor-parallel ranks."""

@@ -1,8 +1,8 @@
 """Predicts the time of a forward paired with a backward, which hides the messages of experts.
 
 DualPipe (DeepSeek-AI, 2024, figure 4) and Megatron-LM's combined 1F1B order a pair so that the
-all-to-alls of each half run in parallel to the computation of the other half, or to dW, on which
-nothing depends. A half without a partner, in the warm-up and the drain, hides nothing.
+all-to-alls of each half run in parallel to the computation of the other half, or to a delayed dW,
+on which nothing depends. A half without a partner, in the warm-up and the drain, hides nothing.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -34,7 +34,7 @@ class Paired:
 
 
 def pair_seconds(
-    gpu: Gpu, costs: Costs, kinds: Sequence[K], layers: Mapping[K, Paired]
+    gpu: Gpu, costs: Costs, kinds: Sequence[K], layers: Mapping[K, Paired], *, delays: bool
 ) -> tuple[tuple[float, ...], ...]:
     """Seconds of each stage's forward paired with each stage's backward, for `Costs.fb`.
 
@@ -43,13 +43,17 @@ def pair_seconds(
         costs: times of each half alone.
         kinds: kinds of the stages; stages of the same kind take the same time.
         layers: layers of each kind of stage.
+        delays: whether dW waits until the backward's own messages travel.
     """
     at = {kind: stage for stage, kind in enumerate(kinds)}
 
     def row(ours: K) -> tuple[float, ...]:
         alone = costs.f[at[ours]]
         seconds = {
-            theirs: alone + costs.b[s] + costs.w[s] - hidden(gpu, layers[ours], layers[theirs])
+            theirs: alone
+            + costs.b[s]
+            + costs.w[s]
+            - hidden(gpu, layers[ours], layers[theirs], delays=delays)
             for theirs, s in at.items()
         }
         return tuple(seconds[kind] for kind in kinds)
@@ -58,13 +62,17 @@ def pair_seconds(
     return tuple(rows[kind] for kind in kinds)
 
 
-def hidden(gpu: Gpu, forward: Paired, backward: Paired) -> float:
+def hidden(gpu: Gpu, forward: Paired, backward: Paired, *, delays: bool) -> float:
     """Seconds that a pair saves compared with its halves in turn.
 
-    A pair cannot take less time than the host needs to issue both halves.
+    A pair cannot take less time than the host needs to issue both halves. A dW that is not delayed
+    runs with its dX, so that only the forward's messages can travel in parallel to it.
     """
     ahead, back = forward.layers, backward.layers
-    beside = min(cuts(ahead.work.forward, back.work.dx, back.work.dw, ahead.ep.forward, back.ep.dx))
+    dx, dw = back.work.dx, back.work.dw
+    if not delays:
+        dx, dw = dx + dw, 0.0
+    beside = min(cuts(ahead.work.forward, dx, dw, ahead.ep.forward, back.ep.dx))
     alone = ahead.total.forward + back.total.dx + back.total.dw
     host = forward.host + 2 * backward.host
     return max(0.0, min((1 - gpu.overlap_slowdown) * beside, alone - host))

@@ -75,7 +75,6 @@ class Prediction:
     def simulation(self) -> Simulation:
         """An event-by-event simulation of the whole pipeline program."""
         program = self.layout.program(
-            pairs=self.layout.overlaps_pairs,
             eager=sends_dx_early(self.layout, self.software),
             costs=self.costs,
         )

@@ -231,6 +231,6 @@ def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
         # A ring holds the current block and the arriving one, and the gradients of both.
         size += keys * (2 * grid.cp if gathers else 4)
     if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
-        rows = model.moe_router_topk * running.imbalance / running.token_parts
+        rows = running.rows_of_one(model.moe_router_topk)
         size += 2 * element * model.hidden_size * rows
     return size

@@ -250,7 +250,9 @@ class _Predictor:
         if not self.layout.overlaps_pairs:
             return costs
         kinds = self.kinds * self.layout.num_copies
-        return replace(costs, fb=pair_seconds(self.cluster.gpu, costs, kinds, self._paired))
+        delays = self.layout.config.parallel.delay_wgrad_compute
+        pairs = pair_seconds(self.cluster.gpu, costs, kinds, self._paired, delays=delays)
+        return replace(costs, fb=pairs)
 
     def _around(self) -> float:
         """Exposed seconds of the transfers made once a step (no sharding, ZeRO-1)."""

@@ -202,6 +202,8 @@ def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
         across = settings["expert_model_parallel_size"] > cluster_of(row).gpus_per_node
         settings["overlap_moe_expert_parallel_comm"] = "1f1b overlap" in note
         settings |= framework.expert_settings
+        # Whoever hides messages in pairs delays weight gradients, too.
+        settings["delay_wgrad_compute"] = settings["overlap_moe_expert_parallel_comm"]
         settings["moe_token_dispatcher_type"] = "flex" if across or "deepep" in note else "alltoall"
     hsdp = re.search(r"hsdp\s*(\d{1,7})x(\d{1,7})", zero)
     if hsdp:

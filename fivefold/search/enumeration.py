@@ -68,8 +68,16 @@ def enumerate_space(
     columns = join(columns, {"memory": range(len(choices))})
     columns = _paired(columns, config, given, found, choices)
     # The flex dispatcher sends the fewest rows: none twice to the same rank or node.
-    dispatcher: TokenDispatcher | None = None if "moe_token_dispatcher_type" in given else "flex"
-    return Space(config, world, found, choices, columns, dispatcher=dispatcher)
+    # It has no rows for each expert, which could be padded.
+    pads = config.experts.moe_pad_expert_input_to_capacity
+    dispatcher: TokenDispatcher | None = "alltoall" if pads else "flex"
+    if "moe_token_dispatcher_type" in given:
+        dispatcher = None
+    # A delayed dW hides more messages, and costs nothing.
+    delays = config.parallel.delay_wgrad_compute or "delay_wgrad_compute" not in given
+    return Space(
+        config, world, found, choices, columns, dispatcher=dispatcher, delays_weights=delays
+    )
 
 
 class _Axes:
@@ -302,21 +310,26 @@ def _paired(
 ) -> Columns:
     """Add the column of pairs, and drop combined 1F1B where there is nothing to overlap.
 
-    Full recomputation starts each backward with a forward of its own, so it cannot be paired.
+    Full recomputation starts each backward with a forward of its own, so it cannot be paired. Both
+    halves of a pair of combined 1F1B may be of one stage, whose layers must then stay gathered.
     """
+    combined = np.array([partition.schedule == "combined_1f1b" for partition in found], bool)[
+        columns["partition"]
+    ]
+    frees = np.array([sharding.splits_parameters for sharding in SHARDINGS])[columns["strategy"]]
+    if config.parallel.pipeline_max_unsharded_stages is not None:
+        frees[:] = False
     pairs = np.array([partition.known.pairs for partition in found], bool)[columns["partition"]]
     whole = np.array([choice.is_full for choice in choices], bool)[columns["memory"]]
-    hides = (columns["ep"] > 1) & ~whole & pairs
+    hides = (columns["ep"] > 1) & ~whole & pairs & ~(combined & frees)
     if config.parallel.moe_token_dispatcher_type == "allgather":  # has no all-to-alls to hide
         hides[:] = False
     asked = "overlap_moe_expert_parallel_comm" in given
     wanted = config.parallel.overlap_moe_expert_parallel_comm if asked else True
+    asked = asked or config.parallel.delay_wgrad_compute
     columns["pairs"] = (hides & wanted).astype(np.int32)
     if asked and wanted:
         return where(columns, hides)
     if asked or "pipeline_schedule" in given:
         return columns
-    alone = np.array([partition.schedule != "combined_1f1b" for partition in found], bool)[
-        columns["partition"]
-    ]
-    return where(columns, hides | alone)
+    return where(columns, hides | ~combined)

@@ -124,6 +124,7 @@ def request(
     given = (flags & FIXABLE) - inferred
     asked = Config(
         config.model,
+        experts=config.experts,
         training=config.training,
         data=config.data,
         optimizer=config.optimizer,

@@ -47,6 +47,7 @@ class Space:
             all-to-alls of experts.
         context: settings of context-parallel communication by (tp, cp, mbs).
         dispatcher: token dispatcher for expert parallelism; None takes the one in `config`.
+        delays_weights: whether pairs delay weight gradients.
     """
 
     config: Config
@@ -58,6 +59,7 @@ class Space:
         default_factory=lambda: MappingProxyType({})
     )
     dispatcher: TokenDispatcher | None = None
+    delays_weights: bool = True
 
     def __len__(self) -> int:
         return len(self.columns["tp"])
@@ -115,6 +117,7 @@ class Space:
         settings["sequence_parallel"] = bool(at["sp"])
         if at["pairs"]:
             settings["overlap_moe_expert_parallel_comm"] = True
+            settings["delay_wgrad_compute"] = self.delays_weights
         if self.dispatcher and at["ep"] > 1:
             settings["moe_token_dispatcher_type"] = self.dispatcher
         settings |= self.context.get((at["tp"], at["cp"], at["mbs"]), {})

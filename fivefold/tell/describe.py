@@ -50,7 +50,8 @@ def memory_words(layout: Layout) -> list[str]:
     if memory.recompute_in_flight_limit is not None:
         words.append(f"recompute beyond {memory.recompute_in_flight_limit} in flight")
     if memory.fine_grained_activation_offloading:
-        words.append(f"offload {' '.join(memory.offload_modules)}")
+        moved = (*memory.offload_modules, *memory.offload_tensors)
+        words.append(f"offload {' '.join(moved)}")
     if memory.cross_entropy_loss_fusion:
         words.append(f"fused loss ({memory.cross_entropy_fusion_impl})")
     if memory.optimizer_cpu_offload:

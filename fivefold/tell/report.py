@@ -11,6 +11,7 @@ from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.predict.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
+from fivefold.tell.degrees import expert_degrees
 from fivefold.tell.describe import context_words, memory_words, requirements, summary
 from fivefold.tell.explain import (
     Rule,
@@ -285,6 +286,7 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
 def explained(result: SearchResult) -> Iterator[str]:
     """What limits the layout, the alternatives, and the effects of changes."""
     yield from wrap(f"limits: {binding(result)}", WIDTH)
+    yield from prose(expert_degrees(result))
     yield from context(result)
     yield ""
     for other in alternatives(result):

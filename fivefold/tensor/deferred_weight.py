@@ -1,9 +1,9 @@
-"""The weight gradients that a backward leaves for later, so that dX can leave at once.
+"""Deferred weight gradients: dW is computed after dX, so that dX can be sent on at once.
 
-Splitting a backward into B (dX) and W (dW) at the autograd graph costs a second walk of it and
-fails under recomputation. Here our own linears, and only they, put the computation of dW aside
-while `deferring` is set; W runs what was put aside, in the order of the microbatches, so that
-every schedule sums the same terms in the same order.
+Splitting a backward into B (dX) and W (dW) at the autograd graph costs a second graph traversal and
+fails under recomputation. Instead, only our own linears postpone dW while `deferring` is set. W
+runs the postponed computations in microbatch order, so that every schedule sums the same terms in
+the same order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Work:
-    """A dW computation that waits.
+    """One postponed dW computation.
 
     Attributes:
-        parameters: parameters to whose `grad` it adds. The objects that the forward used: FSDP2
-            puts others in their place between forward and W.
-        add: does it.
+        parameters: parameters to whose `grad` it adds; the objects that the forward used, which
+            FSDP2 replaces between forward and W.
+        add: runs the computation.
     """
 
     parameters: tuple[Tensor, ...]
@@ -30,9 +30,9 @@ class Work:
 
 
 def run_works(works: Sequence[Work]) -> Iterator[Tensor]:
-    """Run what was put aside, in order; yields each parameter that has received its part.
+    """Run postponed computations in order; yields each parameter after its `grad` was updated.
 
-    Hooks of autograd do not see these gradients: whoever waits for one listens here.
+    Autograd hooks do not see these gradients, so callers that wait for one use the yields.
     """
     for work in works:
         with torch.no_grad():
@@ -41,10 +41,10 @@ def run_works(works: Sequence[Work]) -> Iterator[Tensor]:
 
 
 class DeferredWeights:
-    """Collects the dW computations of one rank.
+    """Collects the postponed dW computations of one rank.
 
     Attributes:
-        deferring: whether a backward now under way is to leave dW for later.
+        deferring: whether the running backward postpones dW.
     """
 
     def __init__(self) -> None:
@@ -52,12 +52,21 @@ class DeferredWeights:
         self._works: list[Work] = []
 
     def put(self, parameters: Sequence[Tensor], add: Callable[[], None]) -> None:
-        """Keep a computation that adds to the `grad` of these parameters."""
+        """Postpone a computation that adds to the `grad` of these parameters."""
         self._works.append(Work(tuple(parameters), add))
+
+    def run_early(self) -> None:
+        """Run the computations postponed so far, during the backward that postpones them."""
+        works, self._works = self._works, []
+        for _ in run_works(works):
+            pass
 
     @contextmanager
     def collect(self) -> Iterator[list[Work]]:
-        """Defer in the block; the list yielded holds what was put aside at its end."""
+        """Postpone dW within the block.
+
+        The yielded list is filled when the block ends, with what `run_early` has not run.
+        """
         works: list[Work] = []
         self.deferring = True
         try:
@@ -73,8 +82,8 @@ def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> N
 
     Args:
         parameter: plain tensor or DTensor.
-        grad: gradient in the shape of the parameter's local part, or of its `rows`.
-        rows: rows of the local part to which the gradient belongs; None: all.
+        grad: gradient, shaped like the parameter's local part or its `rows`.
+        rows: rows of the local part that the gradient covers; None: all.
     """
     held = parameter.grad
     if held is not None:

@@ -1,4 +1,4 @@
-"""Grouped linears whose weight gradients may wait. Shapes as in `model.grouped`."""
+"""Grouped linears with deferrable weight gradients. Shapes as in `model.grouped`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,10 @@ from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
 
 @dataclass(frozen=True)
 class GroupedMultiply:
-    """The `multiply` seam.
+    """The `multiply` seam: a grouped linear whose dW can be postponed.
 
     Attributes:
-        deferred: where weight gradients go while a backward defers them.
+        deferred: receives weight gradients while a backward defers them.
     """
 
     deferred: DeferredWeights

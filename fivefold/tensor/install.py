@@ -1,4 +1,4 @@
-"""Puts tensor and sequence parallelism into the seams of a plain stage."""
+"""Installs tensor and sequence parallelism in the seams of a plain stage."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
 def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
-    """Let linears and embeddings of a stage without tensor parallelism leave dW for later."""
+    """Make dW deferrable in a stage without tensor parallelism."""
     column, row = ColumnParallel(None, False, deferred), RowParallel(None, False, deferred)
     stage.column = column
     for block in stage.blocks:
@@ -34,17 +34,17 @@ def install_tensor_parallel(
     deferred: DeferredWeights,
     dims: Mapping[str, int | None],
 ) -> None:
-    """Shard a stage (still on the meta device) over the tp axis and put the collectives in.
+    """Shard a stage (still on the meta device) over the tp axis and install the collectives.
 
     Every parameter becomes a DTensor on the tp mesh.
 
     Args:
-        stage: plain.
-        groups: groups of this rank.
-        sequence_parallel: whether norms and residuals work on this rank's tokens only.
-        deferred: where linears leave weight gradients.
-        dims: which dim of each parameter the ranks split; None: each holds all of it. Parameters
-            that are not named are left as they are.
+        stage: stage without parallelism installed.
+        groups: process groups of this rank.
+        sequence_parallel: whether norms and residuals process only this rank's tokens.
+        deferred: receives deferred weight gradients.
+        dims: by parameter name, the dim that ranks split; None: each rank holds the whole
+            parameter. Parameters that are missing stay unchanged.
     """
     group = groups.tp
     assert group is not None, "one rank needs no tensor parallelism"
@@ -76,7 +76,7 @@ def _install_vocabulary(stage: Stage, group: dist.ProcessGroup, column: ColumnPa
 
 
 def _distribute(stage: Stage, groups: Groups, dims: Mapping[str, int | None]) -> None:
-    """Replace every parameter by a DTensor of the same global shape; tied ones stay tied."""
+    """Replace every named parameter by a DTensor of the same global shape; keep ties."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     names = {parameter: name for name, parameter in stage.named_parameters()}
     mesh = groups.tp_mesh

@@ -1,10 +1,10 @@
-"""Column- and row-parallel linears, with their communication, on local tensors.
+"""Column- and row-parallel linears with their communication, on local tensors.
 
-A column-parallel linear holds some of the output features, a row-parallel one some of the input
-features. Around the pair stand Megatron-LM's conjugate operators: f (identity forward, all-reduce
+A column-parallel linear holds part of the output features, a row-parallel one part of the input
+features. Megatron-LM's conjugate operators surround the pair: f (identity forward, all-reduce
 backward) before the columns and g (all-reduce forward, identity backward) after the rows (Shoeybi
-et al. 2019); with sequence parallelism all-gather and reduce-scatter of the tokens instead
-(Korthikanti et al. 2022). Shapes: T tokens, t = T / tp, H features in, F local features out.
+et al. 2019). With sequence parallelism these are an all-gather and a reduce-scatter of the tokens
+(Korthikanti et al. 2022). Shapes: T tokens, t = T / tp, H input features, F local output features.
 """
 
 from dataclasses import dataclass
@@ -28,21 +28,21 @@ from fivefold.model.layers import Linear, local
 from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
 
 Target = tuple[Tensor, Tensor | None]
-"""Weight and bias of a linear, as its forward met them."""
+"""(weight, bias) of a linear, the objects that its forward used."""
 
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """The `column` seam: several linears of one input, each giving this rank's features.
+    """The `column` seam: several linears of one input, each returning this rank's features.
 
-    The input is gathered once for all of them, and one collective carries the sum of their input
-    gradients. It starts before the weight gradients are computed, which hide it. Under sequence
-    parallelism the input is saved as its shard and gathered again in the backward.
+    The input is gathered once for all linears, and one collective sums their input gradients. It
+    overlaps with the weight gradients. Under sequence parallelism only the input's shard is saved,
+    and gathered again in the backward.
 
     Attributes:
-        group: group of tensor parallelism; None for one rank.
-        sequence_parallel: whether the input arrives sharded along the tokens.
-        deferred: where weight gradients go while a backward defers them.
+        group: tensor-parallel group; None: one rank.
+        sequence_parallel: whether the input is sharded along the tokens.
+        deferred: receives weight gradients while a backward defers them.
     """
 
     group: dist.ProcessGroup | None
@@ -50,7 +50,7 @@ class ColumnParallel:
     deferred: DeferredWeights
 
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-        """[T or t, H] -> a [T, F] per linear."""
+        """[T or t, H] -> one [T, F] per linear."""
         rows = tuple(linear.used for linear in linears)
         weights = [
             _part(local(linear.weight), part) for linear, part in zip(linears, rows, strict=True)
@@ -116,7 +116,7 @@ class _Column(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class RowParallel:
-    """The `row` seam: a linear on this rank's input features, summed over the ranks.
+    """The `row` seam: a linear of this rank's input features, summed over the ranks.
 
     The bias is added once, after the sum. Attributes as in `ColumnParallel`.
     """
@@ -134,8 +134,10 @@ class RowParallel:
 
 
 class _RowProduct(torch.autograd.Function):
-    """This rank's part of the sum. Apart from the sum, which saves nothing: recomputation ends
-    with the last tensor that was saved, so that a block's last sum is not repeated."""
+    """This rank's summand, in a function separate from the sum, which saves nothing.
+
+    Recomputation stops at the last saved tensor, so it does not repeat a block's last sum.
+    """
 
     @staticmethod
     def forward(
@@ -157,9 +159,9 @@ class _RowProduct(torch.autograd.Function):
 
 
 def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> Tensor:
-    """g, or under sequence parallelism reduce-scatter forward and all-gather backward.
+    """g: all-reduce forward; with `scatter` reduce-scatter forward and all-gather backward.
 
-    The sum takes the memory of what is summed.
+    The all-reduce overwrites `x_TH`.
     """
     if group is None:
         return x_TH
@@ -169,13 +171,13 @@ def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> 
 
 @dataclass(frozen=True)
 class SpreadTokens:
-    """The `spread` seam: what the heads of all ranks share, of the tokens of all ranks.
+    """The `spread` seam: features that all heads share, for the tokens of all ranks.
 
-    f, or under sequence parallelism all-gather forward and reduce-scatter backward.
+    This is f, or under sequence parallelism all-gather forward and reduce-scatter backward.
 
     Attributes:
-        group: group of tensor parallelism.
-        sequence_parallel: whether the features arrive sharded along the tokens.
+        group: tensor-parallel group.
+        sequence_parallel: whether the features are sharded along the tokens.
     """
 
     group: dist.ProcessGroup
@@ -216,16 +218,15 @@ class _SumTokens(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class WholeRows:
-    """The `joined` seam behind a column-parallel linear: whole rows of the features that each rank
-    has some of.
+    """The `joined` seam after a column-parallel linear: gathers whole rows of its features.
 
-    The ranks gather each other's features; or with sequence parallelism, where each needs only its
-    own tokens, they exchange features for tokens. Every rank computes the same with the rows of a
-    token, so that the gradient of its features needs no sum.
+    Ranks all-gather features. Under sequence parallelism, where each needs only its own tokens,
+    they exchange features for tokens by all-to-all. Every rank computes the same from a token's
+    row, so the gradient of its features needs no sum.
 
     Attributes:
-        group: group of tensor parallelism.
-        sequence_parallel: whether the rows leave sharded along the tokens.
+        group: tensor-parallel group.
+        sequence_parallel: whether the result is sharded along the tokens.
     """
 
     group: dist.ProcessGroup

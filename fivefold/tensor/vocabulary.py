@@ -20,12 +20,12 @@ from fivefold.tensor.linear import Target, sum_tokens
 
 @dataclass(frozen=True)
 class VocabularyLookup:
-    """The `lookup` seam: each rank looks up the tokens whose rows it holds, then all are summed.
+    """The `lookup` seam: each rank looks up tokens whose rows it holds; the results are summed.
 
     Attributes:
-        group: group of tensor parallelism; None for one rank, which holds every row.
-        sequence_parallel: whether the result leaves sharded along the tokens.
-        deferred: where the gradient of the rows goes while a backward defers it.
+        group: tensor-parallel group; None: one rank, which holds every row.
+        sequence_parallel: whether the result is sharded along the tokens.
+        deferred: receives the gradient of the rows while a backward defers it.
     """
 
     group: dist.ProcessGroup | None
@@ -39,7 +39,7 @@ class VocabularyLookup:
             return self._rows(indices_T, rows_vH, embedding)
         held = rows_vH.shape[0]
         here_T, mine_T = _own_rows(indices_T, self.group.rank() * held, held)
-        # An extra row of zeros would copy the table; a row looked up in vain is masked instead.
+        # Masking avoids the copy of the table that an extra row of zeros would need.
         found_TH = self._rows(mine_T, rows_vH, embedding).masked_fill(~here_T[:, None], 0.0)
         return sum_tokens(found_TH, self.group, self.sequence_parallel)
 
@@ -49,7 +49,7 @@ class VocabularyLookup:
 
 
 class _Rows(torch.autograd.Function):
-    """`F.embedding`, whose gradient may wait."""
+    """`F.embedding` with a deferrable weight gradient."""
 
     @staticmethod
     def forward(
@@ -65,7 +65,7 @@ class _Rows(torch.autograd.Function):
         parameter, rows = ctx.parameter, ctx.rows
 
         def grad_vH() -> Tensor:
-            # Dense, as autograd makes it: other sums would round in another order.
+            # Dense, like autograd's: other sums would round in another order.
             grad: Tensor = torch.ops.aten.embedding_dense_backward(
                 grad_TH, indices_T, rows, -1, False
             )
@@ -79,11 +79,11 @@ class _Rows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class VocabularyCrossEntropy:
-    """The `cross_entropy` seam on logits split along the vocabulary, with one collective.
+    """The `cross_entropy` seam for logits split along the vocabulary, with one collective.
 
-    Each rank contributes per token the log-sum-exp of its logits, the target's logit where it
-    holds it (0 elsewhere) and, for label smoothing, the sum of its logits; one all-gather of
-    these [3, T] (2 without smoothing) makes the exact loss on every rank.
+    Per token, each rank contributes the log-sum-exp of its logits, the target's logit if it holds
+    it (else 0) and, for label smoothing, the sum of its logits. One all-gather of these [3, T]
+    (2 without smoothing) gives every rank the exact loss.
     """
 
     group: dist.ProcessGroup
@@ -136,12 +136,12 @@ class TokenLosses(NamedTuple):
 
 @dataclass(frozen=True)
 class Entries:
-    """Consecutive entries of a vocabulary, of which a loss over the whole of it is put together.
+    """A range of vocabulary entries, from which the loss over the whole vocabulary is computed.
 
     Attributes:
-        first: the first of them.
-        vocab_size: entries of the true vocabulary; those after it have no probability.
-        smoothing: probability that is spread evenly over the true vocabulary.
+        first: index of the first entry.
+        vocab_size: size of the unpadded vocabulary; later entries have no probability.
+        smoothing: probability spread evenly over the unpadded vocabulary.
     """
 
     first: int
@@ -149,21 +149,21 @@ class Entries:
     smoothing: float
 
     def statistics(self, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
-        """What the loss needs of these logits: [3, T], or [2, T] without smoothing.
+        """Statistics of these logits for the loss: [3, T], or [2, T] without smoothing.
 
-        The log-sum-exp, the target's logit where it is among them (0 elsewhere), and the sum.
+        The rows are the log-sum-exp, the target's logit if in this range (else 0), and the sum.
         """
         wide = logits_Tv.to(torch.promote_types(logits_Tv.dtype, torch.float32))
         true = wide[:, : self._true(logits_Tv)]
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
-        # There may be padding only: the log-sum-exp over no entries is -inf, its sum 0.
+        # A range of padding only is allowed: its log-sum-exp is -inf and its sum 0.
         target_T = wide.gather(1, mine_T[:, None]).squeeze(1).masked_fill(~here_T, 0.0)
         return torch.stack(
             [true.logsumexp(1), target_T] + ([true.sum(1)] if self.smoothing else [])
         )
 
     def losses(self, own: Tensor, group: dist.ProcessGroup | None) -> TokenLosses:
-        """The losses, from the statistics of every rank's entries: one all-gather."""
+        """The losses, from all ranks' statistics by one all-gather."""
         lse_T, target_T, *sums = merge_statistics(all_gather(own[None], group))
         loss_T = lse_T - target_T
         if self.smoothing:
@@ -174,13 +174,13 @@ class Entries:
     def gradient(
         self, logits_Tv: Tensor, labels_T: Tensor, lse_T: Tensor, scale_T: Tensor
     ) -> Tensor:
-        """Gradient of these logits, in one new buffer of at least fp32.
+        """Gradient with respect to these logits, in one new buffer of at least fp32.
 
         Args:
-            logits_Tv: of these entries.
-            labels_T: of the whole vocabulary, or IGNORED.
-            lse_T: over the whole vocabulary.
-            scale_T: upstream gradient times weight of each token's loss, 0 where it is ignored.
+            logits_Tv: logits of this range.
+            labels_T: labels in the whole vocabulary, or IGNORED.
+            lse_T: log-sum-exp over the whole vocabulary.
+            scale_T: upstream gradient times the weight of each token's loss; 0 where ignored.
         """
         grad_Tv = (logits_Tv.to(lse_T.dtype) - lse_T[:, None]).exp_()
         if self.smoothing:
@@ -193,7 +193,7 @@ class Entries:
         return grad_Tv
 
     def after(self, skipped: int) -> "Entries":
-        """The entries from the one after `skipped` of these on."""
+        """The range without its first `skipped` entries."""
         return replace(self, first=self.first + skipped)
 
     def _true(self, logits_Tv: Tensor) -> int:
@@ -201,12 +201,12 @@ class Entries:
 
 
 def merge_statistics(parts: Tensor) -> Tensor:
-    """[n, 3 or 2, T] of n parts of a vocabulary -> [3 or 2, T] of all of them."""
+    """Merge statistics of n vocabulary ranges: [n, 3 or 2, T] -> [3 or 2, T]."""
     return torch.cat([parts[:, :1].logsumexp(0), parts[:, 1:].sum(0)])
 
 
 def _own_rows(indices_T: Tensor, first: int, held: int) -> tuple[Tensor, Tensor]:
-    """Whether each index is among `held` rows from `first` on, and its place there (0 if not)."""
+    """Whether each index is in [first, first + held), and its offset there (0 if not)."""
     local_T = indices_T - first
     here_T = (local_T >= 0) & (local_T < held)
     return here_T, local_T.masked_fill(~here_T, 0)

@@ -138,13 +138,13 @@ class _Witness:
         if self._received or (self.first is not None and not received) or _finite(tensor):
             return
         assert self._act is not None
-        stage = -self._act.stage if backward else self._act.stage
-        here = (int(backward), self._act.mb, stage)
+        act = self._act.elementary[-1 if backward else 0]  # a pair has a forward and a backward
+        here = (int(backward), act.mb, -act.stage if backward else act.stage)
         if received:  # what the last layer gave is what the stage gave, and was looked at before
             self._received = self.first is None or self.first.order[:3] == here
             self.first = None if self._received else self.first
         else:
-            self.first = _Sight((*here, self._looks), f"{what}, microbatch {self._act.mb}")
+            self.first = _Sight((*here, self._looks), f"{what}, microbatch {act.mb}")
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

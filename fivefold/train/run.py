@@ -15,6 +15,7 @@ from fivefold.counts.derived import describe
 from fivefold.data.loader import Loader
 from fivefold.data.prepare import PreparedData
 from fivefold.errors import DataError, FivefoldError
+from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
@@ -66,6 +67,7 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
             only this process.
     """
     env, config = read_rank_env(), layout.config
+    check_deepep(config, _device_type())
     threads = choose_threads(layout, nproc or env.local_world_size, _device_type())
     if env.launcher != "single":
         torch.set_num_threads(threads.count)

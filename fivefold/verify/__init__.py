@@ -1,1 +1,1 @@
-"""The proof that a layout computes what one device computes."""
+"""Verification that a layout computes what one device computes."""

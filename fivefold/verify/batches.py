@@ -1,4 +1,4 @@
-"""Batches made to hurt: what hides a wrong reduction in a tidy batch shows in these."""
+"""Test batches for verification, made irregular so that a wrong reduction shows."""
 
 from dataclasses import fields
 
@@ -7,15 +7,15 @@ import numpy as np
 from fivefold.config.config import Config
 from fivefold.data.packing import IGNORED, Microbatch
 
-EVALUATION = 1_000_000  # number of the global batch that evaluation reads
+EVALUATION = 1_000_000  # index of the global batch used for evaluation
 
 
 def global_batch(config: Config, index: int) -> Microbatch:
     """All samples of global batch `index`, the same for every layout.
 
-    Rows hold several documents, some of one token; the valid tokens of a row differ, one row has
-    none at all; every token's loss has a weight of its own, since a constant upstream gradient
-    hides errors. Where the configuration lets documents see each other, they do here.
+    Rows hold several documents, some of one token. Rows differ in their number of valid tokens, and
+    one row has none. Every token's loss has its own weight, since a constant upstream gradient
+    hides errors. If the configuration lets documents attend to each other, they do.
     """
     rows, length = config.training.global_batch_size, config.training.seq_length
     generator = np.random.default_rng((config.training.seed, index))
@@ -56,7 +56,7 @@ def rows_of(config: Config, dp_rank: int, dp: int) -> slice:
 
 
 def microbatches(config: Config, batch: Microbatch, rows: slice) -> list[Microbatch]:
-    """Those samples as the microbatches of a step."""
+    """These samples as the microbatches of a step."""
     size = config.training.micro_batch_size
     starts = range(rows.start, rows.stop, size)
     return [take_rows(batch, slice(start, start + size)) for start in starts]

@@ -1,4 +1,4 @@
-"""One rank's side of a verification: run the layout's steps and hold each against the reference."""
+"""One rank's part of a verification: runs the layout's steps and compares with the reference."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
 from fivefold.verify.report import SCALARS, Difference, VerifyReport, joint_errors, judge
 
-SMALL = 1e-2  # tensors below this part of the largest gradient are judged by that part
+SMALL = 1e-2  # errors are relative to at least this share of the largest gradient
 
 
 def compare(
@@ -32,18 +32,18 @@ def compare(
 ) -> VerifyReport | None:
     """Run a layout and compare it with a reference; every rank calls this.
 
-    The comparison ends at the first step whose gradients are wrong: the diagnosis is made there.
+    The comparison ends at the first step with wrong gradients, which are then diagnosed.
 
     Args:
-        layout: prepared for verification, as the reference's configuration was.
+        layout: layout prepared for verification, as the reference's configuration was.
         rank: rank of this process.
         device: device of this rank.
-        trace: what one device found in fp64, for each step to run.
-        baseline: what one device found in bf16, if that is the precision.
+        trace: results of one device in fp64, for each step to run.
+        baseline: results of one device in bf16, if the layout computes in bf16.
         plant: name of an error to plant, see `plant.PLANTS`.
 
     Returns:
-        The report, on rank 0.
+        The report on rank 0, None on other ranks.
     """
     engine = Engine(layout, rank, device)
     if plant is not None:
@@ -64,7 +64,7 @@ def compare(
             break
         engine.apply(sums)
         found += _weight_differences(engine, step, reference)
-        if step == 0:  # between two steps, so that one sees what it leaves behind
+        if step == 0:  # between two steps, so that side effects of the evaluation show
             evaluation, _ = engine.evaluate([_own_part(engine, EVALUATION)])
             found.append(_number("evaluation", step, rank, evaluation, reference.evaluation))
     every = _gather(engine, found)
@@ -74,7 +74,7 @@ def compare(
 def baseline_differences(
     trace: Sequence[ReferenceStep], other: Sequence[ReferenceStep]
 ) -> list[Difference]:
-    """How another one-device run differs from the reference."""
+    """Differences of another one-device run from the reference."""
     found = []
     for step, (true, own) in enumerate(zip(trace, other, strict=True)):
         for what in SCALARS:
@@ -98,13 +98,13 @@ def _own_part(engine: Engine, index: int) -> list[Microbatch]:
 def _gradient_differences(
     engine: Engine, step: int, result: StepResult, reference: ReferenceStep
 ) -> Iterator[Difference]:
-    """Loss, norm and every gradient."""
+    """Differences of the loss, the norm and every gradient."""
     rank = engine.groups.rank
     yield _number("loss", step, rank, result.loss, reference.loss)
     for name, true in reference.further.items():
         yield _number("loss", step, rank, result.extra[name], true, name)
     yield _number("norm", step, rank, result.grad_norm, reference.norm)
-    # A gradient that is zero but for rounding (a key's bias) is judged by the larger ones.
+    # A gradient that is zero up to rounding (a key's bias) is compared to the largest one.
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
     for name, parameter in engine.parameters.items():
         assert parameter.grad is not None, f"{name} got no gradient"
@@ -116,7 +116,7 @@ def _gradient_differences(
 def _load_differences(
     engine: Engine, step: int, result: StepResult, reference: ReferenceStep
 ) -> Iterator[Difference]:
-    """How many tokens chose each expert; in bf16, in which some choose others, only how many."""
+    """Differences in tokens per expert; in bf16, where choices differ, only of their total."""
     rank, narrow = engine.groups.rank, engine.layout.config.training.precision == "bf16"
     for here, true_ME in zip(result.routing, reference.loads, strict=True):
         own, true = torch.tensor(here.counts, dtype=torch.float64), true_ME.sum(0)
@@ -129,8 +129,7 @@ def _load_differences(
 def _weight_differences(
     engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[Difference]:
-    """Every weight after the update, with the digest that replicas must share; so biases of
-    experts."""
+    """Differences of every weight and expert bias after the update, with digests for replicas."""
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
     held: dict[str, Tensor] = {**engine.parameters, **engine.model.buffers(copies=True)}
     for name, parameter in held.items():
@@ -157,7 +156,7 @@ def _tensor(
     floor: float = 0.0,
     digests: bool = False,
 ) -> Difference:
-    """A rank's part against the same part of the whole, which is on the CPU in fp64."""
+    """Difference of a rank's part from the same part of the whole, which is fp64 on the CPU."""
     held = piece.local.cpu()
     own, true = held.double().flatten(), whole[piece.slices].flatten()
     off = own - true
@@ -182,7 +181,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _gather(engine: Engine, own: list[Difference]) -> list[Difference]:
-    """Everyone's differences, on rank 0."""
+    """The differences of all ranks, on rank 0."""
     if engine.groups.world is None:
         return own
     world_size = engine.layout.grid.world_size

@@ -1,8 +1,8 @@
-"""From wrong gradients to the reduction that is missing or done twice.
+"""Diagnoses wrong gradients: finds the reduction that is missing or done twice.
 
-Every hypothesis is tested by arithmetic: the gradient is a multiple of the right one, or becomes
-right when summed over an axis, or is that of some of the samples. What holds of a parameter on all
-ranks that hold it explains that parameter.
+Hypotheses are tested numerically: a gradient may be a multiple of the right one, become right when
+summed over an axis, or be that of a subset of the samples. A hypothesis that holds on all ranks
+that hold a parameter explains that parameter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from fivefold.verify.reference import (
     valid_tokens,
 )
 
-MATCH = 1e-3  # relative; what is to be told apart differs by much more
+MATCH = 1e-3  # relative tolerance; distinct hypotheses differ by much more
 MATCH_BF16 = 5e-2
 
 RIGHT = "right"
@@ -43,16 +43,16 @@ _OF_KEYS = tuple(
 
 
 def diagnose(engine: Engine, step: int, result: StepResult, reference: ReferenceStep) -> list[str]:
-    """Sentences on what is probably wrong, most telling first; every rank calls this.
+    """Sentences on what is probably wrong, most significant first; every rank calls this.
 
     Args:
         engine: engine with the wrong gradients on its parameters.
-        step: step from 0.
-        result: result of the engine's step.
-        reference: reference of the same step.
+        step: step, from 0.
+        result: the engine's result of that step.
+        reference: the reference's result of that step.
 
     Returns:
-        The sentences, on rank 0; an empty list on the others.
+        The sentences on rank 0, an empty list on other ranks.
     """
     match = MATCH_BF16 if engine.layout.config.training.precision == "bf16" else MATCH
     own = _explanations(engine, step, reference, match)
@@ -74,7 +74,7 @@ def diagnose(engine: Engine, step: int, result: StepResult, reference: Reference
 def _explanations(
     engine: Engine, step: int, reference: ReferenceStep, match: float
 ) -> dict[str, set[str]]:
-    """Stored name -> the hypotheses that hold of this rank's part of its gradient."""
+    """Stored name -> hypotheses that hold for this rank's part of the gradient."""
     named = engine.parameters.items()
     own = {name: local_tensor(p.grad).cpu().double() for name, p in named if p.grad is not None}
     partial = dict(_gradients_of_samples(engine, step, reference))
@@ -104,7 +104,7 @@ def _explanations(
 
 
 def _factors(engine: Engine, experts: bool) -> dict[float, str]:
-    """Multiples of the right gradient, of experts or others, that tell something -> what."""
+    """Telling multiples of the right gradient -> their meaning, for experts or other weights."""
     grid, count = engine.layout.grid, engine.layout.num_microbatches
     names: dict[int, list[str]] = {2: []}
     axes = {"tp": grid.tp, "cp": grid.cp}
@@ -122,7 +122,7 @@ def _factors(engine: Engine, experts: bool) -> dict[float, str]:
 
 
 def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """What the gradients would be after one more sum."""
+    """(hypothesis, gradients after one more sum)."""
     groups, device = engine.groups, engine.device
 
     def summed(tensors: Tensors, group: dist.ProcessGroup) -> Tensors:
@@ -132,7 +132,7 @@ def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
 
     if groups.tp is not None:
         yield _SUM_OVER.format("tensor parallelism"), summed(own, groups.tp)
-    # Sharded gradients of these ranks are of different elements, and perhaps of different sizes.
+    # Shards on these ranks hold different elements, possibly of different sizes.
     whole = num_shards(engine.layout) == 1
     if groups.cp is not None and whole:
         yield _SUM_OVER.format("context parallelism"), summed(own, groups.cp)
@@ -154,7 +154,7 @@ def _sums(engine: Engine, own: Tensors) -> Iterator[tuple[str, Tensors]]:
 def _gradients_of_samples(
     engine: Engine, step: int, reference: ReferenceStep
 ) -> Iterator[tuple[str, Tensors]]:
-    """What gradients are without a data-parallel sum: those of some samples or tokens only."""
+    """(hypothesis, gradients without a data-parallel sum: of some samples or tokens only)."""
     config, grid = engine.layout.config, engine.layout.grid
     here = grid.coordinates(engine.groups.rank)
     batch = global_batch(config, step)
@@ -175,7 +175,7 @@ def _gradients_of_samples(
             taken = batches_of(config, samples, step)
             part = "samples"
             if grid.cp > 1:
-                # Near the loss; before the last attention tokens of other ranks come in.
+                # Exact near the loss; below the last attention, tokens of other ranks mix in.
                 taken = [of_rank(config, each, here["cp"]) for each in taken]
                 part = "tokens"
             (whole,) = batches_of(config, [batch], step)
@@ -191,7 +191,7 @@ def _plain(config: Config, reference: ReferenceStep) -> Stage:
 
 
 def _shared(every: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
-    """What holds on all ranks that have a part of a parameter."""
+    """Hypotheses that hold on all ranks with a part of a parameter."""
     shared: dict[str, set[str]] = {}
     for own in every:
         for name, held in own.items():
@@ -202,12 +202,12 @@ def _shared(every: Sequence[Mapping[str, set[str]]]) -> dict[str, set[str]]:
 def _gradient_findings(
     held: Mapping[str, set[str]], order: Sequence[str], divided: bool
 ) -> list[str]:
-    """Sentences on the wrong gradients, the one nearest to the loss first.
+    """Sentences on the wrong gradients, nearest to the loss first.
 
     Args:
-        held: stored name -> the hypotheses that hold on every rank.
-        order: order of the names in the model.
-        divided: sequences are, over context-parallel ranks.
+        held: stored name -> hypotheses that hold on every rank.
+        order: parameter names in model order.
+        divided: whether context-parallel ranks split sequences.
     """
     wrong = [name for name in reversed(order) if RIGHT not in held[name]]
     if not wrong:
@@ -219,7 +219,7 @@ def _gradient_findings(
     if divided and wrong[0].endswith(_OF_KEYS) and all(RIGHT in held[n] for n in beside):
         lost = "keys and values lack the gradients of queries on other context-parallel ranks"
         return [f"{lost}: {_listed(wrong)}"]
-    # What is wrong nearest to the loss makes the rest wrong, often by a power of the same factor.
+    # The wrong gradient nearest to the loss causes the others, often by powers of its factor.
     found = []
     for text in sorted(held[wrong[0]] or {text for name in wrong for text in held[name]}):
         names = [name for name in wrong if text in held[name]]
@@ -230,7 +230,7 @@ def _gradient_findings(
 
 
 def _of_queries(name: str, names: Iterable[str]) -> list[str]:
-    """The parameters of the same attention that keys and values do not pass."""
+    """The parameters of the same attention outside the path of keys and values."""
     attention = name.rpartition(".")[0].rpartition(".")[0]
     return [n for n in names if n.startswith((f"{attention}.q_proj", f"{attention}.o_proj"))]
 
@@ -238,7 +238,7 @@ def _of_queries(name: str, names: Iterable[str]) -> list[str]:
 def _loss_findings(
     engine: Engine, step: int, result: StepResult, reference: ReferenceStep, match: float
 ) -> list[str]:
-    """Sentences on the loss: what else than the sum over the global batch's tokens it may be."""
+    """Sentences on the loss: which wrong normalisation or mistake explains its value."""
     config, grid = engine.layout.config, engine.layout.grid
     batch = global_batch(config, step)
     samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
@@ -269,6 +269,6 @@ def _loss_findings(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """A few names, and how many more."""
+    """A few names, and the number of the others."""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + more

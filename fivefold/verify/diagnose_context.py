@@ -1,6 +1,7 @@
-"""What one device computes if it makes a mistake of context parallelism, to compare a run with.
+"""Losses that one device gets with typical context-parallel mistakes, to explain a run's loss.
 
-Each mistake is made on the plain model, without a message: if its loss is the run's, it is named.
+Each mistake is made on the plain model, without communication; if the loss equals the run's, the
+mistake is reported.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +27,11 @@ from fivefold.train.engine import as_batch
 def losses_by_mistake(
     config: Config, model: Stage, samples: Sequence[Microbatch], step: int
 ) -> Iterator[tuple[str, float]]:
-    """A mistake in words, and the summed loss of the samples if one device makes it.
+    """(description of a mistake, summed loss of the samples if one device makes it).
 
     Args:
         config: configuration of the run, with context parallelism.
-        model: plain, with the run's weights; it is left as it was.
+        model: plain model with the run's weights; restored afterwards.
         samples: microbatches.
         step: step from 0, which dropout depends on.
     """
@@ -59,7 +60,7 @@ def losses_by_mistake(
 
 
 def of_rank(config: Config, batch: Batch, rank: int) -> Batch:
-    """A whole microbatch in which only the tokens of one context-parallel rank take a loss."""
+    """A whole microbatch in which only one context-parallel rank's tokens have a loss."""
     own = torch.zeros(batch.tokens.shape, dtype=torch.bool)
     shards = _shards(config, batch)
     for start, stop in shards.chunks[rank]:
@@ -68,7 +69,7 @@ def of_rank(config: Config, batch: Batch, rank: int) -> Batch:
 
 
 def without_losses(batch: Batch, lost_BS: Tensor) -> Batch:
-    """A batch in which some tokens take no loss of any depth."""
+    """A batch with the losses of some tokens removed, at all depths."""
     further = batch.further_labels
     return replace(
         batch,
@@ -87,7 +88,7 @@ def _shards(config: Config, batch: Batch) -> Shards:
 
 
 def _inner_size(config: Config, kind: str) -> int:
-    """Ranks that exchange heads for tokens."""
+    """Number of ranks that exchange heads for tokens."""
     sizes = config.parallel.hierarchical_context_parallel_sizes
     everybody = config.parallel.context_parallel_size
     return {"p2p": 1, "a2a": everybody}.get(kind) or sizes[0]
@@ -105,12 +106,12 @@ def _miscounted(config: Config, batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class _LacksLastKeys:
-    """Queries lack the keys that would reach their rank last.
+    """An attention kernel in which queries miss the keys that reach their rank last.
 
     Attributes:
-        shards: how the microbatch is divided.
-        inner: ranks that are as one.
-        ids: ids of the tokens [B, S], which dropout depends on.
+        shards: how ranks split the microbatch.
+        inner: number of ranks that count as one.
+        ids: run-wide ids of the tokens [B, S], which dropout depends on.
     """
 
     shards: Shards
@@ -138,7 +139,7 @@ class _LacksLastKeys:
 
 
 def _sources(part: MicrobatchShare) -> list[int]:
-    """Ranks whose keys reach a rank, in their order, its own first."""
+    """Ranks whose keys reach a rank, in order of arrival, its own first."""
     size = len(part.shards.chunks)
     others = [(part.rank - step) % size for step in range(1, size)]
     whole = part.shards.sight.whole
@@ -147,7 +148,7 @@ def _sources(part: MicrobatchShare) -> list[int]:
 
 @dataclass(frozen=True)
 class _InRankOrder:
-    """Tokens that ranks exchange for heads lie as the ranks had them, and are taken for a row.
+    """An attention kernel that treats exchanged tokens as a row, although they are in rank order.
 
     Attributes: see `_LacksLastKeys`.
     """
@@ -169,7 +170,7 @@ class _InRankOrder:
         return back.reshape(out.shape)
 
     def _order(self) -> Tensor:
-        """Which token of a row is taken for each."""
+        """The token that is used at each position of a row."""
         chunks = self.shards.chunks
         order = torch.empty(self.shards.sight.starts[-1], dtype=torch.int64)
         for first in range(0, len(chunks), self.inner):

@@ -1,4 +1,4 @@
-"""What experts and their routers may get wrong: tokens counted twice, sums and losses missed."""
+"""Diagnoses errors of experts and routers: tokens counted twice, missing sums or losses."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,7 @@ from fivefold.verify.reference import ReferenceStep, Tensors, batches_of, gradie
 
 
 def routing_findings(engine: Engine, result: StepResult, reference: ReferenceStep) -> list[str]:
-    """Sentences on tokens of experts that are not counted as one device counts them."""
+    """Sentences on layers whose tokens per expert differ from one device's."""
     found: dict[str, list[str]] = {}
     for here, true_ME in zip(result.routing, reference.loads, strict=True):
         own_E, true_E = torch.tensor(here.counts, dtype=true_ME.dtype), true_ME.sum(0)
@@ -33,7 +33,7 @@ def routing_findings(engine: Engine, result: StepResult, reference: ReferenceSte
 
 
 def _counted_again(engine: Engine, true_ME: Tensor) -> Iterator[tuple[Tensor, str]]:
-    """Tokens of each expert that may be counted once too often, and which these are."""
+    """(tokens of each expert that may be counted once too often, description)."""
     config, grid = engine.layout.config, engine.layout.grid
     yield true_ME.sum(0), "are all counted twice"
     each = config.training.micro_batch_size
@@ -73,7 +73,7 @@ def gradients_of_tokens(
 
 
 def _ranks_without_sum(engine: Engine) -> Iterator[tuple[str, list[int]]]:
-    """Whose tokens reach this rank's experts, with those of replicas or without."""
+    """(missing sum, ranks whose tokens reach this rank's experts without it)."""
     grid, shards = engine.layout.grid, num_expert_shards(engine.layout)
     here = grid.coordinates(engine.groups.rank, EXPERT_AXES)
     at = [grid.coordinates(rank, EXPERT_AXES) for rank in range(grid.world_size)]
@@ -89,7 +89,7 @@ def _ranks_without_sum(engine: Engine) -> Iterator[tuple[str, list[int]]]:
 def _batches_of_ranks(
     engine: Engine, ranks: Sequence[int], batch: Microbatch, step: int
 ) -> list[Batch]:
-    """The tokens of some ranks; none where they have only parts of those that tp ranks split."""
+    """The tokens of some ranks; none if tensor-parallel ranks hold only parts of them."""
     config, grid = engine.layout.config, engine.layout.grid
     parts = sorted({(grid.dp_rank(rank), grid.coordinates(rank)["cp"]) for rank in ranks})
     if len(parts) * grid.tp != len(ranks):

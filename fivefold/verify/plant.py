@@ -1,6 +1,6 @@
-"""Errors to plant, so that one sees what a wrong layout looks like and that it is found.
+"""Errors to plant in a layout, to show that verification finds them and what it then reports.
 
-Each replaces something on the objects of one run; the training code knows nothing of it.
+Each replaces something on the objects of one run; the training code is not aware of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,13 +30,13 @@ from fivefold.verify import plant_context
 
 @dataclass(frozen=True)
 class Plant:
-    """A mistake to make.
+    """An error to plant.
 
     Attributes:
-        help: what it is, in one line.
-        needs: needs in words, what a layout must have for the mistake to be one.
+        help: one-line description.
+        needs: what a layout must have for the error to take effect, in words.
         fits: whether a layout has it.
-        install: makes the mistake on one rank.
+        install: plants the error on one rank.
     """
 
     help: str
@@ -62,7 +62,7 @@ def _skip_data_sum(engine: Engine) -> None:
 
 
 class _KeepOwn(ReduceScatter):
-    """A reduce-scatter that forgets the other ranks."""
+    """A reduce-scatter that ignores the other ranks."""
 
     def __call__(
         self,
@@ -147,7 +147,7 @@ def _skip_edp_sum(engine: Engine) -> None:
 
 
 def _keep_own_gradients(gradients: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Sums are only copied into gradients when they are finished."""
+    """Undo the sum of some gradients after it was copied into them."""
     finish = gradients.finish
 
     def finish_and_restore() -> None:
@@ -178,7 +178,7 @@ def _detach_router(engine: Engine) -> None:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Losses that balance experts are attached before, and keep theirs."""
+    """Blocks the gradient of weights; balancing losses attached earlier keep theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -210,21 +210,21 @@ def _with_columns(engine: Engine) -> Iterator[Stage | LayerBlock]:
 
 
 def _has_partial_gradients(layout: Layout) -> bool:
-    """Whether some replicated parameter sees only a part of the tokens or heads."""
+    """Whether some replicated parameter sees only part of the tokens or heads."""
     model, parallel = layout.config.model, layout.config.parallel
     few_heads = model.num_kv_heads % layout.grid.tp != 0
     return layout.grid.tp > 1 and (parallel.sequence_parallel or model.qk_layernorm or few_heads)
 
 
 def _sums_experts(layout: Layout) -> bool:
-    """Whether ranks get other tokens for the same experts, and a sum can be left out by itself."""
+    """Whether ranks get different tokens for the same experts, with a sum that can be skipped."""
     sharded = layout.config.parallel.sharding.splits_optimizer
     ranks = num_expert_shards(layout) if sharded else layout.grid.edp
     return layout.config.model.num_experts is not None and ranks > 1
 
 
 def _context_kinds(layout: Layout) -> set[str]:
-    """In which ways context parallelism communicates; something else without it."""
+    """The cp_comm_types in use; {"none"} without context parallelism."""
     return set(layout.config.parallel.cp_comm_type) if layout.grid.cp > 1 else {"none"}
 
 

@@ -1,4 +1,4 @@
-"""Errors of context parallelism to plant: of sight, of order, of gradients, of positions."""
+"""Context-parallel errors to plant: missing keys, lost gradients, wrong order, wrong positions."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,17 +17,17 @@ from fivefold.train.engine import Engine
 
 
 def skip_last_block(engine: Engine) -> None:
-    """Never compute the keys that arrive last."""
+    """Skip the keys that arrive last."""
     _change_transports(engine, _SkipsLastKeys)
 
 
 def lose_gradients(engine: Engine) -> None:
-    """Send nothing home of what a rank's queries give to the keys of others."""
+    """Do not send gradients of other ranks' keys back to them."""
     _change_transports(engine, _LosesGradients)
 
 
 def leave_rank_order(engine: Engine) -> None:
-    """Take tokens that were exchanged for heads in the order of the ranks, not of the rows."""
+    """Leave exchanged tokens in the order of the ranks, not of the rows."""
 
     def change(kernel: Kernel) -> Kernel:
         assert isinstance(kernel, Heads), "only heads are exchanged for tokens"
@@ -68,7 +68,7 @@ class _SkipsLastKeys:
     inner: Transport
 
     def forward(self, own: Own) -> Iterator[Keys]:
-        """All but the last keys, unless these are the only ones."""
+        """All but the last keys, unless they are the only ones."""
         every = list(self.inner.forward(own))
         yield from every[:-1] or every
 
@@ -86,7 +86,7 @@ class _LosesGradients:
         return self.inner.forward(own)
 
     def backward(self, own: Own) -> Backward:
-        """With zeros for the keys of others."""
+        """Zero gradients for other ranks' keys."""
         steps = self.inner.backward(own)
         keys = next(steps)
         while True:
@@ -99,7 +99,7 @@ class _LosesGradients:
 
 
 def _mine(keys: Keys, own: Own) -> Tensor:
-    """1 for the keys of the rank itself, 0 for others: [L, 1, 1]."""
+    """1 for the rank's own keys, 0 for others: [L, 1, 1]."""
     mine = [
         float(bool(common(own.part.spans, ((place, place + 1),))))
         for start, stop in keys.spans
@@ -116,9 +116,9 @@ class _RankOrder(Heads):
 
 class _Unordered(Deal):
     def in_order(self, by_rank: list[Tensor]) -> Tensor:
-        """In the order of the ranks."""
+        """Concatenates in the order of the ranks."""
         return torch.cat(by_rank, dim=1)
 
     def by_rank(self, x_BSF: Tensor) -> list[Tensor]:
-        """The inverse."""
+        """The inverse of `in_order`."""
         return list(x_BSF.chunk(self.group.size(), dim=1))

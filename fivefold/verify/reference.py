@@ -1,6 +1,6 @@
-"""The same training on one device: the plain model, autograd and torch's AdamW, nothing else.
+"""The reference: the same training on one device, with the plain model, autograd and torch's AdamW.
 
-Nothing here is shared with the parallel path but the model's arithmetic and its initial weights.
+It shares nothing with the parallel code but the model's arithmetic and its initial weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,18 +28,18 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """What one device found in one step.
+    """The results of one device in one step.
 
     Attributes:
-        loss: mean over the valid tokens.
-        norm: norm of the gradient, before clipping.
-        evaluation: loss of batch EVALUATION with the weights after the update, without dropout.
+        loss: mean loss over the valid tokens.
+        norm: gradient norm before clipping.
+        evaluation: loss of batch EVALUATION with the updated weights, without dropout.
         further: mean losses of further predictions, by name.
-        losses: [microbatches] summed loss of each.
-        loads: [layers with experts, microbatches, experts] tokens that chose each expert.
+        losses: summed loss of each microbatch, [microbatches].
+        loads: tokens that chose each expert, [layers with experts, microbatches, experts].
         grads: gradients by global name, before clipping.
-        before: the weights and biases of experts that the gradients belong to.
-        after: the same after the update.
+        before: weights, and biases of experts, before the update.
+        after: weights, and biases of experts, after the update.
     """
 
     loss: float
@@ -54,7 +54,7 @@ class ReferenceStep:
 
 
 def plain_model(config: Config, dtype: torch.dtype) -> Stage:
-    """The whole model with nothing installed, its parameters of type `dtype`."""
+    """The whole model without parallelism, its parameters in `dtype`."""
     training = config.training
     model = Stage(
         config.model,
@@ -71,13 +71,13 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
 def run_reference(
     config: Config, steps: int, dtype: torch.dtype = torch.float64
 ) -> list[ReferenceStep]:
-    """Train one plain model for some steps on `global_batch(config, 0 .. steps - 1)`.
+    """Train the plain model on `global_batch(config, 0 .. steps - 1)`.
 
     Args:
-        config: configuration of which the parallel section is not read, unless a rule of experts
-            depends on it.
+        config: configuration; its parallel section is used only where a rule of experts depends on
+            it.
         steps: optimizer steps.
-        dtype: type of computation; master weights are fp32 if it is bf16.
+        dtype: compute dtype; with bf16, master weights are fp32.
     """
     master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
     master = plain_model(config, master_dtype)
@@ -127,7 +127,7 @@ def run_reference(
 
 
 def batches_of(config: Config, samples: Sequence[Microbatch], step: int) -> list[Batch]:
-    """Microbatches as the model takes them, with what its further predictions need."""
+    """Microbatches as model inputs, with the tokens and labels of further predictions."""
     return [as_batch(sample, step, config.model.mtp_num_layers) for sample in samples]
 
 
@@ -137,13 +137,13 @@ def gradients(
     tokens: Sequence[int],
     routing: dict[int, list[Tensor]] | None = None,
 ) -> tuple[Tensor, Tensors]:
-    """Summed losses [microbatches, 1 + D] in fp64, and the gradient of what is made of their sums.
+    """Summed losses [microbatches, 1 + D] in fp64, and the gradients of the training objective.
 
     Args:
-        model: plain.
+        model: plain model.
         batches: microbatches, with D further predictions.
-        tokens: number by which the loss of each of the 1 + D depths is divided.
-        routing: gets the tokens of each expert in each microbatch, by layer.
+        tokens: for each of the 1 + D depths, the number that its loss is divided by.
+        routing: receives the tokens of each expert in each microbatch, by layer.
     """
     model.zero_grad()
     scale = torch.tensor(tokens).clamp_min(1)
@@ -170,17 +170,17 @@ def gradients(
 
 
 def valid_tokens(batch: Microbatch) -> int:
-    """Labels that take a loss."""
+    """Number of labels with a loss."""
     return int((batch.labels_BS != IGNORED).sum())
 
 
 def save_trace(path: Path, trace: Sequence[ReferenceStep]) -> None:
-    """Write steps so that every rank can map them."""
+    """Write steps in a format that every rank can memory-map."""
     torch.save([vars(step) for step in trace], path)
 
 
 def load_trace(path: Path) -> list[ReferenceStep]:
-    """Map what `save_trace` wrote; the ranks of a machine share the memory."""
+    """Memory-map what `save_trace` wrote; the ranks of a machine share the memory."""
     return [ReferenceStep(**step) for step in torch.load(path, mmap=True, weights_only=True)]
 
 

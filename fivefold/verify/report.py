@@ -1,4 +1,4 @@
-"""What verification found: the figures, the verdict, and how they are told. Imports no torch."""
+"""The report of a verification: errors, limits and verdict, as text and JSON. Imports no torch."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -9,31 +9,32 @@ from fivefold.layout import Layout
 from fivefold.pipeline.stages import layout_string
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5}
-"""Largest relative error that rounding explains. bf16 is judged against one device in bf16."""
+"""Largest relative error that rounding explains. bf16 is compared to one device in bf16."""
 
-BF16_FACTOR = 1.5  # how much farther from fp64 than one device in bf16 a layout may be
-BF16_FLOOR = 2.0**-9  # half a unit of bf16's last place: one device may be closer by luck
+BF16_FACTOR = 1.5  # allowed multiple of one bf16 device's distance from fp64
+BF16_FLOOR = 2.0**-9  # half a unit in bf16's last place: one device may be closer by chance
 Errors = dict[str, float | None]
 SCALARS = ("loss", "norm", "evaluation")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How one rank's part of a tensor, or a number all ranks share, differs from one device's.
+    """Difference of one rank's part of a tensor, or of a shared number, from one device's.
 
     Attributes:
         what: "loss", "norm", "evaluation", "grad", "param" or "load" (tokens of experts).
-        step: step from 0.
-        name: name of the parameter as stored, "" for a number.
-        part: which part of it: start and end along each dim.
+        step: step, from 0.
+        name: stored name of the parameter; "" for a number.
+        part: start and end of the part along each dim.
         rank: rank that holds the part.
-        error: largest difference of an element.
-        scale: largest element of the whole tensor; of small ones, what they are judged by.
-        dot: inner product of the part and the reference's.
-        own: sum of the part's squares.
-        true: sum of the reference's squares.
-        off: sum of the squares of the differences.
-        digest: equal for equal bits; "" where equality is not asked for.
+        error: largest absolute difference of an element.
+        scale: value that the error is relative to: the largest element of the whole tensor, or a
+            lower limit for small tensors.
+        dot: inner product of the part with the reference's.
+        own: sum of squares of the part.
+        true: sum of squares of the reference's part.
+        off: sum of squares of the differences.
+        digest: digest of the bits, to compare replicas; "" if not compared.
     """
 
     what: str
@@ -51,19 +52,19 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """Error over scale; infinite for anything that is not a number."""
+        """Error over scale; infinite if not finite."""
         if not isfinite(self.error) or not isfinite(self.own):
             return float("inf")
         return self.error / self.scale if self.scale else (float("inf") if self.error else 0.0)
 
     @property
     def ratio(self) -> float:
-        """Norm of the part over the reference's."""
+        """Norm of the part over the norm of the reference's."""
         return sqrt(self.own / self.true) if self.true else float("inf")
 
     @property
     def cosine(self) -> float:
-        """Of the angle between the part and the reference's."""
+        """Cosine of the angle between the part and the reference's."""
         product = self.own * self.true
         return self.dot / sqrt(product) if product else 0.0
 
@@ -75,16 +76,16 @@ class VerifyReport:
     Attributes:
         passed: whether every error is within its limit and replicas are bitwise equal.
         dtype: precision of the layout's computation; the reference computes in fp64.
-        layout: description in words.
-        steps: steps that were compared.
+        layout: description of the layout.
+        steps: number of steps compared.
         max_rel_error: largest relative error of loss, grad, norm, param and evaluation, and of load
-            where there are experts; None for what was not reached, since the comparison ends at the
-            first wrong gradient.
-        limits: the largest errors that pass, by the same keys.
-        worst: the difference that is furthest beyond (or nearest to) its limit.
-        diagnosis: what is probably wrong, most telling first.
+            if there are experts. None: not reached, because the comparison ends at the first wrong
+            gradient.
+        limits: limits of these errors, by the same keys.
+        worst: the difference furthest beyond (or nearest to) its limit.
+        diagnosis: sentences on what is probably wrong, most significant first.
         diverged: parameters whose replicas are not bitwise equal.
-        changes: what was changed of the recipe to verify it on one device.
+        changes: changes made to the recipe to verify it on one device.
     """
 
     passed: bool
@@ -99,12 +100,12 @@ class VerifyReport:
     changes: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; what is not finite, and so fails, is null."""
+        """JSON-serialisable values; values that are not finite become null."""
         found: dict[str, Any] = _finite(asdict(self))
         return found
 
     def text(self) -> str:
-        """For people: what was compared, errors and limits, the worst place, the verdict."""
+        """Text: what was compared, errors and limits, the worst difference, the verdict."""
         lines = [f"layout     {self.layout}"]
         lines += [f"{'changed' if i == 0 else '':<11}{c}" for i, c in enumerate(self.changes)]
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
@@ -169,14 +170,14 @@ def judge(
     baseline: Errors | None,
     diagnosis: Sequence[str] = (),
 ) -> VerifyReport:
-    """The verdict on what all ranks found.
+    """The verdict on the differences of all ranks.
 
     Args:
-        layout: layout that was verified.
+        layout: the verified layout.
         differences: differences of every rank.
-        baseline: errors of one device in bf16, by `VerifyReport.max_rel_error`'s keys; None if the
-            precision is not bf16.
-        diagnosis: what `diagnose` said.
+        baseline: errors of one device in bf16, with the keys of `VerifyReport.max_rel_error`; None
+            if the precision is not bf16.
+        diagnosis: sentences from `diagnose`.
     """
     dtype = layout.config.training.precision
     kinds = _kinds(differences)
@@ -189,7 +190,7 @@ def judge(
     else:
         errors = joint_errors(differences)
         limits = {w: BF16_FACTOR * max(baseline.get(w) or 0.0, BF16_FLOOR) for w in kinds}
-        # What the gradient may be off, its norm may be; of one device it may be right by luck.
+        # The norm may be as wrong as the gradient; one device's norm may be right by chance.
         limits["norm"] = max(limits["norm"], limits["grad"])
     diverged = _diverged(differences)
     worst = max(differences, key=lambda d: d.relative / limits[d.what], default=None)
@@ -217,7 +218,7 @@ def judge(
 
 
 def joint_errors(differences: Collection[Difference]) -> Errors:
-    """Relative error by kind, the worst step's: of all elements together, each counted once."""
+    """Relative error by kind, of the worst step, over all elements, each counted once."""
     parts = {(d.what, d.step, d.name, d.part): d for d in differences}
     errors: Errors = dict.fromkeys(_kinds(differences))
     for what, step in {key[:2] for key in parts}:
@@ -232,7 +233,7 @@ def joint_errors(differences: Collection[Difference]) -> Errors:
 
 
 def _kinds(differences: Iterable[Difference]) -> list[str]:
-    """What is compared: loads only where there are experts."""
+    """The kinds compared: loads only if there are experts."""
     loads = any(difference.what == "load" for difference in differences)
     return [what for what in _SHOWN if loads or what != "load"]
 
@@ -263,7 +264,7 @@ def describe(layout: Layout) -> str:
 
 
 def _diverged(differences: Iterable[Difference]) -> tuple[str, ...]:
-    """Parameters of which two ranks hold the same part with other bits."""
+    """Parameters whose replicas differ in some bit."""
     digests: dict[tuple[int, str, tuple[int, ...]], set[str]] = {}
     for d in differences:
         if d.digest:

@@ -1,4 +1,4 @@
-"""Verification from start to end: the reference in a process, then the layout's ranks."""
+"""Runs a verification: the reference in one process, then the layout's ranks."""
 
 import tempfile
 from dataclasses import replace
@@ -20,22 +20,22 @@ STEPS = 3
 
 
 class VerificationError(FivefoldError):
-    """A process of the verification failed; its own message has been printed."""
+    """A process of the verification failed; it has printed its own message."""
 
 
 def verify(
     layout: Layout, *, steps: int = STEPS, plant: str | None = None, device_type: str = "cpu"
 ) -> VerifyReport:
-    """Compare a layout with one device, in processes started for it on this machine.
+    """Compare a layout with one device, in processes started on this machine.
 
     Args:
-        layout: as checked; its `precision` is that of the comparison.
+        layout: checked layout; its `precision` is that of the comparison.
         steps: optimizer steps to run.
         plant: name of an error to plant, see `plant.PLANTS`.
         device_type: "cpu", or "cuda" with as many GPUs as ranks.
 
     Raises:
-        ConfigError: no step to run, no such error to plant, or a layout that cannot make it.
+        ConfigError: fewer than 1 step, or an error to plant that is unknown or has no effect.
         VerificationError: a process failed.
     """
     if steps < 1:
@@ -68,10 +68,10 @@ def verify(
 
 
 def check_plant(layout: Layout, plant: str | None) -> None:
-    """See that an error can be planted in a layout.
+    """Check that an error can be planted in a layout.
 
     Raises:
-        ConfigError: it does not exist, or the layout has nothing to go wrong in this way.
+        ConfigError: the error is unknown, or has no effect in this layout.
     """
     if plant is None:
         return

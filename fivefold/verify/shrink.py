@@ -1,4 +1,4 @@
-"""A recipe as it is verified: small enough for one device, with the same structure. No torch."""
+"""Shrinks a recipe for verification: small enough for one device, same structure. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from fivefold.units import human_count
 
 LARGEST_MODEL = 2_000_000  # parameters: a few steps in fp64 take seconds
 LARGEST_BATCH = 8_192  # tokens of a global batch
-MOST_FEATURES = 512  # inner features of all experts of a layer, where their ranks allow it
+MOST_FEATURES = 512  # inner features of all experts of a layer, if their ranks allow it
 LEARNING_RATE = 1e-2
 ADAM_EPS = 1e-2
 
@@ -35,14 +35,14 @@ SPLIT_FLAGS: dict[str, Any] = {
 
 
 def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
-    """The layout to verify, and what was changed for it.
+    """The layout to verify, and the changes made for it.
 
-    A model of more than 2 M parameters gets fewer and narrower layers, of fewer experts, a batch of
-    more than 8,192 tokens shorter and fewer sequences; everything that parallelism divides stays
-    divisible as it was, stages stay uneven or empty, KV heads stay fewer than tp, layers with and
-    without experts both stay, and windows end within sequences.
-    The optimizer takes large, well-conditioned steps: with AdamW's usual epsilon a gradient that is
-    zero but for rounding would move its weight by a visible, meaningless amount.
+    A model of more than 2 M parameters gets fewer and narrower layers and fewer experts; a batch of
+    more than 8,192 tokens gets fewer and shorter sequences. What parallelism divides stays
+    divisible as before, stages stay uneven or empty, KV heads stay fewer than tp, layers with and
+    without experts both remain, and windows end within sequences. The optimizer takes large,
+    well-conditioned steps: with AdamW's usual epsilon, a gradient that is zero up to rounding would
+    move its weight by a visible, meaningless amount.
     """
     config = layout.config
     world_size = layout.grid.world_size
@@ -79,8 +79,11 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
 
 
 def _shallower(layout: Layout, config: Config) -> Config:
-    """One or two layers a stage: two where a stage has more than the smallest, 0 stays 0; one more
-    where a stage has layers with and without experts."""
+    """Keep few layers per stage, with the stages' structure.
+
+    A stage keeps one layer, or two if it has more than the smallest stage; empty stages stay empty;
+    stages with and without experts keep one more.
+    """
     model, stages = config.model, layout.split.stages
     counts = [len(stage.layers) for stage in stages]
     if len(counts) == 1:
@@ -103,14 +106,14 @@ def _shallower(layout: Layout, config: Config) -> Config:
 
 
 def _taken(model: ModelConfig, layers: Sequence[int], count: int) -> list[int]:
-    """So many of these layers at most, with and without experts where there are both."""
+    """At most `count` of these layers, with and without experts if there are both."""
     firsts = {model.is_moe(layer): layer for layer in reversed(layers)}
     others = [layer for layer in layers if layer not in firsts.values()]
     return sorted([*firsts.values(), *others][:count])
 
 
 def _with_layers(config: Config, layers: Sequence[int]) -> Config:
-    """Only these layers, which take turns in the kinds of context parallelism that there were."""
+    """Keep only these layers, which alternate between the cp_comm_types in use."""
     model, kinds = config.model, tuple(dict.fromkeys(config.parallel.cp_comm_type))
     if len(kinds) > 1:
         kinds = tuple(kinds[place % len(kinds)] for place in range(len(layers)))
@@ -152,7 +155,7 @@ def _narrower(layout: Layout, config: Config) -> Config:
 
 
 def _small_heads(model: ModelConfig, kv_heads: int, head_dim: int) -> dict[str, Any]:
-    """Sizes of heads and of latents; part of a head stays without positions if it was so."""
+    """Sizes of heads and latents; features without positions remain if there were any."""
     if model.multi_latent_attention:
         most = {
             "q_lora_rank": 24,
@@ -171,7 +174,7 @@ def _small_heads(model: ModelConfig, kv_heads: int, head_dim: int) -> dict[str, 
 
 
 def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, int]:
-    """Key/value heads, and query heads for each of them, of which every rank gets whole ones."""
+    """Key/value heads, and query heads per key/value head, that divide evenly over the ranks."""
     kv_heads, group = model.num_kv_heads, model.num_attention_heads // model.num_kv_heads
     if kv_heads % ranks == 0:
         kv_heads = ranks * min(kv_heads // ranks, 2)
@@ -180,8 +183,11 @@ def _few_heads(model: ModelConfig, ranks: int) -> tuple[int, int]:
 
 
 def _fewer_experts(layout: Layout, config: Config, hidden: int) -> dict[str, Any]:
-    """Few, narrow experts: several on a rank and in a group where there were, half of them chosen
-    at most; what expert ranks, shards and expert tensor parallelism divide is divided as before."""
+    """Few, narrow experts, in the same relation to ranks, groups and choices as before.
+
+    Several experts stay on a rank and in a group, at most half of them are chosen, and what expert
+    ranks, shards and expert tensor parallelism divide is divided as before.
+    """
     model, parallel = config.model, config.parallel
     assert model.num_experts is not None
     ep, groups = parallel.expert_model_parallel_size, model.moe_router_num_groups or 1
@@ -192,7 +198,7 @@ def _fewer_experts(layout: Layout, config: Config, hidden: int) -> dict[str, Any
     scored = model.moe_router_group_scores or max(topk // chosen, 1)
 
     def relates(experts: int) -> bool:
-        """Whether so many relate to ranks, groups and choices as all of them do."""
+        """Whether this number has the same relation to ranks, groups and choices."""
         enough = topk <= chosen * experts // groups and scored <= experts // groups
         of_each = (experts // part > 1 or experts == model.num_experts for part in (ranks, groups))
         return enough and all(of_each) and 2 * topk <= experts
@@ -220,7 +226,7 @@ def _experts_in_words(model: ModelConfig) -> str:
 
 
 def _exchanging(config: Config) -> int:
-    """Context-parallel ranks that get heads for tokens; a multiple of them where layers differ."""
+    """Ranks that exchange heads for tokens; their least common multiple if layers differ."""
     parallel = config.parallel
     sizes = {"a2a": parallel.context_parallel_size}
     if parallel.hierarchical_context_parallel_sizes:
@@ -229,7 +235,7 @@ def _exchanging(config: Config) -> int:
 
 
 def _fewer_tokens(layout: Layout, config: Config) -> Config:
-    """Short sequences, and the fewest microbatches that relate to the pipeline as before."""
+    """Short sequences, and the fewest microbatches in the same relation to the pipeline."""
     training, tp = config.training, config.parallel.tensor_model_parallel_size
     cp, window = config.parallel.context_parallel_size, config.model.window_size
     slices = config.parallel.num_sequence_slices
@@ -249,6 +255,6 @@ def _fewer_tokens(layout: Layout, config: Config) -> Config:
         try:
             check(smaller, layout.grid.world_size)
         except ConfigError:
-            continue  # a schedule that takes only some numbers of microbatches
+            continue  # the schedule does not support this number of microbatches
         return smaller
     return config

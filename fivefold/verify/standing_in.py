@@ -1,7 +1,7 @@
-"""One device in the place of several, where what is computed depends on who shares what.
+"""Lets one device stand in for several where results depend on which ranks share what.
 
-Two rules of experts do: an expert has room for a number of rows from each rank, and one of the
-balancing losses counts the microbatches that all ranks have run so far.
+Two rules of experts do: the capacity of an expert, or of a rank that holds experts, is counted per
+sending rank, and global_aux_loss counts the microbatches that all ranks have run so far.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,33 +23,34 @@ from fivefold.model.transformer import Stage
 def depends_on_layout(config: Config) -> bool:
     """Whether the plain model must know degrees of parallelism."""
     experts = config.experts
-    limited = experts.moe_expert_capacity_factor is not None
-    return limited or "global_aux_loss" in experts.moe_router_load_balancing_type
+    return experts.limits_rows or "global_aux_loss" in experts.moe_router_load_balancing_type
 
 
 def stand_in(model: Stage, config: Config) -> None:
-    """Let a plain model with experts decide as the ranks of a layout do."""
+    """Make a plain model with experts decide as the ranks of a layout do."""
     if model.model.num_experts is None or not depends_on_layout(config):
         return
     limit, dp = _LimitByRank(config), config.parallel.data_parallel_shard_size
+    ep = config.parallel.expert_model_parallel_size
     dp *= config.parallel.num_distributed_optimizer_instances
     for mixture in model.mixtures:
         mixture.router.limit = limit
-        mixture.router.surroundings = replace(mixture.router.surroundings, all_ranks=dp)
+        around = replace(mixture.router.surroundings, all_ranks=dp, expert_ranks=ep)
+        mixture.router.surroundings = around
     model.register_forward_pre_hook(lambda _, arguments: limit.see(arguments[1]))
 
 
 class _LimitByRank:
-    """The `limit` seam: the tokens of each rank share the room by themselves."""
+    """The `limit` seam: capacity is counted separately for each rank's tokens."""
 
     def __init__(self, config: Config) -> None:
-        self._window = config.model.window_size
+        self._window = config.model.widest_window
         self._cp = config.parallel.context_parallel_size
         self._tp = config.parallel.tensor_model_parallel_size
         self._parts: list[Tensor] = []
 
     def see(self, batch: Batch) -> None:
-        """Learn which tokens each rank has of the microbatch that comes."""
+        """Set which tokens of the next microbatch each rank holds."""
         places = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
         parts = [places]
         if self._cp > 1:
@@ -58,7 +59,7 @@ class _LimitByRank:
         self._parts = [chunk for part in parts for chunk in part.flatten().chunk(self._tp)]
 
     def __call__(self, router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
-        """[T, K], whether there is room."""
+        """[T, K] whether each expert has capacity for the token."""
         kept_TK = torch.ones_like(experts_TK, dtype=torch.bool)
         for part in self._parts:
             kept = router.within_capacity(experts_TK[part], logits_TE[part])
@@ -71,8 +72,8 @@ class _LimitByRank:
 def in_order(model: Stage, batches: Sequence[Batch]) -> Iterator[Batch]:
     """The microbatches of a step in the order in which data-parallel ranks run them.
 
-    Before a round of microbatches that run at the same time, every router is told what all of them
-    add to the load, as it would learn from the other ranks.
+    Before each round of simultaneous microbatches, every router is given the load of all of them,
+    as it would learn from the other ranks.
     """
     routers = [mixture.router for mixture in model.mixtures]
     dp = routers[0].surroundings.all_ranks if routers else 1
@@ -96,7 +97,7 @@ def _known(load_E: Tensor, _: Tensor) -> Tensor:
 
 
 def _loads(model: Stage, routers: Sequence[Router], together: Sequence[Batch]) -> list[Tensor]:
-    """[E] choices of the tokens of several microbatches, of each router."""
+    """For each router, [E] choices of the tokens of several microbatches."""
     totals: list[Any] = [0] * len(routers)
     for index, router in enumerate(routers):
 

@@ -20,6 +20,7 @@ from fivefold.train.engine import Engine
 from fivefold.verify.report import describe
 from tests.audit.layouts import FAMILIES, microbatches_of, random_layouts
 from tests.pool import run
+from tests.verify.cases import shared_groups
 
 FEW, MANY = 6, 50
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -37,6 +38,7 @@ SIZES: dict[str, Any] = {
 }
 
 
+@shared_groups()
 def _step(rank: int, world: int, layout: Layout, documents: int, folder: Path) -> None:
     engine = Engine(layout, rank, torch.device("cpu"))
     microbatches = microbatches_of(layout, rank, documents)
@@ -136,13 +138,17 @@ def test_what_documents_keep_at_home_is_told_but_not_judged(kind: str, tmp_path:
         for layout in random_layouts(7)
         if layout.grid.cp > 1
         and layout.config.parallel.cp_comm_type == (kind,)
-        # Gathered latents that nobody sees are not projected either, which theory counts as if.
-        and not layout.config.model.multi_latent_attention
+        # Gathered latents that nobody sees are not projected either.
+        and layout.config.model.multi_latent_attention == (kind == "all_gather")
     )
     records = records_of(layout, 2, tmp_path)
     report = audit("", layout, records, None, None)
     assert report.passed, report.text()
     (sent,) = [finding for finding in report.findings if finding.name == "sent over cp"]
+    (products,) = [finding for finding in report.findings if finding.name == "matrix products"]
+    assert (products.tolerance is None) == (kind == "all_gather")
+    assert products.predicted is not None and products.measured is not None
+    assert products.measured <= products.predicted
     assert sent.predicted is not None and sent.measured is not None
     if kind == "a2a":  # heads of all tokens are exchanged, whatever their documents
         assert sent.tolerance == 0 and sent.measured == sent.predicted

@@ -20,7 +20,7 @@ from fivefold.errors import FivefoldError
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
 from tests.pool import run
-from tests.verify.cases import chosen
+from tests.verify.cases import chosen, shared_groups
 
 # Sizes that sharding over 2 or 4 ranks has to pad.
 MODEL: dict[str, Any] = {
@@ -74,6 +74,7 @@ def test_nothing_goes_uncounted() -> None:
     run(2, _unknown_operation)
 
 
+@shared_groups()
 def _measure(rank: int, world: int, settings: dict[str, Any]) -> list[dict[str, float]]:
     layout = _layout(world, settings)
     engine = Engine(layout, rank, torch.device("cpu"))

@@ -10,6 +10,7 @@ from fivefold.mesh.slices import Piece, piece_of
 from fivefold.optim.adamw import AdamW
 from tests.mesh.layouts import LAYOUTS, content, parameters, world_size
 from tests.pool import run
+from tests.verify.cases import shared_groups
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,7 @@ def piece(tensor: Tensor | Piece) -> Piece:
     return tensor if isinstance(tensor, Piece) else piece_of(tensor)
 
 
+@shared_groups()
 def _save(rank: int, world: int, root: Path) -> None:
     for layout in (name for name in LAYOUTS if world_size(name) == world):
         _, tensors = state(layout)
@@ -35,6 +37,7 @@ def _save(rank: int, world: int, root: Path) -> None:
         Checkpointer(root / layout).save(3, tensors, {"layout": layout})
 
 
+@shared_groups()
 def _load(rank: int, world: int, root: Path) -> int:
     compared = 0
     for layout in (name for name in LAYOUTS if world_size(name) == world):
@@ -69,6 +72,7 @@ def written(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("step-*/*.distcp"))
 
 
+@shared_groups()
 def _train_then_compare(rank: int, world: int, root: Path, layout: str) -> None:
     """Two steps, save, load into a fresh optimizer, and one more step."""
     straight, tensors = state(layout)

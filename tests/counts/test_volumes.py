@@ -9,8 +9,9 @@ import pytest
 from fivefold.check import check
 from fivefold.config.presets import PRESETS
 from fivefold.config.sources import read_config
-from fivefold.counts.messages import PassVolumes, context_volumes, rows_sent
+from fivefold.counts.messages import PassVolumes, context_volumes
 from fivefold.counts.volumes import step_volumes
+from fivefold.model.expert_rows import rows_sent
 
 
 def _both(volumes: PassVolumes) -> float:

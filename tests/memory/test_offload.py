@@ -39,15 +39,17 @@ def _grads(stage: Stage) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("model", [MODEL, replace(GPT, num_layers=5)], ids=["llama", "gpt"])
-def test_gradients_are_the_same_to_the_last_bit(model: Any) -> None:
+def test_gradients_are_the_same_up_to_rounding(model: Any) -> None:
     plain, moved = _grads(build(model)), _grads(_moving(EVERY, model=model)[0])
     assert plain.keys() == moved.keys()
     again = _moving(EVERY, model=model)[0]
     remade = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp", "core_attn"))
     install_recompute(again, remade)
     both = _grads(again)
+    largest = max(grad.abs().max() for grad in plain.values())
     for name, grad in plain.items():
-        torch.testing.assert_close(moved[name], grad, rtol=1e-13, atol=1e-14)
+        # Memory that is aligned otherwise lets a matrix product sum in another order.
+        assert (moved[name] - grad).abs().max() <= 1e-14 * largest, name
         assert torch.equal(both[name], moved[name])
 
 

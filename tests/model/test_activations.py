@@ -15,6 +15,7 @@ from fivefold.model.activations import (
     saved_activations,
     total,
 )
+from fivefold.model.expert_rows import LayerRows
 from fivefold.model.running import Running
 from fivefold.model.shape import WholeModel
 from fivefold.model.transformer import Stage, TransformerLayer
@@ -105,29 +106,58 @@ def test_dropping_probabilities_needs_them_and_a_fused_kernel_keeps_one_number_a
 
 def test_a_layer_of_experts_keeps_a_row_for_each_copy_of_a_token() -> None:
     model = PRESETS["mixtral-8x7b"]
-    h, f, k, t = 4096, 14336, 2, 4
+    h, f, k, t, e = 4096, 14336, 2, 4, 8
     attention = 8 * h + 4 * (4096 + 1024) + 4 * 32
-    routing = 9 * 8
-    assert kept(model, Running(4096)) == attention + routing + k * (2 * h + 6 * f + 2 * h)
+    # Logits and the chosen scores in fp32; numbers of experts, and of their rows, in int64.
+    routing = 4 * (e + k) + 8 * k + 8 * k
+    row = 2 * h + 6 * f + 4
+    assert kept(model, Running(4096)) == attention + routing + k * row
     split = Running(4096, tensor_parallel=t, sequence_parallel=True)
-    assert kept(model, split) == (attention + routing + k * (2 * h + 6 * f + 2 * h)) / t
+    assert kept(model, split) == (attention + routing + k * row) / t
     # Ranks that split experts share their rows; a rank whose experts are liked has more of them.
     folded = replace(split, expert_tensor_parallel=t, imbalance=1.5)
     rows = k * 1.5
-    expected = (attention + routing + k * 2 * h) / t + rows * (2 * h + 6 * f / t)
+    expected = (attention + routing) / t + rows * (2 * h + 6 * f / t + 4 + 8)
     assert kept(model, folded) == pytest.approx(expected, rel=1e-12)
+
+
+def test_rows_are_expected_by_what_a_dispatcher_sends() -> None:
+    model = PRESETS["mixtral-8x7b"]
+    ways = {"alltoall": 8 * 2 + 8 * 2, "allgather": 4 * 8 * 2}
+    reached = 1 - (6 * 5) / (8 * 7)  # that one of a token's two experts is among two of eight
+    ways["flex"] = 4 * reached * 8 + 4 * reached * 2 * 8
+    for dispatcher, places in ways.items():
+        running = Running(4096, expert_parallel=4, dispatcher=dispatcher)
+        saved = saved_activations(model, 0, running)
+        assert saved["row_places"].kept == pytest.approx(places, rel=1e-12)
+        assert saved["expert_fc1"].kept == 2 * 4096 * 2
+
+
+def test_known_rows_take_the_place_of_expected_ones() -> None:
+    model, tokens = PRESETS["mixtral-8x7b"], 64
+    rows = LayerRows(sent=10, got=30, stayed=90, computed=120, joined=0)
+    running = Running(4096, expert_parallel=2, microbatch_tokens=tokens, routed=rows)
+    saved = saved_activations(model, 0, running)
+    assert saved["expert_fc1"].kept * tokens == 120 * 2 * 4096
+    assert saved["moe_act"].kept * tokens == 120 * 2 * 2 * 14336
+    assert saved["row_places"].kept * tokens == 8 * (2 * tokens + 120)
+    assert saved["row_sizes"].kept * tokens == 8 * 4
 
 
 def test_latents_and_shared_experts_are_kept() -> None:
     model = PRESETS["deepseek-v3"]
-    h, q, r, a, f = 7168, 1536, 512, 128, 2048
+    h, q, r, a, f, k = 7168, 1536, 512, 128, 2048, 8
     attention = 2 * (2 * h + 2 * q + 2 * r + 2 * a * 192 + 2 * a * 128) + 4 * a
     dense = attention + 4 * h + 6 * 18432
-    experts = attention + 4 * h + 9 * 256 + 8 * (4 * h + 6 * f) + 6 * f
+    routing = 4 * (256 + k + 1) + 8 * k + 8 * k + 4 * k
+    experts = attention + 4 * h + routing + k * (2 * h + 6 * f) + 6 * f
     assert kept(model, Running(4096), layer=0) == dense
     assert kept(model, Running(4096), layer=3) == experts
     prediction = experts + 2 * 2 * h + 2 * 2 * h
     assert kept(model, Running(4096), layer=61) == prediction
+
+
+MOE = {"router", "row_weights", "expert_fc1", "moe_act", "expert_fc2"}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +165,7 @@ def test_latents_and_shared_experts_are_kept() -> None:
     [
         ("core_attn", {"attn_scores"}),
         ("mlp", set()),
-        ("moe", {"router", "expert_fc1", "moe_act", "expert_fc2", "combine", "shared_experts"}),
+        ("moe", MOE | {"shared_experts"}),
         ("moe_act", {"expert_fc2"}),
         ("shared_experts", {"shared_experts"}),
         ("routed_experts", {"moe_act", "expert_fc2"}),
@@ -183,7 +213,7 @@ def test_offloaded_inputs_leave_the_device() -> None:
     plain = saved_activations(model, 0, Running(4096))
     moved = saved_activations(model, 0, Running(4096, memory=memory))
     away = {name for name, item in moved.items() if item.offloaded}
-    assert away == {*names, "attn_scores"}
+    assert away == {*names, "attn_scores", "row_weights"}
     assert all(moved[name].kept == 0 for name in away)
     assert all(moved[name].offloaded == plain[name].kept for name in away)
     assert total(moved).kept + total(moved).offloaded == total(plain).kept

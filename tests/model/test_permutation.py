@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fivefold.config.model import ModelConfig
 from fivefold.model.activation import activated
-from fivefold.model.experts import by_expert
+from fivefold.model.experts import by_expert, by_part_padded
 from fivefold.model.grouped import GroupedLinear
 from fivefold.model.permutation import Rows
 from fivefold.model.routing import ExpertChoice
@@ -20,6 +20,7 @@ from fivefold.tensor.grouped import GroupedMultiply
 
 T, K, E, H, F = 512, 4, 8, 96, 160
 NUMBERS = 6  # int64 that the way of a row to its expert and back may need at once
+PLACES = 16  # those with which fixed places are found, and what was chosen
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SMALL = 1024  # bytes: scalars, and one number for each expert
 
@@ -57,6 +58,19 @@ def test_moving_rows_allocates_what_it_returns(dropped: float) -> None:
     assert _allocated(lambda: by_expert(_choice(dropped))) <= 2 * numbers
     x_TH, x_RH = (torch.randn(n, H, requires_grad=True) for n in (T, taken))
     there, back = 4 * taken * H, 4 * T * H
+    spread = _allocated_both(lambda: rows.spread(x_TH), [x_TH])
+    collect = _allocated_both(lambda: rows.collect(x_RH), [x_RH])
+    for measured, formula in zip(spread + collect, (there, back, back, there), strict=True):
+        assert formula <= measured <= formula + numbers
+
+
+def test_fixed_places_allocate_one_row_more_and_a_copy_on_the_way_back() -> None:
+    room = T * K // 2
+    (rows, _), numbers = by_part_padded(_choice(0.3), 2, room), NUMBERS * T * K * 8 + SMALL
+    assert _allocated(lambda: by_part_padded(_choice(0.3), 2, room)) <= PLACES * T * K * 8 + SMALL
+    x_TH, x_RH = (torch.randn(n, H, requires_grad=True) for n in (T, 2 * room))
+    there = 4 * (2 * room + 1) * H
+    back = 4 * T * H + there
     spread = _allocated_both(lambda: rows.spread(x_TH), [x_TH])
     collect = _allocated_both(lambda: rows.collect(x_RH), [x_RH])
     for measured, formula in zip(spread + collect, (there, back, back, there), strict=True):

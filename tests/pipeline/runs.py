@@ -19,6 +19,7 @@ from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights, Work, run_works
 from fivefold.tensor.install import install_deferral
 from tests.model.models import LLAMA, batch_of, build
@@ -38,6 +39,9 @@ class NoReduction:
         """Note what is the last of the step."""
         if whole:
             self.lasts.append(last)
+
+    def after_backward(self, *, last: bool) -> None:
+        pass
 
     def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
         self.lasts.append(last)
@@ -124,7 +128,8 @@ def execute(
         (TOKENS // program.num_slices, MODEL.hidden_size),
         torch.float64,
         torch.device("cpu"),
-        observe,
+        Turns(torch.device("cpu")),
+        observe=observe,
     )
     loss = executor.run(program, batches, torch.tensor(1 / 64, dtype=torch.float64)).loss
     grads = {n: p.grad for s in stages.values() for n, p in s.named_parameters()}

@@ -98,9 +98,9 @@ def test_what_is_no_schedule_is_refused(text, error, message, tmp_path):
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
-        (program_of("dualpipe"), "no second copy"),
-        (with_recompute(program_of("1f1b"), 1), "no word for R of stage 0"),
-        (program_of("sliced_1f1b", num_slices=2), "no word for"),
+        (program_of("dualpipe"), "two copies of a model"),
+        (with_recompute(program_of("1f1b"), 1), "no notation for R of stage 0"),
+        (program_of("sliced_1f1b", num_slices=2), "no notation for"),
     ],
 )
 def test_what_torch_cannot_say(program, reason):

@@ -235,10 +235,10 @@ CURVES = [
 def test_the_measured_memory_is_the_simulated_one(
     name: str, placement: tuple[int, ...], limit: int | None
 ) -> None:
-    program = build_program(name, placement, 6)
+    program = unpaired(build_program(name, placement, 6))
     program = with_recompute(program, limit) if limit else program
-    simulation = simulate(unpaired(program), Costs.uniform(program.num_stages))
-    curves = memory_curve(unpaired(program), simulation)
+    simulation = simulate(program, Costs.uniform(program.num_stages))
+    curves = memory_curve(program, simulation)
     found = run(2, _measured_curve, with_sharding_actions(lower(program)))
     for curve, measured in zip(curves, found, strict=True):
         assert measured == [held for held, _ in groupby(held for _, held in curve)]

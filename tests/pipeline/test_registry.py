@@ -142,8 +142,8 @@ def test_slices_run_forward_in_causal_order_and_backward_against_it():
 @pytest.mark.parametrize(
     ("name", "placement", "total", "slices", "reason", "works"),
     [
-        ("zb_h1", (0, 1, 0, 1), 4, 1, "runs one stage a rank, here are 4 stages", "gpipe"),
-        ("zb_v", (0, 1, 0, 1), 4, 1, "there and back again", "a layout with the prefix v:"),
+        ("zb_h1", (0, 1, 0, 1), 4, 1, "runs one stage per rank, here are 4 stages", "gpipe"),
+        ("zb_v", (0, 1, 0, 1), 4, 1, "placed in a V", "a layout with the prefix v:"),
         ("zb_v", (0, 1), 4, 1, "here are 2 stages on 2 ranks", "1f1b"),
         ("looped_bfs", (0, 1, 1, 0), 4, 1, "on ranks 0 1 1 0", "zb_v"),
         ("dualpipe", (0, 1, 2), 6, 1, "an even number of pipeline ranks, not 3", "dualpipe_v"),

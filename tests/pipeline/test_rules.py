@@ -116,7 +116,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "data_parallel_sharding_strategy": "optim",
         "pipeline_max_unsharded_stages": 2,
     },
-    "the zb_v schedule needs two stages a rank": {
+    "the zb_v schedule needs two stages per rank": {
         "pipeline_schedule": "zb_v",
         "pipeline_model_parallel_layout": "loop:Et|(t|)*6tL",
     },

@@ -19,6 +19,7 @@ from fivefold.pipeline.lowering import eager_dx, lower
 from fivefold.pipeline.schedules.registry import build_program
 from fivefold.pipeline.sharding import with_sharding_actions
 from fivefold.pipeline.stages import StageSpec
+from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.install import install_deferral
 from tests.model.models import LLAMA, batch_of, build
@@ -71,6 +72,7 @@ def _ours(rank: int, name: str, placement: tuple[int, ...]) -> dict[str, Tensor]
         (TOKENS, MODEL.hidden_size),
         torch.float64,
         torch.device("cpu"),
+        Turns(torch.device("cpu")),
     )
     executor.run(
         with_sharding_actions(lower(program)), _batches(), torch.tensor(SCALE, dtype=torch.float64)

@@ -239,9 +239,9 @@ def test_copies_to_the_host_hide_behind_their_layer_or_are_waited_for():
     layout = planned("llama3-8b", 64, gbs=64, **settings)
     slow = replace(CLUSTER, host_bandwidth=CLUSTER.host_bandwidth / 100)
     waits, stuck = (part(predict(layout, c), "offloading") for c in (CLUSTER, slow))
-    # Queries, keys and values of 32 layers, there and back.
+    # Queries, keys, values and results of 32 layers, there and back.
     model, training = layout.config.model, layout.config.training
-    moved = 32 * 2 * 2 * training.seq_length * (model.q_size + model.k_size + model.v_size)
+    moved = 32 * 2 * 2 * training.seq_length * (2 * model.q_size + model.k_size + model.v_size)
     work = predict(layout, slow).step_time - stuck
     assert waits == 0
     assert moved / slow.host_bandwidth - work <= stuck <= moved / slow.host_bandwidth

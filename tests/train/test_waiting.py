@@ -15,12 +15,13 @@ from fivefold.audit.watch import Watch
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.mesh.slices import local_tensor
+from fivefold.model.grouped import group_ends
 from fivefold.parallelize import ParallelModel
 from fivefold.pipeline.ir import Act
 from fivefold.train.engine import Engine, StepResult
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run
-from tests.verify.cases import MODELS, STAGES, STRATEGIES, config, flags, shared_groups
+from tests.verify.cases import MIXTURE, MODELS, STAGES, STRATEGIES, config, flags, shared_groups
 
 FORWARD, UPDATE = "forward", "update"
 METHODS = frozenset(
@@ -31,7 +32,10 @@ METHODS = frozenset(
 )
 # Operations that end once the host knows a value, or how large the result is.
 OPERATIONS = frozenset(
-    {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique"}
+    {
+        *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"),
+        *("_unique2", "unique", "bincount"),
+    }
 )
 
 
@@ -59,7 +63,8 @@ class _Operations(Watch):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = func.name().removeprefix("aten::").partition(".")[0]
-        if name in OPERATIONS or (name.startswith("index") and _has_mask(args)):
+        sized = name != "repeat_interleave" or kwargs.get("output_size") is not None
+        if name in OPERATIONS or (name.startswith("index") and _has_mask(args)) or not sized:
             self._events.append(name)
         if "adam" in name:
             self._events.append(UPDATE)
@@ -95,7 +100,15 @@ def _step(engine: Engine, step: int) -> StepResult:
 def _events(rank: int, world: int, settings: Config) -> list[str]:
     """What the second step of a rank does that is of interest, in order."""
     events: list[str] = []
-    with shared_groups():
+
+    def unseen(*arguments: Any) -> list[int] | None:
+        """Where groups of rows end, which the kernel of a GPU reads by itself."""
+        before = len(events)
+        ends = group_ends(*arguments)
+        del events[before:]
+        return ends
+
+    with shared_groups(), patch("fivefold.tensor.grouped.group_ends", unseen):
         engine = _engine(rank, world, settings)
         _step(engine, 0)
         with _forwards(engine, events), _Methods(events), _Operations(events):
@@ -131,6 +144,31 @@ def test_nothing_waits_between_the_first_forward_and_the_last_update(case: str) 
         first, last = events.index(FORWARD), len(events) - events[::-1].index(UPDATE)
         assert set(events[first:last]) == {FORWARD, UPDATE}
         assert events[last:] == ["tolist"], "the result is read once, and that is seen"
+
+
+_EP = {"expert_model_parallel_size": 2}
+_FIXED = _EP | {"moe_expert_rank_capacity_factor": 0.9}
+EXPERTS = {
+    "alltoall, ranks": (4, _FIXED | {"expert_tensor_parallel_size": 2}),
+    "flex, ranks": (2, _FIXED | {"moe_token_dispatcher_type": "flex"}),
+    "alltoall, experts": (
+        2,
+        _EP | {"moe_expert_capacity_factor": 0.9, "moe_pad_expert_input_to_capacity": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_that_get_a_fixed_number_of_rows_never_wait(case: str) -> None:
+    world, values = EXPERTS[case]
+    for events in run(world, _events, config(MIXTURE, clip_grad=0.01, **values)):
+        first, last = events.index(FORWARD), len(events) - events[::-1].index(UPDATE)
+        assert set(events[first:last]) == {FORWARD, UPDATE}
+
+
+def test_experts_that_get_what_was_chosen_do_wait() -> None:
+    for events in run(2, _events, config(MIXTURE, clip_grad=0.01, **_EP)):
+        assert "tolist" in events[: len(events) - events[::-1].index(UPDATE)]
 
 
 def _spoil(model: ParallelModel) -> None:

@@ -147,6 +147,22 @@ def config(model: ModelConfig, **values: Any) -> Config:
     return Config(model=model).with_values(**(settings | values))
 
 
+def named(**values: Any) -> dict[str, Any]:
+    """Settings by their names, of which degrees, strategy and dispatcher may have short ones."""
+    short = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "cp": "context_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+        "strategy": "data_parallel_sharding_strategy",
+        "dispatcher": "moe_token_dispatcher_type",
+        "replicas": "num_distributed_optimizer_instances",
+    }
+    found = {short.get(key, key): value for key, value in values.items()}
+    return found | ({"sequence_parallel": True} if values.get("tp", 1) > 1 else {})
+
+
 def flags(
     *,
     tp: int = 1,
@@ -299,8 +315,9 @@ def shared_groups() -> Iterator[None]:
         yield
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, len(distributed_c10d._world.pg_names))
-    for _ in range(counts[dist.get_rank()], max(counts)):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for place in range(counts[dist.get_rank()], max(counts)):
+        # Only counted: a group of gloo's has three threads, one of which wakes every 10 ms.
+        distributed_c10d._world.pg_names[dist.ProcessGroup(0, 1)] = f"counted {place}"
 
 
 _new_group = dist.new_group

@@ -52,5 +52,5 @@ def test_compiled_layers_are_exact(case: str) -> None:
     ],
 )
 def test_hooks_inside_of_compiled_layers_are_refused(memory: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="compiled layers cannot recompute or move away mlp"):
+    with pytest.raises(ConfigError, match="compiled layers cannot recompute or offload mlp"):
         check(config(MODELS["llama"], **memory | COMPILED), 1)

@@ -6,24 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import MIXTURE, config, verify_in_pool
+from tests.verify.cases import MIXTURE, config, named, verify_in_pool
 from tests.verify.test_matrix import measured
-
-
-def _settings(**values: Any) -> dict[str, Any]:
-    named = {
-        "tp": "tensor_model_parallel_size",
-        "pp": "pipeline_model_parallel_size",
-        "cp": "context_parallel_size",
-        "ep": "expert_model_parallel_size",
-        "etp": "expert_tensor_parallel_size",
-        "strategy": "data_parallel_sharding_strategy",
-        "dispatcher": "moe_token_dispatcher_type",
-        "replicas": "num_distributed_optimizer_instances",
-    }
-    found = {named.get(key, key): value for key, value in values.items()}
-    return found | ({"sequence_parallel": True} if values.get("tp", 1) > 1 else {})
-
 
 BALANCED = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
@@ -336,6 +320,34 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
             "compile_backend": "aot_eager",
         },
     ),
+    (
+        4,
+        {"add_bias_linear": True},
+        {
+            "ep": 2,
+            "etp": 2,
+            "moe_expert_rank_capacity_factor": 0.8,
+            "recompute_granularity": "full",
+        },
+    ),
+    (
+        4,
+        {},
+        {
+            "ep": 4,
+            "tp": 2,
+            "dispatcher": "flex",
+            "moe_expert_rank_capacity_factor": 0.7,
+            "moe_shared_expert_overlap": True,
+            "moe_token_drop_policy": "position",
+        },
+    ),
+    (
+        4,
+        {"moe_router_pre_softmax": True, "moe_router_topk": 5},
+        {"ep": 2, "etp": 2, "dispatcher": "flex", "moe_expert_rank_capacity_factor": 0.9},
+    ),
+    (1, {}, {"moe_expert_rank_capacity_factor": 0.6}),
 ]
 
 
@@ -350,13 +362,13 @@ CHOSEN = [
 @pytest.mark.parametrize(("ranks", "model", "values"), CHOSEN, ids=str)
 def test_experts(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
     report = verify_in_pool(
-        ranks, config(replace(MIXTURE, **model), **_settings(**values)), on_rank=measured
+        ranks, config(replace(MIXTURE, **model), **named(**values)), on_rank=measured
     )
     assert report.passed, report.text()
 
 
 def test_predictions_of_stages_that_run_again() -> None:
-    values = _settings(
+    values = named(
         ep=2,
         pp=2,
         pipeline_schedule="zb_h1",

@@ -1,7 +1,6 @@
 """Every two settings that can go together, in rows of as many as can: each row computes what one
 device computes, and sends the bytes that the formulas say."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations, product
 from random import Random
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.config.config import Config
-from fivefold.counts.routed import LayerRows, RankChoices, rows_of_choices
+from fivefold.counts.routed import StepChoices, StepRows, rows_of_choices
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine, StepResult
@@ -109,8 +108,8 @@ def measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
     def watched_apply(engine: Engine, result: StepResult) -> None:
         with steps[-1]:
             apply(engine, result)
-        every: list[RankChoices] = [{}] * world_size
-        dist.all_gather_object(every, choices[-1].by_layer)
+        every = [StepChoices()] * world_size
+        dist.all_gather_object(every, choices[-1].choices)
         rows = rows_of_choices(engine.layout, rank, every)
         sent, expected = steps[-1].by_axis, _expected(engine.layout, rank, rows)
         if "cp" in expected and not _sends_all(engine.layout.config):
@@ -125,9 +124,7 @@ def measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
         return compare_on_rank(rank, world_size, *arguments)
 
 
-def _expected(
-    layout: Layout, rank: int, rows: Mapping[int, LayerRows] | None = None
-) -> dict[str, float]:
+def _expected(layout: Layout, rank: int, rows: StepRows | None = None) -> dict[str, float]:
     return by_axis(step_volumes(layout, rank, rows))
 
 

@@ -11,9 +11,9 @@ from fivefold.audit.traffic import Traffic, axes_of
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.counts.messages import rows_sent
 from fivefold.expert.transfer import join, share
 from fivefold.layout import Layout
+from fivefold.model.expert_rows import rows_sent
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run
@@ -57,7 +57,7 @@ def _sent(rank: int, world: int, dispatcher: str) -> tuple[int, int, float]:
     engine.model.train(False)
     with Traffic(axes_of(engine.groups)) as traffic, choices:
         engine.evaluate([own])
-    (chosen,) = choices.by_layer.values()
+    (chosen,) = choices.choices.every.values()
     rows = chosen.tokens if dispatcher == "flex" else chosen.rows
     return own[0].tokens_BS.size, sum(rows) - rows[rank], traffic.by_axis["ep"]
 

@@ -1,7 +1,7 @@
-"""What a Hugging Face config.json says, as a ModelConfig.
+"""Converts Hugging Face config.json files to ModelConfig.
 
-Every field of the file is understood, or known to be without effect, or refused by name: what
-changes the model that transformers builds is never dropped in silence.
+Every field of the file is either understood, known to have no effect, or refused by name. A field
+that changes the model which transformers builds is never ignored.
 """
 
 from fivefold.config.huggingface.read import from_hf_config

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and Kimi-K2: latent attention, dense layers first, shared experts."""
+"""DeepSeek-V2, V3 and Kimi-K2: latent attention, dense first layers, shared experts."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from fivefold.config.huggingface.rope import Rope, read_rope
 from fivefold.config.layer_pattern import MAX_LAYERS, layer_frequency
 from fivefold.config.model import ModelConfig
 
-# How routers work where a config.json does not say so.
+# Router defaults where a config.json does not give them.
 _V2: Mapping[str, Any] = MappingProxyType(
     {
         "topk_method": "greedy",
@@ -40,7 +40,7 @@ _V3: Mapping[str, Any] = MappingProxyType(
 
 
 def deepseek(reader: Reader, kind: str) -> ModelConfig:
-    """The model; the rotary key is one for all heads, and features are paired as neighbours."""
+    """The model; heads share one rotary key, and adjacent rotary features are paired."""
     second = kind == "deepseek_v2"
     sizes = transformer_sizes(reader)
     read_stored_weights(reader, published=True)
@@ -48,9 +48,9 @@ def deepseek(reader: Reader, kind: str) -> ModelConfig:
     reader.without_effect("aux_loss_alpha", "seq_aux", "ep_size")
     reader.fixed("attention_bias", False)
     reader.fixed("mlp_bias", False)
-    # The order in which weights are stored; what is computed of them is the same.
+    # The order in which weights are stored; the computation is the same.
     reader.without_effect("rope_interleave")
-    # transformers normalises latents with this number, whatever the file says.
+    # transformers normalises latents with this epsilon, whatever the file says.
     reader.fixed("rms_norm_eps", 1e-6)
     rope = read_rope(reader, Rope(10000.0, 1.0, "default"), leave_out=True, latents=True)
     if rope.share != 1.0:
@@ -63,7 +63,7 @@ def deepseek(reader: Reader, kind: str) -> ModelConfig:
         "qk_pos_emb_head_dim": reader.size("qk_rope_head_dim"),
         "v_head_dim": reader.size("v_head_dim"),
     }
-    # Derived sizes, which transformers 5 writes, too.
+    # Derived sizes, which transformers 5 also writes.
     turned = latents["qk_pos_emb_head_dim"]
     heads, default = sizes["num_attention_heads"], None if second else 128
     key_value_heads = reader.optional_size("num_key_value_heads", default=default)
@@ -92,7 +92,7 @@ def _predictions(reader: Reader) -> int:
 
 
 def _experts(reader: Reader, second: bool, layers: int) -> dict[str, Any]:
-    """Settings of the experts; none for a model without."""
+    """Settings of the experts; empty for a model without."""
     family = _V2 if second else _V3
     experts = reader.optional_size("n_routed_experts", "num_experts", "num_local_experts")
     names = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)

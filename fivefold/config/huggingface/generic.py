@@ -1,10 +1,10 @@
-"""Fields that a config.json of any family may have, whatever the model."""
+"""Fields that the config.json of any model family may have."""
 
 from fivefold.config.huggingface.reader import Reader
 
 
 def read_generic(reader: Reader) -> None:
-    """What transformers writes for every model: without effect, or with one value only."""
+    """Read fields that transformers writes for all models: without effect, or with fixed values."""
     reader.without_effect(*WITHOUT_EFFECT)
     reader.fixed("is_causal", True)
     reader.fixed("is_encoder_decoder", False)
@@ -16,12 +16,12 @@ def read_generic(reader: Reader) -> None:
 
 
 def read_stored_weights(reader: Reader, *, published: bool) -> None:
-    """What a config.json says of the weights and of the code that lie beside it.
+    """Read fields about the weights and code stored next to config.json.
 
     Args:
         reader: reader of the file.
-        published: whether the family itself is published with them, so that its config.json means
-            the architecture that is known by its name.
+        published: whether the family itself was published with such fields, so that its config.json
+            describes the architecture known by its name.
     """
     if published:
         reader.without_effect("auto_map", "quantization_config")

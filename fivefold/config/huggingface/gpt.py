@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-NeoX (Pythia): LayerNorm, biases, an MLP without a gate."""
+"""GPT-2 and GPT-NeoX (Pythia): LayerNorm, biases, an ungated MLP."""
 
 from fivefold.config.huggingface.generic import read_stored_weights
 from fivefold.config.huggingface.llama import activation, transformer_sizes
@@ -43,11 +43,11 @@ def gpt2(reader: Reader, kind: str) -> ModelConfig:
 
 
 def gpt_neox(reader: Reader, kind: str) -> ModelConfig:
-    """Rotary positions in a part of each head, attention and MLP side by side."""
+    """Rotary positions in part of each head; attention and MLP in parallel."""
     read_stored_weights(reader, published=False)
     default = Rope(10000.0, 0.25, "default")
     rope = read_rope(reader, default, theta="rotary_emb_base", share="rotary_pct", leave_out=True)
-    # What transformers 4 writes beside the family's own names.
+    # Names that transformers 4 writes in addition to the family's own.
     reader.fixed("rope_theta", rope.theta)
     reader.fixed("partial_rotary_factor", rope.share)
     sizes = transformer_sizes(reader)
@@ -58,7 +58,7 @@ def gpt_neox(reader: Reader, kind: str) -> ModelConfig:
     reader.fixed("attention_bias", True)
     dropout = reader.number("hidden_dropout", 0.0)
     attention_dropout = reader.number("attention_dropout", 0.0)
-    # Names of BERT's, in the file of GPT-NeoX-20B; transformers reads them not.
+    # BERT's names, in the file of GPT-NeoX-20B; transformers ignores them.
     reader.fixed("hidden_dropout_prob", dropout)
     reader.fixed("attention_probs_dropout_prob", attention_dropout)
     return ModelConfig(

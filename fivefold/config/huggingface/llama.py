@@ -1,4 +1,4 @@
-"""Llama and its relatives: RMSNorm, RoPE, a gated MLP, no bias but where the family has one."""
+"""Llama and related families: RMSNorm, RoPE, a gated MLP, no biases unless the family has them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ ACTIVATIONS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class _Defaults:
-    """What transformers takes for fields that a config.json leaves out.
+    """transformers' defaults for fields that a config.json omits.
 
     Attributes:
-        num_key_value_heads: None: as many as query heads.
-        head_dim: None: hidden size / heads.
-        rms_norm_eps: added to the mean square.
+        num_key_value_heads: key/value heads; None: as many as query heads.
+        head_dim: features of a head; None: hidden size / heads.
+        rms_norm_eps: epsilon of RMSNorm.
         rope_theta: base of RoPE.
-        sliding_window: sliding window in tokens, where a window is used.
+        sliding_window: sliding window in tokens, if a window is used.
     """
 
     num_key_value_heads: int | None = None
@@ -59,16 +59,16 @@ _DEFAULTS: Mapping[str, _Defaults] = MappingProxyType(
 
 
 def llama_like(reader: Reader, kind: str) -> ModelConfig:
-    """The dense model, which mixtures of experts change in their MLPs."""
+    """The dense model; mixtures of experts replace its MLPs."""
     defaults = _DEFAULTS[kind]
     sizes = transformer_sizes(reader)
     key_value_heads = defaults.num_key_value_heads
     rope = Rope(defaults.rope_theta, 1.0, "default")
     gpt_oss = kind == "gpt_oss"
-    if gpt_oss and reader.fields.get("rope_parameters") != {}:  # which says that there is none
+    if gpt_oss and reader.fields.get("rope_parameters") != {}:  # {} means no scaling
         scaling = yarn_settings(32.0, 4096, whole_pairs=False)
         rope = Rope(defaults.rope_theta, 1.0, "yarn", scaling)
-    # null means hidden size / heads where transformers fills it in.
+    # transformers replaces null by hidden size / heads.
     head_dim = reader.size if kind.startswith("qwen") else reader.optional_size
     heads = reader.size if kind == "qwen2_moe" else reader.optional_size
     read_stored_weights(reader, published=gpt_oss)
@@ -95,7 +95,7 @@ def llama_like(reader: Reader, kind: str) -> ModelConfig:
 
 
 def transformer_sizes(reader: Reader) -> dict[str, Any]:
-    """Settings that most families call by the same names."""
+    """Settings that most families give by the same names."""
     return {
         "num_layers": reader.size("num_hidden_layers", most=MAX_LAYERS),
         "hidden_size": reader.size("hidden_size"),
@@ -107,13 +107,13 @@ def transformer_sizes(reader: Reader) -> dict[str, Any]:
 
 
 def activation(reader: Reader, name: str, default: str) -> Any:
-    """Activation of the MLP, under our name."""
+    """Activation function of the MLP, under Fivefold's name."""
     word = reader.text(name, default=default, choices=ACTIVATIONS)
     return ACTIVATIONS[word or default]
 
 
 def layer_types(reader: Reader, layers: int) -> tuple[bool, ...] | None:
-    """Whether each layer has a window, where a config.json lists it."""
+    """Whether each layer has a window, if the config.json lists it; else None."""
     types = reader.texts("layer_types", ("full_attention", "sliding_attention"))
     if types is None:
         return None
@@ -126,11 +126,11 @@ def layer_types(reader: Reader, layers: int) -> tuple[bool, ...] | None:
 
 
 def _biases(reader: Reader, kind: str) -> bool:
-    """Whether every linear layer of a block has a bias; those of attention include the output's."""
-    if kind == "gpt_oss":  # of its attention, router and experts
+    """Whether every linear layer of a block has a bias, including attention's output."""
+    if kind == "gpt_oss":  # biases in attention, router and experts
         reader.fixed("attention_bias", True)
         return True
-    if kind != "llama":  # Qwen3 would have it in attention alone, the others have no such field
+    if kind != "llama":  # in Qwen3 it affects attention alone; other families have no such field
         reader.fixed("attention_bias", False)
         reader.fixed("mlp_bias", False)
         return False
@@ -141,8 +141,12 @@ def _biases(reader: Reader, kind: str) -> bool:
 
 
 def window_settings(width: int | None, slides: Sequence[bool]) -> dict[str, Any]:
-    """Settings of a ModelConfig for a window of so many tokens in some layers, each token itself
-    counted."""
+    """ModelConfig settings for a sliding window in some layers.
+
+    Args:
+        width: tokens in the window, including the token itself.
+        slides: whether each layer has the window.
+    """
     if width is None or not any(slides):
         return {}
     skip = None if all(slides) else window_frequency(slides)
@@ -152,21 +156,21 @@ def window_settings(width: int | None, slides: Sequence[bool]) -> dict[str, Any]
 def _window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
     """The window, and the layers that have it.
 
-    Hugging Face counts the token itself, Megatron-LM only those before it. A window counts even if
+    Hugging Face's width includes the token itself, Megatron-LM's does not. A window counts even if
     it is as long as `max_position_embeddings`, which limits no sequence.
     """
     if kind == "llama":
         reader.fixed("sliding_window", None)
         return {}
     default = _DEFAULTS[kind].sliding_window
-    none = kind == "qwen2_moe"  # writes 0 where there is no window
+    none = kind == "qwen2_moe"  # writes 0 if there is no window
     width = reader.optional_size("sliding_window", default=default, least=0 if none else 2) or None
     if width == 1:
         reader.unsupported("sliding_window", width, [2])
     slides = (width is not None,) * layers
     if kind == "mistral":
         listed = layer_types(reader, layers)
-        # transformers' MistralModel ignores the list, which its AutoModel obeys.
+        # transformers' MistralModel ignores the list; its AutoModel uses it.
         if listed is not None and listed != slides:
             reader.contradict(
                 {"layer_types": reader.fields["layer_types"], "sliding_window": width}
@@ -179,8 +183,10 @@ def _window(reader: Reader, kind: str, layers: int) -> dict[str, Any]:
 
 
 def _qwen_windows(reader: Reader, kind: str, layers: int, width: int | None) -> tuple[bool, ...]:
-    """Which layers have a window, unless they are listed: those from `max_window_layers` on, or of
-    Qwen2-MoE every other one before."""
+    """Which layers have a window if the file does not list them.
+
+    Layers from `max_window_layers` on do; in Qwen2-MoE also every other layer before.
+    """
     if kind == "qwen3_moe":
         reader.without_effect("max_window_layers")
         return (width is not None,) * layers

@@ -1,4 +1,4 @@
-"""Llama's relatives with mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss."""
+"""Llama-like mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from fivefold.config.model import ModelConfig
 
 
 def mixtral(reader: Reader, kind: str) -> ModelConfig:
-    """Experts in every layer, chosen by a router whose weights are normalised."""
+    """Experts in every layer, with normalised router weights."""
     model = llama_like(reader, kind)
     read_balancing(reader)
     if reader.number("router_jitter_noise", 0.0):
@@ -23,8 +23,10 @@ def mixtral(reader: Reader, kind: str) -> ModelConfig:
 
 
 def qwen_moe(reader: Reader, kind: str) -> ModelConfig:
-    """Experts in some layers, smaller than the MLPs of the others; Qwen2's beside a gated one that
-    sees every token."""
+    """Experts in some layers, smaller than the other layers' MLPs.
+
+    Qwen2 also has a gated shared expert.
+    """
     model = llama_like(reader, kind)
     read_balancing(reader)
     dense, step = (
@@ -72,5 +74,5 @@ def gpt_oss(reader: Reader, kind: str) -> ModelConfig:
 
 
 def read_balancing(reader: Reader) -> None:
-    """Losses that keep experts equally busy: in training only, and beside what is computed."""
+    """Read coefficients of balancing losses, which affect training only."""
     reader.without_effect("output_router_logits", "router_aux_loss_coef")

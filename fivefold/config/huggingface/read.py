@@ -1,4 +1,4 @@
-"""The door: a config.json, read by what is known of its family of models."""
+"""Reads a config.json with the rules of its model family."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -39,14 +39,14 @@ _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType
 def from_hf_config(source: Mapping[str, Any] | str | Path) -> ModelConfig:
     """The architecture that a Hugging Face config.json (its content, path or folder) describes.
 
-    Understands what `_FAMILIES` lists, as transformers v4 and v5 write it. An absent field has the
-    value that transformers gives it; sizes must be there. Features of families that can only be
-    planned with, and that leave sizes alone, such as how a router scores, are named in
-    `unmodelled`; every other feature that is not supported is refused.
+    Supports the families in `_FAMILIES`, as transformers v4 and v5 write them. A missing field has
+    transformers' default; sizes are required. Unsupported features that leave sizes unchanged, such
+    as how a router scores, are listed in `unmodelled` for families that can be planned with but not
+    trained; any other unsupported feature is refused.
 
     Raises:
-        ConfigError: the file cannot be read, or everything in it that is of a wrong type, that
-            contradicts itself, that is not supported, or that is not known.
+        ConfigError: the file cannot be read; or lists every field that has a wrong type, conflicts
+            with another, is not supported, or is not known.
     """
     fields = source if isinstance(source, Mapping) else _read_file(Path(source))
     kind = fields.get("model_type")

@@ -1,4 +1,4 @@
-"""Fields of a config.json, each asked for by name and kind."""
+"""Reads fields of a config.json by name and type."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,28 +7,28 @@ from typing import Any, Final
 from fivefold.config.model import MAX_SIZE
 from fivefold.errors import Mistakes, did_you_mean, shown
 
-_LIMIT = 1e300  # of numbers; above, those that are whole may be too large for a float
+_LIMIT = 1e300  # of numbers; larger whole numbers may not fit into a float
 _MAX_SHOWN = 100  # characters of a value in a message
 _MAX_NAMED = 20  # unknown fields that a message lists
 
 _REQUIRED: Final = object()
-_WRONG: Final = object()  # was recorded as a mistake
+_WRONG: Final = object()  # marks a value that was reported as a mistake
 
 Need = Callable[[Any], str | None]
-"""What a value would have to be, to follow "needs"; None if it is that."""
+"""value -> what it should be, to follow "needs"; None if it is correct."""
 
 
 class Reader:
-    """Reads fields, and collects what is missing, of a wrong type, contradictory or unknown.
+    """Reads fields, and collects missing, wrong, conflicting and unknown ones.
 
-    A field counts as understood once it has been asked for, so each family asks for all of its
-    fields, whatever the others say. After a mistake a harmless value is returned, for the reading
-    to go on and find the others.
+    A field counts as understood once it was requested, so each family requests all of its fields
+    unconditionally. After a mistake a harmless value is returned, so that reading continues and
+    finds the others.
 
     Attributes:
         fields: fields of the file, or of a table in it.
-        mistakes: what cannot be read.
-        left_out: what is there and a ModelConfig cannot say; nobody may train without it.
+        mistakes: everything that cannot be read.
+        left_out: features that a ModelConfig cannot express; such a model cannot be trained.
     """
 
     def __init__(self, fields: Mapping[str, Any], whose: str, place: str = "") -> None:
@@ -36,7 +36,7 @@ class Reader:
         self.left_out: list[str] = []
         self.fields = fields
         self._whose = whose
-        self._place = place  # of a table within the file, such as "rope_scaling."
+        self._place = place  # prefix of a table within the file, such as "rope_scaling."
         self._asked: set[str] = {"model_type"}
 
     def table(self, name: str) -> "Reader | None":
@@ -51,19 +51,19 @@ class Reader:
     def size(
         self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = MAX_SIZE
     ) -> int:
-        """A whole number; further names are other spellings of the first."""
+        """A positive whole number; further names are alternative spellings of the first."""
         value = self._value(names, default, _whole(least, most))
         return 1 if value is _WRONG else value
 
     def optional_size(
         self, *names: str, default: Any = _REQUIRED, least: int = 1, most: int = MAX_SIZE
     ) -> int | None:
-        """A whole number, or null, which says something else than absence does."""
+        """A whole number or null, which differs from a missing field."""
         value = self._value(names, default, _or_null(_whole(least, most)))
         return None if value is _WRONG else value
 
     def sizes(self, name: str) -> Sequence[int]:
-        """Whole numbers from 0; none if null or absent."""
+        """Whole numbers from 0; empty if null or missing."""
         value = self._value((name,), None, _or_null(_list_of(_whole(0, MAX_SIZE))))
         return () if value is _WRONG or value is None else value
 
@@ -73,7 +73,7 @@ class Reader:
         return default if value is None else value
 
     def optional_number(self, name: str) -> float | None:
-        """A finite number; None if absent."""
+        """A finite number; None if missing."""
         value = self._value((name,), None, _a_number)
         return None if value is _WRONG or value is None else float(value)
 
@@ -83,7 +83,7 @@ class Reader:
         return default if value is _WRONG else value
 
     def text(self, *names: str, default: str, choices: Iterable[str]) -> str | None:
-        """One of some words; None if it is another one, which is a mistake."""
+        """One of several words; None, and a mistake, if it is another one."""
         value = self._value(names, default, _a_text)
         if value is _WRONG:
             return None
@@ -93,7 +93,7 @@ class Reader:
         return str(value)
 
     def texts(self, name: str, choices: Sequence[str]) -> Sequence[str] | None:
-        """Some words out of a few; None if null or absent."""
+        """A list of words from `choices`; None if null or missing."""
         value = self._value((name,), None, _or_null(_list_of(_a_text)))
         if value is _WRONG or value is None:
             return None
@@ -102,18 +102,18 @@ class Reader:
         return [word for word in value if word in choices]
 
     def fixed(self, name: str, *works: Any, why: str = "") -> None:
-        """A field that may be absent, or have one of these values, with which it has no effect."""
+        """Accept a field only if it is missing or has one of these values, with no effect."""
         self._asked.add(name)
         value = self.fields.get(name, works[0])
         if not any(_same(value, other) for other in works):
             self.unsupported(name, value, works[:1], why)
 
     def without_effect(self, *names: str) -> None:
-        """Fields that change neither what the model computes nor its sizes."""
+        """Accept fields that change neither the computation nor the sizes."""
         self._asked.update(names)
 
     def unsupported(self, name: str, value: Any, works: Iterable[Any], why: str = "") -> None:
-        """Record that a field has a value that no ModelConfig can say."""
+        """Report a field whose value a ModelConfig cannot express."""
         self.mistakes.add(
             f"{self._place}{name} = {_written(value)} of {self._whose} is not supported",
             *([why] if why else []),
@@ -121,7 +121,7 @@ class Reader:
         )
 
     def refuse_unread(self) -> None:
-        """Record every field that nobody has asked for."""
+        """Report every field that was not requested."""
         unknown = [name for name in self.fields if name not in self._asked]
         place = f" in {self._place[:-1]}" if self._place else ""
         for name in unknown[:_MAX_NAMED]:
@@ -135,7 +135,7 @@ class Reader:
             self.mistakes.add(f"and {more} more unknown fields{place} of {self._whose}")
 
     def _value(self, names: tuple[str, ...], default: Any, need: Need) -> Any:
-        """The one value of a field with several spellings, or its default, or _WRONG."""
+        """The value of a field with several spellings, its default, or _WRONG."""
         self._asked.update(names)
         given = {name: self.fields[name] for name in names if name in self.fields}
         wrong = {name: what for name, value in given.items() if (what := need(value))}
@@ -156,13 +156,13 @@ class Reader:
         return values[0] if values else default
 
     def contradict(self, given: Mapping[str, Any]) -> None:
-        """Record that fields which say the same thing differ."""
+        """Report that fields with the same meaning differ."""
         told = " and ".join(f"{name} = {_written(value)}" for name, value in given.items())
         self.mistakes.add(f"{told} of {self._whose} contradict each other")
 
 
 def _written(value: Any) -> str:
-    """A value as its file says it, of bounded length."""
+    """A value as written in the file, shortened."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -171,7 +171,7 @@ def _written(value: Any) -> str:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equality for which true is not 1."""
+    """Equality in which true differs from 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

@@ -16,7 +16,7 @@ _SCALING: Mapping[str, str] = MappingProxyType(
     }
 )
 _SUPPORTED = ("default", "llama3", "yarn")
-# Scalings that no ModelConfig can say, and what each takes.
+# Scalings that a ModelConfig cannot express, with their fields.
 _OTHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "linear": ("factor",),
@@ -30,10 +30,10 @@ class Rope:
     """The rotary positions of a model.
 
     Attributes:
-        theta: their base.
-        share: the part of a head's features that is turned.
-        kind: kind of scaling; "default" is none.
-        scaling: settings of a ModelConfig that say the scaling.
+        theta: base of RoPE.
+        share: share of a head's features that is rotated.
+        kind: kind of scaling; "default": none.
+        scaling: ModelConfig settings for the scaling.
     """
 
     theta: float
@@ -42,12 +42,12 @@ class Rope:
     scaling: tuple[tuple[str, Any], ...] = ()
 
     def settings(self) -> dict[str, Any]:
-        """Settings of a ModelConfig."""
+        """ModelConfig settings for these positions."""
         return {"rotary_base": self.theta, "rotary_percent": self.share, **dict(self.scaling)}
 
 
 def whole_head_rope(reader: Reader, default: Rope) -> Rope:
-    """Rotary positions of whole heads that a ModelConfig can say."""
+    """Rotary positions of whole heads, limited to what a ModelConfig can express."""
     rope = read_rope(reader, default)
     if rope.share != 1.0:
         reader.unsupported("partial_rotary_factor", rope.share, [1.0])
@@ -63,18 +63,18 @@ def read_rope(
     leave_out: bool = False,
     latents: bool = False,
 ) -> Rope:
-    """The rotary positions that a config.json asks for.
+    """The rotary positions that a config.json describes.
 
-    transformers 5 takes `rope_scaling` before `rope_parameters`, and what is in either before what
-    stands beside them; transformers 4 reads them otherwise. So all that is given has to agree.
+    transformers 5 prefers `rope_scaling` to `rope_parameters`, and fields in either to those
+    outside; transformers 4 differs. So everything given must agree.
 
     Args:
         reader: reader of the file.
-        default: what the family has where the file says nothing.
-        theta: the name of theta beside the tables.
-        share: the name of the share beside the tables.
-        leave_out: whether a scaling that is not supported is left out rather than refused.
-        latents: whether YaRN scales the scores as well, as those of latent attention.
+        default: the family's default.
+        theta: name of theta outside the tables.
+        share: name of the share outside the tables.
+        leave_out: whether an unsupported scaling is left out rather than refused.
+        latents: whether YaRN also scales the scores, as in latent attention.
     """
     beside = {name: reader.optional_number(name) for name in (theta, share)}
     found: dict[str, Rope] = {}
@@ -101,7 +101,7 @@ def read_rope(
 
 
 def _agreed(table: Reader, name: str, outer: str, beside: float | None, default: float) -> float:
-    """What a table and the field beside it say of the same number."""
+    """A number that a table and the field outside it must agree on."""
     inside = table.optional_number(name)
     if inside is not None and beside is not None and inside != beside:
         table.contradict({name: inside, f"{outer} beside it": beside})
@@ -115,7 +115,7 @@ def _or_default(value: float | None, default: float) -> float:
 def _scaling(
     table: Reader, leave_out: bool, latents: bool, whole: Reader
 ) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """The kind of scaling, and what it takes."""
+    """The kind of scaling and its settings."""
     by_layer = [name for name, value in table.fields.items() if isinstance(value, Mapping)]
     if by_layer:
         table.unsupported("parameters by layer type", sorted(by_layer), ["the same for all layers"])
@@ -151,8 +151,16 @@ def yarn_settings(
     whole_pairs: bool = True,
     scales: tuple[float, float] = (1.0, 0.0),
 ) -> tuple[tuple[str, Any], ...]:
-    """Settings of a ModelConfig for YaRN: its factor, the original length, the ramp, mscale of
-    rotary features and of all."""
+    """ModelConfig settings for YaRN.
+
+    Args:
+        factor: scaling factor.
+        original: sequence length before scaling, in tokens.
+        fast: `beta_fast`, the start of the ramp.
+        slow: `beta_slow`, the end of the ramp.
+        whole_pairs: whether the ends of the ramp are rounded to whole pairs.
+        scales: (mscale, mscale_all_dim).
+    """
     return (
         ("rope_type", "yarn"),
         ("rotary_scaling_factor", factor),
@@ -166,7 +174,7 @@ def yarn_settings(
 
 
 def _yarn(table: Reader, latents: bool, whole: Reader) -> tuple[tuple[str, Any], ...]:
-    """YaRN, whose two mscales count only together, and for the scores of latents alone."""
+    """YaRN; its two mscales count only together, and scale scores only with latent attention."""
     if "factor" not in table.fields:
         table.mistakes.add("yarn RoPE scaling needs factor")
     table.fixed("attention_factor", None)

@@ -1,1 +1,1 @@
-"""Generators of pipeline programs."""
+"""Pipeline schedules: generators of programs."""

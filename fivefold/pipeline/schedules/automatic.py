@@ -1,7 +1,7 @@
-"""Zero-bubble schedules made for given costs and a memory cap (Qi et al., 2023, section 3.1).
+"""Zero-bubble schedules for given costs and a memory cap (Qi et al., 2023, section 3.1).
 
-Ranks hold one stage each. Microbatches are taken one by one; each brings a wave of F down the
-pipeline and a wave of B up, and dW goes where a rank would wait, or where memory runs out.
+Ranks hold one stage each. Microbatches are scheduled one by one; each adds a wave of F down the
+pipeline and a wave of B up, and W goes where a rank would wait, or where memory runs out.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from fivefold.pipeline.schedules.fixed import Orders
 
 @dataclass(frozen=True)
 class Taste:
-    """What the heuristic leaves open.
+    """Options of the heuristic.
 
     Attributes:
         early: in the warm-up, stop before the forward that would delay the first B.
-        prefer_b: let the next rank's B go before one more F, where that costs no more idle time
-            than the idlest rank has.
-        patient: where a dW does not fit before what a rank waits for, still do it on a rank that
-            has been less idle than the idlest.
+        prefer_b: let the next rank's B precede one more F, if that costs no more idle time than the
+            idlest rank has.
+        patient: if a W does not fit before the awaited input, still run it on a rank that has been
+            less idle than the idlest.
     """
 
     early: bool
@@ -38,14 +38,14 @@ class AutomaticZeroBubble:
 
     Args:
         costs: costs of each rank's stage.
-        num_microbatches: microbatches of one step.
-        cap: cap on what a rank holds.
-        footprint: bytes that a microbatch holds.
-        taste: what is open.
+        num_microbatches: microbatches per step.
+        cap: maximum activation memory of a rank, in the unit of the footprint.
+        footprint: activation memory of a microbatch on each stage.
+        taste: options of the heuristic.
 
     Attributes:
-        orders: the acts of each rank.
-        makespan: the time of the step; infinite where the heuristic found itself without room.
+        orders: actions of each rank.
+        makespan: time of the step; infinite if the heuristic ran out of memory.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AutomaticZeroBubble:
             self._put(rank, Kind.B)
 
     def _forwards_wanted(self) -> list[bool]:
-        """Which ranks run one more forward before their next B; none without the ranks after."""
+        """Which ranks run one more forward before their next B: only if all later ranks do."""
         wanted = [
             self._done[Kind.F][rank] < self._total and not self._b_first(rank)
             for rank in range(self._num_ranks)
@@ -130,7 +130,7 @@ class AutomaticZeroBubble:
         return wanted
 
     def _b_first(self, rank: int) -> bool:
-        """Whether the rank had better wait for the next rank's B."""
+        """Whether the rank should wait for the next rank's B instead of running F."""
         if not self._taste.prefer_b or rank + 1 == self._num_ranks:
             return False
         ahead = self._done[Kind.F][rank] - self._done[Kind.F][rank + 1]
@@ -155,7 +155,7 @@ class AutomaticZeroBubble:
         return self._done[Kind.B][rank] - self._done[Kind.W][rank]
 
     def _arrival(self, rank: int, kind: Kind) -> float:
-        """When what the next F or B of a rank needs is there."""
+        """When the input of a rank's next F or B arrives."""
         source = rank - 1 if kind is Kind.F else rank + 1
         if kind is Kind.W or source not in range(self._num_ranks):
             return 0.0
@@ -169,7 +169,7 @@ class AutomaticZeroBubble:
             self._put(rank, Kind.W)
 
     def _fill(self, rank: int, kind: Kind) -> None:
-        """Use the wait for the next F or B."""
+        """Run W while waiting for the next F or B."""
         arrival, cost = self._arrival(rank, kind), self._costs[Kind.W][rank]
         while self._pending(rank) and self._clock[rank] + cost <= arrival:
             self._put(rank, Kind.W)

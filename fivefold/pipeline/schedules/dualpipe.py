@@ -1,7 +1,7 @@
-"""DualPipe and DualPipeV: a forward and a backward overlap each other (DeepSeek-AI, 2024, 2025).
+"""DualPipe and DualPipeV: overlapped pairs of a forward and a backward (DeepSeek-AI, 2024, 2025).
 
 Both run the same eight phases. A rank has two directions: in DualPipe one from each of two copies
-of the model, in DualPipeV the way there and the way back of a V.
+of the model, in DualPipeV the two arms of a V.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from fivefold.pipeline.schedules.fixed import (
 
 
 def dualpipe_v(task: Task) -> Orders:
-    """Bubble (P-1)(F&B + B - 3W) per chunk, B being both halves; 2P+1 chunks are held. M >= 2P."""
+    """Bubble (P-1)(F&B + B - 3W) per stage, B being both halves; holds 2P+1 stages. M >= 2P."""
     ranks, total = task.num_ranks, task.num_microbatches
     if total < 2 * ranks and not task.forward_only:
         raise ConfigError(_too_few("dualpipe_v", total, ranks))
@@ -33,7 +33,7 @@ def dualpipe_v(task: Task) -> Orders:
 
 
 def dualpipe(task: Task) -> Orders:
-    """Bubble (P/2-1)(F&B + B - 3W); P+1 microbatches of a copy's stage are held, for two copies.
+    """Bubble (P/2-1)(F&B + B - 3W); each of the two copies holds P+1 microbatches of its stage.
 
     P and M even, M >= 2P. DualPipeV has the same bubble with one copy on half the ranks.
     """
@@ -84,13 +84,13 @@ def _too_few(name: str, total: int, ranks: int) -> Mistake:
 
 
 class _DualRank:
-    """The order of one rank, `rank` hops from the end where direction 0 enters.
+    """The actions of one rank, `rank` hops from the end where direction 0 enters.
 
     Args:
-        rank: rank of the half of the ranks that mirrors the other (all ranks in a V).
-        ranks: how many such ranks there are.
-        stages: stages of direction 0 and 1.
-        microbatches: microbatches of direction 0 and 1.
+        rank: index of the rank in its half of the ranks (in a V: among all ranks).
+        ranks: number of ranks in that half.
+        stages: stages of directions 0 and 1.
+        microbatches: microbatches of directions 0 and 1.
     """
 
     def __init__(

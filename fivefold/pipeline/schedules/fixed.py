@@ -1,7 +1,7 @@
-"""Fixed schedules: the order in which each rank works through its microbatches.
+"""Fixed schedules: the order in which each rank processes its microbatches.
 
-A generator takes a `Task` and returns the compute acts of every rank. It raises ConfigError where
-the task lies outside what the schedule can do.
+A generator takes a `Task` and returns the compute actions of every rank. It raises ConfigError if
+the schedule does not support the task.
 """
 
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ Orders = list[list[Act]]
 
 @dataclass(frozen=True)
 class Task:
-    """What a schedule has to arrange.
+    """What a schedule must arrange.
 
     Attributes:
-        placement: stage -> rank; of both copies of the model where a schedule has two.
-        num_microbatches: microbatches of one step.
-        group_size: consecutive microbatches that run through one chunk before the next chunk.
-        num_slices: sequence slices a microbatch is cut into.
-        forward_only: the caller keeps only the forward acts.
+        placement: stage -> rank; for a schedule with two copies of the model, of both copies.
+        num_microbatches: microbatches per step.
+        group_size: consecutive microbatches that run through one stage before the rank's next one.
+        num_slices: sequence slices per microbatch.
+        forward_only: whether the caller keeps only the forward actions.
     """
 
     placement: tuple[int, ...]
@@ -34,7 +34,7 @@ class Task:
 
     @property
     def num_ranks(self) -> int:
-        """The pipeline-parallel size."""
+        """Pipeline-parallel size."""
         return max(self.placement) + 1
 
     def chunks(self, rank: int) -> tuple[int, ...]:
@@ -43,9 +43,9 @@ class Task:
 
     @cached_property
     def table(self) -> tuple[tuple[int, int], ...]:
-        """(chunk, microbatch) of each forward, depth-first in groups.
+        """(index of the rank's stage, microbatch) of each forward, depth-first in groups.
 
-        A backward takes the chunks from the other end.
+        Backwards take the stages in reverse order.
         """
         return tuple(
             (chunk, mb)
@@ -58,7 +58,7 @@ class Task:
 def gpipe(task: Task) -> Orders:
     """All forwards, then all backwards (Huang et al., 2019). Any placement.
 
-    With several chunks a rank this is the looped, breadth-first pipeline (Lamy-Poirier, 2022).
+    With several stages per rank this is the looped, breadth-first pipeline (Lamy-Poirier, 2022).
     Bubble (P-1)(F+B+W)/V; holds every microbatch.
     """
     microbatches = range(task.num_microbatches)
@@ -70,7 +70,7 @@ def gpipe(task: Task) -> Orders:
 
 
 def one_f_one_b(task: Task) -> Orders:
-    """Warm up, then one forward, one backward (PipeDream-Flush; Narayanan et al., 2021).
+    """Warm-up, then one forward, one backward in turn (PipeDream-Flush; Narayanan et al., 2021).
 
     Bubble (P-1)(F+B+W); rank r holds min(P-r, M) microbatches. Any M.
     """
@@ -81,10 +81,10 @@ def one_f_one_b(task: Task) -> Orders:
 
 
 def eager_one_f_one_b(task: Task) -> Orders:
-    """1F1B with twice the warm-up, which hides the hops (Zhuang et al., 2022).
+    """1F1B with twice the warm-up, which hides message latency (Zhuang et al., 2022).
 
-    Plain 1F1B exposes about 2(P-1) hops per P microbatches, this only the fill; rank r holds
-    min(2(P-r)-1, M) microbatches.
+    Plain 1F1B exposes about 2(P-1) message latencies per P microbatches, this one only those of the
+    fill; rank r holds min(2(P-r)-1, M) microbatches.
     """
     return [
         _alternate(*_pieces(task, rank), warm_up=2 * (task.num_ranks - 1 - rank))
@@ -96,8 +96,8 @@ def sliced_1f1b(task: Task) -> Orders:
     """1F1B over K slices of each sequence (Seq1F1B; Sun et al., 2024).
 
     A causal slice needs the keys of the slices before it, and its backward the gradients of the
-    slices after it: backwards run from the last slice to the first. The fill shrinks to about 1/K;
-    rank r holds P-r-1+K slices.
+    slices after it, so backwards run from the last slice to the first. The fill shrinks to about
+    1/K; rank r holds P-r-1+K slices.
     """
     return [
         _alternate(*_pieces(task, rank), warm_up=task.num_ranks - rank - 2 + task.num_slices)
@@ -106,9 +106,9 @@ def sliced_1f1b(task: Task) -> Orders:
 
 
 def interleaved_1f1b(task: Task) -> Orders:
-    """1F1B over several chunks a rank, depth-first in groups (Narayanan et al., 2021).
+    """1F1B with several stages per rank, depth-first in groups (Narayanan et al., 2021).
 
-    Bubble (P-1)(F+B+W)/V; rank 0 holds 2(P-1) + (V-1)G + 1 chunks. P <= G <= M.
+    Bubble (P-1)(F+B+W)/V; rank 0 holds 2(P-1) + (V-1)G + 1 stages. P <= G <= M.
     """
     check_groups(task)
     return [
@@ -118,10 +118,10 @@ def interleaved_1f1b(task: Task) -> Orders:
 
 
 def combined_1f1b(task: Task) -> Orders:
-    """Interleaved 1F1B whose steady state runs a forward and a backward as one (FB).
+    """Interleaved 1F1B whose steady state runs overlapped pairs of a forward and a backward (FB).
 
-    The two overlap each other's communication between experts. One more forward in the warm-up
-    makes them independent (as in Megatron-LM's combined 1F1B).
+    The two overlap each other's expert communication. One more forward in the warm-up makes them
+    independent (as in Megatron-LM's combined 1F1B).
     """
     check_groups(task)
     return [
@@ -131,15 +131,15 @@ def combined_1f1b(task: Task) -> Orders:
 
 
 def pair(forward: Act, backward: Act) -> Act:
-    """A forward and a backward that overlap each other."""
+    """An overlapped pair of a forward and a backward."""
     return Act(Kind.FB, forward.stage, forward.mb, kids=(forward, backward))
 
 
 def only_microbatches(acts: Iterable[Act], total: int) -> list[Act]:
-    """An order without the acts of microbatches from `total` on.
+    """Remove the actions of microbatches from `total` on.
 
-    What is left of a program that cannot dead-lock cannot dead-lock: this gives a schedule made
-    for many microbatches to a step that has few.
+    The rest of a deadlock-free program is deadlock-free, so a schedule made for many microbatches
+    can run a step with few.
     """
     kept = []
     for act in acts:
@@ -157,7 +157,7 @@ def _warm_up(task: Task, rank: int) -> int:
 
 
 def _pieces(task: Task, rank: int) -> tuple[list[Act], list[Act]]:
-    """Forwards and backwards of a rank's one stage, slices in causal order."""
+    """Forwards and backwards of a rank's one stage, with slices in causal order."""
     mbs, slices = range(task.num_microbatches), range(task.num_slices)
     return (
         [Act(Kind.F, rank, mb, piece) for mb in mbs for piece in slices],
@@ -166,7 +166,7 @@ def _pieces(task: Task, rank: int) -> tuple[list[Act], list[Act]]:
 
 
 def _interleaved(task: Task, rank: int) -> tuple[list[Act], list[Act]]:
-    """Forwards and backwards of a rank's chunks, depth-first in groups."""
+    """Forwards and backwards of a rank's stages, depth-first in groups."""
     chunks = task.chunks(rank)
     return (
         [Act(Kind.F, chunks[chunk], mb) for chunk, mb in task.table],
@@ -177,7 +177,7 @@ def _interleaved(task: Task, rank: int) -> tuple[list[Act], list[Act]]:
 def _alternate(
     forwards: list[Act], backwards: list[Act], warm_up: int, *, paired: bool = False
 ) -> list[Act]:
-    """`warm_up` forwards, then pairs of a forward and a backward, then the other backwards."""
+    """`warm_up` forwards, then alternating (or paired) forwards and backwards, then the rest."""
     head = min(warm_up, len(forwards))
     steady: list[Act] = []
     for forward, backward in zip(forwards[head:], backwards, strict=False):
@@ -186,12 +186,12 @@ def _alternate(
 
 
 def check_groups(task: Task) -> None:
-    """P <= G <= M, and a last group that is not full is still at least P long.
+    """Check that P <= G <= M, and that an incomplete last group still has at least P microbatches.
 
-    Forwards alone can be grouped at will.
+    Forwards alone can be grouped arbitrarily.
 
     Raises:
-        ConfigError: with the nearest groups and numbers of microbatches.
+        ConfigError: with the nearest group sizes and numbers of microbatches.
     """
     ranks, total, group = task.num_ranks, task.num_microbatches, task.group_size
     if task.forward_only or groups_fit(ranks, total, group):
@@ -221,11 +221,11 @@ def check_groups(task: Task) -> None:
 
 
 def groups_fit(ranks: int, total: int, group: int) -> bool:
-    """Whether so many microbatches can be interleaved over the ranks in groups of `group`."""
+    """Whether `total` microbatches can be interleaved over the ranks in groups of `group`."""
     return ranks <= group <= total and (total % group == 0 or total % group >= ranks)
 
 
 def nearest_choices(name: str, nearest_first: Iterable[int]) -> list[str]:
-    """The first three as 'name 4', ascending."""
+    """The first three choices as 'name 4', in ascending order."""
     nearest = [choice for choice, _ in zip(nearest_first, range(3), strict=False)]
     return [f"{name} {choice}" for choice in sorted(nearest)]

@@ -1,6 +1,6 @@
-"""How much the ranks of a schedule keep: what is known before its program is made.
+"""Activation memory limits of schedules, known before a program is made.
 
-Interleaved schedules in groups of as many microbatches as there are ranks.
+For interleaved schedules, groups have as many microbatches as there are ranks.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from math import inf
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of a pipeline.
+    """A rank in a pipeline.
 
     Attributes:
-        ranks: ranks of the pipeline.
-        virtual: stages a rank, of one copy of the model.
-        rank: which of them.
+        ranks: pipeline-parallel size.
+        virtual: stages per rank, of one copy of the model.
+        rank: pipeline rank.
     """
 
     ranks: int
@@ -24,19 +24,19 @@ class Place:
 
     @property
     def left(self) -> int:
-        """Ranks from this one to the last, itself included."""
+        """Number of ranks from this one to the last, inclusive."""
         return self.ranks - self.rank
 
     @property
     def others(self) -> int:
-        """Forwards of a round over all stages of the rank but one."""
+        """Forwards of one group through all stages of the rank but one."""
         return (self.virtual - 1) * self.ranks
 
 
 Kept = Callable[[Place, int], list[int] | None]
-"""A rank and the chunks that it keeps at most -> microbatches of each of its stages among them."""
+"""(rank, maximum number of activations it keeps) -> microbatches kept by each of its stages."""
 Drained = tuple[list[int], list[int]]
-"""Microbatches of each stage that a rank keeps in the end, and whose dW waits."""
+"""At the end, for each stage of a rank: microbatches kept, and microbatches with pending W."""
 
 
 def _unknown(place: Place) -> float:
@@ -45,16 +45,16 @@ def _unknown(place: Place) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the ranks of a schedule keep at most or at least, by place; by itself, nothing is known.
+    """Limits on what the ranks of a schedule keep; the defaults mean unknown.
 
     Attributes:
-        in_flight: chunks that a rank keeps at once for their backwards, at most; inf: not known.
-        deferred: dW of a rank's stages that are left when its last dX leaves, at most; inf: not
-            known.
-        alone: forwards of a rank that are in no pair, at least, where the schedule has pairs.
-        stages: stages whose chunks a rank holds when it holds the most.
-        drained: what a rank keeps in the end, when most dW wait; None: not known, or no more than
-            at other times.
+        in_flight: maximum number of activations (one microbatch of one stage each) that a rank
+            keeps for the backward; inf: unknown.
+        deferred: maximum number of pending dW on a rank when its last dX is sent; inf: unknown.
+        alone: minimum number of unpaired forwards on a rank, if the schedule has pairs.
+        stages: microbatches that each stage of a rank keeps when the rank keeps the most.
+        drained: what a rank keeps at the end, when most dW are pending; None: unknown, or no more
+            than at other times.
     """
 
     in_flight: Callable[[Place], float] = _unknown
@@ -64,28 +64,28 @@ class Limits:
     drained: Callable[[Place], Drained | None] = lambda place: None
 
     def kept_at_once(self, place: Place) -> list[int] | None:
-        """Microbatches that each stage of a rank keeps at some time, if there are enough of them.
+        """Microbatches that each stage of a rank keeps at its peak, if there are enough of them.
 
-        None: not known.
+        None: unknown.
         """
         most = self.in_flight(place)
         return None if most == inf else self.stages(place, int(most))
 
 
 def in_turn(place: Place, most: int) -> list[int]:
-    """A warm-up takes the stages of a rank in turn, each for as many microbatches as ranks."""
+    """Stages fill in turn in the warm-up, each with as many microbatches as there are ranks."""
     ranks, virtual = place.ranks, place.virtual
     rounds, rest = divmod(most, ranks * virtual)
     return [rounds * ranks + min(max(rest - stage * ranks, 0), ranks) for stage in range(virtual)]
 
 
 def in_a_v(place: Place, most: int) -> list[int]:
-    """In a V the first rank keeps many of its first stage, the last as many of both."""
+    """In a V the first rank keeps mostly its first stage, the last rank equally many of both."""
     return [most - 1 - place.rank, 1 + place.rank]
 
 
 def in_a_smaller_v(spare: int) -> Kept:
-    """As `in_a_v`, of the ends of a V that keeps less; the first rank keeps `spare` fewer."""
+    """Like `in_a_v` for the end ranks of a V that keeps less; the first keeps `spare` fewer."""
 
     def stages(place: Place, most: int) -> list[int] | None:
         if place.ranks <= 2 or place.rank not in (0, place.ranks - 1):
@@ -96,12 +96,10 @@ def in_a_smaller_v(spare: int) -> Kept:
 
 
 def drained_v(waiting: Callable[[int], list[int]]) -> Callable[[Place], Drained | None]:
-    """Of a V that leaves its dW for the end, when there is nothing else to do.
-
-    With at least twice as many microbatches as ranks.
+    """For a V that leaves its dW for the end, with at least twice as many microbatches as ranks.
 
     Args:
-        waiting: rank -> microbatches of each of its stages whose dW waits.
+        waiting: rank -> microbatches of each of its stages with pending dW.
     """
 
     def drained(place: Place) -> Drained | None:
@@ -111,5 +109,5 @@ def drained_v(waiting: Callable[[int], list[int]]) -> Callable[[Place], Drained 
 
 
 def at_once(place: Place) -> float:
-    """The limit on `Limits.deferred` where each dW follows its dX, or runs with it."""
+    """`Limits.deferred` of schedules in which each dW follows its dX or runs with it."""
     return 1

@@ -1,4 +1,4 @@
-"""Schedules by name."""
+"""Registry of pipeline schedules by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ from fivefold.pipeline.schedules.zero_bubble import interleaved_zb, zb_h1, zb_h2
 
 
 class Shape(Enum):
-    """How stages must lie on ranks."""
+    """Required placement of stages on ranks."""
 
     ANY = "any placement"
-    LINE = "runs one stage a rank"
+    LINE = "runs one stage per rank"
     LOOP = "needs stage i on rank i % {ranks}"
-    V = "needs two stages a rank, there and back again"
+    V = "needs two stages per rank, placed in a V"
 
     def fits(self, placement: tuple[int, ...]) -> bool:
         """Whether a placement has this shape."""
@@ -54,21 +54,21 @@ class Shape(Enum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is known of a schedule before it runs.
+    """Properties of a schedule that are known before it runs.
 
     Attributes:
-        generate: makes the compute acts of every rank; raises ConfigError where the task lies
-            outside what the schedule can do.
-        about: description in a line.
-        shape: shape of the placements it takes.
-        num_copies: copies of the model that it keeps; the second lies on the ranks in reverse.
-        slices: whether it can cut sequences.
-        pairs: whether it runs a forward and a backward beside each other.
-        groups: whether a rank runs a group of microbatches on one stage before the next.
-        steady: whether its ranks come to do and hold the same, round after round.
+        generate: makes the compute actions of every rank; raises ConfigError if the schedule does
+            not support the task.
+        about: one-line description.
+        shape: shape of the placements it supports.
+        num_copies: copies of the model that it keeps; the second is placed on the ranks in reverse.
+        slices: whether it supports sequence slices.
+        pairs: whether it overlaps a forward with a backward.
+        groups: whether a rank runs a group of microbatches on one stage before the next stage.
+        steady: whether it has a steady state with a constant number of activations.
         fused: whether each dW follows its dX at once.
-        fewest: microbatches that it needs for each rank.
-        limits: how much its ranks keep.
+        fewest: minimum number of microbatches per rank.
+        limits: activation memory limits of its ranks.
     """
 
     generate: Callable[[Task], Orders]
@@ -84,12 +84,12 @@ class Schedule:
     limits: Limits = Limits()
 
     def takes(self, ranks: int, microbatches: int, group: int | None = None) -> bool:
-        """Whether it can run so many microbatches; `generate` has the last word.
+        """Whether it can run this many microbatches; `generate` checks the rest.
 
         Args:
-            ranks: ranks of the pipeline.
-            microbatches: microbatches of a step.
-            group: group of microbatches, where the schedule has groups; None: as many as ranks.
+            ranks: pipeline-parallel size.
+            microbatches: microbatches per step.
+            group: microbatch group size, if the schedule has groups; None: the number of ranks.
         """
         if self.groups:
             return groups_fit(ranks, microbatches, group or ranks)
@@ -97,13 +97,14 @@ class Schedule:
         return whole and microbatches >= self.fewest * ranks
 
     def enough(self, ranks: int, microbatches: int, group: int | None = None) -> int:
-        """Microbatches after which no rank holds anything new; all of them, where there is no
-        steady state or it is not reached.
+        """Number of microbatches after which memory no longer changes.
+
+        That is all of them if there is no steady state, or none is reached.
 
         Args:
-            ranks: as `takes` has it.
-            microbatches: as `takes` has it.
-            group: as `takes` has it.
+            ranks: pipeline-parallel size.
+            microbatches: microbatches per step.
+            group: microbatch group size, if the schedule has groups; None: the number of ranks.
         """
         round_of = group or ranks
         if not self.steady or microbatches % round_of:
@@ -241,11 +242,11 @@ SEARCHED = Schedule(
     Shape.ANY,
     steady=False,
 )
-"""What is known of a schedule that is not listed, because it is searched for."""
+"""Properties of the searched schedule, which is not listed."""
 
 
 def known_of(name: str) -> Schedule:
-    """What is known of a schedule, be it listed or searched for."""
+    """Properties of a schedule, listed or searched for."""
     return SCHEDULES.get(name, SEARCHED)
 
 
@@ -264,14 +265,14 @@ def build_program(
         name: a key of `SCHEDULES`.
         placement: stage -> rank; every rank from 0 to the highest holds a stage. A schedule with
             two copies of the model adds the second itself.
-        num_microbatches: microbatches of one step.
-        group_size: consecutive microbatches a chunk runs before the next chunk does
-            (interleaved schedules only); the number of ranks when None.
+        num_microbatches: microbatches per step.
+        group_size: consecutive microbatches that run through one stage before the rank's next one
+            (interleaved schedules only); None: the number of ranks.
         num_slices: causal slices of each sequence (sliced_1f1b only).
-        forward_only: the evaluation program: the schedule's forwards in the same order.
+        forward_only: make the evaluation program: the schedule's forwards in the same order.
 
     Raises:
-        ConfigError: an unknown name, or a task outside what the schedule can do.
+        ConfigError: an unknown name, or a task that the schedule does not support.
     """
     _check_task(name, placement, num_microbatches, group_size, num_slices)
     schedule = SCHEDULES[name]
@@ -294,7 +295,7 @@ def build_program(
 
 
 def with_copies(placement: tuple[int, ...], num_copies: int) -> tuple[int, ...]:
-    """The placement of so many copies of a model: the second lies on the ranks in reverse."""
+    """The placement of several copies of a model; the second is on the ranks in reverse."""
     return placement + placement[::-1] * (num_copies - 1)
 
 
@@ -305,7 +306,7 @@ def _check_task(
     group_size: int | None,
     num_slices: int,
 ) -> None:
-    """What can be said before a schedule is made; all mistakes at once."""
+    """Report everything that can be checked before a schedule is made."""
     if name not in SCHEDULES:
         raise ConfigError(
             Mistake(

@@ -1,9 +1,9 @@
-"""Schedules of repeated building blocks (Qi et al., Controllable Memory, 2024): V-Half and V-Min.
+"""V-Half and V-Min: schedules of repeated building blocks (Qi et al., Controllable Memory, 2024).
 
-Two chunks a rank in a V. Every microbatch has the same shape in time, six slots after the one
-before; how long the shape lasts on each rank decides what is held. The regular pattern is then
-tightened: at both ends acts move to earlier free slots, as long as no rank holds more than the
-pattern does, and dW fills what is free.
+Each rank holds two stages, in a V. Every microbatch has the same shape in time, six slots after the
+previous one; the length of the shape on each rank decides how much is held. The regular pattern is
+then tightened: at both ends actions move to earlier free slots, as long as no rank holds more than
+the pattern does, and W fills the free slots.
 """
 
 from bisect import insort
@@ -75,12 +75,12 @@ def _tightened(task: Task, block: Block) -> Orders:
 
 
 class _Pattern:
-    """Slots of every act on every rank.
+    """Time slots of every action on every rank.
 
     Attributes:
-        slots: slots of each rank and type (F0, F1, B1, B0, W), of each act; W's in the order of the
-            B's.
-        peak: chunks held by a rank at most.
+        slots: for each rank and type (F0, F1, B1, B0, W), the slot of each action; W's are in the
+            order of the B's.
+        peak: maximum number of activations that a rank holds.
     """
 
     def __init__(self, blocks: list[tuple[int, int, int, int]], total: int) -> None:
@@ -105,7 +105,7 @@ class _Pattern:
         self.peak = max(max(held) for held in self._held)
 
     def tighten(self) -> None:
-        """Move what comes before the first B0 on rank 0, or after its last F0 has begun."""
+        """Tighten both ends: before the first B0 on rank 0, and after its last F0."""
         first, last = self.slots[0][_B0][0], self.slots[0][_F0][-1]
         acts = sorted(
             (slot, rank, kind, index)
@@ -118,7 +118,7 @@ class _Pattern:
             self._move(rank, kind, index, slot)
 
     def _move(self, rank: int, kind: int, index: int, slot: int) -> None:
-        """To the earliest free slot that keeps every dependency, and the peak."""
+        """Move an action to the earliest free slot that keeps its dependencies and the peak."""
         busy, held = self._busy[rank], self._held[rank]
         earliest = self._after(rank, kind, index) + 1
         if kind in (_F0, _F1):  # holds from the new slot on
@@ -139,7 +139,7 @@ class _Pattern:
             held[target:slot] = [chunks + change for chunks in held[target:slot]]
 
     def _after(self, rank: int, kind: int, index: int) -> int:
-        """The last slot of what an act waits for; -1 if there is nothing."""
+        """The last slot of an action's dependencies; -1 if there are none."""
         if kind == _W:
             before = [self._backward[rank][index]]
         else:
@@ -155,7 +155,7 @@ class _Pattern:
 
 
 def _fill(busy: list[bool], backward: list[int]) -> list[int]:
-    """Give each B a W in the next free slot."""
+    """Put a W in the next free slot after each B."""
     weights: list[int] = []
     slot = 0
     for after in backward:

@@ -1,7 +1,7 @@
-"""Schedules that fill the bubble with dW (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
+"""Zero-bubble schedules: W fills the bubble (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
 
-The backward pass is cut into B, which the rank before waits for, and W, which nobody waits for.
-"Zero" holds in the span of one rank, not in a step that ends with something global.
+The backward pass is split into B, which the previous rank waits for, and W, which nobody waits for.
+"Zero" holds for the span of one rank, not for a step that ends with a global operation.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from fivefold.pipeline.schedules.fixed import Orders, Task, check_groups, only_m
 def zb_h1(task: Task) -> Orders:
     """1F1B's warm-up and memory, with the W's of rank r lagging r behind their B's.
 
-    Bubble max((P-1)(F+B-W), (P-1)F); P microbatches are held on every rank. Any M.
+    Bubble max((P-1)(F+B-W), (P-1)F); every rank holds P microbatches. Any M.
     """
     return [
         _lagging(
@@ -28,9 +28,9 @@ def zb_h1(task: Task) -> Orders:
 
 
 def zb_h2(task: Task) -> Orders:
-    """About twice the memory of ZB-H1 for no bubble in the span where F = B = W.
+    """No bubble in the span if F = B = W, at about twice the memory of ZB-H1.
 
-    Span bubble max(0, (P-1)(F+B-2W)), flush bubble at least (P-1)F; 2P-1 microbatches are held.
+    Span bubble max(0, (P-1)(F+B-2W)), flush bubble at least (P-1)F; holds 2P-1 microbatches.
     """
     orders = []
     for rank in range(task.num_ranks):
@@ -50,7 +50,7 @@ def zb_h2(task: Task) -> Orders:
 
 
 def interleaved_zb(task: Task) -> Orders:
-    """ZB-H1 over several chunks a rank, depth-first in groups.
+    """ZB-H1 with several stages per rank, depth-first in groups.
 
     Flush bubble (P-1)F/V; at V=2 rank 0 holds P microbatches. P <= G <= M.
     """
@@ -70,9 +70,9 @@ def interleaved_zb(task: Task) -> Orders:
 
 
 def zb_v(task: Task) -> Orders:
-    """Two chunks a rank in a V, at the memory of 1F1B.
+    """Two stages per rank in a V, at the memory of 1F1B.
 
-    No bubble in the span where F = B = W; flush bubble (P-1)F/2; 2P chunks are held. Any M.
+    No bubble in the span if F = B = W; flush bubble (P-1)F/2; holds 2P stages. Any M.
     """
     total = max(task.num_microbatches, 2 * task.num_ranks - 1)
     return [

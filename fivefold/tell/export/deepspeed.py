@@ -208,6 +208,8 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
         yield f"recomputation is code there: deepspeed.checkpointing.checkpoint ({kind})"
     if said["fine_grained_activation_offloading"]:
         modules = " ".join(said["offload_modules"])
+        if tensors := " ".join(said["offload_tensors"]):
+            modules += f", offload_tensors = {tensors}"
         yield (
             "fine_grained_activation_offloading is code there: offload_modules = "
             f"{modules}, min_offloaded_tensor_size = {said['min_offloaded_tensor_size']}"

@@ -1,0 +1,104 @@
+"""Reads what an operation of torch.distributed sends, and with whom, from its arguments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.errors import FivefoldError
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the arguments of an operation stand.
+
+    Attributes:
+        op: name of the operation.
+        gives: place of the tensors that are read; None: none are.
+        gets: place of the tensors that are written; None: none are.
+        group: place of the group.
+        whole: place of the tensors of which `wire_bytes` counts the bytes; None: nothing is sent.
+    """
+
+    op: str
+    gives: int | None
+    gets: int | None
+    group: int
+    whole: int | None
+
+
+_OPS: Mapping[str, _Places] = {
+    "c10d::_allgather_base_": _Places("all_gather", 1, 0, 2, 0),
+    "c10d::allgather_": _Places("all_gather", 1, 0, 2, 0),
+    "c10d::_reduce_scatter_base_": _Places("reduce_scatter", 1, 0, 2, 1),
+    "c10d::reduce_scatter_": _Places("reduce_scatter", 1, 0, 2, 1),
+    "c10d::allreduce_": _Places("all_reduce", 0, 0, 1, 0),
+    "c10d::allreduce_coalesced_": _Places("all_reduce", 0, 0, 1, 0),
+    "c10d::alltoall_base_": _Places("all_to_all", 1, 0, 2, 1),
+    "c10d::alltoall_": _Places("all_to_all", 1, 0, 2, 1),
+    "c10d::send": _Places("send", 0, None, 1, 0),
+    "c10d::recv_": _Places("receive", None, 0, 1, None),
+    "c10d::barrier": _Places("barrier", None, None, 1, None),
+    "c10d::monitored_barrier_": _Places("barrier", None, None, 1, None),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of torch.distributed on this rank.
+
+    Attributes:
+        op: all_gather, reduce_scatter, all_reduce, all_to_all, send, receive or barrier.
+        group: group of the ranks that take part.
+        gives: tensors that are read, in order.
+        gets: tensors that are written, in order.
+        size: bytes of the whole buffer, as `counts.messages.wire_bytes` wants them.
+        peer: rank in the group of a message; None for collectives.
+        tag: number of a message.
+    """
+
+    op: str
+    group: dist.ProcessGroup
+    gives: tuple[Tensor, ...]
+    gets: tuple[Tensor, ...]
+    size: int
+    peer: int | None
+    tag: int
+
+
+def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
+    """The call that an operation is; None if it is none of torch.distributed.
+
+    Raises:
+        FivefoldError: an operation of torch.distributed that is not known.
+    """
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    name = func.name().partition(".")[0]
+    if name not in _OPS:
+        raise FivefoldError(f"no wire model is known for {name}")
+    places = _OPS[name]
+    message = places.op in ("send", "receive")
+    return Call(
+        places.op,
+        dist.ProcessGroup.unbox(args[places.group]),
+        () if places.gives is None else _flat(args[places.gives]),
+        () if places.gets is None else _flat(args[places.gets]),
+        0 if places.whole is None else sum(map(bytes_of, _flat(args[places.whole]))),
+        args[2] if message else None,
+        args[3] if message else 0,
+    )
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def _flat(buffers: Any) -> tuple[Tensor, ...]:
+    """A tensor, or all tensors in a nested list."""
+    if isinstance(buffers, Tensor):
+        return (buffers,)
+    return tuple(tensor for inner in buffers for tensor in _flat(inner))

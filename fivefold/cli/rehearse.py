@@ -1,0 +1,61 @@
+"""`fivefold rehearse`: run ranks of any layout on this machine, with shapes for numbers."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.check import check
+from fivefold.cli.style import note
+from fivefold.cli.verdict import tell
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load
+from fivefold.predict.cluster import load_cluster
+from fivefold.rehearse.report import make_report
+from fivefold.rehearse.roles import rehearsed_layout, roles
+from fivefold.verify.report import describe
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run a step of one rank of each role of a layout of any size, without its memory or network.
+
+    The ranks run what they would run in training, on tensors that have shapes but no values. Shown
+    are memory, operations, waits of the host and bytes sent, beside what planner and theory say.
+    Messages are held against each other: the exit status is 0 only if every collective and every
+    message of the rehearsed ranks meets its counterpart, and all bytes are as theory says.
+    """
+
+    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+    nproc: int = option(1, "ranks of the job, of which only a few are run")
+    ranks: Literal["roles", "every"] = option(
+        "roles", "which ranks to run: one of each role, or every one"
+    )
+    device: Literal["gpu", "cpu"] = option("gpu", "what the job is to run on: its code differs")
+    jobs: int | None = option(None, "processes that rehearse ranks (default: one for each core)")
+    cluster: str = option("H100", "kind of GPU, or TOML file of a cluster, with which to compare")
+    json: bool = option(False, "print the result as JSON")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    options, config = load(argv, Options, note)
+    whole = check(config, options.nproc)
+    layout = rehearsed_layout(whole)
+    cluster = load_cluster(options.cluster, options.nproc)
+    from fivefold.rehearse.run import rehearse_ranks
+
+    scripts = rehearse_ranks(
+        layout,
+        roles(layout, every=options.ranks == "every"),
+        gpus=options.device == "gpu",
+        processes=options.jobs or os.cpu_count() or 1,
+    )
+    title = f"{len(scripts)} of {describe(layout)}"
+    if layout.num_microbatches < whole.num_microbatches:
+        title += (
+            f" of {whole.num_microbatches}: as many as a rank holds at once, "
+            "with gradients of all its stages"
+        )
+    return tell(make_report(layout, title, scripts, cluster), as_json=options.json)

@@ -1,0 +1,103 @@
+"""Holds the scripts of ranks against each other: would the job hang? Imports no torch."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, zip_longest
+
+from fivefold.rehearse.script import Issued, Script
+from fivefold.units import human_bytes
+
+MESSAGES = ("send", "receive")
+
+
+def disagreements(scripts: Sequence[Script], name: Callable[[int], str]) -> list[str]:
+    """Why these ranks would wait for each other for ever, or get what was not sent to them.
+
+    Of each pair of ranks only the first difference is told: what follows it may be its consequence.
+
+    Args:
+        scripts: of some ranks of a job; those of other ranks are taken to be like them.
+        name: coordinates of a rank, as text.
+    """
+    return [
+        what
+        for one, other in combinations(scripts, 2)
+        for what in [next(_between(one, other, name), None)]
+        if what is not None
+    ]
+
+
+def _between(one: Script, other: Script, name: Callable[[int], str]) -> Iterator[str]:
+    """Differences between two ranks, the first one first."""
+    here, there = f"rank {one.rank} {name(one.rank)}", f"rank {other.rank} {name(other.rank)}"
+    shared = []
+    for mine, theirs, who, whom in ((one, other, here, there), (other, one, there, here)):
+        for group, ranks in mine.groups.items():
+            if other.rank in ranks and one.rank in ranks:
+                if theirs.groups.get(group) != ranks:
+                    axis = mine.axes.get(group, group)
+                    yield f"{who} makes a group of {len(ranks)} ranks ({axis}), {whom} does not"
+                elif mine is one:
+                    shared.append(group)
+    for group in shared:
+        yield from _collectives(one, other, group, (here, there))
+        yield from _messages(one, other, group, (here, there))
+        yield from _messages(other, one, group, (there, here))
+
+
+def _collectives(one: Script, other: Script, group: str, who: tuple[str, str]) -> Iterator[str]:
+    ranks, axis = one.groups[group], one.axes.get(group, group)
+    at, opposite = ranks.index(one.rank), ranks.index(other.rank)
+    both = (
+        [c for c in s.issued if c.group == group and c.op not in MESSAGES] for s in (one, other)
+    )
+    for number, (mine, theirs) in enumerate(zip_longest(*both), 1):
+        what = f"collective {number} of the {axis} group"
+        if mine is None or theirs is None:
+            waits, lacks = who if theirs is None else who[::-1]
+            yield f"{waits} waits in {_told(mine or theirs)}, {what}, which {lacks} never enters"
+            return
+        same = (mine.op, mine.dtype) == (theirs.op, theirs.dtype)
+        if same and mine.parts and theirs.parts:
+            there, back = mine.parts[0][opposite], theirs.parts[1][at]
+            if there != back:
+                sizes = f"{human_bytes(there)}, and {who[1]} expects {human_bytes(back)}"
+                yield f"{what}: {who[0]} sends {sizes} of it"
+                return
+        elif not same or mine.size != theirs.size:
+            yield f"{what} is {_told(mine)} on {who[0]}, and {_told(theirs)} on {who[1]}"
+            return
+
+
+def _messages(source: Script, target: Script, group: str, who: tuple[str, str]) -> Iterator[str]:
+    """Sends without a receive, receives without a send, and those of other sizes."""
+    ranks = source.groups[group]
+    sent = _by_tag(source, "send", group, ranks.index(target.rank))
+    got = _by_tag(target, "receive", group, ranks.index(source.rank))
+    for tag in dict.fromkeys((*sent, *got)):
+        for leaves, comes in zip_longest(sent.get(tag, ()), got.get(tag, ())):
+            what = f"message {tag} of the {source.axes.get(group, group)} group"
+            if comes is None:
+                yield f"{who[0]} sends {what} to {who[1]}, which never receives it"
+            elif leaves is None:
+                yield f"{who[1]} waits for {what} from {who[0]}, which never sends it"
+            elif (leaves.size, leaves.dtype) != (comes.size, comes.dtype):
+                yield (
+                    f"{what}: {who[0]} sends {_sized(leaves)}, and {who[1]} expects {_sized(comes)}"
+                )
+
+
+def _by_tag(script: Script, op: str, group: str, peer: int) -> dict[int, list[Issued]]:
+    found: defaultdict[int, list[Issued]] = defaultdict(list)
+    for call in script.issued:
+        if call.op == op and call.group == group and call.peer == peer:
+            found[call.tag].append(call)
+    return found
+
+
+def _told(call: Issued) -> str:
+    return f"{call.op} of {_sized(call)}"
+
+
+def _sized(call: Issued) -> str:
+    return f"{human_bytes(call.size)} of {call.dtype}"

@@ -1,0 +1,137 @@
+"""Runs one training step of some ranks of a layout, one after the other or in a few processes."""
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.audit.routed import ChosenExperts
+from fivefold.audit.traffic import axes_of, named_groups
+from fivefold.counts.routed import rows_of_choices
+from fivefold.counts.volumes import by_axis, step_volumes
+from fivefold.data.packing import Microbatch
+from fivefold.layout import Layout
+from fivefold.mesh.slices import local_tensor
+from fivefold.model.routing import Router
+from fivefold.rehearse.ledger import Holdings, StepLedger
+from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
+from fivefold.rehearse.shadow import Shadow
+from fivefold.rehearse.world import pretended_world
+from fivefold.train.engine import Engine
+
+
+def rehearse_ranks(
+    layout: Layout, ranks: Sequence[int], *, gpus: bool = True, processes: int = 1
+) -> list[Script]:
+    """The scripts of some ranks.
+
+    Args:
+        layout: as `roles.rehearsed_layout` makes it.
+        ranks: ranks to rehearse.
+        gpus: whether they are to run on GPUs, or on CPUs with gloo.
+        processes: processes in which they run; one: this one.
+    """
+    one = partial(rehearse_rank, layout, gpus=gpus)
+    if processes == 1:
+        return [one(rank) for rank in ranks]
+    # Forked, as ranks are for training: this process has run no backward and has no threads.
+    context = multiprocessing.get_context("fork")
+    with context.Pool(min(processes, len(ranks)), _alone) as pool:
+        return pool.map(one, ranks, chunksize=1)
+
+
+def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
+    """One step of one rank, with shapes in the place of numbers."""
+    start = time.perf_counter()
+    with pretended_world(rank, layout.grid.world_size, gpus=gpus), Shadow(gpus=gpus):
+        return watched_step(layout, rank, started=start)
+
+
+def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> Script:
+    """Build the engine of a rank, run one step, and keep account of it.
+
+    The process group is there already, a real one or a pretended one.
+
+    Args:
+        layout: layout of the job.
+        rank: number of this rank.
+        started: time from which the seconds are counted, by `time.perf_counter`; None: now.
+    """
+    started = time.perf_counter() if started is None else started
+    ledger = StepLedger()
+    with ledger:
+        engine = Engine(layout, rank, torch.device("cpu"), initialises=False)
+        ledger.account = partial(_account, ledger.holdings, engine)
+        ledger.account()
+        engine.model.executor.observe = ledger.act
+        for stage in engine.model.stages.values():
+            for mixture in stage.mixtures:
+                mixture.router.limit = limit_by_place
+        ledger.begin()
+        chosen = ChosenExperts(engine.model.stages, engine.groups)
+        with chosen:
+            found = engine.gradients(microbatches_of(layout))
+            ledger.account()
+            engine.apply(found)
+    every = [chosen.choices] * layout.grid.world_size  # of which all choose alike
+    expected = step_volumes(layout, rank, rows_of_choices(layout, rank, every))
+    holdings = ledger.holdings
+    return Script(
+        rank,
+        {
+            g.group_name: tuple(dist.get_process_group_ranks(g))
+            for _, g in named_groups(engine.groups)
+        },
+        axes_of(engine.groups),
+        tuple(ledger.issued),
+        holdings.peak,
+        holdings.peak_at,
+        holdings.at_peak,
+        ledger.operations,
+        ledger.waits,
+        {axis: size for axis, size in by_axis(expected).items() if size},
+        time.perf_counter() - started,
+    )
+
+
+def microbatches_of(layout: Layout) -> list[Microbatch]:
+    """Microbatches of whole rows, the same on every rank, so that all route alike."""
+    training = layout.config.training
+    shape = training.micro_batch_size, training.seq_length
+    zeros = np.zeros(shape, np.int64)
+    microbatch = Microbatch(
+        tokens_BS=zeros,
+        labels_BS=zeros,
+        positions_BS=np.broadcast_to(np.arange(shape[1]), shape).copy(),
+        documents_BS=zeros,
+        token_ids_BS=np.arange(zeros.size).reshape(shape),
+    )
+    return [microbatch] * layout.num_microbatches
+
+
+def limit_by_place(router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Tensor | None:
+    """The room of experts where scores have no values: of equal ones the first tokens win."""
+    equal_TE = experts_TK.new_zeros(logits_TE.shape, dtype=torch.float32)
+    return router.within_capacity(experts_TK, equal_TE)
+
+
+def _account(holdings: Holdings, engine: Engine) -> None:
+    """Tell which tensors are weights, gradients and moments."""
+    parameters = [p for stage in engine.model.stages.values() for p in stage.parameters()]
+    parameters += engine.parameters.values()
+    holdings.count_as(WEIGHTS, map(local_tensor, parameters))
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    holdings.count_as(GRADIENTS, map(local_tensor, grads))
+    for stage in engine.model.gradients.values():
+        holdings.count_as(GRADIENTS, stage.waiting_gradients())
+    moments = [piece.local for piece in engine.optimizer.state_tensors().values()]
+    holdings.count_as(OPTIMIZER, moments)
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,181 @@
+"""Runs a step on shapes: real-valued tensors hold nothing, and integers are really computed.
+
+Integers are small, and decide shapes: which token goes to which expert. So nothing of what decides
+anything is made up, but for the numbers that other ranks would send, see `Shadow`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from fivefold.audit.calls import Call, call_of
+from fivefold.audit.watch import Watch
+
+ATEN = torch.ops.aten
+_INFERRED = ("aten::arange", "aten::full", "aten::scalar_tensor")
+"""Makers of tensors that are whole where their arguments are."""
+
+
+class ShapesOnly(FakeTensorMode):
+    """torch's tensors without values, which say what they stand for.
+
+    Args:
+        gpus: whether they stand for tensors on GPUs.
+    """
+
+    def __init__(self, *, gpus: bool) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.stands_for_gpu = gpus
+
+
+class Shadow(Watch):
+    """Gives real-valued tensors no values, and answers for the ranks that are not there.
+
+    Every other rank is taken to hold the same integers as this one: what a rank gets in an
+    all-gather is its own part, in an all-to-all what it would send to itself, in a sum its own
+    value times the ranks. A number that the host reads off a tensor without values is 1.
+
+    Args:
+        gpus: whether tensors stand for those on GPUs.
+    """
+
+    def __init__(self, *, gpus: bool) -> None:
+        super().__init__()
+        self._shapes = ShapesOnly(gpus=gpus)
+        self._stand_ins: dict[tuple[Any, ...], Tensor] = {}
+        self._work = _finished_work() if gpus else _work_to_be_waited_for()
+        # Integers of messages by group and number of elements: what was sent last, and buffers
+        # that wait for it.
+        self._sent: dict[tuple[str, int], Tensor] = {}
+        self._open: dict[tuple[str, int], list[Tensor]] = {}
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        call = call_of(func, args)
+        if call is not None:
+            self._answer(call)
+            return _outcome(func, args, self._work)
+        tensors = _tensors(args) + _tensors(kwargs.values())
+        shadows = sum(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not shadows:
+            if _holds_values(func, tensors, args, kwargs):
+                return func(*args, **kwargs)
+            with self._shapes:
+                return func(*args, **kwargs)
+        if func is ATEN._local_scalar_dense.default:
+            return _one(args[0])
+        if func._schema.is_mutable:
+            target = args[0] if args else None
+            if isinstance(target, Tensor) and not isinstance(target, FakeTensor):
+                return target  # what is unknown is not written into what is known
+        if shadows < len(tensors):
+            args, kwargs = tree_map_only(Tensor, self._shape_of, (args, kwargs))
+        with self._shapes:
+            return func(*args, **kwargs)
+
+    def _shape_of(self, tensor: Tensor) -> Tensor:
+        """A tensor without values in the place of one with values, which is only read."""
+        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+            return tensor
+        key = (tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in self._stand_ins:
+            with self._shapes:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            self._stand_ins[key] = made
+        return self._stand_ins[key]
+
+    def _answer(self, call: Call) -> None:
+        """Fill in the integers that other ranks would send."""
+        if any(isinstance(tensor, FakeTensor) for tensor in (*call.gives, *call.gets)):
+            return
+        ranks, rank = call.group.size(), call.group.rank()
+        match call.op:
+            case "all_reduce":
+                for tensor in call.gets:
+                    tensor.mul_(ranks)
+            case "all_gather":
+                _copy_to_all(call.gets, call.gives[0], ranks)
+            case "reduce_scatter":
+                whole = torch.cat([tensor.flatten() for tensor in call.gives])
+                call.gets[0].copy_(whole.chunk(ranks)[rank].view_as(call.gets[0]) * ranks)
+            case "all_to_all" if len(call.gives) == ranks:
+                _copy_to_all(call.gets, call.gives[rank], ranks)
+            case "all_to_all":
+                _copy_to_all(call.gets, call.gives[0].chunk(ranks)[rank], ranks)
+            case "send":
+                key = (call.group.group_name, call.gives[0].numel())
+                self._sent[key] = call.gives[0].detach().clone()
+                for buffer in self._open.pop(key, []):
+                    buffer.copy_(self._sent[key].view_as(buffer))
+            case "receive":
+                key = (call.group.group_name, call.gets[0].numel())
+                if key in self._sent:
+                    call.gets[0].copy_(self._sent[key].view_as(call.gets[0]))
+                else:
+                    self._open.setdefault(key, []).append(call.gets[0])
+
+
+def _holds_values(
+    func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether an operation without shadows among its arguments is run as it is."""
+    device = kwargs.get("device")
+    away = device is not None and torch.device(device).type == "meta"
+    if tensors:
+        return away or device is None or any(t.device.type != "meta" for t in tensors)
+    dtype = kwargs.get("dtype")
+    if dtype is None and func.name().partition(".")[0] in _INFERRED:
+        numbers = [value for value in args if isinstance(value, int | float)]
+        dtype = torch.int64 if all(isinstance(n, int) for n in numbers) else None
+    return away or (dtype is not None and not dtype.is_floating_point)
+
+
+def _copy_to_all(targets: tuple[Tensor, ...], source: Tensor, ranks: int) -> None:
+    """Give every target, or each of as many equal parts of one, the value of `source`."""
+    if len(targets) < ranks:
+        targets = targets[0].flatten().chunk(ranks)
+    for target in targets:
+        target.copy_(source.reshape(target.shape))
+
+
+def _one(tensor: Tensor) -> int | float | bool:
+    if tensor.dtype.is_floating_point:
+        return 1.0
+    return True if tensor.dtype == torch.bool else 1
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among arguments, or in lists among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def _finished_work() -> Any:
+    from torch._C import _distributed_c10d as private
+
+    make: Any = getattr(private, "_create_work_from_future")  # noqa: B009
+    future: Any = torch.futures.Future()
+    future.set_result(None)
+    return make(future).boxed()
+
+
+def _work_to_be_waited_for() -> Any:
+    """As gloo's, which says that it has ended only when waited for."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+def _outcome(func: Any, args: tuple[Any, ...], work: Any) -> Any:
+    """What an operation of torch.distributed returns: its work, and mostly its first argument."""
+    return work if len(func._schema.returns) == 1 else (args[0], work)

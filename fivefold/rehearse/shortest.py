@@ -1,0 +1,61 @@
+"""The shortest step in which every rank of a job holds as much as in the whole one; torch-free."""
+
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fivefold.errors import ConfigError
+from fivefold.layout import Layout
+from fivefold.pipeline.ir import Kind
+from fivefold.predict.liveness import Acts, Moments, moments
+
+
+def enough_to_hold_all(layout: Layout) -> int:
+    """The fewest microbatches in which each moment of a step has its like.
+
+    In a like moment a rank runs the same action, and has at least as many microbatches of each
+    stage in flight, and gradients of at least the same stages.
+    """
+    splits = layout.defers_weights
+    whole = list(map(_by_action, moments(layout, splits_backward=splits)))
+    most = layout.enough_microbatches
+    for count in range(1, most):
+        try:
+            found = moments(layout, splits_backward=splits, num_microbatches=count)
+        except ConfigError:
+            continue
+        if all(map(_has_likes, map(_by_action, found), whole)):
+            return count
+    return most
+
+
+def _by_action(found: Moments) -> dict[Acts, NDArray[np.float64]]:
+    """What is held in each moment, one in a row, by the action that runs."""
+    begun = np.zeros(found.kept.shape[1])
+    columns = {stage: at for at, stage in enumerate(_stages(found))}
+    rows: defaultdict[Acts, list[NDArray[np.float64]]] = defaultdict(list)
+    for moment, which in enumerate(found.which):
+        acts = found.running[which]
+        held = found.kept[moment], found.inputs[moment], found.waiting[moment]
+        rows[acts].append(np.concatenate([*held, begun]))
+        for kind, stage, _ in acts:
+            begun[columns[stage]] = begun[columns[stage]] or kind in (Kind.W, Kind.BW)
+    return {acts: np.unique(held, axis=0) for acts, held in rows.items()}
+
+
+def _stages(found: Moments) -> list[int]:
+    return sorted({stage for acts in found.running for _, stage, _ in acts})
+
+
+def _has_likes(
+    short: dict[Acts, NDArray[np.float64]], whole: dict[Acts, NDArray[np.float64]]
+) -> bool:
+    """Whether each row of a whole step is nowhere above some row of a shorter one."""
+    if short.keys() != whole.keys():
+        return False
+    for acts, rows in whole.items():
+        reaches = np.all(rows[:, None] <= short[acts][None] + 1e-9, axis=2)
+        if not np.all(np.any(reaches, axis=1)):
+            return False
+    return True

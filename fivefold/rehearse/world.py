@@ -1,0 +1,44 @@
+"""A process group in which this process is the only one that is there."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from fivefold.mesh.device import REHEARSED_GPUS
+
+
+@contextmanager
+def pretended_world(rank: int, size: int, *, gpus: bool) -> Iterator[None]:
+    """Be one of `size` ranks, whose groups move nothing.
+
+    Args:
+        rank: number of this process among them.
+        size: number of ranks.
+        gpus: whether groups take the paths of GPUs' collectives, or those of gloo.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if gpus and not hasattr(dist.Backend, REHEARSED_GPUS.upper()):
+        dist.Backend.register_backend(REHEARSED_GPUS, _group, extended_api=True, devices=["cpu"])
+    options = _fake_group().Options()
+    backend = REHEARSED_GPUS if gpus else "fake"
+    dist.init_process_group(
+        backend, rank=rank, world_size=size, store=FakeStore(), pg_options=options
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _group(common: Any, options: Any) -> Any:
+    return _fake_group()._create_internal(common.group_rank, common.group_size, options)
+
+
+def _fake_group() -> Any:
+    """torch's class of groups that move nothing, which is private."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    return FakeProcessGroup

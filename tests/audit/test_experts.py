@@ -1,0 +1,165 @@
+"""Steps of layers with experts, against theory that knows what their tokens chose: everything is
+equal on every rank, to the byte and the FLOP."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fivefold.audit.record import expected_record
+from fivefold.check import check
+from tests.audit.test_audit import records_of
+from tests.verify.cases import MIXTURE, chosen, config, named
+
+pytestmark = pytest.mark.slow
+
+SMALL = replace(MIXTURE, num_layers=2, moe_layer_freq="[0,1]")
+ALONE = {"moe_shared_expert_intermediate_size": None}
+GATED = {"moe_shared_expert_gate": True}
+PLAIN = {"gated_linear_unit": False, "add_bias_linear": True, "activation_func": "gelu"}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5}
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": None,
+    "kv_channels": None,
+    "qk_layernorm": False,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+}
+DROPS = {"moe_expert_capacity_factor": 0.7}
+PADS = DROPS | {"moe_pad_expert_input_to_capacity": True}
+BALANCED = {
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
+    "moe_aux_loss_coeff": (0.1, 0.2),
+    "moe_z_loss_coeff": 0.1,
+}
+PAIR = {"pp": 2, "pipeline_model_parallel_layout": "Et|tL", "moe_layer_freq": "[1,1]"}
+STAGES = PAIR | {"recompute_in_flight_limit": 1}
+
+
+def _again(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+def _moved(*modules: str) -> dict[str, Any]:
+    return {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": modules,
+        "min_offloaded_tensor_size": 1,
+    }
+
+
+# Ranks, model, settings.
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, ALONE, {}),
+    "one rank, bf16, wide router": (1, {}, {"precision": "bf16", "moe_router_dtype": "fp32"}),
+    "one rank, rows dropped": (1, GATED, DROPS),
+    "one rank, rows padded": (1, ALONE, PADS),
+    "one rank, balanced": (1, SIGMOID, BALANCED),
+    "one rank, balanced, recomputed": (
+        1,
+        {"moe_router_pre_softmax": True},
+        BALANCED | _again("moe", "layernorm"),
+    ),
+    "one rank, jitter": (1, ALONE, {"moe_input_jitter_eps": 0.1, "moe_router_dtype": "fp64"}),
+    "one rank, biases": (1, PLAIN, {}),
+    "alltoall": (2, {}, {"ep": 2}),
+    "alltoall of 4": (4, {}, {"ep": 4, "tp": 2}),
+    "alltoall, parts": (4, GATED, {"ep": 2, "etp": 2}),
+    "alltoall, dropped": (2, {}, {"ep": 2, **DROPS}),
+    "alltoall, padded": (2, {}, {"ep": 2, **PADS}),
+    "alltoall, parts, padded": (4, {}, {"ep": 2, "etp": 2, **PADS}),
+    "alltoall, overlapped": (2, GATED, {"ep": 2, "moe_shared_expert_overlap": True}),
+    "flex": (2, {}, {"ep": 2, "dispatcher": "flex"}),
+    "flex of 4": (4, {}, {"ep": 4, "tp": 2, "dispatcher": "flex", **DROPS}),
+    "flex, parts": (4, PLAIN, {"ep": 2, "etp": 2, "dispatcher": "flex"}),
+    "flex, parts alone": (2, {}, {"etp": 2, "dispatcher": "flex"}),
+    "flex, overlapped, recomputed": (
+        2,
+        {},
+        {"ep": 2, "dispatcher": "flex", "moe_shared_expert_overlap": True, **_again("moe")},
+    ),
+    "allgather": (2, {}, {"ep": 2, "dispatcher": "allgather"}),
+    "allgather of 4": (4, {}, {"ep": 4, "dispatcher": "allgather", **DROPS}),
+    "allgather, parts, padded": (4, {}, {"ep": 2, "etp": 2, "dispatcher": "allgather", **PADS}),
+    "moe again": (2, GATED, {"ep": 2, "cp": 2, **_again("moe")}),
+    "moe again, tp": (2, {}, {"ep": 2, "tp": 2, **_again("moe", "layernorm")}),
+    "moe_act again": (2, {}, {"ep": 2, **_again("moe_act")}),
+    "routed and shared experts again": (
+        2,
+        {},
+        {"ep": 2, "dispatcher": "flex", **_again("routed_experts", "shared_experts", "layernorm")},
+    ),
+    "shared experts again, tp": (2, GATED, {"ep": 2, "tp": 2, **_again("shared_experts")}),
+    "layers again": (2, {}, {"ep": 2, "recompute_granularity": "full"}),
+    "layers again, balanced": (
+        2,
+        GATED,
+        {"ep": 2, "dispatcher": "allgather", "recompute_granularity": "full", **BALANCED},
+    ),
+    "inputs moved": (2, {}, {"ep": 2, **_moved("expert_fc1", "moe_act")}),
+    "activations moved": (1, {}, _moved("moe_act")),
+    "tokens moved, experts again": (
+        2,
+        {},
+        {
+            "ep": 2,
+            "dispatcher": "flex",
+            **_moved(),
+            "offload_tensors": ("dispatched_input",),
+            **_again("routed_experts", "shared_experts"),
+        },
+    ),
+    "inputs moved, parts": (2, {}, {"etp": 2, "dispatcher": "flex", **_moved("expert_fc1")}),
+    "stages again": (4, {}, {"ep": 2, **STAGES}),
+    "stages again, flex": (4, {}, {"ep": 2, "dispatcher": "flex", **STAGES, **BALANCED}),
+    "stages again, flex, parts": (8, {}, {"ep": 2, "etp": 2, "dispatcher": "flex", **STAGES}),
+    "stages again, allgather": (4, {}, {"ep": 2, "dispatcher": "allgather", **STAGES}),
+    "stages again, parts, padded": (4, {}, {"etp": 2, **STAGES, **PADS}),
+    "stages again, moe again": (4, {}, {"ep": 2, **STAGES, **_again("moe")}),
+    "stages again, flex, routed and shared experts again": (
+        4,
+        {},
+        {"ep": 2, "dispatcher": "flex", **STAGES, **_again("routed_experts", "shared_experts")},
+    ),
+    "stages again, moe_act again": (
+        4,
+        GATED,
+        {"etp": 2, "pipeline_schedule": "zb_h1", **STAGES, **_again("moe_act")},
+    ),
+    "parameters sharded": (4, {}, {"ep": 2, "strategy": "optim_grads_params"}),
+    "further predictions": (2, LATENT | {"mtp_num_layers": 1}, {"ep": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    chosen(
+        CASES,
+        "one rank, rows dropped",
+        "one rank, balanced, recomputed",
+        "alltoall, parts",
+        "alltoall, padded",
+        "flex, parts",
+        "allgather of 4",
+        "routed and shared experts again",
+        "inputs moved",
+        "tokens moved, experts again",
+        "stages again, flex",
+        "stages again, moe again",
+        "further predictions",
+    ),
+)
+def test_experts_do_what_theory_says_of_their_tokens(name: str, tmp_path: Path) -> None:
+    world, model, values = CASES[name]
+    settings = named(**{"precision": "fp32", **values})
+    layout = check(config(replace(SMALL, **model), **settings), world)
+    records = records_of(layout, 1, tmp_path)
+    for record in records:
+        assert expected_record(layout, record, records) == record
+    assert any(record.chosen.every for record in records)
+    repeats = settings.get("recompute_in_flight_limit") is not None
+    assert any(record.chosen.again for record in records) == repeats

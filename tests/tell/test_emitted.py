@@ -1,0 +1,46 @@
+"""What `fivefold plan --emit fivefold` prints for a model with experts is trained as it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fivefold.check import check
+from fivefold.cli.main import main
+from fivefold.config.sources import read_config
+from fivefold.layout import Layout
+from fivefold.train.engine import Engine
+from tests.audit.layouts import microbatches_of
+from tests.pool import run
+
+CAPACITY = ["--moe-expert-capacity-factor", "1.5", "--moe-pad-expert-input-to-capacity"]
+SPLIT = ["--expert-tensor-parallel-size", "2", "--tensor-model-parallel-size", "2"]
+
+
+def _steps(rank: int, world: int, layout: Layout) -> list[float]:
+    engine = Engine(layout, rank, torch.device("cpu"))
+    return [engine.step(microbatches_of(layout, rank)).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize("flags", [[], CAPACITY, SPLIT], ids=["free", "capacity", "etp"])
+def test_it_trains(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["debug-mixtral", "--cluster", "H100", "--gpus", "4", "--emit", "fivefold"]
+    assert main(["plan", *asked, *flags]) == 0
+    emitted = tmp_path / "emitted.toml"
+    emitted.write_text(capsys.readouterr().out)
+    config = read_config(str(emitted))
+    if flags == CAPACITY:
+        assert config.experts.moe_expert_capacity_factor == 1.5
+        assert config.experts.moe_pad_expert_input_to_capacity
+        assert config.parallel.moe_token_dispatcher_type != "flex"
+    if flags == SPLIT:
+        assert config.parallel.expert_tensor_parallel_size == 2
+    losses = run(4, _steps, check(config, 4))
+    assert losses == [losses[0]] * 4
+    assert losses[0][2] < losses[0][0]  # the rate of the first step is 0
+
+
+def test_the_report_says_why_these_degrees(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "debug-mixtral", "--cluster", "H100", "--gpus", "4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "experts are split by ep 4, etp 1, tp 1; the best with another: ep " in said

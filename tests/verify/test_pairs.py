@@ -1,0 +1,116 @@
+"""Forwards and backwards in turns compute what one device computes, and really alternate."""
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fivefold.check import check
+from fivefold.errors import ConfigError
+from fivefold.expert.transfer import Flight
+from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.verify.report import VerifyReport
+from tests.verify.cases import MIXTURE, compare_on_rank, config, named, verify_in_pool
+from tests.verify.test_experts import BALANCED, PREDICTING
+from tests.verify.test_matrix import measured
+
+IN_V = {"pipeline_model_parallel_layout": "Ett|t||ttL", "pipeline_schedule": "dualpipe_v"}
+NAME = "overlap_moe_expert_parallel_comm"
+TURNS = {
+    NAME: True,
+    "pipeline_schedule": "combined_1f1b",
+    "pp": 2,
+    "ep": 2,
+}
+DELAYED = TURNS | {"delay_wgrad_compute": True}
+LOOP = {"pipeline_model_parallel_layout": "Et|tt|t|tL", "global_batch_size": 16}
+BIASED = {"moe_router_enable_expert_bias": True}
+CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (4, BIASED, TURNS | LOOP | BALANCED),
+    (4, {}, DELAYED | IN_V | {"dispatcher": "flex", "strategy": "optim_grads"}),
+    (
+        2,
+        {},
+        DELAYED
+        | {"pp": 1, "strategy": "optim_grads_params", "dispatcher": "flex"}
+        | {"pipeline_max_unsharded_stages": 1},
+    ),
+    (
+        4,
+        BIASED,
+        DELAYED
+        | {"pipeline_schedule": "dualpipe", "strategy": "optim"}
+        | {"pipeline_model_parallel_layout": "Ett|tttL"},
+    ),
+    (8, {}, TURNS | IN_V | {"tp": 2, "etp": 2, "strategy": "optim_grads_params"}),
+    (
+        4,
+        PREDICTING,
+        DELAYED
+        | {"pipeline_model_parallel_layout": "Etttttm|L"}
+        | {
+            "pipeline_schedule": "combined_1f1b",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "moe_act", "layernorm", "shared_experts"),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "model", "values"), CASES, ids=str)
+def test_pairs(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
+    found = config(replace(MIXTURE, **model), **named(**values))
+    report = verify_in_pool(ranks, found, on_rank=measured)
+    assert report.passed, report.text()
+
+
+def test_layers_that_are_freed_cannot_alternate() -> None:
+    values = named(**TURNS | LOOP | {"strategy": "optim_grads_params"})
+    with pytest.raises(ConfigError, match="gathers and frees layer by layer") as refused:
+        check(config(MIXTURE, **values), 4)
+    assert "--pipeline-max-unsharded-stages 1" in str(refused.value)
+    check(config(MIXTURE, **values, pipeline_max_unsharded_stages=1), 4)
+
+
+def _crossed(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
+    """Compare with one device; see that messages of both directions were under way at once, that
+    few of them were not, and that weight gradients were computed meanwhile."""
+    under_way: dict[str, int] = {"there": 0, "home": 0}
+    direction: dict[int, str] = {}
+    crossed, early = [], []
+    begin, wait, run_early = Flight.begin, Flight.wait, DeferredWeights.run_early
+
+    def begins(flight: Flight, x: torch.Tensor, *, home: bool) -> torch.Tensor:
+        direction[id(flight)] = "home" if home else "there"
+        under_way[direction[id(flight)]] += 1
+        crossed.append(all(under_way.values()))
+        return begin(flight, x, home=home)
+
+    def waits(flight: Flight) -> torch.Tensor:
+        out = wait(flight)
+        under_way[direction[id(flight)]] -= 1
+        return out
+
+    def runs(deferred: DeferredWeights) -> None:
+        early.append(bool(deferred._works))
+        run_early(deferred)
+
+    with (
+        patch.object(Flight, "begin", begins),
+        patch.object(Flight, "wait", waits),
+        patch.object(DeferredWeights, "run_early", runs),
+    ):
+        report = compare_on_rank(rank, world_size, *arguments)
+    pairs = arguments[0].parallel.overlap_moe_expert_parallel_comm
+    assert any(crossed) == pairs and not any(under_way.values())
+    assert any(early) == arguments[0].parallel.delay_wgrad_compute
+    return report
+
+
+@pytest.mark.parametrize("values", [DELAYED, TURNS, TURNS | {NAME: False}], ids=str)
+def test_messages_of_both_halves_are_under_way_at_once(values: dict[str, Any]) -> None:
+    found = config(MIXTURE, **named(**values | {"pp": 1}))
+    report = verify_in_pool(2, found, on_rank=_crossed)
+    assert report.passed, report.text()
