@@ -303,7 +303,10 @@ def shared_groups() -> Iterator[None]:
     """
     made: Counter[tuple[int, ...]] = Counter()
 
-    def shared(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+    def shared(ranks: list[int] | None, **options: Any) -> dist.ProcessGroup:
+        if ranks is None:  # named by its members, too: ranks may have made different numbers
+            ranks = list(range(dist.get_world_size()))
+            options["use_local_synchronization"] = True
         key = tuple(ranks), made[tuple(ranks)]
         made[tuple(ranks)] += 1
         if key not in _groups:
