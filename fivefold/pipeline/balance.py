@@ -1,16 +1,17 @@
 """Balance pipeline stages: split a model so that the most loaded rank has the least work.
 
 With one stage per rank the split is optimal. With several, a rank's load sums several pieces of the
-model, and no fast exact method is known: an even split is improved by moving single layers between
-stages, with restarts. Both respect a memory limit per rank. Finally, if a clock is given, stage
-boundaries move by one as long as the simulated step gets shorter.
+model, and no fast exact method is known: of a small model all splits are compared, and of a large
+one an even split is improved by moving single layers between stages, with restarts. All respect a
+memory limit per rank. Finally, if a clock is given, stage boundaries move by one as long as the
+simulated step gets shorter.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from math import inf
+from itertools import accumulate, combinations_with_replacement
+from math import comb, inf
 from random import Random
 
 from fivefold.errors import ConfigError, Mistake
@@ -25,6 +26,7 @@ from fivefold.units import human_bytes
 
 _RESTARTS = 8
 _STEPS = 200_000  # stages evaluated in search: a fraction of a second
+_FEW = 1_000  # splits that are all compared
 _TRIES = 100  # splits simulated by the clock
 _ACTS = 3_000  # approximate number of actions per simulated program
 _GRAIN = 1e-9  # share of the mean load below which differences are rounding
@@ -88,11 +90,13 @@ def balance(
         ConfigError: no split within the memory limit was found.
     """
     table = _Table(parts, placement, room)
-    cuts = _even(table)
-    if room or len(placement) > table.num_ranks:
+    cuts, several = _even(table), len(placement) > table.num_ranks
+    if several and comb(table.size + len(placement) - 1, table.size) <= _FEW:
+        every = combinations_with_replacement(range(table.size + 1), len(placement) - 1)
+        cuts = min(every, key=table.score)
+    elif room or several:
         cuts = _improved(table, cuts)
-    if len(placement) > table.num_ranks:
-        cuts = _searched(table, cuts)
+        cuts = _searched(table, cuts) if several else cuts
     if table.score(cuts)[0]:
         raise ConfigError(_no_room(table, cuts))
     if clock:

@@ -107,8 +107,21 @@ def test_of_equal_cuts_early_stages_hold_less():
     TIME,
     st.sampled_from([loop_placement, v_placement]),
 )
-def test_two_stages_a_rank_are_optimal_or_nearly(embedding, layers, head, place):
-    """Against all cuts of small models; the search is a heuristic, and this is its measure."""
+def test_two_stages_a_rank_are_optimal_in_a_small_model(embedding, layers, head, place):
+    parts, placement = parts_of(embedding, layers, (1.1,), head), place(2, 4)
+    best = every_cut(parts, placement)
+    assert max(balance(parts, placement).loads) == pytest.approx(best, abs=1e-6)
+
+
+@settings(max_examples=20)
+@given(
+    TIME,
+    st.lists(TIME.map(lambda time: time + 0.1), min_size=16, max_size=18),
+    TIME,
+    st.sampled_from([loop_placement, v_placement]),
+)
+def test_two_stages_a_rank_are_nearly_optimal(embedding, layers, head, place):
+    """Of models with more cuts than are tried, the search is a heuristic: this is its measure."""
     parts, placement = parts_of(embedding, layers, (1.1,), head), place(2, 4)
     best = every_cut(parts, placement)
     assert best - 1e-9 <= max(balance(parts, placement).loads) <= 1.1 * best

@@ -1,4 +1,3 @@
-import time
 from math import inf
 
 import pytest
@@ -14,6 +13,7 @@ from fivefold.pipeline.lowering import lower
 from fivefold.pipeline.simulate import simulate
 from fivefold.pipeline.synthesise import synthesise
 from fivefold.pipeline.validate import MemoryCap, validate
+from tests.speed import usual_seconds
 
 # Per rank: F 1, B 1.15, W 0.85; a hop takes 0.05.
 PER_RANK = (1, 1.15, 0.85)
@@ -150,10 +150,9 @@ def test_bounds_by_hand():
 def test_large_pipelines_take_seconds():
     costs = Costs.uniform(128, *(time / 2 for time in PER_RANK), 0.05)
     task = Problem(v_placement(64, 128), 512, costs, 64, Footprint((0.5,) * 128))
-    begin = time.process_time()
-    found = synthesise(task)
-    assert time.process_time() - begin < 15  # 7 s on a busy core
-    assert found.gap < 0.005
+    found = []
+    assert usual_seconds(lambda: found.append(synthesise(task))) < 12  # 7 on a quiet machine
+    assert found[0].gap < 0.005
 
 
 @pytest.mark.parametrize("microbatches", [1, 5, 7, 9])
