@@ -2,8 +2,8 @@
 
     python benchmarks/rehearsals.py [--jobs 2] [NAME ...]
 
-Runs `fivefold rehearse` on the layouts under benchmarks/data/layouts with their published numbers of
-ranks, and prints for each the rank whose peak is farthest from the planner's.
+Runs `fivefold rehearse` on the layouts under benchmarks/data/layouts with their published numbers
+of ranks, and prints for each the rank whose peak is farthest from the planner's.
 """
 
 import argparse
@@ -30,12 +30,12 @@ def main() -> None:
         report = rehearse(name, asked.jobs)
         seconds = time.perf_counter() - start
         worst = max(report["ranks"], key=lambda rank: abs(rank["peak"] / rank["planned"] - 1))
-        off = worst["peak"] / worst["planned"] - 1
+        peak, planned = worst["peak"], worst["planned"]
         print(
             f"{name} on {WORLDS[name]}: {len(report['ranks'])} ranks rehearsed in {seconds:.0f} s, "
             f"{len(report['problems'])} of their pairs disagree, {len(report['differing'])} send "
             f"other bytes than theory says; rank {worst['rank']} is farthest from the planner's "
-            f"peak: {human_bytes(worst['peak'])} against {human_bytes(worst['planned'])} ({off:+.1%})"
+            f"peak: {human_bytes(peak)} against {human_bytes(planned)} ({peak / planned - 1:+.1%})"
         )
 
 

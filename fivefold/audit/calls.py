@@ -1,12 +1,13 @@
 """Reads what an operation of torch.distributed sends, and with whom, from its arguments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.counts.messages import wire_bytes
 from fivefold.errors import FivefoldError
 
 
@@ -55,6 +56,7 @@ class Call:
         gives: tensors that are read, in order.
         gets: tensors that are written, in order.
         size: bytes of the whole buffer, as `counts.messages.wire_bytes` wants them.
+        parts: of an all-to-all, bytes for each rank and bytes from each; empty otherwise.
         peer: rank in the group of a message; None for collectives.
         tag: number of a message.
     """
@@ -64,8 +66,16 @@ class Call:
     gives: tuple[Tensor, ...]
     gets: tuple[Tensor, ...]
     size: int
+    parts: tuple[tuple[int, ...], ...]
     peer: int | None
     tag: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends; of an all-to-all all but what it keeps."""
+        if self.parts:
+            return sum(self.parts[0]) - self.parts[0][self.group.rank()]
+        return wire_bytes(self.op, self.size, self.group.size())
 
 
 def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
@@ -81,12 +91,21 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
         raise FivefoldError(f"no wire model is known for {name}")
     places = _OPS[name]
     message = places.op in ("send", "receive")
+    group = dist.ProcessGroup.unbox(args[places.group])
+    gives = () if places.gives is None else _flat(args[places.gives])
+    gets = () if places.gets is None else _flat(args[places.gets])
+    parts: tuple[tuple[int, ...], ...] = ()
+    if places.op == "all_to_all":
+        gets_rows, gives_rows = args[3:5] if name == "c10d::alltoall_base_" else ((), ())
+        ranks = group.size()
+        parts = _parts(gives, gives_rows, ranks), _parts(gets, gets_rows, ranks)
     return Call(
         places.op,
-        dist.ProcessGroup.unbox(args[places.group]),
-        () if places.gives is None else _flat(args[places.gives]),
-        () if places.gets is None else _flat(args[places.gets]),
+        group,
+        gives,
+        gets,
         0 if places.whole is None else sum(map(bytes_of, _flat(args[places.whole]))),
+        parts,
         args[2] if message else None,
         args[3] if message else 0,
     )
@@ -95,6 +114,17 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
 def bytes_of(tensor: Tensor) -> int:
     """Bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+def _parts(tensors: tuple[Tensor, ...], rows: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Bytes for, or from, each rank: a tensor each, or one of so many rows each; none: even."""
+    if len(tensors) == ranks > 1:
+        return tuple(map(bytes_of, tensors))
+    (whole,) = tensors
+    if not rows:
+        return (bytes_of(whole) // ranks,) * ranks
+    row = bytes_of(whole) // max(len(whole), 1)
+    return tuple(row * count for count in rows)
 
 
 def _flat(buffers: Any) -> tuple[Tensor, ...]:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from fivefold.audit.calls import call_of
 from fivefold.audit.watch import Watch
-from fivefold.counts.messages import wire_bytes
 from fivefold.mesh.groups import EXPERT_PARAMETER_AXES, PARAMETER_AXES, Groups
 
 
@@ -48,7 +47,7 @@ class Traffic(Watch):
         if call is not None and call.size:
             ranks = call.group
             axis = self._axes.get(ranks.group_name, ranks.group_name)
-            self.sent[axis, call.op] += wire_bytes(call.op, call.size, ranks.size())
+            self.sent[axis, call.op] += call.sent
         return super()._run(func, args, kwargs)
 
 

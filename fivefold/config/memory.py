@@ -17,6 +17,9 @@ RecomputeModule = Literal[
     "routed_experts",
     "layernorm",
     "mla_up_proj",
+    "a2a_overlap_attn",
+    "a2a_overlap_post_attn",
+    "a2a_overlap_mlp",
 ]
 OffloadModule = Literal["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
 OffloadTensor = Literal["dispatched_input"]
@@ -64,6 +67,21 @@ class MemoryConfig:
     optimizer_offload_fraction: float = option(1.0, "share of the optimizer state in host memory")
 
     @property
+    def remade_modules(self) -> tuple[str, ...]:
+        """Modules that selective recomputation runs again; a2a_overlap_mlp stands for several."""
+        if self.recompute_granularity != "selective":
+            return ()
+        modules: tuple[str, ...] = self.recompute_modules
+        if "a2a_overlap_mlp" in modules:
+            modules += ("mlp", "routed_experts", "shared_experts")
+        return tuple(dict.fromkeys(modules))
+
+    @property
+    def modules_of_halves(self) -> tuple[str, ...]:
+        """Modules among them that exist only where a forward and a backward are interleaved."""
+        return tuple(name for name in self.remade_modules if name.startswith("a2a_overlap"))
+
+    @property
     def moved_items(self) -> tuple[str, ...]:
         """What is offloaded, by the module that keeps it."""
         if not self.fine_grained_activation_offloading:
@@ -109,6 +127,12 @@ def vocab_split_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+_WHOLE = {
+    "a2a_overlap_attn": {"core_attn", "mla_up_proj"},
+    "a2a_overlap_post_attn": {"moe"},
+    "a2a_overlap_mlp": {"moe"},
+}
+"""Recomputed module -> modules with which parts of it would be recomputed twice."""
 _EXPERT_MODULES = (
     "moe",
     "moe_act",
@@ -116,6 +140,9 @@ _EXPERT_MODULES = (
     "routed_experts",
     "expert_fc1",
     "dispatched_input",
+    "a2a_overlap_attn",
+    "a2a_overlap_post_attn",
+    "a2a_overlap_mlp",
 )
 
 
@@ -177,9 +204,20 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
             "the backward of both",
             works=["--offload-modules core_attn attn_proj"],
         )
-    twice = sorted({*moved} & {*named.get("recompute_modules", ())} - {"core_attn"})
+    again = {*memory.remade_modules}
+    held = {"attn_norm", "core_attn", "attn_proj"} if "a2a_overlap_attn" in again else set[str]()
+    held |= {"mlp_norm"} if "a2a_overlap_post_attn" in again else set()
+    twice = sorted({*moved} & (again - {"core_attn"} | held))
     if twice:
         mistakes.add(f"{' '.join(twice)} cannot be both recomputed and offloaded")
+    for module, parts in _WHOLE.items():
+        if module in again and again & parts:
+            both = " ".join(sorted(again & parts))
+            others = " ".join(m for m in memory.recompute_modules if m not in parts)
+            mistakes.add(
+                f"recompute_modules {module} and {both} would recompute the same twice",
+                works=[f"--recompute-modules {others}"],
+            )
     if named.get("offload_tensors"):
         _check_dispatched(moved, named.get("recompute_modules", ()), mistakes)
 

@@ -72,7 +72,7 @@ def _forwards(layout: Layout, spec: StageSpec) -> dict[int, tuple[int, int]]:
     experts, a dropout mask, another layer, or the final norm of a further prediction follow.
     """
     model, memory = layout.config.model, layout.config.memory
-    selected = memory.recompute_granularity == "selective" and "moe" in memory.recompute_modules
+    selected = "moe" in memory.remade_modules
     found = {}
     for group, again in memory.recomputed_groups(len(spec.layers)):
         for place in group:

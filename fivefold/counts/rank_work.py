@@ -84,7 +84,7 @@ def kept_activations(
 
 
 def _repeats(layout: Layout, layers: Sequence[int], whole: bool) -> bool:
-    """Whether the backward of a stage recomputes whole layers, or their MLPs.
+    """Whether the backward of a stage recomputes what may ask for the tokens' indices.
 
     Args:
         layout: layout of the run.
@@ -94,8 +94,11 @@ def _repeats(layout: Layout, layers: Sequence[int], whole: bool) -> bool:
     memory, model = layout.config.memory, layout.config.model
     if memory.recompute_granularity != "selective":
         return whole
-    kinds = {"moe" if layer_kind(model, layer).experts else "mlp" for layer in layers}
-    return not kinds.isdisjoint(memory.recompute_modules)
+    asking = {"a2a_overlap_attn"}
+    for layer in layers:
+        experts = layer_kind(model, layer).experts
+        asking |= {"moe", "a2a_overlap_post_attn"} if experts else {"mlp"}
+    return not asking.isdisjoint(memory.remade_modules)
 
 
 def _copies(layout: Layout, layer: int, packed: bool) -> float:
@@ -107,8 +110,7 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
     output = model.attention_size / grid.tp
-    memory = layout.config.memory
-    if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
+    if {"core_attn", "a2a_overlap_attn"} & {*layout.config.memory.remade_modules}:
         return 0.0
     if grid.cp == 1:
         window = model.window_of(layer)
@@ -196,8 +198,7 @@ class _Products:
         self._layout, self._model, memory = layout, layout.config.model, layout.config.memory
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
         self._stops = layout.grid.tp == 1 and not layout.defers_weights
-        selective = memory.recompute_granularity == "selective"
-        self._remade = memory.recompute_modules if selective else ()
+        self._remade = memory.remade_modules
 
     def of_layer(self, layer: int, *, again: bool, ends_group: bool) -> tuple[float, float]:
         """Products per token of a step, and of one forward, without experts.
@@ -217,12 +218,16 @@ class _Products:
         if gathers_latents(self._layout.config, layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
-            times = (4 + again + ("core_attn" in self._remade)) * (1 + got) - (3 + again)
+            around = "a2a_overlap_attn" in self._remade  # counted with the other projections
+            remade = around or "core_attn" in self._remade
+            times = (4 + again + remade) * (1 + got) - (3 + again + around)
             passes += times * sizes["self_attn.kv_b_proj.weight"]
             once += got * sizes["self_attn.kv_b_proj.weight"]
         for module in self._remade:
             names = [name for name in sizes if name.startswith(_MADE_AGAIN.get(module, ()))]
-            passes += sum(sizes[name] for name in names if not self._left_out(name))
+            last = "self_attn.o_proj.weight" if self._stops else ""
+            names = [name for name in names if name != last and not self._left_out(name)]
+            passes += sum(sizes[name] for name in names)
         return passes, once
 
     def of_experts(self, layer: int, *, again: bool) -> float:
@@ -253,6 +258,8 @@ _MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mlp": tuple(f"mlp.{name}_proj." for name in ("gate", "up", "down")),
         "moe": ("mlp.router.", "mlp.shared_expert"),
         "shared_experts": ("mlp.shared_experts.",),
+        "a2a_overlap_attn": ("self_attn.",),
+        "a2a_overlap_post_attn": ("mlp.router.",),
     }
 )
 """Recomputed module -> prefixes of the names of its linear layers, without experts."""

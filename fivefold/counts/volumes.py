@@ -233,7 +233,7 @@ class _Volumes:
 
     def _repeated_block(self, layer: Layer) -> int:
         """Like `_repeated` for selective recomputation: up to the last linear layer's input."""
-        modules = self.layout.config.memory.recompute_modules
+        modules = {*self.layout.config.memory.remade_modules}
         linears: Sequence[Operation] = ()
         if "mlp" in modules and not layer.kind.experts:
             linears = layer.mlp_inputs
@@ -241,9 +241,10 @@ class _Volumes:
             linears = layer.mlp if self.model.moe_shared_expert_gate else layer.mlp_inputs
         elif "shared_experts" in modules and layer.kind.experts:
             linears = layer.mlp_inputs
-        latent = [op for op in layer.attention if "mla_up_proj" in {*modules} & {*op.rerun_by}]
+        again = modules & {"mla_up_proj", "a2a_overlap_attn"}
+        attention = [op for op in layer.attention if again & {*op.rerun_by}]
         sequence = self.parallel.sequence_parallel
-        operations = (*latent, *linears)
+        operations = (*attention, *linears)
         return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in operations)
 
     def context_parallel(self) -> Iterator[Flow]:
@@ -292,8 +293,10 @@ class _Volumes:
     def _remade_attention(self, spec: StageParts) -> tuple[set[int], set[int]]:
         """Layers whose attention is recomputed with the whole layer, and those where alone."""
         memory, layers, further = self.layout.config.memory, spec.layers, self._further(spec)
-        if memory.recompute_granularity == "selective" and "core_attn" in memory.recompute_modules:
+        if "core_attn" in memory.remade_modules:
             return set(), {*layers, *further}
+        if "a2a_overlap_attn" in memory.remade_modules:
+            return {*layers, *further}, set()
         groups = memory.recomputed_groups(len(layers))
         whole = {layers[place] for group, again in groups if again for place in group}
         return whole | {*(further if memory.recompute_granularity == "full" else ())}, set()

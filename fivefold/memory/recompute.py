@@ -37,7 +37,7 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
     if memory.recompute_granularity == "full":
         stage.through = RecomputedLayers(memory)
         return
-    modules = memory.recompute_modules
+    modules = memory.remade_modules
     for layer in stage.transformer_layers:
         layer.block = RecomputedBlock(modules)
         if "core_attn" in modules:
@@ -51,6 +51,8 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
             mixture.call_routed = _again
         if "shared_experts" in modules:
             mixture.call_shared = _again
+        if "a2a_overlap_post_attn" in modules:
+            mixture.call_router = _again
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,19 @@ class RecomputedBlock:
     """The `block` seam: a norm and the module after it.
 
     Attributes:
-        modules: recompute_modules. `layernorm` discards the norm's output; the name of the module
-            itself makes it keep only its input.
+        modules: recomputed modules. `layernorm` discards the norm's output; the name of the module
+            itself makes it keep only its input, or only that of its norm.
     """
 
     modules: tuple[str, ...]
 
     def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
+        if module.recomputed_with_norm in self.modules:
+            return _again(lambda x_TH, *rest: module(norm(x_TH), *rest), x_TH, *rest)
         run = _again if module.recomputed_as in self.modules else _once
-        if not ("layernorm" in self.modules and torch.is_grad_enabled()):
+        discards = not module.discards_norm.isdisjoint(self.modules)
+        if not (discards and torch.is_grad_enabled()):
             return run(module, norm(x_TH), *rest)
         normed_TH = norm(x_TH)
         with _Discarded((normed_TH,), lambda: (norm(x_TH),)).hooks():

@@ -8,8 +8,7 @@ from fivefold.errors import Mistakes
 
 
 def check_techniques(config: Config, mistakes: Mistakes) -> None:
-    """Report techniques that can be planned with, but not trained with yet."""
-    _check_modules(config, mistakes)
+    """Report techniques that contradict each other."""
     _check_recompute(config, mistakes)
     _check_latents(config, mistakes)
     _check_compile(config, mistakes)
@@ -18,39 +17,10 @@ def check_techniques(config: Config, mistakes: Mistakes) -> None:
             vocab_split_sizes(os.environ)
 
 
-_RECOMPUTED = ("core_attn", "mlp", "layernorm", "mla_up_proj")
-_OF_EXPERTS = ("moe", "moe_act", "shared_experts", "routed_experts")
-_MOVED = ("attn_norm", "core_attn", "attn_proj", "mlp_norm")
-
-
-def _check_modules(config: Config, mistakes: Mistakes) -> None:
-    """Modules in recompute_modules and offload_modules that are not implemented yet."""
-    memory = config.memory
-    for name, used, built in (
-        (
-            "recompute_modules",
-            memory.recompute_granularity == "selective",
-            (*_RECOMPUTED, *(_OF_EXPERTS if config.model.num_experts else ())),
-        ),
-        (
-            "offload_modules",
-            memory.fine_grained_activation_offloading,
-            (*_MOVED, *(("expert_fc1", "moe_act") if config.model.num_experts else ())),
-        ),
-    ):
-        others = [module for module in getattr(memory, name) if module not in built]
-        if used and others:
-            mistakes.add(
-                f"{name} {', '.join(others)}: this version of Fivefold plans with them, and does "
-                "not train with them yet",
-                works=[f"--{name.replace('_', '-')} {' '.join(built[:3])}"],
-            )
-
-
 def _check_latents(config: Config, mistakes: Mistakes) -> None:
     """Recomputation of q, k and v from latents, and settings that would keep q, k and v anyway."""
     memory, parallel = config.memory, config.parallel
-    if memory.recompute_granularity != "selective" or "mla_up_proj" not in memory.recompute_modules:
+    if "mla_up_proj" not in memory.remade_modules:
         return
     others = " ".join(module for module in memory.recompute_modules if module != "mla_up_proj")
     without = f"--recompute-modules {others}" if others else "--recompute-granularity none"
@@ -84,7 +54,7 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
             works=["--recompute-granularity selective", "--num-sequence-slices 1"],
         )
     norms = sorted({"attn_norm", "mlp_norm"}.intersection(memory.offload_modules))
-    remade = memory.recompute_granularity == "selective" and "layernorm" in memory.recompute_modules
+    remade = "layernorm" in memory.remade_modules
     if memory.fine_grained_activation_offloading and remade and norms:
         mistakes.add(
             f"the inputs of {' '.join(norms)} cannot be offloaded, because recompute_modules "
@@ -97,7 +67,8 @@ def _check_compile(config: Config, mistakes: Mistakes) -> None:
     """Memory techniques whose hooks lie inside compiled code."""
     memory, hooks, others = config.memory, set[str](), []
     if memory.recompute_granularity == "selective":
-        hooks |= {"mlp", "moe", "layernorm", "mla_up_proj"}.intersection(memory.recompute_modules)
+        inside = "mlp moe layernorm mla_up_proj a2a_overlap_attn a2a_overlap_post_attn"
+        hooks |= {*inside.split()}.intersection(memory.remade_modules)
         others += ["--recompute-modules core_attn"] if hooks else []
     if memory.fine_grained_activation_offloading:
         norms = {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)

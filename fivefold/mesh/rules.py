@@ -128,6 +128,13 @@ def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) 
             "backward hides, and overlap_moe_expert_parallel_comm is off",
             works=["--overlap-moe-expert-parallel-comm", "--no-delay-wgrad-compute"],
         )
+    halves = config.memory.modules_of_halves
+    if halves and not parallel.overlap_moe_expert_parallel_comm:
+        mistakes.add(
+            f"recompute_modules {' '.join(halves)} recompute parts of the layers that "
+            "overlap_moe_expert_parallel_comm interleaves, and it is off",
+            works=["--overlap-moe-expert-parallel-comm", "--recompute-modules moe_act"],
+        )
 
 
 def _check_no_experts(parallel: ParallelConfig, mistakes: Mistakes) -> None:

@@ -126,17 +126,17 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     """Bytes per token that the final norm, the output layer and the loss keep on one rank.
 
     Logits are kept in the compute dtype. A fused loss makes an fp32 gradient of them, except "te",
-    which overwrites the logits; an unfused loss holds the fp32 copy, its exponentials and the
-    logits at once. A loss fused with the output layer ("linear") holds a slice of the vocabulary
-    at a time. With multi-token prediction the output layer runs once more per further token, but
-    only one loss is computed at a time.
+    which overwrites the logits; an unfused loss holds the fp32 copy of narrower logits, their
+    exponentials and the logits at once. A loss fused with the output layer ("linear") holds a slice
+    of the vocabulary at a time. With multi-token prediction the output layer runs once more per
+    further token, but only one loss is computed at a time.
     """
     memory, element = running.memory, running.element_bytes
     runs = 1 + model.mtp_num_layers
     around = model.hidden_size / running.token_parts
     entries = model.padded_vocab_size / running.tensor_parallel
     wide = max(element, 4)
-    kept, busy, sums = element * entries, 2 * wide * entries, wide
+    kept, busy, sums = element * entries, (1 + (element < wide)) * wide * entries, wide
     if memory.cross_entropy_loss_fusion:
         busy, sums = wide * entries, 0.0  # the forward already computes the gradient
         if memory.cross_entropy_fusion_impl == "te":
@@ -176,6 +176,8 @@ def bookkeeping_bytes(
         size += 3 * norm * parts.mtp
     for layer in kept_whole:
         for operation in describe(model, layer_kind(model, layer)).operations:
+            if "a2a_overlap_attn" in {*running.remade}.intersection(operation.rerun_by):
+                continue
             if isinstance(operation, Norm):
                 queries, keys = operation.heads or (0, 0)
                 size += wide * (queries / tp + max(keys / tp, 1)) if queries else norm

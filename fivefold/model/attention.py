@@ -199,6 +199,7 @@ class AttentionBlock(LayerBlock):
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
 
+    recomputed_with_norm = "a2a_overlap_attn"
     has_latents = False
 
     def __init__(self, model: ModelConfig, layer: int) -> None:

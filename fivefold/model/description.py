@@ -157,12 +157,17 @@ def _attention(model: ModelConfig) -> tuple[Operation, ...]:
     if model.softmax_type == "learnable":
         sinks = (Weight("self_attn.sinks.weight", (heads,), split=0),)
     return (
-        Norm("attn_norm", _norm("input_layernorm", model), ("layernorm",), features=h),
+        Norm(
+            "attn_norm",
+            _norm("input_layernorm", model),
+            ("layernorm", "a2a_overlap_attn"),
+            features=h,
+        ),
         *(_latent_projections(model) if latent else _projections(model)),
         CoreAttention(
             "core_attn",
             sinks,
-            ("core_attn",),
+            ("core_attn", "a2a_overlap_attn"),
             model=model,
             from_latents=latent,
             sent_latent=model.kv_lora_rank + model.qk_pos_emb_head_dim if latent else 0,
@@ -172,6 +177,7 @@ def _attention(model: ModelConfig) -> tuple[Operation, ...]:
             _row("self_attn.o_proj", model.attention_size, h, model.add_bias_linear),
             inputs=model.attention_size,
             outputs=h,
+            remade_by=("a2a_overlap_attn",),
         ),
         Residual(
             "attn_residual", features=h, dropout=bool(model.hidden_dropout), mask="attn_dropout"
@@ -188,14 +194,16 @@ def _projections(model: ModelConfig) -> tuple[Operation, ...]:
         *_column("self_attn.v_proj", h, model.v_size, bias, keys),
     )
     outputs = model.q_size + model.k_size + model.v_size
-    qkv = ColumnLinear("qkv", weights, inputs=h, outputs=outputs, remade_by=("layernorm",))
+    again = ("a2a_overlap_attn",)
+    remade_by = ("layernorm", *again)
+    qkv = ColumnLinear("qkv", weights, again, inputs=h, outputs=outputs, remade_by=remade_by)
     if not model.qk_layernorm:
         return (qkv,)
     scales = [
         Weight(f"self_attn.{each}_norm.weight", (model.head_dim,), sees="heads") for each in "qk"
     ]
     size = model.q_size + model.k_size
-    return qkv, Norm("qk_norm", tuple(scales), features=size, heads=(queries, keys))
+    return qkv, Norm("qk_norm", tuple(scales), again, features=size, heads=(queries, keys))
 
 
 def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
@@ -214,11 +222,17 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
     unrotated = model.num_attention_heads * model.qk_head_dim
     up += _column("self_attn.kv_b_proj", rank, unrotated + model.v_size, bias)
     return (
-        LatentDown("qkv", down, inputs=h, norms=1 if model.q_lora_rank is None else 2),
+        LatentDown(
+            "qkv",
+            down,
+            ("a2a_overlap_attn",),
+            inputs=h,
+            norms=1 if model.q_lora_rank is None else 2,
+        ),
         LatentUp(
             "mla_up",
             up,
-            ("mla_up_proj",),
+            ("mla_up_proj", "a2a_overlap_attn"),
             latents=(model.q_lora_rank or 0) + rank,
             keys=rank,
             uncompressed=h if model.q_lora_rank is None else 0,
@@ -228,12 +242,12 @@ def _latent_projections(model: ModelConfig) -> tuple[Operation, ...]:
     )
 
 
-def _mlp_norm(model: ModelConfig) -> Norm:
+def _mlp_norm(model: ModelConfig, *again: str) -> Norm:
     """With parallel residuals its input is attention's, and is counted there."""
     weights = _norm("post_attention_layernorm", model)
     read = model.parallel_residual
-    features = model.hidden_size
-    return Norm("mlp_norm", weights, ("layernorm",), features=features, shared_input=read)
+    features, rerun_by = model.hidden_size, ("layernorm", *again)
+    return Norm("mlp_norm", weights, rerun_by, features=features, shared_input=read)
 
 
 def _dense(model: ModelConfig) -> tuple[Operation, ...]:
@@ -269,11 +283,10 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     each = _mlp("mlp.experts", model, inner)
     first, last = (tuple(_of_experts(weight, experts) for weight in part) for part in each)
     router = _whole("mlp.router", h, experts, model.add_bias_linear)
+    again, read = "a2a_overlap_post_attn", bool(model.shared_ffn_size)
     return (
-        _mlp_norm(model),
-        RouterLinear(
-            "router", router, ("moe",), inputs=h, model=model, read=bool(model.shared_ffn_size)
-        ),
+        _mlp_norm(model, again),
+        RouterLinear("router", router, ("moe", again), inputs=h, model=model, read=read),
         Dispatch("dispatch", rerun_by=("moe",), copies=copies, model=model),
         ExpertsIn(
             "expert_fc1",

@@ -31,11 +31,13 @@ class RouterLinear(Operation):
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """The input, shared with shared experts; scores; the decision, reused by recomputation."""
         x = running.element_bytes * self.inputs / running.token_parts
-        alone = "moe" not in running.remade and not self.read
+        again = ("moe", "a2a_overlap_post_attn")
+        alone = not self.read and {*again}.isdisjoint(running.remade)
+        size = 0.0 if alone and self._copied(running) else x
         return (
-            Kept("moe_input", (0.0 if alone and self._copied(running) else x,), ("layernorm",)),
-            Kept("router_input", self._copied(running), ("moe",)),
-            Kept("router", (self._scores(running) + self._losses(running),), ("moe",)),
+            Kept("moe_input", (size,), ("layernorm", "a2a_overlap_post_attn")),
+            Kept("router_input", self._copied(running), again),
+            Kept("router", (self._scores(running) + self._losses(running),), again),
             Kept("decision", (self._decision(running),), stays=True),
         )
 

@@ -6,7 +6,7 @@ experts, E experts of this rank, F inner features of this rank's part of an expe
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -175,11 +175,11 @@ def by_part_padded(choice: ExpertChoice, parts: int, room: int) -> tuple[PlacedR
     return PlacedRows(places.view(chosen.shape), parts * room), number_of_each(chosen, experts)
 
 
-Call = Callable[..., Tensor]
+Call = Callable[..., Any]
 """(function, *arguments) -> the function's result."""
 
 
-def plain_call(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+def plain_call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function; replaced when it is to be recomputed."""
     return function(*arguments)
 
@@ -189,12 +189,14 @@ class MoE(LayerBlock):
 
     Attributes:
         dispatch: seam around dispatch, experts and combine.
+        call_router: seam around the router.
         call_routed: seam around the routed experts.
         call_shared: seam around the shared experts.
         overlaps: whether shared experts run during dispatch and combine.
     """
 
     recomputed_as = "moe"
+    discards_norm = frozenset({"layernorm", "a2a_overlap_post_attn"})
     compiles = False
 
     def __init__(
@@ -208,6 +210,7 @@ class MoE(LayerBlock):
         gated = model.moe_shared_expert_gate
         self.shared_expert_gate = Linear(model.hidden_size, 1) if shared and gated else None
         self.dispatch: Dispatcher = plain_dispatch
+        self.call_router: Call = plain_call
         self.call_routed: Call = plain_call
         self.call_shared: Call = plain_call
         self.overlaps = False
@@ -215,7 +218,7 @@ class MoE(LayerBlock):
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         run = partial(self.call_routed, self.experts)
-        choice = self.router(x_TH, context)
+        choice: ExpertChoice = self.call_router(self.router, x_TH, context)
         if self.shared_experts is None:
             return self.dispatch(x_TH, choice, run)
         if self.overlaps:

@@ -21,7 +21,7 @@ class LatentDown(Operation):
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
         size = running.input_bytes * self.inputs / running.token_parts
-        return (Kept(self.name, (size,), ("layernorm",)),)
+        return (Kept(self.name, (size,), ("layernorm", "a2a_overlap_attn")),)
 
     def deferred(self, running: Running) -> float:
         """Its input; gradients of the latents are negligible."""
@@ -56,8 +56,10 @@ class LatentUp(Operation):
         read = self.latents - (self.keys if running.gathers_latents else 0)
         after = running.input_bytes * read / running.token_parts
         key = running.element_bytes * self.shared / running.token_parts
-        shared = Kept("shared_key", (key if "mla_up_proj" in running.remade else 0.0,))
-        return Kept("latents", (before,)), Kept("mla_up_proj", (after,)), shared
+        key = key if "mla_up_proj" in running.remade else 0.0
+        again = ("a2a_overlap_attn",)
+        sizes = {"latents": before, "mla_up_proj": after, "shared_key": key}
+        return tuple(Kept(name, (size,), again) for name, size in sizes.items())
 
     def deferred(self, running: Running) -> float:
         """Gradients of queries, keys and values."""

@@ -81,11 +81,15 @@ class LayerBlock(nn.Module):
         row: seam around the linear that returns to the residual stream.
         whole: seam around linears of the hidden states that every rank holds whole.
         spread: seam around features that all heads share and no column-parallel linear reads.
-        recomputed_as: Megatron's name in recompute_modules that reruns this block; empty: none.
+        recomputed_as: name in recompute_modules that reruns this block; empty: none.
+        recomputed_with_norm: name that reruns it with the norm before it; empty: none.
+        discards_norm: names that recompute the norm's output.
         compiles: whether torch.compile can trace it as a whole.
     """
 
     recomputed_as = ""
+    recomputed_with_norm = ""
+    discards_norm = frozenset({"layernorm"})
     compiles = True
 
     def __init__(self) -> None:

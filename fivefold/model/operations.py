@@ -158,7 +158,7 @@ class Norm(Operation):
         query, key = self.heads
         dim = self.features // (query + key)
         tensors = running.by_heads(query * dim), running.by_key_heads(key * dim, key)
-        return (Kept(self.name, tensors),)
+        return (Kept(self.name, tensors, ("a2a_overlap_attn",)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,13 +300,14 @@ class CoreAttention(Operation):
         )
         if running.gathers_latents:
             attended = attended[0], latent, 0.0
-        remade = ("mla_up_proj",) if self.from_latents else ()
-        scores = Kept("attn_scores", (self._scores(running),), ("core_attn",), "core_attn")
+        remade = ("a2a_overlap_attn", *(["mla_up_proj"] if self.from_latents else ()))
+        again = ("core_attn", "a2a_overlap_attn")
+        scores = Kept("attn_scores", (self._scores(running),), again, "core_attn")
         apart = self._keeps_matrix(running) or running.input_bytes < running.element_bytes
         result = Kept(
             "attn_output",
             (0.0 if apart else running.by_heads(model.attention_size),),
-            ("core_attn",),
+            again,
             "core_attn",
             held_by="attn_proj",
         )

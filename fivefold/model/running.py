@@ -105,8 +105,7 @@ class Running:
     @property
     def remade(self) -> tuple[str, ...]:
         """Modules (Megatron's names) that the backward recomputes."""
-        memory = self.memory
-        return memory.recompute_modules if memory.recompute_granularity == "selective" else ()
+        return self.memory.remade_modules
 
     @property
     def token_parts(self) -> int:

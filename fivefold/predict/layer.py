@@ -55,8 +55,7 @@ class LayerTimes(OperationTimes):
     @cached_property
     def _rerun(self) -> tuple[str, ...]:
         """Modules that selective recomputation runs again."""
-        selective = self.memory.recompute_granularity == "selective"
-        return tuple(self.memory.recompute_modules) if selective else ()
+        return self.memory.remade_modules
 
     def _with_again(self, kind: LayerKind, modules: tuple[str, ...] | None) -> Times:
         """The times of a layer with these of its modules recomputed; None: all."""

@@ -7,6 +7,7 @@ analysed once for all of them, at a length at which it reaches the steady state.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,25 @@ WARM_UP, FIRST_BACKWARD, STEADY = "end of the warm-up", "first backward", "stead
 
 _PHASES = (WARM_UP, FIRST_BACKWARD, STEADY)
 
-Acts = tuple[tuple[Kind, int, bool], ...]
-"""The running action, or the two that overlap, as (kind, stage, whether it is a forward that keeps
-only its input)."""
+
+class Doing(NamedTuple):
+    """A running action, for any microbatch.
+
+    Attributes:
+        kind: kind of action.
+        stage: index of the stage.
+        light: whether it is a forward that keeps only its input.
+        last: whether no later action computes weight gradients of the stage.
+    """
+
+    kind: Kind
+    stage: int
+    light: bool
+    last: bool
+
+
+Acts = tuple[Doing, ...]
+"""The running action, or the two that overlap."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,12 @@ def _swept(program: Program, rank: int) -> Moments:
     place = {stage: at for at, stage in enumerate(program.stages_of(rank))}
     splits = {_piece(kid) for act in acts for kid in act.elementary if kid.kind is Kind.W}
     again = {_piece(act) for act in acts if act.kind is Kind.R}
+    last = {
+        kid.stage: number
+        for number, act in enumerate(acts)
+        for kid in act.elementary
+        if kid.kind in (Kind.W, Kind.BW)
+    }
     # Cells (kept, inputs or waiting; action; stage) in which a slice is added before the action,
     # is added after it, is removed after it, and in which a part of its dW is removed.
     before: list[int] = []
@@ -93,7 +116,7 @@ def _swept(program: Program, rank: int) -> Moments:
     gone: list[int] = []
     parts: list[int] = []
     size = len(acts) * len(place)
-    numbers: dict[object, int] = {}
+    numbers: dict[Acts, int] = {}
     running: list[Acts] = []
     which, backwards, count = [], [], 0
     for number, act in enumerate(acts):
@@ -113,12 +136,14 @@ def _swept(program: Program, rank: int) -> Moments:
                 gone.append(cell)
                 if piece in splits:
                     after.append(2 * size + cell)
-        key = (act.kind, act.stage, act.kids and act.kids[1].stage, light)
-        if key not in numbers:
-            numbers[key] = len(numbers)
-            kids = act.elementary
-            running.append(tuple((k.kind, k.stage, light and k.kind is Kind.F) for k in kids))
-        which.append(numbers[key])
+        doing = tuple(
+            Doing(kid.kind, kid.stage, light and kid.kind is Kind.F, last.get(kid.stage) == number)
+            for kid in act.elementary
+        )
+        if doing not in numbers:
+            numbers[doing] = len(numbers)
+            running.append(doing)
+        which.append(numbers[doing])
         backwards.append(min(count, 2))
     share = 1 / program.num_slices
     come, later, left, done = (

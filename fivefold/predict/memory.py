@@ -143,11 +143,7 @@ def _rank_peak(
     }
     start = sum(always.values())
     points = [_worst_points(running, sizes) for running in found.running]
-    buffers = [sum(sizes[s % len(sizes)].buffers for _, s, _ in acts) for acts in found.running]
-    worst = [
-        buffer + sum(point.size for point in each)
-        for buffer, each in zip(buffers, points, strict=True)
-    ]
+    worst = [sum(point.size for point in each) for each in points]
     held = _held(found, own)
     host = state.host + float((found.kept @ np.array([size.moved for size in own])).max())
     peaks = start + state.gathered + sum(held.values()) + np.array(worst)[found.which]
@@ -165,7 +161,7 @@ def _rank_peak(
     parts["deferred weight gradients"] += sum(point.waiting for point in points[number])
     parts["working set"] = sum(point.working for point in points[number])
     parts["arriving gradients"] = sum(point.gradients for point in points[number])
-    parts["communication"] = buffers[number]
+    parts["communication"] = sum(point.communication for point in points[number])
     kept = {name: part for name, part in parts.items() if part}
     words = _in_words(found.running[number], points[number])
     return RankMemory(pp_rank, found.phase(moment), words, kept, phases, host)
@@ -174,9 +170,9 @@ def _rank_peak(
 def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:
     """The point of highest memory within each of the running actions."""
     found = []
-    for kind, stage, light in running:
-        size = sizes[stage % len(sizes)]
-        points = (size.passing,) if light else size.points[kind]
+    for doing in running:
+        size = sizes[doing.stage % len(sizes)]
+        points = size.passing if doing.light else size.points[doing.kind, doing.last]
         found.append(max(points, key=lambda point: point.size))
     return found
 
@@ -195,8 +191,8 @@ def _held(found: Moments, own: list[StageBytes]) -> dict[str, NDArray[np.float64
 
 def _in_words(running: Acts, points: list[ActPoint]) -> str:
     words = []
-    for (kind, stage, _), point in zip(running, points, strict=True):
-        backward = kind in (Kind.B, Kind.BW)
+    for doing, point in zip(running, points, strict=True):
+        backward = doing.kind in (Kind.B, Kind.BW)
         what = f"backward at {point.where}" if backward else point.where
-        words.append(f"{what} of stage {stage}")
+        words.append(f"{what} of stage {doing.stage}")
     return " and ".join(words)

@@ -38,6 +38,7 @@ class ActPoint:
         working: gradients of activations, and intermediate results of the loss.
         gradients: weight gradients that are not yet accumulated.
         waiting: memory kept for deferred weight gradients.
+        communication: buffers of messages.
     """
 
     where: str
@@ -47,12 +48,14 @@ class ActPoint:
     working: float = 0.0
     gradients: float = 0.0
     waiting: float = 0.0
+    communication: float = 0.0
 
     @cached_property
     def size(self) -> float:
         """The sum of all parts, in bytes."""
         freed = self.activations + self.loss
-        return freed + self.remade + self.working + self.gradients + self.waiting
+        needed = self.remade + self.working + self.gradients + self.waiting
+        return freed + needed + self.communication
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,19 @@ class StageBytes:
         loss: logits and other activations of the loss kept between forward and backward.
         entry: input of the stage alone.
         waiting: memory kept between B and W.
-        buffers: communication buffers while an action runs.
         moved: activations offloaded to host memory between forward and backward.
-        points: candidates for the point of highest memory, for each kind of action.
-        passing: the point of highest memory in a forward that keeps only its input.
+        points: candidates for the point of highest memory, for each kind of action, and whether
+            it is the last that computes weight gradients, which are then reduced.
+        passing: the same of a forward that keeps only its input.
     """
 
     kept: float
     loss: float
     entry: float
     waiting: float
-    buffers: float
     moved: float
-    points: Mapping[Kind, tuple[ActPoint, ...]]
-    passing: ActPoint
+    points: Mapping[tuple[Kind, bool], tuple[ActPoint, ...]]
+    passing: tuple[ActPoint, ...]
 
 
 def stage_bytes(
@@ -97,38 +99,59 @@ def stage_bytes(
     )
     moving = 2 * tokens * max((saved.offloaded for saved in layers), default=0.0)
     kept = tokens * (whole.kept + total(ends).kept)
-    points = _backward_points(layout, stage, running, policy)
-    forward = ActPoint("forward", working=tokens * loss.remade + moving)
+    messages, inside = _buffers(layout, stage, running)
+    forward = ActPoint("forward", working=moving, communication=inside)
+    forwards = [replace(forward, loss=-tokens * loss.kept)]
+    if stage.head:
+        working = tokens * loss.remade + moving
+        forwards.append(ActPoint("the loss", working=working, communication=messages))
     hidden = running.element_bytes * model.hidden_size / running.token_parts
     largest = max((layer.kept for layer in layers), default=0.0)
-    fresh = max((point.gradients for point in points), default=0.0)
-    end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting)
+    freed = {"activations": -kept, "loss": -tokens * loss.kept}
+    end = ActPoint("the end", **freed, waiting=waiting, communication=messages)
+
+    def backward(*, reduces: bool) -> dict[Kind, tuple[ActPoint, ...]]:
+        points = _backward_points(layout, stage, running, policy, reduces=reduces)
+        fresh = max((point.gradients for point in points), default=0.0)
+        inside = [replace(point, working=point.working + moving) for point in points]
+        return {
+            Kind.BW: tuple(inside),
+            Kind.B: (*(replace(point, gradients=0.0) for point in inside), end),
+            Kind.W: (ActPoint("weight gradients", gradients=fresh, communication=messages),),
+        }
+
+    recomputed = ActPoint("recomputation", communication=inside)
+    by_kind = {
+        last: {
+            Kind.F: tuple(forwards),
+            Kind.R: (recomputed,),
+            **backward(reduces=last or policy.splits_gradient),
+        }
+        for last in (False, True)
+    }
     return StageBytes(
         kept=kept,
         loss=tokens * loss.kept,
         entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
-        buffers=tokens * _buffer_bytes(layout, stage, running),
         moved=tokens * whole.offloaded,
-        points={
-            Kind.F: (forward,),
-            Kind.R: (ActPoint("recomputation"),),
-            Kind.BW: tuple(replace(p, working=p.working + moving) for p in points),
-            Kind.B: (*(replace(p, working=p.working + moving, gradients=0.0) for p in points), end),
-            Kind.W: (ActPoint("weight gradients", gradients=fresh),),
-        },
-        passing=replace(forward, working=forward.working + tokens * (loss.kept + largest)),
+        points={(kind, last): p for last, each in by_kind.items() for kind, p in each.items()},
+        passing=(
+            replace(forward, working=moving + tokens * largest),
+            *(replace(p, working=p.working + tokens * loss.kept) for p in forwards[1:]),
+        ),
     )
 
 
 def _backward_points(
-    layout: Layout, stage: StageParts, running: Running, policy: StatePolicy
+    layout: Layout, stage: StageParts, running: Running, policy: StatePolicy, *, reduces: bool
 ) -> list[ActPoint]:
     """The points in the backward of a stage at which memory may peak.
 
     At the output layer, whose weight gradient is large while nothing is freed yet; in the last
-    layer, where a gated MLP's gradients and weight gradient meet; in the layer before, while the
-    gradients of the last are reduced; and at the embedding, when everything else is gone.
+    layer, where a gated MLP's gradients and weight gradient meet; at its end, where all of its
+    weight gradients wait to be accumulated, or in the layer before, while they are reduced; and at
+    the embedding, when everything else is gone.
     """
     model, training = layout.config.model, layout.config.training
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
@@ -137,13 +160,14 @@ def _backward_points(
     layers = _saved_by_layer(layout, stage, running)
     kept = tokens * sum(layer.kept for layer in layers)
     gone, remade = -tokens * loss.kept, tokens * _remade_at_once(layout, layers)
+    messages, inside = _buffers(layout, stage, running)
     points = []
     if stage.head:
         dx = running.element_bytes * model.hidden_size * (2 if running.sequence_parallel else 1)
         working = tokens * (loss.remade + dx)
-        points.append(
-            ActPoint("the output layer", working=working, gradients=vocabulary * policy.fresh)
-        )
+        fresh = vocabulary * policy.fresh
+        head = ActPoint("the output layer", working=working, gradients=fresh)
+        points.append(replace(head, communication=messages))
     if stage.layers:
         last = stage.layers[-1]
         layer = describe(model, layer_kind(model, last))
@@ -158,10 +182,11 @@ def _backward_points(
             remade=remade,
             working=tokens * layer.mlp_input.working(running),
             gradients=0.0 if policy.placeholder else _first_linear(layout, layer) * policy.fresh,
+            communication=inside,
         )
         points.append(point)
         *_, block = stage_blocks(layout, stage)
-        if policy.reducing and len(layers) > 1:
+        if policy.reducing and reduces and len(layers) > 1:
             points.append(
                 replace(
                     point,
@@ -170,8 +195,12 @@ def _backward_points(
                     gradients=point.gradients + block.size * policy.reducing,
                 )
             )
+        elif policy.reducing:
+            end = ActPoint("the end of the last layer", -tokens * layers[-1].kept, gone)
+            points.append(replace(end, gradients=block.size * policy.fresh, communication=inside))
     if stage.embedding:
-        points.append(ActPoint("the embedding", -kept, gone, gradients=vocabulary * policy.fresh))
+        first = ActPoint("the embedding", -kept, gone, gradients=vocabulary * policy.fresh)
+        points.append(replace(first, communication=messages))
     return points or [ActPoint("backward")]
 
 
@@ -219,18 +248,22 @@ def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> floa
     return sum(operation.deferred(running) for operation in describe(model, kind).operations)
 
 
-def _buffer_bytes(layout: Layout, stage: StageParts, running: Running) -> float:
-    """Bytes per token of messages, gathered keys and values, and dispatched tokens."""
-    model, grid = layout.config.model, layout.grid
-    element, size = running.element_bytes, 0.0
+def _buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, float]:
+    """Bytes of messages between stages, and the same with those of a layer.
+
+    The latter are gathered keys and values, and tokens sent to experts.
+    """
+    model, training, grid = layout.config.model, layout.config.training, layout.grid
+    tokens = training.micro_batch_size * training.seq_length / grid.cp
+    element, between, inside = running.element_bytes, 0.0, 0.0
     if grid.pp > 1:
-        size += 2 * element * model.hidden_size / running.token_parts
+        between = 2 * element * model.hidden_size / running.token_parts
     if grid.cp > 1 and stage.layers:
         keys = element * (model.k_size + model.v_size) / running.tensor_parallel
         gathers = "all_gather" in layout.config.parallel.cp_comm_type
         # A ring holds the current block and the arriving one, and the gradients of both.
-        size += keys * (2 * grid.cp if gathers else 4)
+        inside += keys * (2 * grid.cp if gathers else 4)
     if grid.ep > 1 and any(layer_kind(model, layer).experts for layer in stage.layers):
         rows = running.rows_of_one(model.moe_router_topk)
-        size += 2 * element * model.hidden_size * rows
-    return size
+        inside += 2 * element * model.hidden_size * rows
+    return tokens * between, tokens * (between + inside)

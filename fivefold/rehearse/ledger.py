@@ -184,18 +184,9 @@ class _HostReads(TorchFunctionMode):
 def _issued(call: Call) -> Issued:
     tensor = (*call.gives, *call.gets)[0]
     size = call.size or sum(map(bytes_of, call.gets))
-    parts: tuple[tuple[int, ...], ...] = ()
-    if call.op == "all_to_all":
-        parts = tuple(_parts(tensors, call.group.size()) for tensors in (call.gives, call.gets))
+    sent = call.sent if call.gives else 0.0
     name = str(tensor.dtype).removeprefix("torch.")
-    return Issued(call.op, call.group.group_name, size, name, call.peer, call.tag, parts)
-
-
-def _parts(tensors: tuple[Tensor, ...], ranks: int) -> tuple[int, ...]:
-    """Bytes for, or from, each rank: one tensor of each, or one that is split evenly."""
-    if len(tensors) == ranks:
-        return tuple(map(bytes_of, tensors))
-    return (bytes_of(tensors[0]) // ranks,) * ranks
+    return Issued(call.op, call.group.group_name, size, name, sent, call.peer, call.tag, call.parts)
 
 
 def _only_views(func: Any) -> bool:

@@ -16,9 +16,6 @@ BYTES_TOLERANCE = 1e-9
 MEMORY_TOLERANCE = 0.03
 """Relative difference of peaks above which the report says that the planner is off."""
 
-BELOW_A_RUN = 0.06
-"""How far a peak with experts may lie below that of a run over gloo, relative to it."""
-
 
 @dataclass(frozen=True)
 class RehearsalReport:
@@ -32,7 +29,6 @@ class RehearsalReport:
         capacity: bytes of a device.
         problems: why the job would hang, one for each pair of ranks.
         differing: ranks that send other than theory says, with the axis.
-        experts: whether the model has experts, of which peaks are not exact.
     """
 
     title: str
@@ -42,7 +38,6 @@ class RehearsalReport:
     capacity: float
     problems: tuple[str, ...]
     differing: tuple[str, ...]
-    experts: bool
 
     @property
     def passed(self) -> bool:
@@ -79,8 +74,6 @@ class RehearsalReport:
             "the planner counts all gradients from the start of a step, a rank those that its "
             f"backwards have made: beside gradients {self.deviation_beside_gradients:+.1%}"
         )
-        if self.experts:
-            lines.append(f"with experts, peaks of some ranks are up to {BELOW_A_RUN:.0%} too low")
         lines += [*self.problems, *self.differing]
         verdict = f"{len(self.scripts)} ranks agree on every message, and send what theory says"
         if self.problems:
@@ -169,7 +162,6 @@ def make_report(
         cluster.gpu.memory_bytes,
         tuple(disagreements(scripts, name)),
         tuple(what for script in scripts for what in _differing(script)),
-        experts=layout.config.model.num_experts is not None,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import axes_of, named_groups
@@ -16,7 +17,6 @@ from fivefold.counts.routed import rows_of_choices
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
-from fivefold.mesh.slices import local_tensor
 from fivefold.model.routing import Router
 from fivefold.rehearse.ledger import Holdings, StepLedger
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
@@ -66,6 +66,8 @@ def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> 
     ledger = StepLedger()
     with ledger:
         engine = Engine(layout, rank, torch.device("cpu"), initialises=False)
+        moments = engine.optimizer.state_tensors().values()
+        ledger.holdings.count_as(OPTIMIZER, [piece.local for piece in moments])
         ledger.account = partial(_account, ledger.holdings, engine)
         ledger.account()
         engine.model.executor.observe = ledger.act
@@ -121,16 +123,19 @@ def limit_by_place(router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Ten
 
 
 def _account(holdings: Holdings, engine: Engine) -> None:
-    """Tell which tensors are weights, gradients and moments."""
+    """Tell which tensors are weights and gradients."""
     parameters = [p for stage in engine.model.stages.values() for p in stage.parameters()]
     parameters += engine.parameters.values()
-    holdings.count_as(WEIGHTS, map(local_tensor, parameters))
+    holdings.count_as(WEIGHTS, map(_held, parameters))
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    holdings.count_as(GRADIENTS, map(local_tensor, grads))
+    holdings.count_as(GRADIENTS, map(_held, grads))
     for stage in engine.model.gradients.values():
-        holdings.count_as(GRADIENTS, stage.waiting_gradients())
-    moments = [piece.local for piece in engine.optimizer.state_tensors().values()]
-    holdings.count_as(OPTIMIZER, moments)
+        holdings.count_as(GRADIENTS, map(_held, stage.waiting_gradients()))
+
+
+def _held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, itself: no view, which is an operation of its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _alone() -> None:

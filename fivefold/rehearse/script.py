@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fivefold.counts.messages import wire_bytes
-
 WORKING, MESSAGES, ACTIVATIONS = "working set", "messages", "activations"
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 
@@ -18,6 +16,7 @@ class Issued:
         group: name of the group.
         size: bytes of the whole buffer, or of the message.
         dtype: type of its numbers.
+        sent: bytes that this rank sends.
         peer: rank in the group of a message; None for collectives.
         tag: number of a message.
         parts: of an all-to-all, bytes for each rank and bytes from each; empty otherwise.
@@ -27,6 +26,7 @@ class Issued:
     group: str
     size: int
     dtype: str
+    sent: float = 0.0
     peer: int | None = None
     tag: int = 0
     parts: tuple[tuple[int, ...], ...] = ()
@@ -66,8 +66,6 @@ class Script:
         """Bytes sent by mesh axis, counted call by call."""
         total: dict[str, float] = {}
         for call in self.issued:
-            if call.op not in ("receive", "barrier"):
-                axis = self.axes.get(call.group, call.group)
-                size = wire_bytes(call.op, call.size, len(self.groups[call.group]))
-                total[axis] = total.get(axis, 0.0) + size
+            axis = self.axes.get(call.group, call.group)
+            total[axis] = total.get(axis, 0.0) + call.sent
         return {axis: size for axis, size in total.items() if size}

@@ -39,13 +39,14 @@ def _by_action(found: Moments) -> dict[Acts, NDArray[np.float64]]:
         acts = found.running[which]
         held = found.kept[moment], found.inputs[moment], found.waiting[moment]
         rows[acts].append(np.concatenate([*held, begun]))
-        for kind, stage, _ in acts:
-            begun[columns[stage]] = begun[columns[stage]] or kind in (Kind.W, Kind.BW)
+        for doing in acts:
+            ends = doing.kind in (Kind.W, Kind.BW)
+            begun[columns[doing.stage]] = begun[columns[doing.stage]] or ends
     return {acts: np.unique(held, axis=0) for acts, held in rows.items()}
 
 
 def _stages(found: Moments) -> list[int]:
-    return sorted({stage for acts in found.running for _, stage, _ in acts})
+    return sorted({doing.stage for acts in found.running for doing in acts})
 
 
 def _has_likes(

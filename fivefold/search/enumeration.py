@@ -326,7 +326,7 @@ def _paired(
         hides[:] = False
     asked = "overlap_moe_expert_parallel_comm" in given
     wanted = config.parallel.overlap_moe_expert_parallel_comm if asked else True
-    asked = asked or config.parallel.delay_wgrad_compute
+    asked = asked or config.parallel.delay_wgrad_compute or bool(config.memory.modules_of_halves)
     columns["pairs"] = (hides & wanted).astype(np.int32)
     if asked and wanted:
         return where(columns, hides)

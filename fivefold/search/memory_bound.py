@@ -80,17 +80,18 @@ class _State:
         return dense * self._per_parameter("dense") + expert * self._per_parameter("expert")
 
     def arriving(self, ranks: Ranks, which: int) -> Values:
-        """Bytes of one layer's gradients, new and being reduced, where gradients are sharded."""
+        """Bytes of one layer's new gradients, and where they are sharded of those in reduction."""
         partition = self.space.columns["partition"]
         sharded = self.space.config.with_values(data_parallel_sharding_strategy="optim")
-        reducing = engine_policy(sharded).reducing
+        policy = engine_policy(sharded)
+        arriving = np.where(self.space.sharded("splits_gradients"), policy.reducing, policy.fresh)
         held = ranks.held[partition, which]
         smallest = np.full(len(self.space), np.inf)
         for kind in (DENSE, EXPERTS):
             size = self.sizes.column(kind) + self.sizes.column(KINDS + kind)
             smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)
         several = (ranks.thinnest[partition, which] > 1) & self.space.sharded("splits_optimizer")
-        return np.where(several, smallest * reducing, 0.0)
+        return np.where(several, smallest * arriving, 0.0)
 
     def _per_parameter(self, kind: str) -> Values:
         config, shards = self.space.config, self.shards[kind]

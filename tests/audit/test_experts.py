@@ -37,7 +37,11 @@ BALANCED = {
     "moe_z_loss_coeff": 0.1,
 }
 PAIR = {"pp": 2, "pipeline_model_parallel_layout": "Et|tL", "moe_layer_freq": "[1,1]"}
+HALVES = {"overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "combined_1f1b", "ep": 2}
 STAGES = PAIR | {"recompute_in_flight_limit": 1}
+
+
+OF_HALVES = "a2a_overlap_attn", "a2a_overlap_post_attn", "a2a_overlap_mlp"
 
 
 def _again(*modules: str) -> dict[str, Any]:
@@ -130,6 +134,34 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         GATED,
         {"etp": 2, "pipeline_schedule": "zb_h1", **STAGES, **_again("moe_act")},
     ),
+    "halves again": (2, {}, HALVES | _again(*OF_HALVES)),
+    "halves again, gated, tp, layernorm": (
+        4,
+        GATED,
+        HALVES | {"tp": 2} | _again(*OF_HALVES, "layernorm"),
+    ),
+    "halves again, latents, dW delayed": (
+        2,
+        ALONE | LATENT,
+        HALVES | {"delay_wgrad_compute": True} | _again("a2a_overlap_attn", "moe_act"),
+    ),
+    "halves again, heads normalised, cp, losses": (
+        4,
+        {"qk_layernorm": True, **ALONE},
+        HALVES | {"cp": 2} | BALANCED | _again("a2a_overlap_attn", "a2a_overlap_post_attn"),
+    ),
+    "halves again, jitter": (
+        2,
+        ALONE,
+        HALVES
+        | {"moe_input_jitter_eps": 0.1, "moe_router_dtype": "fp64"}
+        | _again("a2a_overlap_post_attn"),
+    ),
+    "halves again, latents gathered": (
+        4,
+        LATENT,
+        HALVES | {"cp": 2, "cp_comm_type": ("all_gather",)} | _again("a2a_overlap_attn"),
+    ),
     "parameters sharded": (4, {}, {"ep": 2, "strategy": "optim_grads_params"}),
     "further predictions": (2, LATENT | {"mtp_num_layers": 1}, {"ep": 2}),
 }
@@ -151,6 +183,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         "stages again, flex",
         "stages again, moe again",
         "further predictions",
+        "halves again, gated, tp, layernorm",
+        "halves again, latents gathered",
     ),
 )
 def test_experts_do_what_theory_says_of_their_tokens(name: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from fivefold.config.presets import resolve_model
 from fivefold.layout import Layout
 from fivefold.predict.cluster import load_cluster
 from fivefold.rehearse.agree import disagreements
-from fivefold.rehearse.report import BELOW_A_RUN, make_report
+from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_rank, rehearse_ranks, watched_step
 from fivefold.rehearse.script import Issued, Script
@@ -78,17 +78,14 @@ def played_on_cpus(name: str) -> tuple[Layout, list[Script]]:
     ],
 )
 def test_a_rehearsal_is_the_run(name: str) -> None:
-    """On CPUs, where both take the same path: each message, and without experts each byte held."""
+    """On CPUs, where both take the same path: each message, and each byte held."""
     layout, played = played_on_cpus(name)
     real = run(layout.grid.world_size, _watched, layout)
     for one, other in zip(real, played, strict=True):
         assert traffic(other) == traffic(one)
         assert other.by_axis() == pytest.approx(other.sent, rel=1e-12)
         assert one.by_axis() == other.by_axis()
-        if layout.config.model.num_experts is None:
-            assert other.peak == one.peak
-        else:  # a known difference, of which the report and its how-to tell
-            assert other.peak <= one.peak <= other.peak / (1 - BELOW_A_RUN)
+        assert other.peak == one.peak
     assert disagreements(real, layout.grid.name) == []
     assert disagreements(played, layout.grid.name) == []
 

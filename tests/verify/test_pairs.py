@@ -44,6 +44,21 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         | {"pipeline_schedule": "dualpipe", "strategy": "optim"}
         | {"pipeline_model_parallel_layout": "Ett|tttL"},
     ),
+    (
+        4,
+        {"qk_layernorm": True, "hidden_dropout": 0.1},
+        DELAYED
+        | {"pp": 1, "cp": 2, "tp": 2, "moe_expert_capacity_factor": 0.7}
+        | {
+            "recompute_granularity": "selective",
+            "recompute_modules": (
+                "a2a_overlap_attn",
+                "a2a_overlap_post_attn",
+                "a2a_overlap_mlp",
+                "layernorm",
+            ),
+        },
+    ),
     (8, {}, TURNS | IN_V | {"tp": 2, "etp": 2, "strategy": "optim_grads_params"}),
     (
         4,

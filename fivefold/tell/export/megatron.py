@@ -13,7 +13,13 @@ from fivefold.tell.export.megatron_pipeline import (
 from fivefold.tell.export.settings import Export, Settings, command_line, flag, flags, set_flag
 
 _RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
-_MODULES = {"routed_experts": "moe"}  # recomputed there with all that is around them
+_MODULES = {
+    "routed_experts": "moe",
+    "a2a_overlap_attn": "core_attn",
+    "a2a_overlap_post_attn": "layernorm",
+    "a2a_overlap_mlp": "moe",
+}
+"""Modules that it does not recompute alone, and those that are nearest."""
 _ITS_ROPE_SCALING = {
     "rope_low_freq_factor": 1.0,
     "rope_high_freq_factor": 4.0,
@@ -297,8 +303,9 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield f"it has no {training.fp8_recipe} recipe (fp8_recipe): tensorwise stands in its place"
     if memory.fine_grained_activation_offloading and memory.offload_tensors:
         yield "it moves dispatched tokens (offload_tensors) as expert_fc1 of offload_modules"
-    if memory.recompute_granularity == "selective" and "routed_experts" in memory.recompute_modules:
-        yield "it recomputes experts with their dispatch (moe), not alone (recompute_modules)"
+    asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
+    for module in (module for module in asked if module in _MODULES):
+        yield f"recompute_modules {module} became {_MODULES[module]}: it has nothing nearer"
     if memory.cross_entropy_fusion_impl == "linear" and memory.cross_entropy_loss_fusion:
         yield (
             "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
