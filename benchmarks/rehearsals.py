@@ -2,8 +2,9 @@
 
     python benchmarks/rehearsals.py [--jobs 2] [NAME ...]
 
-Runs `fivefold rehearse` on the layouts under benchmarks/data/layouts with their published numbers
-of ranks, and prints for each the rank whose peak is farthest from the planner's.
+Runs `fivefold rehearse` on the layouts under benchmarks/data/layouts, and on the recipe of Llama 3
+405B, with their published numbers of ranks, and prints for each the rank whose peak is farthest
+from the planner's.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pathlib import Path
 from fivefold.units import human_bytes
 
 LAYOUTS = Path(__file__).resolve().parent / "data" / "layouts"
-WORLDS = {"deepseek-v3": 2048, "kimi-k2": 256, "qwen3-235b-a22b": 256}
+WORLDS = {"llama3-405b": 16384, "deepseek-v3": 2048, "kimi-k2": 256, "qwen3-235b-a22b": 256}
 
 
 def main() -> None:
@@ -40,7 +41,8 @@ def main() -> None:
 
 
 def rehearse(name: str, jobs: int) -> dict:
-    command = [sys.executable, "-m", "fivefold", "rehearse", str(LAYOUTS / f"{name}.toml")]
+    path = LAYOUTS / f"{name}.toml"
+    command = [sys.executable, "-m", "fivefold", "rehearse", str(path) if path.exists() else name]
     command += ["--nproc", str(WORLDS[name]), "--jobs", str(jobs), "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if not done.stdout:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -48,8 +49,11 @@ def rehearse_ranks(
 def rehearse_rank(layout: Layout, rank: int, *, gpus: bool = True) -> Script:
     """One step of one rank, with shapes in the place of numbers."""
     start = time.perf_counter()
-    with pretended_world(rank, layout.grid.world_size, gpus=gpus), Shadow(gpus=gpus):
-        return watched_step(layout, rank, started=start)
+    with warnings.catch_warnings():
+        # FSDP2 calls functions of torch that torch itself has renamed.
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        with pretended_world(rank, layout.grid.world_size, gpus=gpus), Shadow(gpus=gpus):
+            return watched_step(layout, rank, started=start)
 
 
 def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> Script:

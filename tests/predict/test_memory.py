@@ -9,12 +9,11 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.counts.state import StatePolicy, engine_policy, megatron_policy, model_state
+from fivefold.counts.state import StatePolicy, megatron_policy, model_state
 from fivefold.layout import Layout
-from fivefold.model.running import Running
 from fivefold.predict.cluster import preset
+from fivefold.predict.liveness import moments
 from fivefold.predict.memory import MemoryPrediction, peak_memory
-from fivefold.predict.stage_memory import stage_bytes
 
 H100 = preset("H100", 64)
 SHORT_LLAMA = replace(PRESETS["llama3-70b"], num_layers=12)
@@ -168,16 +167,17 @@ def test_every_technique_saves_memory(technique: dict[str, Any]) -> None:
 
 def test_a_rank_holds_as_many_microbatches_as_it_may() -> None:
     shape = {"pipeline_model_parallel_size": 4, "global_batch_size": 16}
-    plain = _peak(SHORT_LLAMA, 4, **shape)
-    few = _peak(SHORT_LLAMA, 4, recompute_in_flight_limit=2, **shape)
-    layout = _layout(SHORT_LLAMA, 4, **shape)
-    running = Running.of(layout.config)
-    size = stage_bytes(layout, layout.split.stages[1], running, engine_policy(layout.config))
-    for rank in (1, 2):
-        saved = plain.ranks[rank].parts["activations"] - few.ranks[rank].parts["activations"]
-        waits = max(0, 4 - rank - 2)  # of those in flight, without the two that are held
-        assert saved == pytest.approx(waits * (size.kept - size.entry))
-    assert plain.ranks[3] == few.ranks[3]
+    plain, few = (
+        _layout(SHORT_LLAMA, 4, recompute_in_flight_limit=limit, **shape) for limit in (None, 2)
+    )
+    for rank in range(4):
+        held = [moments(layout, splits_backward=True)[rank].kept.max() for layout in (plain, few)]
+        assert held == [4 - rank, min(4 - rank, 2)]
+    peaks = [peak_memory(layout, H100).ranks for layout in (plain, few)]
+    assert [few.peak < plain.peak for plain, few in zip(*peaks, strict=True)] == [True] * 2 + [
+        False
+    ] * 2
+    assert peaks[0][3] == peaks[1][3]
 
 
 def test_crowded_experts_need_more() -> None:
