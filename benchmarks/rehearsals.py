@@ -1,6 +1,6 @@
 """Published layouts at full size, rehearsed: peaks against the planner's, bytes, and seconds.
 
-    python benchmarks/rehearsals.py [--jobs 2] [NAME ...]
+    python benchmarks/rehearsals.py [--layouts kimi-k2 ...] [--jobs 2]
 
 Runs `fivefold rehearse` on the layouts under benchmarks/data/layouts, and on the recipe of Llama 3
 405B, with their published numbers of ranks, and prints for each the rank whose peak is farthest
@@ -26,7 +26,7 @@ WORLDS = {"llama3-405b": 16384, "deepseek-v3": 2048, "kimi-k2": 256, "qwen3-235b
 def main() -> None:
     asked = parse()
     print(f"{datetime.date.today()}, {platform.machine()}, {asked.jobs} processes")
-    for name in asked.names:
+    for name in asked.layouts:
         start = time.perf_counter()
         report = rehearse(name, asked.jobs)
         seconds = time.perf_counter() - start
@@ -36,7 +36,8 @@ def main() -> None:
             f"{name} on {WORLDS[name]}: {len(report['ranks'])} ranks rehearsed in {seconds:.0f} s, "
             f"{len(report['problems'])} of their pairs disagree, {len(report['differing'])} send "
             f"other bytes than theory says; rank {worst['rank']} is farthest from the planner's "
-            f"peak: {human_bytes(peak)} against {human_bytes(planned)} ({peak / planned - 1:+.1%})"
+            f"peak: {human_bytes(peak)} against {human_bytes(planned)} ({peak / planned - 1:+.1%})",
+            flush=True,
         )
 
 
@@ -52,7 +53,7 @@ def rehearse(name: str, jobs: int) -> dict:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=WORLDS, default=list(WORLDS))
+    parser.add_argument("--layouts", nargs="+", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     return parser.parse_args()
 

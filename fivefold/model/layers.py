@@ -21,11 +21,30 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+class Products:
+    """The three products of a linear layer with W [F, H], in the dtype of its input."""
+
+    def output(self, x_TH: Tensor, weight_FH: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, F]."""
+        return F.linear(x_TH, weight_FH, bias_F)
+
+    def input_gradient(
+        self, grad_TF: Tensor, weight_FH: Tensor, onto_TH: Tensor | None = None
+    ) -> Tensor:
+        """[T, F] -> [T, H], added to `onto_TH` in place if there is one."""
+        return grad_TF @ weight_FH if onto_TH is None else onto_TH.addmm_(grad_TF, weight_FH)
+
+    def weight_gradient(self, grad_TF: Tensor, x_TH: Tensor) -> Tensor:
+        """[F, H]."""
+        return grad_TF.t() @ x_TH
+
+
 class Linear(nn.Module):
     """y = x W^T + b, with W [out, in]. Parameters are left uninitialised.
 
     Attributes:
         used: rows of the weight that this rank multiplies with; None: all it holds.
+        multiply: seam around the products; another arithmetic replaces them.
     """
 
     bias: nn.Parameter | None
@@ -35,11 +54,12 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.used: slice | None = None
+        self.multiply = Products()
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         bias = None if self.bias is None else local(self.bias)
-        return F.linear(x_TH, local(self.weight), bias)
+        return self.multiply.output(x_TH, local(self.weight), bias)
 
 
 class Column(Protocol):

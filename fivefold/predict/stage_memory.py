@@ -39,6 +39,7 @@ class ActPoint:
         gradients: weight gradients that are not yet accumulated.
         waiting: memory kept for deferred weight gradients.
         communication: buffers of messages.
+        reduces: whether gradients of a layer are being reduced.
     """
 
     where: str
@@ -49,6 +50,7 @@ class ActPoint:
     gradients: float = 0.0
     waiting: float = 0.0
     communication: float = 0.0
+    reduces: bool = False
 
     @cached_property
     def size(self) -> float:
@@ -107,17 +109,21 @@ def stage_bytes(
         forwards.append(ActPoint("the loss", working=working, communication=messages))
     hidden = running.element_bytes * model.hidden_size / running.token_parts
     largest = max((layer.kept for layer in layers), default=0.0)
-    freed = {"activations": -kept, "loss": -tokens * loss.kept}
-    end = ActPoint("the end", **freed, waiting=waiting, communication=messages)
+    end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting, communication=messages)
 
     def backward(*, reduces: bool) -> dict[Kind, tuple[ActPoint, ...]]:
         points = _backward_points(layout, stage, running, policy, reduces=reduces)
-        fresh = max((point.gradients for point in points), default=0.0)
         inside = [replace(point, working=point.working + moving) for point in points]
+        weights = ActPoint("weight gradients", communication=messages)
+        # Before a layer's gradients are reduced, what they were computed from is gone.
+        gone = waiting / len(layers) if reduces and policy.reducing and layers else 0.0
         return {
             Kind.BW: tuple(inside),
             Kind.B: (*(replace(point, gradients=0.0) for point in inside), end),
-            Kind.W: (ActPoint("weight gradients", gradients=fresh, communication=messages),),
+            Kind.W: tuple(
+                replace(weights, gradients=point.gradients, waiting=-gone * point.reduces)
+                for point in points
+            ),
         }
 
     recomputed = ActPoint("recomputation", communication=inside)
@@ -193,6 +199,7 @@ def _backward_points(
                     where="the layer before the last",
                     activations=point.activations - tokens * layers[-1].kept,
                     gradients=point.gradients + block.size * policy.reducing,
+                    reduces=True,
                 )
             )
         elif policy.reducing:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.mesh.collectives import (
@@ -24,7 +23,7 @@ from fivefold.mesh.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from fivefold.model.layers import Linear, local
+from fivefold.model.layers import Linear, Products, local
 from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
 
 Target = tuple[Tensor, Tensor | None]
@@ -60,7 +59,8 @@ class ColumnParallel:
             for linear, part in zip(linears, rows, strict=True)
         ]
         targets = tuple((linear.weight, linear.bias) for linear in linears)
-        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, self, targets, rows, *weights, *biases)
+        how = self, targets, rows, tuple(linear.multiply for linear in linears)
+        outputs: tuple[Tensor, ...] = _Column.apply(x_TH, *how, *weights, *biases)
         return outputs
 
 
@@ -72,14 +72,15 @@ class _Column(torch.autograd.Function):
         column: ColumnParallel,
         targets: tuple[Target, ...],
         rows: tuple[slice | None, ...],
+        products: tuple[Products, ...],
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(targets)], tensors[len(targets) :]
         ctx.save_for_backward(x, *weights)
-        ctx.column, ctx.targets, ctx.rows = column, targets, rows
+        ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
         x_TH = all_gather(x, column.group) if column.sequence_parallel else x
-        pairs = zip(weights, biases, strict=True)
-        return tuple(F.linear(x_TH, weight, bias) for weight, bias in pairs)
+        each = zip(products, weights, biases, strict=True)
+        return tuple(of.output(x_TH, weight, bias) for of, weight, bias in each)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
@@ -90,28 +91,31 @@ class _Column(torch.autograd.Function):
         again = start_all_gather(x, group) if gathers and not deferring else None
         pending = None
         if ctx.needs_input_grad[0]:
-            grad_TH = grads_TF[0] @ weights[0]
-            for grad, weight in zip(grads_TF[1:], weights[1:], strict=True):
-                grad_TH.addmm_(grad, weight)
+            (products, *first), *others = zip(ctx.products, grads_TF, weights, strict=True)
+            grad_TH = products.input_gradient(*first)
+            for products, grad, weight in others:
+                products.input_gradient(grad, weight, onto_TH=grad_TH)
             start = start_reduce_scatter if gathers else start_all_reduce
             pending = start(grad_TH, group)
         grads_w: list[Tensor | None] = [None] * len(weights)
         grads_b: list[Tensor | None] = [None] * len(weights)
         if deferring:
-            targets, rows = ctx.targets, ctx.rows
+            targets, rows, every = ctx.targets, ctx.rows, ctx.products
 
             def add() -> None:
                 x_TH = all_gather(x, group) if gathers else x
-                for target, part, grad in zip(targets, rows, grads_TF, strict=True):
-                    _add_linear_grads(target, part, grad, x_TH)
+                each = zip(every, targets, rows, grads_TF, strict=True)
+                for products, target, part, grad in each:
+                    _add_linear_grads(products, target, part, grad, x_TH)
 
             column.deferred.put([p for target in targets for p in target if p is not None], add)
         else:
             x_TH = again.wait() if again is not None else x
-            for index, (target, grad) in enumerate(zip(ctx.targets, grads_TF, strict=True)):
-                grads_w[index], grads_b[index] = _linear_grads(target, grad, x_TH)
+            each = zip(ctx.products, ctx.targets, grads_TF, strict=True)
+            for index, (products, target, grad) in enumerate(each):
+                grads_w[index], grads_b[index] = _linear_grads(products, target, grad, x_TH)
         grad_x = pending.wait() if pending is not None else None
-        return grad_x, None, None, None, *grads_w, *grads_b
+        return grad_x, None, None, None, None, *grads_w, *grads_b
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,8 @@ class RowParallel:
 
     def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
         """[T, F] -> [T or t, H]."""
-        target = linear.weight, None
-        product_TH = _RowProduct.apply(x_TF, local(linear.weight), self.deferred, target)
+        how = self.deferred, (linear.weight, None), linear.multiply
+        product_TH = _RowProduct.apply(x_TF, local(linear.weight), *how)
         y = sum_tokens(product_TH, self.group, self.sequence_parallel)
         return y if linear.bias is None else y + local(linear.bias)
 
@@ -141,21 +145,31 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TF: Tensor, weight: Tensor, deferred: DeferredWeights, target: Target
+        ctx: Any,
+        x_TF: Tensor,
+        weight: Tensor,
+        deferred: DeferredWeights,
+        target: Target,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x_TF, weight)
-        ctx.deferred, ctx.parameter = deferred, target[0]
-        return F.linear(x_TF, weight)
+        ctx.deferred, ctx.parameter, ctx.products = deferred, target[0], products
+        return products.output(x_TF, weight)
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
         x_TF, weight = ctx.saved_tensors
-        parameter, grad_weight = ctx.parameter, None
+        parameter, products = ctx.parameter, ctx.products
+        grad_weight = None
+
+        def add() -> None:
+            add_to_grad(parameter, products.weight_gradient(grad_TH, x_TF))
+
         if ctx.deferred.deferring:
-            ctx.deferred.put([parameter], lambda: add_to_grad(parameter, grad_TH.t() @ x_TF))
+            ctx.deferred.put([parameter], add)
         else:
-            grad_weight = grad_TH.t() @ x_TF
-        return grad_TH @ weight, grad_weight, None, None
+            grad_weight = products.weight_gradient(grad_TH, x_TF)
+        return products.input_gradient(grad_TH, weight), grad_weight, None, None, None
 
 
 def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> Tensor:
@@ -265,12 +279,17 @@ def _part(parameter: Tensor, rows: slice | None) -> Tensor:
     return parameter if rows is None else parameter[rows]
 
 
-def _linear_grads(target: Target, grad_TF: Tensor, x_TH: Tensor) -> tuple[Tensor, Tensor | None]:
+def _linear_grads(
+    products: Products, target: Target, grad_TF: Tensor, x_TH: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of weight and bias."""
-    return grad_TF.t() @ x_TH, None if target[1] is None else grad_TF.sum(0)
+    bias = None if target[1] is None else grad_TF.sum(0)
+    return products.weight_gradient(grad_TF, x_TH), bias
 
 
-def _add_linear_grads(target: Target, rows: slice | None, grad_TF: Tensor, x_TH: Tensor) -> None:
-    for parameter, grad in zip(target, _linear_grads(target, grad_TF, x_TH), strict=True):
+def _add_linear_grads(
+    products: Products, target: Target, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
+) -> None:
+    for parameter, grad in zip(target, _linear_grads(products, target, grad_TF, x_TH), strict=True):
         if parameter is not None and grad is not None:
             add_to_grad(parameter, grad, rows)

@@ -123,11 +123,11 @@ class _LacksLastKeys:
     ) -> Tensor:
         """See `model.attention.Kernel`."""
         shards = self.shards.merged(self.inner)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         for rank in range(len(shards.chunks)):
             part = MicrobatchShare(shards, rank)
             queries = Queries(taken(q, part), k.shape[2], drop, taken(self.ids, part))
-            queries.begin(v.shape[-1])
+            queries.begin(v.shape[-1], scope.sinks)
             arriving = _sources(part)
             for source in arriving[:-1] or arriving:
                 there = MicrobatchShare(shards, source)

@@ -37,7 +37,7 @@ from fivefold.tell.infeasible import why_nothing
 from fivefold.tell.record import as_json
 from fivefold.tell.report import best, explained, memory_table, pareto, question, ranked
 
-QUESTIONS = 120
+QUESTIONS = 64  # of each kind; `-m exhaustive` asks a thousand
 MODELS = ("debug-llama", "debug-gpt", "debug", "gpt2", "deepseek-v2-lite", "mixtral-8x7b")
 SIZES = (1, 1, 2, 2, 3, 4, 4, 6, 8, 16, -1, 0)
 VALUES = {
@@ -149,7 +149,7 @@ def check_suggestions(line: str) -> int:
 
 @pytest.mark.slow
 def test_what_a_no_suggests_works_when_typed() -> None:
-    assert sum(check_suggestions(line_of(seed)) for seed in range(2_000, 2_030)) > 20
+    assert sum(check_suggestions(line_of(seed)) for seed in range(2_000, 2_020)) > 12
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.collectives import all_reduce
-from fivefold.model.layers import Linear, plain_column, plain_row
+from fivefold.model.layers import Linear, Products, plain_column, plain_row
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.linear import ColumnParallel, RowParallel
 from tests.pool import run
@@ -185,6 +185,48 @@ def test_weight_gradients_put_off_are_the_same_bits() -> None:
     run(2, _same_bits)
     now, late = (_both_ways(None, False, later) for later in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(now, late, strict=True))
+
+
+class _Sevenfold(Products):
+    """Products of another arithmetic: W stands for 7 W."""
+
+    def output(self, x_TH: Tensor, weight_FH: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        return super().output(x_TH, 7 * weight_FH, bias_F)
+
+    def input_gradient(
+        self, grad_TF: Tensor, weight_FH: Tensor, onto_TH: Tensor | None = None
+    ) -> Tensor:
+        return super().input_gradient(grad_TF, 7 * weight_FH, onto_TH)
+
+    def weight_gradient(self, grad_TF: Tensor, x_TH: Tensor) -> Tensor:
+        return 7 * super().weight_gradient(grad_TF, x_TH)
+
+
+def _every_product_goes_through_the_seam(rank: int, world: int) -> None:
+    for sequence, later in product((False, True), repeat=2):
+        deferred = DeferredWeights()
+        column = ColumnParallel(dist.group.WORLD, sequence, deferred)
+        row = RowParallel(dist.group.WORLD, sequence, deferred)
+        found = []
+        for sevenfold in (False, True):
+            parts = [_part_of(_linear(n, H, F, True), rank, world, 0) for n in (6, 7)]
+            parts.append(_part_of(_linear(8, F, H, False), rank, world, 1))
+            for part in parts:
+                part.weight.data.mul_(1 if sevenfold else 7)
+                part.multiply = _Sevenfold() if sevenfold else part.multiply
+            x = _random(120, T // world if sequence else T, H).requires_grad_()
+            y = row(torch.mul(*column(x, *parts[:2])), parts[2])
+            _backward(deferred, later, [y], [_random(130, *y.shape)])
+            factor = 1 if sevenfold else 7
+            grads = [part.weight.grad for part in parts]
+            found.append([y.detach(), x.grad, *(factor * g for g in grads if g is not None)])
+        assert len(found[0]) == 5
+        for ours, true in zip(*found, strict=True):
+            _close(ours, true)
+
+
+def test_every_product_goes_through_the_seam() -> None:
+    run(2, _every_product_goes_through_the_seam)
 
 
 def _no_gradient_of_the_input(rank: int, world: int) -> None:

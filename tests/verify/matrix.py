@@ -2,7 +2,7 @@
 
     python -m tests.verify.matrix
 
-finds them anew and writes matrix.csv.
+finds them anew and writes matrix.csv: first rows without experts, then what these leave out.
 """
 
 import csv
@@ -32,6 +32,7 @@ ROUNDS, LEFT_OUT = 250, 8  # of completing anew, and the rows then left out
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
 CP = "context_parallel_size"
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 SHARDS = "data_parallel_shard_size"
 REPLICAS = "num_distributed_optimizer_instances"
 STRATEGY = "data_parallel_sharding_strategy"
@@ -54,6 +55,13 @@ def _selective(*modules: str) -> dict[str, Any]:
 
 def _moved(*modules: str) -> dict[str, Any]:
     return {"fine_grained_activation_offloading": True, "offload_modules": modules}
+
+
+def _experts(dispatcher: str, *, ep: int = 2, etp: int = 1, **more: Any) -> dict[str, Any]:
+    layers = {"num_experts": 8, "moe_router_topk": 3, "moe_layer_freq": "[0,1,1,0,1]"}
+    sizes = {"moe_ffn_hidden_size": 12, "moe_shared_expert_intermediate_size": 8}
+    split = {EP: ep, ETP: etp, "moe_token_dispatcher_type": dispatcher}
+    return layers | sizes | split | more
 
 
 FAMILIES = ("llama", "llama tied", "gpt", "gpt untied", "latent", "sinks")
@@ -107,13 +115,25 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "a2a": _context(2, "a2a"),
         "a2a+p2p": _context(4, "a2a+p2p"),
     },
+    "experts": {
+        "none": {},
+        "alltoall": _experts("alltoall"),
+        "alltoall: dropped": _experts("alltoall", moe_expert_capacity_factor=0.7),
+        "flex": _experts("flex", ep=4),
+        "flex: parts": _experts("flex", etp=2),
+        "allgather": _experts("allgather", moe_router_enable_expert_bias=True),
+        "allgather: parts": _experts("allgather", ep=1, etp=2),
+    },
     "memory": {
         "kept": {},
         "layers: uniform": {"recompute_granularity": "full", "recompute_num_layers": 2},
         "layers: block": {"recompute_granularity": "full", "recompute_method": "block"},
         "modules: every": _selective("core_attn", "mlp", "layernorm"),
         "modules: attention": _selective("core_attn"),
+        "modules: experts": _selective("layernorm", "moe_act", "shared_experts"),
+        "modules: layers of experts": _selective("moe", "mlp"),
         "moved: every": _moved("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
+        "moved: experts": _moved("expert_fc1", "moe_act"),
         "moved: recomputed": _moved("core_attn") | _selective("core_attn", "mlp"),
         "stages": {"recompute_in_flight_limit": 1},
         "stages: moved": {"recompute_in_flight_limit": 1} | _moved("core_attn"),
@@ -137,15 +157,28 @@ DEFERRED = ("zb", "v_", "dualpipe", "synthesised")  # in schedules with weight g
 
 def settings(row: Row) -> dict[str, Any]:
     """What to configure."""
-    chosen = [AXES[axis][choice] for axis, choice in row.items()]
-    values = {name: value for values in chosen for name, value in values.items()}
+    values = _chosen(row)
     layout, predictions = "pipeline_model_parallel_layout", values.get("mtp_num_layers", 0)
     if layout in values and predictions:
         first, _, last = values[layout].removesuffix("L").rpartition("|")
         apart = row["further"].endswith("before the head")
         further = "m" * predictions
         values[layout] = f"{first}{last}{further}|L" if apart else f"{first}|{last}{further}L"
-    return values
+    return values | {"global_batch_size": microbatches(row) * _samples_at_once(values)}
+
+
+def _chosen(row: Row) -> dict[str, Any]:
+    return {name: v for axis, choice in row.items() for name, v in AXES[axis][choice].items()}
+
+
+def microbatches(row: Row) -> int:
+    """How many of them a rank has in a step: few, but enough to fill a pipeline."""
+    values = _chosen(row)
+    return min(max(8 // _samples_at_once(values), 1), 2 * max(values.get(PP, 1), 2))
+
+
+def _samples_at_once(values: dict[str, Any]) -> int:
+    return prod(values.get(name, 1) for name in (SHARDS, REPLICAS, "micro_batch_size"))
 
 
 def ranks(row: Row) -> int:
@@ -183,6 +216,9 @@ def legal(row: Row) -> bool:
     splits = values.get(CP, 1) * values[SHARDS] > 1
     if ranks(row) > MAX_RANKS or splits < (row["sharding"] != "no_shard"):
         return False
+    # Which rows of an expert are dropped may depend on the last bit of a score.
+    if row["experts"].endswith("dropped") and row["precision"] != "fp64":
+        return False
     try:
         check(config(MODELS[row["family"]], **values), ranks(row))
     except ConfigError:
@@ -207,40 +243,52 @@ def draw(random: Random, *fixed: Facet) -> Row:
 
 
 def find(seed: int = 0) -> list[Row]:
-    """Rows that prove all that any does: completed greedily, and again where a few are left out."""
+    """Rows that prove all that any does, those without experts first."""
     random = Random(seed)
-    rows = [row for row in (draw(random) for _ in range(DRAWS)) if legal(row)]
+    dense = _fewest([], [("experts", "none")], random)
+    return dense + _fewest(dense, [], random)
+
+
+def _fewest(before: list[Row], fixed: list[Facet], random: Random) -> list[Row]:
+    """What completes earlier rows, all with the fixed facets: greedily, and a few found again."""
+    rows = [row for row in (draw(random, *fixed) for _ in range(DRAWS)) if legal(row)]
     masks = [(row, _mask(row)) for row in rows]
-    found = _completed([], masks)
+    proven = _union(map(_mask, before))
+    found = _completed([], masks, proven, fixed)
     for _ in range(ROUNDS):
-        others = _completed(random.sample(found, len(found) - LEFT_OUT), masks)
+        kept = random.sample(found, max(len(found) - LEFT_OUT, 0))
+        others = _completed(kept, masks, proven, fixed)
         found = min(others, found, key=lambda rows: sum(map(cost, rows)))
     return found
 
 
-def cost(row: Row) -> int:
+def cost(row: Row) -> float:
     """Roughly of what it takes to run: starting a step, and what each rank does."""
-    return 4 + ranks(row)
+    return 4 + ranks(row) * (1 + microbatches(row) / 2)
 
 
-def _completed(found: list[Row], rows: list[tuple[Row, int]]) -> list[Row]:
+def _completed(
+    found: list[Row], rows: list[tuple[Row, int]], proven: int, fixed: list[Facet]
+) -> list[Row]:
     """With always the best row that some of `rows`, and single changes of them, lead to."""
     found = list(found)
-    missing = _union(mask for _, mask in rows) & ~_union(map(_mask, found))
+    missing = _union(mask for _, mask in rows) & ~_union(map(_mask, found)) & ~proven
     while missing:
 
         def worth(row: Row, mask: int, missing: int = missing) -> float:
             return (mask & missing).bit_count() / cost(row)
 
         starts = nlargest(STARTS, rows, key=lambda one: worth(*one))
-        best = max((_climbed(row, worth) for row, _ in starts), key=lambda r: worth(r, _mask(r)))
+        climbed = [_climbed(row, worth, fixed) for row, _ in starts]
+        best = max(climbed, key=lambda row: worth(row, _mask(row)))
         missing &= ~_mask(best)
         found.append(best)
     return found
 
 
-def _climbed(row: Row, worth: Callable[[Row, int], float]) -> Row:
-    changes = [(axis, choice) for axis, choices in AXES.items() for choice in choices]
+def _climbed(row: Row, worth: Callable[[Row, int], float], fixed: list[Facet]) -> Row:
+    free = AXES.keys() - dict(fixed)
+    changes = [(axis, choice) for axis in AXES if axis in free for choice in AXES[axis]]
     reached = worth(row, _mask(row))
     for axis, choice in changes:
         other = row | {axis: choice}
@@ -261,9 +309,13 @@ def _union(masks: Iterable[int]) -> int:
     return reduce(or_, masks, 0)
 
 
-if __name__ == "__main__":
-    rows = find()
+def write(rows: list[Row]) -> None:
+    """Keep the rows."""
     with FILE.open("w", newline="") as file:
         writer = csv.DictWriter(file, AXES, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    write(find())

@@ -84,6 +84,8 @@ CASES: list[tuple[str, int, str, dict[str, Any], str]] = [
     ("cp-skip-block", 2, "llama", context(2, "p2p", **WHOLE), SKIPPED),
     ("cp-skip-block", 4, "gpt", context(4, "p2p"), SKIPPED),
     ("cp-skip-block", 4, "llama", context(4, "a2a+p2p", **WHOLE), SKIPPED),
+    ("cp-skip-block", 2, "latent", context(2, "p2p", **WHOLE), SKIPPED),
+    ("cp-skip-block", 2, "sinks", context(2, "p2p", **WHOLE), SKIPPED),
     ("cp-lose-gradients", 2, "llama", context(2, "p2p"), LOST),
     ("cp-lose-gradients", 2, "gpt", context(2, "all_gather", **WHOLE), LOST),
     ("cp-lose-gradients", 4, "llama", context(4, "a2a+p2p", **WHOLE), LOST),
