@@ -111,37 +111,33 @@ def stage_bytes(
     largest = max((layer.kept for layer in layers), default=0.0)
     end = ActPoint("the end", -kept, -tokens * loss.kept, waiting=waiting, communication=messages)
 
-    def backward(*, reduces: bool) -> dict[Kind, tuple[ActPoint, ...]]:
-        points = _backward_points(layout, stage, running, policy, reduces=reduces)
-        inside = [replace(point, working=point.working + moving) for point in points]
-        weights = ActPoint("weight gradients", communication=messages)
+    points: dict[tuple[Kind, bool], tuple[ActPoint, ...]] = {}
+    for last in (False, True):
+        reduces = last or policy.splits_gradient
+        found = _backward_points(layout, stage, running, policy, reduces=reduces)
         # Before a layer's gradients are reduced, what they were computed from is gone.
-        gone = waiting / len(layers) if reduces and policy.reducing and layers else 0.0
-        return {
-            Kind.BW: tuple(inside),
-            Kind.B: (*(replace(point, gradients=0.0) for point in inside), end),
-            Kind.W: tuple(
-                replace(weights, gradients=point.gradients, waiting=-gone * point.reduces)
-                for point in points
-            ),
-        }
-
-    recomputed = ActPoint("recomputation", communication=inside)
-    by_kind = {
-        last: {
-            Kind.F: tuple(forwards),
-            Kind.R: (recomputed,),
-            **backward(reduces=last or policy.splits_gradient),
-        }
-        for last in (False, True)
-    }
+        gone = waiting / max(len(layers), 1)
+        backwards = [replace(point, working=point.working + moving) for point in found]
+        points[Kind.F, last] = tuple(forwards)
+        points[Kind.R, last] = (ActPoint("recomputation", communication=inside),)
+        points[Kind.BW, last] = tuple(backwards)
+        points[Kind.B, last] = (*(replace(point, gradients=0.0) for point in backwards), end)
+        points[Kind.W, last] = tuple(
+            ActPoint(
+                "weight gradients",
+                gradients=point.gradients,
+                waiting=-gone if point.reduces else 0.0,
+                communication=messages,
+            )
+            for point in found
+        )
     return StageBytes(
         kept=kept,
         loss=tokens * loss.kept,
         entry=0.0 if stage.embedding else tokens * hidden,
         waiting=waiting,
         moved=tokens * whole.offloaded,
-        points={(kind, last): p for last, each in by_kind.items() for kind, p in each.items()},
+        points=points,
         passing=(
             replace(forward, working=moving + tokens * largest),
             *(replace(p, working=p.working + tokens * loss.kept) for p in forwards[1:]),

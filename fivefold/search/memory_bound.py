@@ -43,11 +43,14 @@ def memory_bound(space: Space, ranks: Ranks) -> Values:
     sharded, of_sharded = space.distinct(SHARDING)
     run, of_run = space.distinct(_RUNNING)
     state, kept = _State(sharded), _KeptBytes(run)
-    best = np.zeros(len(space))
+    best, reduces = np.zeros(len(space)), space.sharded("splits_gradients")
     for which in FOR_MEMORY:
         flying, less = kept.flying(ranks, which)
         held = np.maximum(less + kept.waiting(ranks, which), kept.drained(ranks, which))[of_run]
-        held += state.arriving(ranks, which)[of_sharded]
+        arriving = state.arriving(ranks, which)[of_sharded]
+        # Where gradients are sharded, a layer's are reduced when their x and dY are gone.
+        held += np.where(reduces, 0.0, arriving)
+        np.maximum(held, less[of_run] + arriving, out=held)
         np.maximum(held, flying[of_run], out=held)
         held += state.on(ranks, which)[of_sharded]
         np.maximum(best, held, out=best)

@@ -289,7 +289,9 @@ def test_what_happens_to_a_folder_under_a_run_is_told(
     status = main(command(cache, run, *LONG, "--save-interval", interval)[3:])
     thread.join()
     errors = capfd.readouterr().err
-    assert status == 2 and "while the run went on" in errors, errors
+    # A save under way may miss its files before the lock, which is removed after them.
+    told = "while the run went on" in errors or (harm == "emptied" and "saving step" in errors)
+    assert status == 2 and told, errors
     assert "Traceback" not in errors
     if harm == "moved":
         assert f"was moved to {away}" in errors

@@ -89,6 +89,27 @@ def test_layers_that_are_freed_cannot_alternate() -> None:
     check(config(MIXTURE, **values, pipeline_max_unsharded_stages=1), 4)
 
 
+@pytest.mark.parametrize(
+    ("modules", "more", "says"),
+    [
+        (("a2a_overlap_mlp",), {NAME: False}, "interleaves, and it is off"),
+        (("a2a_overlap_attn", "core_attn"), {}, "core_attn would recompute the same twice"),
+        (("a2a_overlap_post_attn", "moe"), {}, "moe would recompute the same twice"),
+        (
+            ("a2a_overlap_attn",),
+            {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
+            "core_attn cannot be both recomputed and offloaded",
+        ),
+    ],
+)
+def test_what_modules_of_halves_contradict(
+    modules: tuple[str, ...], more: dict[str, Any], says: str
+) -> None:
+    again = {"recompute_granularity": "selective", "recompute_modules": modules}
+    with pytest.raises(ConfigError, match=says):
+        check(config(MIXTURE, **named(**TURNS | {"pp": 1} | again | more)), 2)
+
+
 def _crossed(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None:
     """Compare with one device; see that messages of both directions were under way at once, that
     few of them were not, and that weight gradients were computed meanwhile."""
