@@ -51,6 +51,7 @@ def configs(draw: st.DrawFn) -> Config:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(configs(), st.integers(1, 24))
 def test_a_layout_adds_up_or_is_refused_with_splits_that_pass(config: Config, world: int) -> None:

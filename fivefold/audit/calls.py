@@ -84,7 +84,7 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
     Raises:
         FivefoldError: an operation of torch.distributed that is not known.
     """
-    if func.namespace not in ("c10d", "_c10d_functional"):
+    if not is_call(func):
         return None
     name = func.name().partition(".")[0]
     if name not in _OPS:
@@ -109,6 +109,11 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
         args[2] if message else None,
         args[3] if message else 0,
     )
+
+
+def is_call(func: Any) -> bool:
+    """Whether an operation is one of torch.distributed."""
+    return func.namespace in ("c10d", "_c10d_functional")
 
 
 def bytes_of(tensor: Tensor) -> int:

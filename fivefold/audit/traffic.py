@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fivefold.audit.calls import call_of
+from fivefold.audit.calls import call_of, is_call
 from fivefold.audit.watch import Watch
 from fivefold.mesh.groups import EXPERT_PARAMETER_AXES, PARAMETER_AXES, Groups
 
@@ -41,6 +41,9 @@ class Traffic(Watch):
         for (axis, _), size in self.sent.items():
             total[axis] += size
         return {axis: size for axis, size in total.items() if size}
+
+    def _observes(self, func: Any) -> bool:
+        return is_call(func)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         call = call_of(func, args)

@@ -19,12 +19,16 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # A DTensor runs first and comes back as the operations that it is made of.
-        if any(issubclass(kind, DTensor) for kind in types):
+        if types and any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         # Of operations that are new to it, DTensor learns on tensors without memory what they give.
-        if active_fake_mode() is not None:
+        if not self._observes(func) or active_fake_mode() is not None:
             return func(*args, **(kwargs or {}))
         return self._run(func, args, kwargs or {})
+
+    def _observes(self, func: Any) -> bool:
+        """Whether the operation concerns this observer; asked of every one, so it must be quick."""
+        return True
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation; subclasses observe it before or after."""

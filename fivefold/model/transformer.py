@@ -97,17 +97,19 @@ class TransformerLayer(nn.Module):
         return sum_TH + self._drop(made_TH, context, "mlp")
 
     def _drop(self, x_TH: Tensor, context: Context, after: str) -> Tensor:
-        return _dropped(x_TH, context.dropout, self.dropout, f"{self.site}.{after}")
+        # The name is read only where it is needed: a compiled layer would be compiled for each.
+        site = f"{self.site}.{after}" if self.dropout else ""
+        return _dropped(x_TH, context.dropout, self.dropout, site)
+
+
+def _dropped(x_TH: Tensor, dropout: Dropout | None, rate: float, site: str) -> Tensor:
+    return x_TH if dropout is None or rate == 0.0 else dropout.hidden(x_TH, rate, site)
 
 
 def _make_layer(
     model: ModelConfig, rules: tuple[ExpertsConfig, int], layer: int
 ) -> TransformerLayer:
     return TransformerLayer(model, layer, *rules)
-
-
-def _dropped(x_TH: Tensor, dropout: Dropout | None, rate: float, site: str) -> Tensor:
-    return x_TH if dropout is None or rate == 0.0 else dropout.hidden(x_TH, rate, site)
 
 
 RunLayer = Callable[[Tensor, Context], Tensor]

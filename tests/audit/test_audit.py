@@ -131,6 +131,7 @@ def test_activations_may_be_three_percent_off(tmp_path: Path) -> None:
         assert audit("", layout, [changed], None, None).passed == passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
 def test_what_documents_keep_at_home_is_told_but_not_judged(kind: str, tmp_path: Path) -> None:
     layout = next(

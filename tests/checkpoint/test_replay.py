@@ -253,6 +253,7 @@ def _fail_on_one_rank(rank: int, world: int, root: Path, victim: int) -> list[st
     return messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_full_disk_of_one_rank_stops_all(tmp_path: Path, victim: int) -> None:
     first, second = run(2, _fail_on_one_rank, tmp_path, victim)

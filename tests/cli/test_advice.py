@@ -40,6 +40,7 @@ def follow_all(line: Line, folder: Path) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_suggestion_mends_its_mistake(case: Case, tmp_path: Path) -> None:
     follow_all(line_of(case), tmp_path)
@@ -156,6 +157,7 @@ def random_pipeline(random: Random) -> Line:
     return Line(tuple(argv))
 
 
+@pytest.mark.slow
 def test_suggestions_for_random_pipelines_mend_their_mistakes(tmp_path: Path) -> None:
     random = Random(SEED)
     followed = sum(follow_all(random_pipeline(random), tmp_path) for _ in range(LINES // 3))

@@ -67,6 +67,7 @@ def world_of(recipe: str) -> int:
     return int(match[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_recipes_preview_without_torch(recipe: str) -> None:
     done = run("train", recipe, "--nproc", str(world_of(recipe)), "--dry-run")
@@ -168,6 +169,7 @@ def test_data_counts_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert re.search(r"^valid +none", out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_doctor_examines_this_machine() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fivefold", "doctor"], capture_output=True, text=True, cwd=ROOT

@@ -254,6 +254,7 @@ def plain_run(runs: Runs) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_alone_has_an_effect_or_is_refused(
     name: str, request: pytest.FixtureRequest
@@ -300,6 +301,7 @@ def ranks(config: Config, *but: str) -> int:
     return prod(2 if size == -1 else size for size in sizes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", DEGREES)
 @pytest.mark.parametrize("recipe", recipe_names())
 def test_any_degree_of_a_recipe_can_be_one(recipe: str, degree: str) -> None:

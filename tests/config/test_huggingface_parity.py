@@ -207,6 +207,7 @@ def agrees(fields: Mapping[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_the_smallest_of_each_family_is_read_as_transformers_reads_it(kind: str) -> None:
     assert agrees({"model_type": kind} | TINY[kind])
@@ -262,6 +263,7 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
     assert all(not grad.any() for name, grad in true.items() if name not in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
@@ -271,6 +273,7 @@ def test_any_config_is_refused_by_name_or_read_as_transformers_reads_it(
     agrees(data.draw(configs(kind)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_each_field_is_refused_by_name_or_read_as_transformers_reads_it(kind: str) -> None:
     fields = {"model_type": kind} | TINY[kind]
@@ -283,6 +286,7 @@ def test_each_field_is_refused_by_name_or_read_as_transformers_reads_it(kind: st
     assert len(read) >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gpt2", "gpt_neox"])
 def test_fields_without_effect_have_none_in_transformers(kind: str) -> None:
     fields = {"model_type": kind} | TINY[kind]
@@ -346,6 +350,7 @@ def test_absent_fields_are_what_transformers_takes_them_for(name: str) -> None:
     assert compared >= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_have_as_many_parameters_as_in_transformers(name: str) -> None:
     model = replace(from_hf_config(PUBLISHED[name]), mtp_num_layers=0)  # which it leaves out

@@ -97,6 +97,7 @@ def _is_read(read: Callable[[], Config]) -> bool:
     return config is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_mutated_config_json_is_answered(name: str, tmp_path: Path) -> None:
     chance = random.Random(name)
@@ -156,6 +157,7 @@ _TOMLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", _TOMLS)
 def test_mutated_toml_is_answered(name: str, tmp_path: Path) -> None:
     chance = random.Random(name)

@@ -129,6 +129,7 @@ def check(world: int, cases: list[Case]) -> None:
             assert off <= TOLERANCE[case.dtype], case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_way_is_the_definition(world: int, seen: str) -> None:

@@ -33,6 +33,7 @@ def in_pieces(path, text, size, whole):
         return [piece for piece, _ in pieces(path, whole=whole)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
 @settings(max_examples=60, deadline=None)
 @given(text=texts, size=st.integers(1, 60))

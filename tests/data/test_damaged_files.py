@@ -68,6 +68,7 @@ def contents(tmp_path_factory):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.parquet", "b.parquet"])
 def test_a_damaged_corpus(name, contents, tmp_path):
     path = tmp_path / name
@@ -96,6 +97,7 @@ def test_a_parquet_page_that_fails_its_checksum_is_refused(tmp_path):
         list(pieces(path))
 
 
+@pytest.mark.slow
 def test_a_damaged_index(contents, tokenizer, tmp_path):
     prefix = tmp_path / "x"
     told = 0
@@ -149,6 +151,7 @@ def small_tokenizers():
     return [changed(definition, truncation=truncation) for definition in definitions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", range(3))
 def test_a_damaged_tokenizer(kind, tmp_path):
     definition = small_tokenizers()[kind]

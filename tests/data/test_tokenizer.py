@@ -14,6 +14,7 @@ from fivefold.errors import DataError
 from tests.data.kinds import CUT, WHOLE, changed, definition_of, texts
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(text=st.text())
 def test_any_text_survives(tokenizer, text):

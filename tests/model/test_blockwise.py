@@ -136,6 +136,7 @@ def test_the_backward_of_a_kernel_that_autograd_differentiates(shared: int) -> N
     compare(Differentiated(Plain().forward), tensors(*shapes), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: float) -> None:

@@ -83,6 +83,7 @@ def document_losses(stage: Stage, tokens: Tensor, labels: Tensor, weights: Tenso
     return torch.stack(losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depths", [1, 2])
 @pytest.mark.parametrize("family", MODELS)
 def test_losses_and_gradients_are_those_of_the_equations(family: str, depths: int) -> None:

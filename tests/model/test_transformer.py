@@ -57,6 +57,7 @@ def test_plain_and_fused_attention_give_the_same_loss_and_gradients(family: str)
     assert close(*grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_finite_differences(family: str) -> None:
     stage = build(FAMILIES[family])

@@ -36,6 +36,7 @@ def test_published_rates_of_fixed_schedules(row):
         assert round(result.span_bubble, 4) == rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS)
 def test_published_rates_of_automatic_schedules(row):
     ranks, total, costs = int(row[0]), int(row[1]), Costs.uniform(int(row[0]), *row[2:6])

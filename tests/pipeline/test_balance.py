@@ -113,6 +113,7 @@ def test_two_stages_a_rank_are_optimal_in_a_small_model(embedding, layers, head,
     assert max(balance(parts, placement).loads) == pytest.approx(best, abs=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     TIME,

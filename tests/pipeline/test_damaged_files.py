@@ -37,6 +37,7 @@ def chart_of(name: str, **settings: int) -> Chart:
     return run_schedule(Study(2, 4, (1.0, 1.25, 0.75), 0.1, **settings), name).chart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
@@ -65,6 +66,7 @@ def test_a_table_is_a_program_or_is_refused(text: str, tmp_path: Path) -> None:
     assert SOME < read < COUNT / 8
 
 
+@pytest.mark.slow
 def test_measured_acts_are_a_step_or_are_refused(tmp_path: Path) -> None:
     source, path, read = tmp_path / "source.jsonl", tmp_path / "step.jsonl", 0
     acts = [
@@ -139,6 +141,7 @@ TIMES: dict[str, Callable[[str], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", TIMES)
 def test_times_that_are_typed_are_shown_or_refused(flag: str) -> None:
     usual = {"costs": "1,1.25,0.75", "latency": "0.125", "cap": "4.5"}[flag]

@@ -22,6 +22,7 @@ def placement_for(name, ranks, virtual):
     return loop_placement(ranks, ranks * virtual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 16), st.integers(1, 3), st.booleans())

@@ -95,6 +95,7 @@ def test_interleaved_is_valid_or_refused(ranks, virtual, total, group, forward_o
             build(int(value), group)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["gpipe", "1f1b"]),
     st.integers(1, 6),

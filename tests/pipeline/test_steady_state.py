@@ -10,6 +10,7 @@ from fivefold.pipeline.steady_state import steady_state
 UNEVEN = [1.0, 1.3, 0.8, 1.1, 0.9, 1.2, 1.0, 0.7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("hop", [0.0, 0.3])
 @pytest.mark.parametrize(

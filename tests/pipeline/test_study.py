@@ -41,6 +41,7 @@ def test_flush_and_span_are_told_apart():
     assert told["flush_makespan"] > told["span"] > told["work"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SCHEDULES, AUTO])
 def test_no_schedule_beats_its_bound(name):
     for study in (Study(4, 8, (1, 1.3, 0.7), 0.2), Study(3, 7, (1, 0.5, 2))):

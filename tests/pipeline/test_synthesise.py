@@ -36,6 +36,7 @@ def check(problem, found):
     assert found.makespan <= min(found.fixed.values(), default=inf)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "virtual", "total", "cap", "fixed", "reached", "bound"),
     [
@@ -56,6 +57,7 @@ def test_reached_before(placement, virtual, total, cap, fixed, reached, bound):
     assert found.gap == pytest.approx(found.makespan / bound - 1)
 
 
+@pytest.mark.slow
 def test_a_heavy_last_stage():
     """The last stage of a V takes 40 % of a rank's work more: the head and the loss."""
     costs = [(time / 2,) * 15 + (time / 2 + 0.4 * time,) for time in PER_RANK]

@@ -92,6 +92,7 @@ def test_a_short_program_tells_the_time_of_a_long_one(schedule, ranks, virtual):
         assert table.makespans([costs])[0] == pytest.approx(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 3, 5])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "interleaved_1f1b"])
 def test_a_limit_on_what_is_held_is_paid_for_in_forwards(schedule, limit):
@@ -209,6 +210,7 @@ def test_gathering_each_tensor_by_itself_takes_longer():
     assert many > one
 
 
+@pytest.mark.slow
 def test_two_hundred_large_layouts_take_less_than_four_seconds():
     layout = planned(
         "llama3-405b",

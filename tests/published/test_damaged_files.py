@@ -50,6 +50,7 @@ CALIBRATED = "# measured 2026-11-22 by fivefold plan --calibrate\n\n" + to_toml(
 SMALL = planned("debug-llama", 2, tp=2, gbs=2, seq=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [PARTIAL, CALIBRATED], ids=["ours", "calibrated"])
 def test_a_cluster_is_one_that_predicts_or_is_refused(text: str, tmp_path: Path) -> None:
     path, read = tmp_path / "cluster.toml", 0
@@ -104,6 +105,7 @@ def not_a_number(word: str) -> None:
     raise AssertionError(word)
 
 
+@pytest.mark.slow
 def test_a_table_of_runs_is_scored_or_refused(tmp_path: Path) -> None:
     path, read, scored = tmp_path / "runs.csv", 0, 0
     text = table(CELLS, CELLS | {"prec": "fp8", "step_s": "", "tps_gpu": "9000"})

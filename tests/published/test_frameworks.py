@@ -49,6 +49,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("compiled", [True, False])

@@ -35,6 +35,7 @@ def test_what_torchtitan_reserves_is_met() -> None:
     assert max(errors) < 0.08
 
 
+@pytest.mark.slow
 def test_torchtitan_under_a_pipeline_holds_gathered_weights_and_whole_gradients() -> None:
     """Without them its 405B would need half as much."""
     errors = [abs(error(row)) for row in rows("torchtitan") if row.whole("pp") == 8]
@@ -42,6 +43,7 @@ def test_torchtitan_under_a_pipeline_holds_gathered_weights_and_whole_gradients(
     assert sum(errors) / len(errors) < 0.08
 
 
+@pytest.mark.slow
 def test_what_nanotron_reserves_on_its_first_rank_is_met() -> None:
     errors = [abs(error(row)) for row in rows("nanotron")]
     assert len(errors) == 26

@@ -96,6 +96,7 @@ def test_settings_follow_from_the_columns():
     assert only_layout(prec="NVFP4").config.training.fp4_format == "e2m1"
 
 
+@pytest.mark.slow
 def test_what_is_not_said_becomes_several_configurations():
     choices = row_layouts(row(mbs="", vpp="", recomp=""))
     assert not any(choice.complete for choice in choices)

@@ -30,6 +30,7 @@ def some(tmp_path_factory):
     return report(path)
 
 
+@pytest.mark.slow
 def test_the_planner_is_near_published_runs(some):
     korthikanti, nanotron = (
         some.summary(row for row in some.rows if row.row.source.startswith(name))

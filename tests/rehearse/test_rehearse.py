@@ -70,6 +70,7 @@ def played_on_cpus(name: str) -> tuple[Layout, list[Script]]:
     return layout, rehearse_ranks(layout, range(layout.grid.world_size), gpus=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -90,6 +91,7 @@ def test_a_rehearsal_is_the_run(name: str) -> None:
     assert disagreements(played, layout.grid.name) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("experts", marks=pytest.mark.exhaustive), "tensor"])
 def test_the_paths_of_gpus_send_the_same(name: str) -> None:
     layout = small(name)
@@ -153,6 +155,7 @@ def test_a_group_that_another_rank_does_not_make_is_named(
     assert any("does not" in what for what in found), found
 
 
+@pytest.mark.slow
 def test_a_layout_of_thousands_of_ranks() -> None:
     """A mesh like the published one of DeepSeek-V3 around a small model: one of 2048 ranks."""
     settings: dict[str, Any] = {

@@ -232,6 +232,7 @@ def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
     assert rows > 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "says"),
     [

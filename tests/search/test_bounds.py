@@ -41,6 +41,7 @@ def space_of(model: str) -> Space:
     return space.take(np.flatnonzero(stages * space.columns["microbatches"] <= 600))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", CASES)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(place=st.floats(0, 1, exclude_max=True))

@@ -124,6 +124,7 @@ def sampled(model: str) -> Space:
 MODELS = ["llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_quick_bound_is_below_a_close_one(model: str) -> None:
     space = legal_space(question(model))
@@ -136,6 +137,7 @@ def test_a_quick_bound_is_below_a_close_one(model: str) -> None:
     assert quick.min() > close.min() / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_bounds_rise_and_stay_bounds(model: str) -> None:
     space = sampled(model)
@@ -153,6 +155,7 @@ def test_bounds_rise_and_stay_bounds(model: str) -> None:
             assert candidates.lower[row] >= 0.9 * step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_further_techniques_are_legal_and_bounded(model: str) -> None:
     space = sampled(model).with_memory(further_choices(question(model).config, frozenset()))

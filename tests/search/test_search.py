@@ -78,6 +78,7 @@ def test_no_layout_of_a_small_space_is_faster() -> None:
     assert min(c.seconds for c in result.found) <= fastest * (1 + result.gap + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed", ["--pipeline-schedule combined_1f1b", "--tp 2", "--mbs 2"])
 def test_no_restricted_search_finds_more(fixed: str) -> None:
     free, restricted = result_of(EXPERTS), search(asked(f"{EXPERTS} {fixed}"))
@@ -138,6 +139,7 @@ def test_a_batch_that_nobody_gave_is_assumed_and_said(gpus: int) -> None:
     assert batch * question.config.training.seq_length >= 2**22 * 0.9
 
 
+@pytest.mark.slow
 def test_every_mesh_is_explained() -> None:
     result = result_of(TIGHT)
     assert binding(result)

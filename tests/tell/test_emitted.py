@@ -22,6 +22,7 @@ def _steps(rank: int, world: int, layout: Layout) -> list[float]:
     return [engine.step(microbatches_of(layout, rank)).loss for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], CAPACITY, SPLIT], ids=["free", "capacity", "etp"])
 def test_it_trains(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["debug-mixtral", "--cluster", "H100", "--gpus", "4", "--emit", "fivefold"]
@@ -40,6 +41,7 @@ def test_it_trains(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixtu
     assert losses[0][2] < losses[0][0]  # the rate of the first step is 0
 
 
+@pytest.mark.slow
 def test_the_report_says_why_these_degrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "debug-mixtral", "--cluster", "H100", "--gpus", "4"]) == 0
     said = " ".join(capsys.readouterr().out.split())

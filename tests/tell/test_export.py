@@ -27,6 +27,7 @@ def named(name: str) -> Layout:
     return next(layout for found, layout in layouts() if found == name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", KNOWN)
 def test_settings_are_those_that_the_release_has_read(target: str) -> None:
     """`python -m benchmarks.check_exports --record` reads and records them."""

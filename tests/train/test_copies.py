@@ -53,6 +53,7 @@ def _load(rank: int, world: int, schedule: str, tied: bool, folder: Path) -> Bit
     return _bits(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("saved", "loaded"), [("dualpipe", "1f1b"), ("1f1b", "dualpipe")])
 def test_copies_come_and_go_with_a_checkpoint(
@@ -97,6 +98,7 @@ def _load_predictions(rank: int, world: int, layout: str, tied: bool, folder: Pa
     return _bits(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_copy_of_the_embedding_is_loaded(tied: bool, tmp_path: Path) -> None:
     (whole,) = run(1, _save_predictions, "", tied, tmp_path)

@@ -87,6 +87,7 @@ CONTENDER = """
 """
 
 
+@pytest.mark.slow
 def test_of_many_that_start_at_once_one_wins_and_the_others_name_it(tmp_path):
     number = 8
     for attempt in range(3):
@@ -176,6 +177,7 @@ CLAIMS_AGAIN_AND_AGAIN = """
 """
 
 
+@pytest.mark.slow
 def test_kills_at_any_moment_even_of_a_takeover_leave_one_owner(tmp_path):
     chance, seconds = random.Random(0), float(os.environ.get("FIVEFOLD_KILL_SECONDS", "3"))
     running = [python(CLAIMS_AGAIN_AND_AGAIN, tmp_path / "run", n, 0.7, 600) for n in range(4)]
@@ -274,6 +276,7 @@ def test_a_folder_that_cannot_be_is_refused_and_nothing_is_made(tmp_path, where)
         claim(tmp_path / "new" / where / ("x" * 300))
 
 
+@pytest.mark.slow
 def test_a_folder_removed_by_one_is_made_again_for_another(tmp_path):
     """An owner that never began takes its new folder with it, while others ask for it."""
     run = tmp_path / "run"

@@ -105,6 +105,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", READERS)
 def test_no_mutation_of_a_run_folders_file_ends_in_a_traceback(run: Path, kind: str) -> None:
     name, read, times = READERS[kind]

@@ -23,6 +23,8 @@ from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import run
 from tests.verify.cases import MIXTURE, MODELS, STAGES, STRATEGIES, config, flags, shared_groups
 
+pytestmark = pytest.mark.slow
+
 FORWARD, UPDATE = "forward", "update"
 METHODS = frozenset(
     (

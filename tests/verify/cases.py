@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -163,6 +164,15 @@ def named(**values: Any) -> dict[str, Any]:
     return found | ({"sequence_parallel": True} if values.get("tp", 1) > 1 else {})
 
 
+def few_microbatches(ranks: int, **values: Any) -> dict[str, Any]:
+    """Settings with a batch of two microbatches on a rank, or two for each stage of a pipeline, but
+    of at most 8 sequences."""
+    degree = {kind: values.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline")}
+    dp = ranks // (prod(degree.values()) * values.get("context_parallel_size", 1))
+    each = 2 * degree["pipeline"] * values.get("micro_batch_size", 1)
+    return {"global_batch_size": min(dp * each, 8)} | values
+
+
 def flags(
     *,
     tp: int = 1,
@@ -287,10 +297,13 @@ def compare_on_rank(
             check(settings, world_size),
             rank,
             torch.device("cpu"),
-            load_trace(trace),
-            baseline=load_trace(baseline) if baseline else (),
+            _loaded(trace),
+            baseline=_loaded(baseline) if baseline else (),
             plant=plant,
         )
+
+
+_loaded = cache(load_trace)  # of this rank, for all layouts of the same model
 
 
 @contextmanager

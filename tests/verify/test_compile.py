@@ -1,12 +1,27 @@
 """Compiled layers compute what one device computes, whatever is installed in and around them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from fivefold.check import check
+from fivefold.config.config import Config
 from fivefold.errors import ConfigError
-from tests.verify.cases import MODELS, chosen, config, flags, verify_in_pool
+from fivefold.train.engine import Engine
+from fivefold.verify.batches import global_batch, microbatches
+from tests.pool import Pool
+from tests.verify.cases import (
+    MODELS,
+    chosen,
+    config,
+    few_microbatches,
+    flags,
+    shared_groups,
+    verify_in_pool,
+)
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 FULL = {"recompute_granularity": "full"}
@@ -40,7 +55,9 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 )
 def test_compiled_layers_are_exact(case: str) -> None:
     world, model, settings = CASES[case]
-    report = verify_in_pool(world, config(MODELS[model], **settings | COMPILED))
+    report = verify_in_pool(
+        world, config(MODELS[model], **few_microbatches(world, **settings, **COMPILED))
+    )
     assert report.passed, report.text()
 
 
@@ -54,3 +71,24 @@ def test_compiled_layers_are_exact(case: str) -> None:
 def test_hooks_inside_of_compiled_layers_are_refused(memory: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="compiled layers cannot recompute or offload mlp"):
         check(config(MODELS["llama"], **memory | COMPILED), 1)
+
+
+def _graphs(rank: int, world_size: int, settings: Config) -> int:
+    """Number of graphs that a step compiles."""
+    torch.compiler.reset()
+    counters.clear()
+    with shared_groups():
+        engine = Engine(check(settings, world_size), rank, torch.device("cpu"))
+        rows = slice(0, settings.training.global_batch_size)
+        engine.gradients(microbatches(settings, global_batch(settings, 0), rows))
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_is_compiled_once(tp: int, pool: Pool) -> None:
+    few, many = (
+        config(replace(MODELS["llama"], num_layers=layers), **flags(tp=tp), **COMPILED)
+        for layers in (2, 12)  # more than torch compiles before it gives up
+    )
+    assert pool.run(tp, _graphs, many)[0] == pool.run(tp, _graphs, few)[0] > 0

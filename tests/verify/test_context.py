@@ -113,10 +113,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "case",
     chosen(
         CASES,
-        "p2p, packed, dropout",
-        "all_gather, dropout",
         "a2a, more ranks than key/value heads",
-        "windows",
         "windows in documents",
         "one kind for each layer",
         "heads that nothing divides",

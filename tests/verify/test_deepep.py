@@ -24,6 +24,8 @@ from fivefold.verify.report import VerifyReport
 from tests.verify.cases import MIXTURE, compare_on_rank, config, verify_in_pool
 from tests.verify.deep_ep_stand_in import StandInBuffer, package
 
+pytestmark = pytest.mark.slow
+
 MODEL = replace(MIXTURE, hidden_size=24)  # a row in fp32 is a multiple of 16 bytes
 FLEX = {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
 CASES: list[tuple[int, dict[str, Any]]] = [
