@@ -117,7 +117,8 @@ class Checkpointer:
         needed = self._make_room(step, pieces)
         if self._async:
             pieces = self._stage(pieces)
-            self._writing = self._pool.submit(self._write, step, pieces, text, needed)
+            gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self._writing = self._pool.submit(self._write_on, gpu, step, pieces, text, needed)
         else:
             self._write(step, pieces, text, needed)
 
@@ -211,6 +212,12 @@ class Checkpointer:
         if available is not None and available < needed:
             raise self._disk_full(job, needed)
         return needed
+
+    def _write_on(self, gpu: int | None, *arguments: Any) -> None:
+        """`_write` in a thread, whose device would else be the first: all ranks would use that."""
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        self._write(*arguments)
 
     def _write(self, step: int, pieces: dict[str, Piece], meta: str, needed: int) -> None:
         """Write a whole checkpoint to a temporary folder, then move it into place."""

@@ -15,6 +15,7 @@ from fivefold.errors import ConfigError, Mistake
 from fivefold.layout import Layout
 from fivefold.pipeline.draw import draw
 from fivefold.pipeline.stages import stage_table
+from fivefold.train.devices import Asked
 from fivefold.train.rank_env import read_rank_env
 
 PICTURE_WIDTH = 160  # characters; wider pictures wrap and become useless
@@ -31,6 +32,7 @@ class Options:
 
     recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
     nproc: int | None = option(None, "processes to start on this machine")
+    device: Asked = option("auto", "where to train; auto: on GPUs if there are enough")
     dry_run: bool = option(
         False, "show settings, mesh, stages and derived numbers, without starting anything"
     )
@@ -57,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     check_corpora(config)
     from fivefold.train.run import train
 
-    return train(layout, recipe_name(options.recipe), options.nproc)
+    return train(layout, recipe_name(options.recipe), options.nproc, options.device)
 
 
 def _by_launcher(error: ConfigError) -> ConfigError:

@@ -11,6 +11,8 @@ from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
 from fivefold.expert.deepep_rules import check_deepep
+from fivefold.train.devices import Asked, choose_device
+from fivefold.train.rank_env import RankEnv
 
 PRECISIONS = ("precision", "bf16", "fp32", "fp64")
 
@@ -27,6 +29,7 @@ class Options:
 
     recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
     nproc: int = option(1, "processes to start on this machine")
+    device: Asked = option("auto", "where to run; auto: on GPUs if there are enough")
     steps: int = option(3, "optimizer steps to compare")
     json: bool = option(False, "print the result as JSON")
     plant: (
@@ -59,7 +62,8 @@ def run(argv: Sequence[str]) -> int:
 
     from fivefold.verify.run import verify
 
-    device_type = "cuda" if torch.cuda.device_count() >= options.nproc else "cpu"
+    gpus = torch.cuda.device_count()
+    device_type = choose_device(options.device, RankEnv(), options.nproc, gpus).kind
     check_deepep(config, device_type)
     report = verify(
         layout,

@@ -177,7 +177,8 @@ def init_process_group(
 
 def _bind_gpu(env: RankEnv) -> torch.device:
     count = torch.cuda.device_count()
-    if env.local_rank >= count:
+    index = 0 if env.launcher == "slurm" and count == 1 else env.local_rank
+    if index >= count:
         raise ConfigError(
             Mistake(
                 f"{env.local_world_size} ranks on this machine, but {count} visible GPUs",
@@ -185,7 +186,7 @@ def _bind_gpu(env: RankEnv) -> torch.device:
                 attempt="one rank a GPU, or train on the CPU",
             )
         )
-    device = torch.device("cuda", env.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -19,6 +19,7 @@ from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
+from fivefold.train.devices import Asked, DeviceChoice, choose_device
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.lock import FolderInUse, RunLock, claim
@@ -45,6 +46,7 @@ class Job:
         origin: checkpoint to start from; None: new weights.
         lock: lock of the run folder; None on ranks that write only checkpoints there.
         data: the tokenised corpora; None if each rank opens them itself.
+        device: kind of device of every rank.
         threads: number of CPU threads of each rank.
     """
 
@@ -52,12 +54,13 @@ class Job:
     name: str
     path: Path
     origin: Origin | None
+    device: DeviceChoice
     threads: Threads
     lock: RunLock | None = None
     data: PreparedData | None = None
 
 
-def train(layout: Layout, name: str, nproc: int | None) -> int:
+def train(layout: Layout, name: str, nproc: int | None, asked: Asked = "auto") -> int:
     """Run a recipe and return the exit status.
 
     Args:
@@ -65,21 +68,20 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
         name: name of the recipe.
         nproc: number of processes to start; None if torchrun or srun has started them, or there is
             only this process.
+        asked: kind of device to train on.
     """
     env, config = read_rank_env(), layout.config
-    check_deepep(config, _device_type())
-    threads = choose_threads(layout, nproc or env.local_world_size, _device_type())
     if env.launcher != "single":
-        torch.set_num_threads(threads.count)
         save = config.checkpoint.save
         return run_started(
-            lambda env: _train_as_launched(layout, name, env, threads),
+            lambda env: _train_as_launched(layout, name, env, asked),
             env,
             describe=layout.grid.name,
             errors_folder=None if save is None else RunFolder(Path(save)).errors,
         )
+    chosen, threads = _choose(layout, env, nproc, asked)
     with leaving_in_order(), _claim(config, name) as lock:
-        job = Job(layout, name, lock.folder, _find_origin(config, lock), threads, lock)
+        job = Job(layout, name, lock.folder, _find_origin(config, lock), chosen, threads, lock)
         if is_finished(job.origin, config):
             print(_nothing_to_do(job))
             return 0
@@ -87,13 +89,13 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
             job = replace(job, data=open_data(config, print))
         if nproc is None or nproc == 1:
             torch.set_num_threads(threads.count)
-            device = _join(config, env)
+            device = _join(job, env)
             try:
                 return run_rank(job, env, device)
             finally:
                 dist.destroy_process_group()
         return launch_local(
-            lambda env: run_rank(job, env, _join(config, env)),
+            lambda env: run_rank(job, env, _join(job, env)),
             nproc,
             describe=layout.grid.name,
             errors_folder=RunFolder(job.path).errors,
@@ -101,10 +103,12 @@ def train(layout: Layout, name: str, nproc: int | None) -> int:
         )
 
 
-def _train_as_launched(layout: Layout, name: str, env: RankEnv, threads: Threads) -> int:
+def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) -> int:
     """Train on a rank that torchrun or srun has started; the first rank locks the run folder."""
     config, lock = layout.config, None
     outcome: tuple[Path, Origin | None] | FivefoldError | None = None
+    chosen, threads = _choose(layout, env, None, asked)
+    torch.set_num_threads(threads.count)
     with ExitStack() as stack:
         if env.rank == 0:
             try:
@@ -112,20 +116,29 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, threads: Threads
                 outcome = (lock.folder, _find_origin(config, lock))
             except FivefoldError as error:
                 outcome = error
-        device = _join(config, env)
-        stack.callback(dist.destroy_process_group)
+        device = _join_group(config, env, chosen)
         told = [outcome]
         dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], FivefoldError):
             raise told[0]
         assert told[0] is not None
         path, origin = told[0]
-        job = Job(layout, name, path, origin, threads, lock)
+        job = Job(layout, name, path, origin, chosen, threads, lock)
         if not is_finished(origin, config):
-            return run_rank(job, env, device)
-        if env.rank == 0:
+            run_rank(job, env, device)
+        elif env.rank == 0:
             print(_nothing_to_do(job))
+        dist.destroy_process_group()  # not after an error: NCCL waits for what is queued
     return 0
+
+
+def _choose(
+    layout: Layout, env: RankEnv, nproc: int | None, asked: Asked
+) -> tuple[DeviceChoice, Threads]:
+    """The kind of device and the threads of each rank."""
+    device = choose_device(asked, env, nproc, torch.cuda.device_count())
+    check_deepep(layout.config, device.kind)
+    return device, choose_threads(layout, nproc or env.local_world_size, device.kind)
 
 
 def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
@@ -157,16 +170,13 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
     return 0
 
 
-def _device_type() -> str:
-    return "cuda" if torch.cuda.device_count() else "cpu"
+def _join(job: Job, env: RankEnv) -> torch.device:
+    return _join_group(job.layout.config, env, job.device)
 
 
-def _join(config: Config, env: RankEnv) -> torch.device:
-    return init_process_group(
-        env,
-        _device_type(),
-        timeout_seconds=60 * config.training.distributed_timeout_minutes,
-    )
+def _join_group(config: Config, env: RankEnv, device: DeviceChoice) -> torch.device:
+    seconds = 60 * config.training.distributed_timeout_minutes
+    return init_process_group(env, device.kind, timeout_seconds=seconds)
 
 
 def _claim(config: Config, name: str) -> RunLock:
@@ -291,7 +301,8 @@ def _open_console(job: Job, device: torch.device) -> Console:
         log_interval=config.logging.log_interval,
     )
     threads = ("threads a rank", f"{job.threads.count}", job.threads.why)
-    console.banner(f"fivefold train {job.name}", [*describe(job.layout), threads])
+    kind = ("device", "GPU" if job.device.kind == "cuda" else "CPU", job.device.why)
+    console.banner(f"fivefold train {job.name}", [*describe(job.layout), kind, threads])
     return console
 
 

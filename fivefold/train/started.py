@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,7 +39,8 @@ def run_started(
     """Run `worker(env)` in this process and return its exit status, as `launch_local` does.
 
     Ranks that failed by themselves print why, each message once. If there are none, the first rank
-    that lost a connection or waited too long asks all ranks, and names the one at fault.
+    that lost a connection or waited too long asks all ranks, and names the one at fault. A rank
+    that failed ends here: destroying NCCL's groups would wait for all that is queued.
     """
     with RollCall(env):
         try:
@@ -53,7 +56,9 @@ def run_started(
                 failures.explain(failure, place_name(env.rank, describe), env.world_size)
         else:
             _ask(store, env, failure, describe, errors_folder)
-    return failure.status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failure.status)
 
 
 def _ask(

@@ -1,0 +1,54 @@
+"""Chooses the kind of device that the ranks of this machine train on."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from fivefold.errors import ConfigError, Mistake
+from fivefold.train.rank_env import RankEnv
+
+Asked = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The kind of device of every rank, "cpu" or "cuda", with the reason for it."""
+
+    kind: str
+    why: str
+
+
+def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> DeviceChoice:
+    """Choose the kind of device; only ranks that this command starts itself fall back to the CPU.
+
+    Args:
+        asked: what the user asked for.
+        env: rank of this process.
+        nproc: number of ranks that this command starts; None: one, or a launcher started them.
+        gpus: number of GPUs that this process sees.
+
+    Raises:
+        ConfigError: GPUs were asked for, or are there for a launcher's ranks, but too few.
+    """
+    started = env.launcher not in ("single", "local")
+    ranks = env.local_world_size if started else nproc or 1
+    if asked == "cpu":
+        return DeviceChoice("cpu", "--device cpu")
+    if asked == "auto" and not gpus:
+        return DeviceChoice("cpu", "no GPU is visible")
+    if gpus >= ranks:
+        return DeviceChoice("cuda", f"{_gpus(gpus)} visible, {ranks} needed")
+    if env.launcher == "slurm" and gpus == 1:  # srun --gpus-per-task=1 hides the others
+        return DeviceChoice("cuda", f"one GPU visible to each of {ranks} ranks")
+    needed = "the rank needs a GPU" if ranks == 1 else f"{ranks} ranks here need a GPU each"
+    short = f"{needed}, and {_gpus(gpus)} visible"
+    if asked == "auto" and not started:
+        return DeviceChoice("cpu", short)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "(not set)")
+    fewer = () if started or not gpus else (f"--nproc {gpus}",)
+    why = (f"CUDA_VISIBLE_DEVICES={visible}",)
+    raise ConfigError(Mistake(short, why, works=(*fewer, "--device cpu")))
+
+
+def _gpus(count: int) -> str:
+    return {0: "no GPU is", 1: "1 GPU is"}.get(count, f"{count} GPUs are")
