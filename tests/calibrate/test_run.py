@@ -79,6 +79,7 @@ def test_an_unknown_device_is_its_own_data_sheet(tmp_path: Path) -> None:
     assert load_cluster(path) == cluster
 
 
+@pytest.mark.slow
 def test_ranks_measure_together(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     pool.run(2, _calibrate, path)

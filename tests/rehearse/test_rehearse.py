@@ -117,6 +117,7 @@ def _changed(script: Script, op: str, change: Issued | None) -> Script:
     return replace(script, issued=tuple(issued))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "change", "told"),
     [

@@ -66,6 +66,7 @@ def test_the_best_fits_and_is_the_best_of_what_was_seen(line: str) -> None:
     assert 0.2 < best.prediction.mfu < 0.7
 
 
+@pytest.mark.slow
 def test_no_layout_of_a_small_space_is_faster() -> None:
     """Against a look at every single layout."""
     line = f"{SMALL} --gpus 8 --mbs 1"
@@ -150,6 +151,7 @@ def test_every_mesh_is_explained() -> None:
     assert changes["device memory -10 GB"].seconds >= result.best.seconds * 0.9999
 
 
+@pytest.mark.slow
 def test_the_rule_of_thumb_is_legal_and_not_better() -> None:
     result = result_of(TIGHT)
     rule = rule_of_thumb(result.request)
@@ -169,6 +171,7 @@ def test_why_fixes_what_it_names() -> None:
         changed(asked(SMALL), "")
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_is_explained() -> None:
     result = search(asked("llama3-70b --gpus 8 --gbs 64 --seq-length 4096"))
     assert not result.found
@@ -182,6 +185,7 @@ def test_contradictory_settings_are_explained() -> None:
     assert "does not divide num_attention_heads 32" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [SMALL, TIGHT, EXPERTS])
 @pytest.mark.parametrize("target", TARGETS)
 def test_exports_can_be_read(line: str, target: str, tmp_path: Path) -> None:
