@@ -19,7 +19,7 @@ class Watch(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # A DTensor runs first and comes back as the operations that it is made of.
-        if types and any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         # Of operations that are new to it, DTensor learns on tensors without memory what they give.
         if not self._observes(func) or active_fake_mode() is not None:

@@ -17,7 +17,6 @@ def compile_layers(stage: Stage, backend: str) -> None:
     Args:
         stage: the stage whose layers' forwards are replaced; hooks of data parallelism stay
             outside the compiled forward.
-        backend: torch.compile backend.
         backend: backend of torch.compile.
     """
     outside: Any = torch.compiler.disable

@@ -38,7 +38,7 @@ def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> D
         return DeviceChoice("cpu", "no GPU is visible")
     if gpus >= ranks:
         return DeviceChoice("cuda", f"{_gpus(gpus)} visible, {ranks} needed")
-    if env.launcher == "slurm" and gpus == 1:  # srun --gpus-per-task=1 hides the others
+    if sees_own_gpu_only(env, gpus):
         return DeviceChoice("cuda", f"one GPU visible to each of {ranks} ranks")
     needed = "the rank needs a GPU" if ranks == 1 else f"{ranks} ranks here need a GPU each"
     short = f"{needed}, and {_gpus(gpus)} visible"
@@ -48,6 +48,11 @@ def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> D
     fewer = () if started or not gpus else (f"--nproc {gpus}",)
     why = (f"CUDA_VISIBLE_DEVICES={visible}",)
     raise ConfigError(Mistake(short, why, works=(*fewer, "--device cpu")))
+
+
+def sees_own_gpu_only(env: RankEnv, gpus: int) -> bool:
+    """Whether the one visible GPU is this rank's own: `srun --gpus-per-task 1` hides the others."""
+    return env.launcher == "slurm" and gpus == 1
 
 
 def _gpus(count: int) -> str:

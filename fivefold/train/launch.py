@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.train import failures
+from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import Answer, RollCall, answers, call, find_suspect
@@ -177,7 +178,7 @@ def init_process_group(
 
 def _bind_gpu(env: RankEnv) -> torch.device:
     count = torch.cuda.device_count()
-    index = 0 if env.launcher == "slurm" and count == 1 else env.local_rank
+    index = 0 if sees_own_gpu_only(env, count) else env.local_rank
     if index >= count:
         raise ConfigError(
             Mistake(

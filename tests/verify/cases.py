@@ -133,19 +133,29 @@ STAGES = {
     (4, 1): "Et|tt||ttL",
     (4, 2): "E|t|t||t|t|t|L",
 }
+# Splits of one sample's work; what they leave of the ranks is data parallel.
+SPLITS = ("pipeline_model_parallel", "tensor_model_parallel", "context_parallel")
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
-def config(model: ModelConfig, **values: Any) -> Config:
-    """A small batch of that model; precision fp64 unless said otherwise."""
+def config(model: ModelConfig, ranks: int | None = None, **values: Any) -> Config:
+    """A small batch of that model; precision fp64 unless said otherwise.
+
+    With a number of ranks, the batch has two microbatches on a rank, or two for each stage of a
+    pipeline, but at most 8 sequences.
+    """
     settings = {
         "seq_length": 16,
         "global_batch_size": 8,
         "micro_batch_size": 1,
         "precision": "fp64",
         "label_smoothing": 0.1,
-    }
-    return Config(model=model).with_values(**(settings | values))
+    } | values
+    if ranks is not None and "global_batch_size" not in values:
+        degrees = [settings.get(f"{kind}_size", 1) for kind in SPLITS]
+        each = 2 * settings["micro_batch_size"] * settings.get(SPLITS[0] + "_size", 1)
+        settings["global_batch_size"] = min(ranks // prod(degrees) * each, 8)
+    return Config(model=model).with_values(**settings)
 
 
 def named(**values: Any) -> dict[str, Any]:
@@ -162,15 +172,6 @@ def named(**values: Any) -> dict[str, Any]:
     }
     found = {short.get(key, key): value for key, value in values.items()}
     return found | ({"sequence_parallel": True} if values.get("tp", 1) > 1 else {})
-
-
-def few_microbatches(ranks: int, **values: Any) -> dict[str, Any]:
-    """Settings with a batch of two microbatches on a rank, or two for each stage of a pipeline, but
-    of at most 8 sequences."""
-    degree = {kind: values.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline")}
-    dp = ranks // (prod(degree.values()) * values.get("context_parallel_size", 1))
-    each = 2 * degree["pipeline"] * values.get("micro_batch_size", 1)
-    return {"global_batch_size": min(dp * each, 8)} | values
 
 
 def flags(

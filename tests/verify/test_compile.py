@@ -13,15 +13,7 @@ from fivefold.errors import ConfigError
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches
 from tests.pool import Pool
-from tests.verify.cases import (
-    MODELS,
-    chosen,
-    config,
-    few_microbatches,
-    flags,
-    shared_groups,
-    verify_in_pool,
-)
+from tests.verify.cases import MODELS, chosen, config, flags, shared_groups, verify_in_pool
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 FULL = {"recompute_granularity": "full"}
@@ -55,9 +47,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 )
 def test_compiled_layers_are_exact(case: str) -> None:
     world, model, settings = CASES[case]
-    report = verify_in_pool(
-        world, config(MODELS[model], **few_microbatches(world, **settings, **COMPILED))
-    )
+    report = verify_in_pool(world, config(MODELS[model], world, **settings, **COMPILED))
     assert report.passed, report.text()
 
 

@@ -4,15 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import (
-    MODELS,
-    STAGES,
-    chosen,
-    config,
-    few_microbatches,
-    flags,
-    verify_in_pool,
-)
+from tests.verify.cases import MODELS, STAGES, chosen, config, flags, verify_in_pool
 
 
 def _schedule(name: str, **layout: Any) -> dict[str, Any]:
@@ -78,7 +70,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 )
 def test_deferred_weights(case: str) -> None:
     world, model, settings = CASES[case]
-    report = verify_in_pool(world, config(MODELS[model], **few_microbatches(world, **settings)))
+    report = verify_in_pool(world, config(MODELS[model], world, **settings))
     assert report.passed, report.text()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import MIXTURE, config, few_microbatches, named, verify_in_pool
+from tests.verify.cases import MIXTURE, config, named, verify_in_pool
 from tests.verify.test_matrix import measured
 
 pytestmark = pytest.mark.slow
@@ -363,8 +363,8 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("ranks", "model", "values"), CHOSEN, ids=str)
 def test_experts(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
-    values = few_microbatches(ranks, **named(**values))
-    report = verify_in_pool(ranks, config(replace(MIXTURE, **model), **values), on_rank=measured)
+    found = config(replace(MIXTURE, **model), ranks, **named(**values))
+    report = verify_in_pool(ranks, found, on_rank=measured)
     assert report.passed, report.text()
 
 

@@ -10,7 +10,7 @@ from fivefold.audit.report import audit
 from fivefold.check import check
 from fivefold.verify.report import describe
 from tests.audit.test_audit import records_of
-from tests.verify.cases import MODELS, chosen, config, few_microbatches, flags, verify_in_pool
+from tests.verify.cases import MODELS, chosen, config, flags, verify_in_pool
 from tests.verify.test_latent import BUBBLES, DROP, MOVED, WHOLE, context, selective
 
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", chosen(CASES, *list(CASES)[::2]))
 def test_layouts(case: str) -> None:
     ranks, family, values = CASES[case]
-    report = verify_in_pool(ranks, config(MODELS[family], **few_microbatches(ranks, **values)))
+    report = verify_in_pool(ranks, config(MODELS[family], ranks, **values))
     assert report.passed, report.text()
     assert None not in report.max_rel_error.values()
 
@@ -81,7 +81,7 @@ def test_layouts(case: str) -> None:
 def test_bytes_and_products_are_those_of_theory(case: str, tmp_path: Path) -> None:
     ranks, family, values = CASES[case]
     dry = dict.fromkeys(DROP, 0.0)
-    layout = check(config(MODELS[family], **few_microbatches(ranks, **values | WHOLE | dry)), ranks)
+    layout = check(config(MODELS[family], ranks, **values | WHOLE | dry), ranks)
     report = audit(describe(layout), layout, records_of(layout, 1, tmp_path), None, None)
     assert report.passed, report.text()
     for finding in report.findings:

@@ -14,7 +14,6 @@ from tests.verify.cases import (
     chosen,
     compare_on_rank,
     config,
-    few_microbatches,
     flags,
     matrix,
     name,
@@ -153,7 +152,7 @@ BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 
 
 def passes(world: int, model: str, settings: dict[str, Any]) -> None:
-    report = verify_in_pool(world, config(MODELS[model], **few_microbatches(world, **settings)))
+    report = verify_in_pool(world, config(MODELS[model], world, **settings))
     assert report.passed, report.text()
     assert set(report.max_rel_error) == {"loss", "grad", "norm", "param", "evaluation"}
     assert None not in report.max_rel_error.values()

@@ -105,10 +105,10 @@ def measured(rank: int, world_size: int, *arguments: Any) -> VerifyReport | None
 
     def watched_gradients(engine: Engine, *batches: Any) -> DeviceResult:
         nonlocal watch, chosen
-        watch = Traffic(axes_of(engine.groups))
-        chosen = ChosenExperts(engine.model.stages, engine.groups)
         if engine.steps < STEPS - 1:  # watching takes as long as the step
             return gradients(engine, *batches)
+        watch = Traffic(axes_of(engine.groups))
+        chosen = ChosenExperts(engine.model.stages, engine.groups)
         with watch, chosen:
             return gradients(engine, *batches)
 

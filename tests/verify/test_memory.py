@@ -4,15 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.cases import (
-    MODELS,
-    STAGES,
-    chosen,
-    config,
-    few_microbatches,
-    flags,
-    verify_in_pool,
-)
+from tests.verify.cases import MODELS, STAGES, chosen, config, flags, verify_in_pool
 
 
 def _full(method: str = "uniform", layers: int = 1) -> dict[str, Any]:
@@ -137,7 +129,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 )
 def test_memory_techniques_are_exact(case: str) -> None:
     world, model, settings = CASES[case]
-    report = verify_in_pool(world, config(MODELS[model], **few_microbatches(world, **settings)))
+    report = verify_in_pool(world, config(MODELS[model], world, **settings))
     assert report.passed, report.text()
 
 
@@ -156,7 +148,5 @@ BF16_CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", BF16_CASES)
 def test_memory_techniques_in_bf16_are_as_close_as_one_device(case: str) -> None:
     world, model, settings = BF16_CASES[case]
-    report = verify_in_pool(
-        world, config(MODELS[model], **few_microbatches(world, **settings, precision="bf16"))
-    )
+    report = verify_in_pool(world, config(MODELS[model], world, **settings, precision="bf16"))
     assert report.passed, report.text()

@@ -12,14 +12,7 @@ from fivefold.errors import ConfigError
 from fivefold.expert.transfer import Flight
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.verify.report import VerifyReport
-from tests.verify.cases import (
-    MIXTURE,
-    compare_on_rank,
-    config,
-    few_microbatches,
-    named,
-    verify_in_pool,
-)
+from tests.verify.cases import MIXTURE, compare_on_rank, config, named, verify_in_pool
 from tests.verify.test_experts import BALANCED, PREDICTING
 from tests.verify.test_matrix import measured
 
@@ -85,8 +78,7 @@ CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("ranks", "model", "values"), CASES, ids=str)
 def test_pairs(ranks: int, model: dict[str, Any], values: dict[str, Any]) -> None:
-    values = few_microbatches(ranks, **named(**values))
-    found = config(replace(MIXTURE, **model), **values)
+    found = config(replace(MIXTURE, **model), ranks, **named(**values))
     report = verify_in_pool(ranks, found, on_rank=measured)
     assert report.passed, report.text()
 
