@@ -229,7 +229,7 @@ def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
                     sections = [vars(section) for _, section in config.sections()]
                     assert any(section.get(name, section) == value for section in sections), name
             rows += 1
-    assert rows > 12
+    assert rows > 16
 
 
 @pytest.mark.slow
