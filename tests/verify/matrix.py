@@ -8,7 +8,7 @@ finds them anew and writes matrix.csv: first rows without experts, then what the
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import reduce
+from functools import cache, cached_property, reduce
 from heapq import nlargest
 from itertools import combinations, count
 from math import prod
@@ -27,7 +27,8 @@ Facet = tuple[str, str]  # an axis and one of its kinds of choices
 FILE = Path(__file__).with_suffix(".csv")
 MAX_RANKS = 8
 DRAWS, STARTS = 12_000, 6  # rows by chance, and how many of the best are improved upon
-ROUNDS, LEFT_OUT = 250, 8  # of completing anew, and the rows then left out
+DRAWS_OF_A_PAIR = 200  # more of them for two kinds that came together in none
+ROUNDS, LEFT_OUT = 3_000, 8  # of completing anew, and the rows then left out
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
@@ -236,10 +237,13 @@ def draw(random: Random, *fixed: Facet) -> Row:
     """A row by chance, but for the kinds of some of its choices."""
     row = {}
     for axis, choices in AXES.items():
-        kinds = sorted(set(map(kind, choices)))
-        wanted = dict(fixed).get(axis) or random.choice(kinds)
+        wanted = dict(fixed).get(axis) or random.choice(_kinds(axis))
         row[axis] = random.choice([choice for choice in choices if kind(choice) == wanted])
     return row
+
+
+def _kinds(axis: str) -> list[str]:
+    return sorted(set(map(kind, AXES[axis])))
 
 
 def find(seed: int = 0) -> list[Row]:
@@ -251,15 +255,48 @@ def find(seed: int = 0) -> list[Row]:
 
 def _fewest(before: list[Row], fixed: list[Facet], random: Random) -> list[Row]:
     """What completes earlier rows, all with the fixed facets: greedily, and a few found again."""
-    rows = [row for row in (draw(random, *fixed) for _ in range(DRAWS)) if legal(row)]
-    masks = [(row, _mask(row)) for row in rows]
-    proven = _union(map(_mask, before))
-    found = _completed([], masks, proven, fixed)
+    candidates = _legal_draws(DRAWS, fixed, random)
+    for pair in combinations([(axis, of) for axis in AXES for of in _kinds(axis)], 2):
+        rare = 1 << _BITS[frozenset(pair)]
+        if not rare & _union(one.proves for one in candidates):
+            candidates += _legal_draws(DRAWS_OF_A_PAIR, [*fixed, *pair], random)
+    wanted = _union(one.proves for one in candidates)
+    wanted &= ~_union(_candidate(row).proves for row in before)
+    found = _completed([], candidates, wanted, fixed)
     for _ in range(ROUNDS):
         kept = random.sample(found, max(len(found) - LEFT_OUT, 0))
-        others = _completed(kept, masks, proven, fixed)
-        found = min(others, found, key=lambda rows: sum(map(cost, rows)))
-    return found
+        others = _completed(kept, candidates, wanted, fixed)
+        found = min(others, found, key=lambda some: sum(one.cost for one in some))
+    return [one.row for one in found]
+
+
+def _legal_draws(draws: int, fixed: list[Facet], random: Random) -> list["_Candidate"]:
+    if len(dict(fixed)) < len(fixed):  # an axis twice
+        return []
+    drawn = [_candidate(draw(random, *fixed)) for _ in range(draws)]
+    return [one for one in drawn if one.legal]
+
+
+class _Candidate:
+    """A row, and what the search asks of it over and over."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.proves = sum(1 << _BITS[proven] for proven in covered(row))
+        self.cost = cost(row)
+
+    @cached_property
+    def legal(self) -> bool:
+        return legal(self.row)
+
+
+def _candidate(row: Row) -> _Candidate:
+    return _candidate_of(tuple(row.items()))
+
+
+@cache
+def _candidate_of(choices: tuple[tuple[str, str], ...]) -> _Candidate:
+    return _Candidate(dict(choices))
 
 
 def cost(row: Row) -> float:
@@ -270,38 +307,33 @@ def cost(row: Row) -> float:
 
 
 def _completed(
-    found: list[Row], rows: list[tuple[Row, int]], proven: int, fixed: list[Facet]
-) -> list[Row]:
-    """With always the best row that some of `rows`, and single changes of them, lead to."""
+    found: list[_Candidate], candidates: list[_Candidate], wanted: int, fixed: list[Facet]
+) -> list[_Candidate]:
+    """With always the best row that some of the candidates, and single changes of them, lead to."""
     found = list(found)
-    missing = _union(mask for _, mask in rows) & ~_union(map(_mask, found)) & ~proven
+    missing = wanted & ~_union(one.proves for one in found)
     while missing:
 
-        def worth(row: Row, mask: int, missing: int = missing) -> float:
-            return (mask & missing).bit_count() / cost(row)
+        def worth(one: _Candidate, missing: int = missing) -> float:
+            return (one.proves & missing).bit_count() / one.cost
 
-        starts = nlargest(STARTS, rows, key=lambda one: worth(*one))
-        climbed = [_climbed(row, worth, fixed) for row, _ in starts]
-        best = max(climbed, key=lambda row: worth(row, _mask(row)))
-        missing &= ~_mask(best)
+        starts = nlargest(STARTS, candidates, key=worth)
+        best = max((_climbed(one, worth, fixed) for one in starts), key=worth)
+        missing &= ~best.proves
         found.append(best)
     return found
 
 
-def _climbed(row: Row, worth: Callable[[Row, int], float], fixed: list[Facet]) -> Row:
-    free = AXES.keys() - dict(fixed)
-    changes = [(axis, choice) for axis in AXES if axis in free for choice in AXES[axis]]
-    reached = worth(row, _mask(row))
-    for axis, choice in changes:
-        other = row | {axis: choice}
-        if worth(other, _mask(other)) > reached and legal(other):
-            row, reached = other, worth(other, _mask(other))
-    return row
-
-
-def _mask(row: Row) -> int:
-    """What a row proves, a bit for each."""
-    return sum(1 << _BITS[proven] for proven in covered(row))
+def _climbed(
+    one: _Candidate, worth: Callable[[_Candidate], float], fixed: list[Facet]
+) -> _Candidate:
+    free = [axis for axis in AXES if axis not in dict(fixed)]
+    reached = worth(one)
+    for change in [{axis: choice} for axis in free for choice in AXES[axis]]:
+        other = _candidate(one.row | change)
+        if worth(other) > reached and other.legal:
+            one, reached = other, worth(other)
+    return one
 
 
 _BITS: defaultdict[Any, int] = defaultdict(count().__next__)
