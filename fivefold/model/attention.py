@@ -22,6 +22,7 @@ from fivefold.model.context import Context
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.layers import LayerBlock, Linear, RMSNorm, local
 from fivefold.model.shards import MicrobatchShare
+from fivefold.model.varlen import Pieces, lacking_packed, packed_attention
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,34 @@ def attention(
 ) -> Tensor:
     """Attention by the cheapest implementation that supports the request.
 
-    With dropout: the plain one. With a window, sinks, or values of another size than keys:
-    block by block, which skips blocks outside the window. Otherwise PyTorch's fused attention.
+    With dropout: the plain one. With documents, a window, sinks, or values of another size than
+    keys: one call of FlashAttention where it runs; elsewhere block by block, which skips blocks
+    outside the window, or document by document. Otherwise PyTorch's fused attention.
     """
     if drop is not None:
         return plain_attention(q_BSND, k_BLGD, v_BLGD, scope, drop)
     documents, window = scope.documents, scope.window
     limited = window is not None and window + 1 < k_BLGD.shape[1]
     other = scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
-    if (limited or other) and k_BLGD.shape[1] == q_BSND.shape[1]:
+    special = limited or other
+    whole = k_BLGD.shape[1] == q_BSND.shape[1]
+    if whole and (special or documents is not None) and not lacking_packed(q_BSND, v_BLGD):
+        return packed_attention(q_BSND, k_BLGD, v_BLGD, _pieces(q_BSND, scope), scope.sinks)
+    if whole and special:
         starts = None if documents is None else documents.starts
         return local_attention(q_BSND, k_BLGD, v_BLGD, starts, window, scope.sinks)
     if scope.sinks is not None:
         return plain_attention(q_BSND, k_BLGD, v_BLGD, scope)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
+
+
+def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:
+    if scope.documents is not None:
+        documents = scope.documents
+        return Pieces(documents.starts_C, documents.longest, scope.window, scope.causal)
+    rows, length = q_BSND.shape[:2]
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=q_BSND.device) * length
+    return Pieces(ends, length, scope.window, scope.causal)
 
 
 def plain_attention(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,19 @@ class Documents:
 
     ids_BS: Tensor
     starts: tuple[int, ...]
+
+    @cached_property
+    def starts_C(self) -> Tensor:
+        """`starts` as int32 on the device of `ids_BS`; the host does not wait for the copy."""
+        host = torch.tensor(self.starts, dtype=torch.int32)
+        if not self.ids_BS.is_cuda:
+            return host
+        return host.pin_memory().to(self.ids_BS.device, non_blocking=True)
+
+    @cached_property
+    def longest(self) -> int:
+        """Number of tokens of the longest document."""
+        return max(end - start for start, end in pairwise(self.starts))
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,13 +114,8 @@ class Queries:
         return dk, dv
 
     def sink_grads(self, sinks: Tensor) -> Tensor:
-        """Gradients of the sinks [N], after `begin_backward`.
-
-        A sink takes probability from the keys and contributes no value.
-        """
-        share_BNS = (sinks.detach().to(self.wide)[:, None] - self.lse).exp_()
-        given_BSN = (self.grad * self.out).sum(-1, dtype=self.wide)
-        return -(share_BNS * given_BSN.transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
+        """Gradients of the sinks [N], after `begin_backward`."""
+        return sink_grads(sinks, self.grad, self.out, self.lse)
 
     def _heads(self, keys: Keys) -> slice:
         """The query heads that share these key/value heads."""
@@ -149,6 +144,20 @@ class Queries:
 
 def _keys(x_BLGD: Tensor, block: Block) -> Tensor:
     return x_BLGD[:, slice(*block.k)].transpose(1, 2)
+
+
+def sink_grads(sinks_N: Tensor, grad_BSND: Tensor, out_BSND: Tensor, lse_BNS: Tensor) -> Tensor:
+    """Gradients of sinks [N]: they take probability from the keys and contribute no value.
+
+    Args:
+        sinks_N: the sinks' logits.
+        grad_BSND: gradient of the output.
+        out_BSND: output over all keys.
+        lse_BNS: log-sum-exp over all keys and the sinks, in at least fp32.
+    """
+    share_BNS = (sinks_N.detach().to(lse_BNS.dtype)[:, None] - lse_BNS).exp_()
+    given_BSN = (grad_BSND * out_BSND).sum(-1, dtype=lse_BNS.dtype)
+    return -(share_BNS * given_BSN.transpose(1, 2)).sum((0, 2)).to(sinks_N.dtype)
 
 
 def local_attention(

@@ -1,0 +1,170 @@
+"""Attention of packed rows in one call, whatever the number and lengths of their documents.
+
+A call for each document would launch as many kernels, and cuDNN would plan anew for every length
+that it has not seen. Shapes: B rows, S tokens, T = B * S, N query heads, G key/value heads, D head
+features, C documents.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fivefold.model.blockwise import sink_grads
+from fivefold.model.cuda_kernels import lacking_flash
+
+ATEN = torch.ops.aten
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Documents of T tokens that lie end to end, and what a query sees of its own.
+
+    Attributes:
+        starts: [C + 1] int32 on the device, offset of each document, then T.
+        longest: number of tokens of the longest document.
+        window: how many tokens before itself a query sees; None: all.
+        causal: whether it sees no later token.
+    """
+
+    starts: Tensor
+    longest: int
+    window: int | None = None
+    causal: bool = True
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """FlashAttention's window: tokens seen before a query and after it, -1 for all."""
+        left = -1 if self.window is None else self.window
+        return {"window_size_left": left, "window_size_right": 0 if self.causal else -1}
+
+
+class PackedKernel(Protocol):
+    """An implementation for queries [T, N, D], keys and values [T, G, D]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
+        """Output [T, N, D], and log-sum-exp [N, T] in at least fp32."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at: Pieces,
+    ) -> Grads:
+        """Gradients of q, k and v; `out` and `lse` may include a sink."""
+
+
+class PackedFlash:
+    """FlashAttention of several lengths, the operators that `torch.nn.attention.varlen` calls.
+
+    That function's backward insists on its own log-sum-exp, which leaves no room for sinks.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
+        """See `PackedKernel`."""
+        ends, longest = at.starts, at.longest
+        out, lse, *_ = ATEN._flash_attention_forward(
+            q, k, v, ends, ends, longest, longest, 0.0, at.causal, False, **at.bounds
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at: Pieces,
+    ) -> Grads:
+        """See `PackedKernel`."""
+        ends, longest = at.starts, at.longest
+        # Without dropout the random state is unused.
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        grads: Grads = ATEN._flash_attention_backward(
+            grad.contiguous(),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            ends,
+            ends,
+            longest,
+            longest,
+            0.0,
+            at.causal,
+            unused,
+            unused,
+            **at.bounds,
+        )
+        return grads
+
+
+def lacking_packed(q_BSND: Tensor, v_BSGD: Tensor) -> str:
+    """Why queries and values like these cannot be attended to in one call; '' if they can."""
+    if v_BSGD.shape[-1] > q_BSND.shape[-1]:
+        return f"values must not have more features than queries, {v_BSGD.shape[-1]}"
+    return lacking_flash(q_BSND)
+
+
+def packed_attention(
+    q_BSND: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    pieces: Pieces,
+    sinks: Tensor | None = None,
+    kernel: PackedKernel | None = None,
+) -> Tensor:
+    """Attention within each document, [B, S, N, Dv].
+
+    Args:
+        q_BSND: queries.
+        k_BSGD: keys.
+        v_BSGD: values, of at most as many features, which are padded with zeros.
+        pieces: the documents.
+        sinks: logits [N], see `model.attention.Scope`.
+        kernel: what computes it (default: FlashAttention).
+    """
+    B, S, N, D = q_BSND.shape
+    values = v_BSGD.shape[-1]
+    q, k, v = (x.flatten(0, 1) for x in (q_BSND, k_BSGD, F.pad(v_BSGD, (0, D - values))))
+    out: Tensor = _Packed.apply(q, k, v, sinks, pieces, kernel or PackedFlash())
+    return out[..., :values].reshape(B, S, N, values)
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        pieces: Pieces,
+        kernel: PackedKernel,
+    ) -> Tensor:
+        out, lse = kernel.forward(q, k, v, pieces)
+        if sinks is not None:
+            # A sink only adds to the denominator of the softmax.
+            total = torch.logaddexp(lse, sinks.detach()[:, None].to(lse.dtype))
+            out = (out * (lse - total).exp_().t()[..., None]).to(q.dtype)
+            lse = total
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.pieces, ctx.kernel = pieces, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad, q, k, v, out, lse, ctx.pieces)
+        of_sinks = None if sinks is None else sink_grads(sinks, grad[None], out[None], lse[None])
+        return *grads, of_sinks, None, None
