@@ -67,6 +67,7 @@ def named_groups(groups: Groups) -> Iterator[tuple[str, dist.ProcessGroup]]:
     named = [
         ("world", groups.world),
         ("pp", groups.pp),
+        ("pp", groups.pp_back),
         ("tp", groups.tp),
         ("data", groups.data),
         ("tied", groups.tied),

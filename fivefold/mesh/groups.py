@@ -22,7 +22,7 @@ _CONNECTION_LOST = (  # texts of gloo's RuntimeError when another rank is gone o
 
 
 def new_group(
-    ranks: Sequence[int] | None = None, *, backend: str | None = None
+    ranks: Sequence[int] | None = None, *, backend: str | None = None, urgent: bool = False
 ) -> dist.ProcessGroup:
     """Create a group with the timeout of the world's group.
 
@@ -31,15 +31,27 @@ def new_group(
     Args:
         ranks: members of the group, the only ranks that take part; None: every rank.
         backend: backend as in torch; None: that of the world's group.
+        urgent: whether the computation waits for its messages: on CUDA they get a stream of high
+            priority, so that their kernels start before those of gradients.
     """
     world = dist.group.WORLD
     assert world is not None, "the world's group comes first"
+    timeout = world._get_backend(torch.device("cpu")).options._timeout
+    options = None
+    if urgent and _uses_nccl():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
     return dist.new_group(
         None if ranks is None else list(ranks),
-        timeout=world._get_backend(torch.device("cpu")).options._timeout,
+        timeout=timeout,
         backend=backend,
+        pg_options=options,
         use_local_synchronization=ranks is not None,
     )
+
+
+def _uses_nccl() -> bool:
+    return "nccl" in dist.get_backend_config()
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -59,6 +71,7 @@ class Groups:
         rank: number of this process among all ranks.
         world: group of all ranks.
         pp: group of the ranks that hold the stages of this replica.
+        pp_back: on CUDA, another group of the same ranks, for messages to earlier ones; else `pp`.
         tp: group of the ranks that hold the parts of the same matrices.
         data: group of the ranks that see other tokens of the same batch (DP x CP).
         cp: group of the ranks that hold the parts of the same sequences.
@@ -76,6 +89,7 @@ class Groups:
     rank: int
     world: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
+    pp_back: dist.ProcessGroup | None
     tp: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
     cp: dist.ProcessGroup | None
@@ -169,13 +183,16 @@ def build_groups(
         # torch names a group after its ranks and how many groups each has made before. Ranks
         # without a tied embedding make one as well, or the next common group would hang.
         new_group((rank,))
+    pp = made.unless_alone(pp_ranks, urgent=True)
     pair = sorted((pp_ranks[here], pp_ranks[-1 - here]))
     return Groups(
         grid=grid,
         rank=rank,
         world=dist.group.WORLD if grid.world_size > 1 else None,
-        pp=made.unless_alone(pp_ranks),
-        tp=made.unless_alone(tp_ranks),
+        pp=pp,
+        # The messages of an NCCL communicator run in turn: a receive would hold up later sends.
+        pp_back=_apart(pp_ranks) if _uses_nccl() else pp,
+        tp=made.unless_alone(tp_ranks, urgent=True),
         data=made.unless_alone(data_ranks),
         cp=_apart(cp_ranks),
         cp_inner=_apart(inner),
@@ -226,20 +243,22 @@ class _Made:
     def __init__(self) -> None:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of these ranks."""
+    def group(self, ranks: tuple[int, ...], *, urgent: bool = False) -> dist.ProcessGroup:
+        """The group of these ranks, `urgent` if whoever asks first says so."""
         if ranks not in self._groups:
-            self._groups[ranks] = new_group(ranks)
+            self._groups[ranks] = new_group(ranks, urgent=urgent)
         return self._groups[ranks]
 
-    def unless_alone(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def unless_alone(
+        self, ranks: tuple[int, ...], *, urgent: bool = False
+    ) -> dist.ProcessGroup | None:
         """The group of these ranks; None if there is only one."""
-        return self.group(ranks) if len(ranks) > 1 else None
+        return self.group(ranks, urgent=urgent) if len(ranks) > 1 else None
 
 
 def _apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """A separate group, so that its messages never wait for gradients."""
-    return new_group(ranks) if len(ranks) > 1 else None
+    return new_group(ranks, urgent=True) if len(ranks) > 1 else None
 
 
 def _hierarchy(

@@ -19,7 +19,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.batch import Documents
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
-from fivefold.model.dropout import HeadDropout
+from fivefold.model.dropout import Dropout, HeadDropout
 from fivefold.model.layers import LayerBlock, Linear, RMSNorm, local
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.varlen import Pieces, lacking_packed, packed_attention
@@ -211,6 +211,7 @@ class AttentionBlock(LayerBlock):
             values are projected first.
         has_latents: whether the module supports a `latent_kernel`.
         layer: index of the layer in the model.
+        window: how many tokens before itself a query attends to; None: all.
         head_offset: index of this rank's first query head in the model; keys dropout masks.
     """
 
@@ -220,6 +221,7 @@ class AttentionBlock(LayerBlock):
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         self.model, self.layer = model, layer
+        self.window = model.window_of(layer)
         self.site = f"layers.{layer}.self_attn.probabilities"
         self.kernel: Kernel = attention
         self.latent_kernel: LatentKernel | None = None
@@ -238,16 +240,15 @@ class AttentionBlock(LayerBlock):
         self.head_offset = rank * self.model.num_attention_heads // ranks
 
     def _scope(self, context: Context) -> Scope:
-        window, part = self.model.window_of(self.layer), context.part
+        part = context.part
         sinks = None if self.sinks is None else local(self.sinks.weight)
-        share = None if part is None else part.seeing(window)
-        return Scope(context.packing, window, share, sinks=sinks)
+        share = None if part is None else part.seeing(self.window)
+        return Scope(context.packing, self.window, share, sinks=sinks)
 
-    def _drop(self, context: Context) -> HeadDropout | None:
+    def head_dropout(self, dropout: Dropout) -> HeadDropout | None:
+        """Dropout of the probabilities of this rank's heads; None: the model has none."""
         p, all_heads = self.model.attention_dropout, self.model.num_attention_heads
-        if context.dropout is None or p == 0.0:
-            return None
-        return context.dropout.heads(p, self.site, self.head_offset, all_heads)
+        return dropout.heads(p, self.site, self.head_offset, all_heads) if p else None
 
 
 class Attention(AttentionBlock):
@@ -282,5 +283,5 @@ class Attention(AttentionBlock):
             q, k = context.rotary.rotate(q), context.rotary.rotate(k)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
-        out_BSND = self.kernel(q, k, v, self._scope(context), self._drop(context))
+        out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)
         return self.row(out_BSND.reshape(projected[0].shape), self.o_proj)

@@ -15,8 +15,8 @@ def compile_layers(stage: Stage, backend: str) -> None:
     gradients) and attention, whose document boundaries change with every batch.
 
     Args:
-        stage: the stage whose layers' forwards are replaced; hooks of data parallelism stay
-            outside the compiled forward.
+        stage: the stage whose layers are compiled; hooks of data parallelism and the names of
+            layers stay outside.
         backend: backend of torch.compile.
     """
     outside: Any = torch.compiler.disable
@@ -33,4 +33,4 @@ def compile_layers(stage: Stage, backend: str) -> None:
                 module.whole = outside(module.whole)
             if module.spread is not plain_spread:
                 module.spread = outside(module.spread)
-        layer.forward = torch.compile(layer.forward, backend=backend)  # type: ignore[method-assign]
+        layer.run = torch.compile(layer.run, backend=backend)  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fivefold.model.batch import Documents
-from fivefold.model.dropout import Dropout
+from fivefold.model.dropout import Dropout, LayerDropout
 from fivefold.model.rope import RotaryTables
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.shards import MicrobatchShare
@@ -29,6 +29,7 @@ class Context:
             without experts.
         first_ids_B: run-wide id of the first token of each row of the microbatch, ascending.
         step: optimizer step.
+        layer: dropout of the layer that runs.
     """
 
     rows: int
@@ -41,6 +42,7 @@ class Context:
     token_ids_T: Tensor | None
     first_ids_B: Tensor
     step: int
+    layer: LayerDropout = LayerDropout()
 
     @property
     def microbatch_rows(self) -> int:

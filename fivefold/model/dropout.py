@@ -26,21 +26,21 @@ def _xor_shift_(x: Tensor, bits: int) -> Tensor:
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
-def hash64(x: Tensor, key: int = 0) -> Tensor:
+def hash64(x: Tensor, key: int | Tensor = 0) -> Tensor:
     """The splitmix64 finaliser of `x` xor `key`, elementwise on int64: a bijection."""
     x = _xor_shift_(x ^ key, 30).mul_(_MULTIPLY_1)
     x = _xor_shift_(x, 27).mul_(_MULTIPLY_2)
     return _xor_shift_(x, 31)
 
 
-def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int) -> Tensor:
+def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int | Tensor) -> Tensor:
     """True, with probability `p`, where an element is dropped.
 
     Args:
         rows: int64, broadcast against `columns`.
         columns: int64.
         p: probability in [0, 1).
-        key: identifies the site and step; different keys give independent masks.
+        key: int64 scalar that identifies the site and step; different keys give independent masks.
     """
     mixed = hash64(rows, key) ^ hash64(columns)
     mixed = _xor_shift_(mixed.mul_(_MULTIPLY_1), 32).mul_(_MULTIPLY_2)
@@ -63,11 +63,9 @@ class Dropout:
     rows_T: Tensor
     token_ids_BL: Tensor
 
-    def hidden(self, x_TH: Tensor, p: float, site: str) -> Tensor:
-        """Drop features of the residual stream at `site`, a place in the model."""
-        columns_H = torch.arange(x_TH.shape[1], device=x_TH.device)
-        mask_TH = drop_mask(self.rows_T[:, None], columns_H, p, self._key(site))
-        return x_TH.masked_fill(mask_TH, 0.0) * (1.0 / (1.0 - p))
+    def at(self, site: str) -> "HiddenDropout":
+        """The dropout of the residual stream's features at `site`, a place in the model."""
+        return HiddenDropout(self.rows_T, self._key(site))
 
     def uniform(self, features: int, site: str) -> Tensor:
         """Uniform random numbers in [0, 1) for the residual stream, [T, features] fp64."""
@@ -80,8 +78,30 @@ class Dropout:
         """The dropout of attention probabilities for this rank's heads."""
         return HeadDropout(self.token_ids_BL, p, self._key(site), first_head, all_heads)
 
-    def _key(self, site: str) -> int:
-        return derive_seed(self.seed, "dropout", self.step, site)
+    def _key(self, site: str) -> Tensor:
+        # A tensor, because torch.compile would compile a layer anew for every number; filled on
+        # the device, because a copy from the host would wait for it.
+        key = derive_seed(self.seed, "dropout", self.step, site)
+        return torch.full((), key, dtype=torch.int64, device=self.rows_T.device)
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenDropout:
+    """The dropout of the residual stream at one place and step.
+
+    Attributes:
+        rows_T: run-wide ids of this rank's tokens in the residual stream.
+        key: int64 scalar that identifies the place and step.
+    """
+
+    rows_T: Tensor
+    key: Tensor
+
+    def __call__(self, x_TH: Tensor, p: float) -> Tensor:
+        """Drop features with probability `p`, and rescale the rest."""
+        columns_H = torch.arange(x_TH.shape[1], device=x_TH.device)
+        mask_TH = drop_mask(self.rows_T[:, None], columns_H, p, self.key)
+        return x_TH.masked_fill(mask_TH, 0.0) * (1.0 / (1.0 - p))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +111,14 @@ class HeadDropout:
     Attributes:
         token_ids_BL: run-wide ids of the L tokens attended to.
         p: drop probability.
-        key: identifies the layer and step.
+        key: int64 scalar that identifies the layer and step.
         first_head: index in the model of the first query head given.
         all_heads: query heads of the model.
     """
 
     token_ids_BL: Tensor
     p: float
-    key: int
+    key: Tensor
     first_head: int
     all_heads: int
 
@@ -117,3 +137,18 @@ class HeadDropout:
     def after(self, heads: int) -> "HeadDropout":
         """The same dropout, starting `heads` heads later."""
         return replace(self, first_head=self.first_head + heads)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerDropout:
+    """All dropout of one layer, made before a compiled layer runs: it knows no names of places.
+
+    Attributes:
+        attended: of what attention adds to the residual stream; None: no dropout.
+        made: of what the MLP adds; None: no dropout.
+        heads: of attention probabilities; None: no dropout.
+    """
+
+    attended: HiddenDropout | None = None
+    made: HiddenDropout | None = None
+    heads: HeadDropout | None = None

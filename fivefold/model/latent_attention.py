@@ -65,7 +65,7 @@ class LatentAttention(AttentionBlock):
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
         latents = self._down(x_TH)
-        scope, drop = self._scope(context), self._drop(context)
+        scope, drop = self._scope(context), context.layer.heads
         if self.latent_kernel is None:
             make = partial(self._heads, *latents, context)
             out_BSNV = self.up(make, lambda q, k, v: self.kernel(q, k, v, scope, drop))

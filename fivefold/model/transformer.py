@@ -5,6 +5,7 @@ whole model (`layers.17.self_attn.q_proj.weight`) in every stage.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from fivefold.model.attention import Attention, AttentionBlock
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
 from fivefold.model.description import layer_kind
-from fivefold.model.dropout import Dropout
+from fivefold.model.dropout import Dropout, HiddenDropout, LayerDropout
 from fivefold.model.experts import MoE
 from fivefold.model.latent_attention import LatentAttention
 from fivefold.model.layers import (
@@ -90,20 +91,33 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
+        if context.dropout is not None:
+            context = replace(context, layer=self._dropout(context.dropout))
+        return self.run(x_TH, context)
+
+    def run(self, x_TH: Tensor, context: Context) -> Tensor:
+        """`forward` without what differs between layers by name; compiled once for all of them."""
+        drop = context.layer
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        sum_TH = x_TH + self._drop(attended_TH, context, "self_attn")
+        sum_TH = x_TH + _dropped(attended_TH, drop.attended, self.dropout)
         read_TH = x_TH if self.side_by_side else sum_TH
         made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
-        return sum_TH + self._drop(made_TH, context, "mlp")
+        return sum_TH + _dropped(made_TH, drop.made, self.dropout)
 
-    def _drop(self, x_TH: Tensor, context: Context, after: str) -> Tensor:
-        # The name is read only where it is needed: a compiled layer would be compiled for each.
-        site = f"{self.site}.{after}" if self.dropout else ""
-        return _dropped(x_TH, context.dropout, self.dropout, site)
+    def _dropout(self, dropout: Dropout) -> LayerDropout:
+        heads = self.self_attn.head_dropout(dropout)
+        if not self.dropout:
+            return LayerDropout(heads=heads)
+        attended, made = (dropout.at(f"{self.site}.{after}") for after in ("self_attn", "mlp"))
+        return LayerDropout(attended, made, heads)
 
 
-def _dropped(x_TH: Tensor, dropout: Dropout | None, rate: float, site: str) -> Tensor:
-    return x_TH if dropout is None or rate == 0.0 else dropout.hidden(x_TH, rate, site)
+def _dropped(x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:
+    return x_TH if drop is None or not rate else drop(x_TH, rate)
+
+
+def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:
+    return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
 
 
 def _make_layer(
@@ -305,7 +319,7 @@ class Stage(nn.Module):
             for depth, predict in enumerate(self.predictions):
                 embedded_TH = table(batch.further_tokens[depth].flatten())
                 rate, site = self.model.hidden_dropout, f"mtp.{depth}.embedding"
-                embedded_TH = _dropped(embedded_TH, context.dropout, rate, site)
+                embedded_TH = _dropped_at(site, embedded_TH, context.dropout, rate)
                 run = partial(predict, embedded_TH=embedded_TH)
                 states.append(self.through([run], states[-1], context))
         return states
@@ -315,7 +329,7 @@ class Stage(nn.Module):
         x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
             x_TH = x_TH + self.embed_positions(self.shard_tokens(batch.positions.flatten()))
-        return _dropped(x_TH, dropout, self.model.hidden_dropout, "embedding")
+        return _dropped_at("embedding", x_TH, dropout, self.model.hidden_dropout)
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         model = self.model

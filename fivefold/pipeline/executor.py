@@ -82,6 +82,7 @@ class Executor:
         observe: told of every compute act, of an FB as a whole; what measures a step sets it.
         states_into: hidden states of a token that enter a stage, by its index, where further tokens
             are predicted; None: always one.
+        back: another group of the same ranks, for messages to earlier ranks; None: `group`.
     """
 
     stages: Mapping[int, Stage]
@@ -95,6 +96,7 @@ class Executor:
     delays_weights: bool = False
     observe: Observer = field(default=nullcontext)
     states_into: Callable[[int], int] | None = None
+    back: dist.ProcessGroup | None = None
 
     @property
     def pp_rank(self) -> int:
@@ -146,7 +148,13 @@ class _Step:
         self._scale = scale.to(torch.promote_types(executor.dtype, torch.float32))
         self._acts = program.ranks[executor.pp_rank]
         self._predicts = batches[0].num_further > 0
-        self._mail = Mail(executor.group, executor.hidden_shape, executor.dtype, executor.device)
+        self._mail = Mail(
+            executor.group,
+            executor.back or executor.group,
+            executor.hidden_shape,
+            executor.dtype,
+            executor.device,
+        )
         self._recomputed = {_piece(act) for act in self._acts if act.kind is Kind.R}
         self._forwards: dict[Piece, _Forward] = {}
         self._weights: dict[Piece, list[Work]] = {}

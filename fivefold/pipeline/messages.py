@@ -1,5 +1,7 @@
 """Tensors passed between stages: locally on one rank, or as messages over the pipeline group."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -7,11 +9,13 @@ from torch import Tensor
 from fivefold.pipeline.ir import Direction, Message
 
 SENDS_IN_FLIGHT = 4
-"""Maximum number of concurrent sends of a rank.
+"""Maximum number of concurrent sends of a rank, which bounds the tensors they hold.
 
-gloo's sends complete only when waited for, and hold their tensor until then. Waiting here cannot
-deadlock: the receiver needs only earlier messages of the program before it takes this one.
+gloo's sends complete only when waited for. Waiting here cannot deadlock: the receiver needs only
+earlier messages of the program before it takes this one.
 """
+POLLING = 1e-4
+"""Seconds between two looks at a send on a CUDA device."""
 
 Address = tuple[Direction, int, int, int]
 """(direction, receiving stage, microbatch, slice)."""
@@ -22,6 +26,9 @@ class Mail:
 
     Args:
         group: pipeline group; None for one rank.
+        back: the same ranks, for messages to earlier ranks. On CUDA another group than `group`: the
+            messages of a communicator run in turn, so that a receive that waits would hold up the
+            sends behind it.
         hidden_shape: shape of the hidden state of all tokens, [T, H].
         dtype: dtype of hidden states.
         device: device of the stages.
@@ -30,11 +37,13 @@ class Mail:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
+        back: dist.ProcessGroup | None,
         hidden_shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._group, self._shape, self._dtype, self._device = group, hidden_shape, dtype, device
+        self._groups = {True: group, False: back}
+        self._shape, self._dtype, self._device = hidden_shape, dtype, device
         self._incoming: dict[Address, tuple[dist.Work | None, Tensor]] = {}
         self._outgoing: dict[Address, Tensor] = {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
@@ -61,10 +70,9 @@ class Mail:
     def send(self, message: Message) -> None:
         """Start sending a stored tensor; keeps it alive until the send has ended."""
         tensor = self._outgoing.pop(address_of(message)).contiguous()
-        self._sending = [(w, kept) for w, kept in self._sending if not w.is_completed()]
-        if len(self._sending) >= SENDS_IN_FLIGHT:
-            self._sending.pop(0)[0].wait()
-        work = dist.isend(tensor, group=self._group, group_dst=message.dst_rank, tag=message.id)
+        group = self._group(message)
+        self._let_go(SENDS_IN_FLIGHT - 1)
+        work = dist.isend(tensor, group=group, group_dst=message.dst_rank, tag=message.id)
         assert work is not None
         self._sending.append((work, tensor))
 
@@ -72,14 +80,36 @@ class Mail:
         """Start receiving [states * T, H] into a new buffer."""
         tokens, features = self._shape
         buffer = torch.empty(states * tokens, features, dtype=self._dtype, device=self._device)
-        work = dist.irecv(buffer, group=self._group, group_src=message.src_rank, tag=message.id)
+        group = self._group(message)
+        work = dist.irecv(buffer, group=group, group_src=message.src_rank, tag=message.id)
         self._incoming[address_of(message)] = (work, buffer)
 
     def finish(self) -> None:
-        """Wait for all pending sends."""
-        for work, _ in self._sending:
-            work.wait()
+        """End the step: on CPUs, wait for all pending sends.
+
+        On CUDA, torch keeps their tensors alive until the device has sent them.
+        """
+        if self._device.type != "cuda":
+            self._let_go(0)
         self._sending = []
+
+    def _group(self, message: Message) -> dist.ProcessGroup | None:
+        return self._groups[message.src_rank < message.dst_rank]
+
+    def _let_go(self, most: int) -> None:
+        """Forget sends that have ended, and wait until at most `most` are left.
+
+        It is the host that waits: on CUDA, waiting for an unfinished send would hold up the stream
+        that computes.
+        """
+        done = [work.is_completed() for work, _ in self._sending]
+        while any(done) or len(done) > most:
+            first = done.index(True) if any(done) else 0
+            done.pop(first)
+            work, _ = self._sending.pop(first)
+            while self._device.type == "cuda" and not work.is_completed():
+                time.sleep(POLLING)
+            work.wait()  # torch lets go of the tensor, too
 
 
 def address_of(message: Message) -> Address:

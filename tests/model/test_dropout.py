@@ -53,9 +53,9 @@ def dropout(token_ids_BS: torch.Tensor, **changes: int) -> Dropout:
 def test_hidden_mask_does_not_depend_on_how_tokens_are_sharded() -> None:
     ids = torch.arange(40, 64).view(2, 12)
     x = torch.randn(24, 8, dtype=torch.float64)
-    whole = dropout(ids).hidden(x, 0.3, "layers.0.mlp")
+    whole = dropout(ids).at("layers.0.mlp")(x, 0.3)
     parts = [
-        dropout(ids.flatten()[part][None]).hidden(x[part], 0.3, "layers.0.mlp")
+        dropout(ids.flatten()[part][None]).at("layers.0.mlp")(x[part], 0.3)
         for part in (slice(0, 5), slice(5, 24))
     ]
     assert torch.equal(torch.cat(parts), whole)
@@ -81,10 +81,10 @@ def test_seed_step_and_site_change_the_mask() -> None:
     ids = torch.arange(64).view(1, 64)
     x = torch.ones(64, 64)
     masks = [
-        dropout(ids).hidden(x, 0.5, "a"),
-        dropout(ids).hidden(x, 0.5, "b"),
-        dropout(ids, step=3).hidden(x, 0.5, "a"),
-        dropout(ids, seed=2).hidden(x, 0.5, "a"),
+        dropout(ids).at("a")(x, 0.5),
+        dropout(ids).at("b")(x, 0.5),
+        dropout(ids, step=3).at("a")(x, 0.5),
+        dropout(ids, seed=2).at("a")(x, 0.5),
     ]
     for i, one in enumerate(masks):
         for other in masks[:i]:

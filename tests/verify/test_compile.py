@@ -76,9 +76,12 @@ def _graphs(rank: int, world_size: int, settings: Config) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_layer_is_compiled_once(tp: int, pool: Pool) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_layer_is_compiled_once(tp: int, dropout: float, pool: Pool) -> None:
+    rates = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    model = replace(MODELS["llama"], window_size=3)
     few, many = (
-        config(replace(MODELS["llama"], num_layers=layers), **flags(tp=tp), **COMPILED)
+        config(replace(model, num_layers=layers), **flags(tp=tp), **COMPILED, **rates)
         for layers in (2, 12)  # more than torch compiles before it gives up
     )
     assert pool.run(tp, _graphs, many)[0] == pool.run(tp, _graphs, few)[0] > 0
