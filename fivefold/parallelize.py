@@ -177,7 +177,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         turns,
         delays_weights=config.parallel.delay_wgrad_compute,
         states_into=layout.states_into,
-        back=groups.pp_back,
+        lines=groups.pp_lines,
     )
     return ParallelModel(layout, groups, stages, gradients, records, executor)
 

@@ -67,7 +67,7 @@ def named_groups(groups: Groups) -> Iterator[tuple[str, dist.ProcessGroup]]:
     named = [
         ("world", groups.world),
         ("pp", groups.pp),
-        ("pp", groups.pp_back),
+        *(("pp", line) for line in groups.pp_lines.values()),
         ("tp", groups.tp),
         ("data", groups.data),
         ("tied", groups.tied),

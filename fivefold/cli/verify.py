@@ -11,7 +11,7 @@ from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load
 from fivefold.expert.deepep_rules import check_deepep
-from fivefold.train.devices import Asked, choose_device
+from fivefold.train.devices import Asked, choose_device, visible_gpus
 from fivefold.train.rank_env import RankEnv
 
 PRECISIONS = ("precision", "bf16", "fp32", "fp64")
@@ -58,11 +58,9 @@ def run(argv: Sequence[str]) -> int:
     chosen = any(_flag_name(word) in PRECISIONS for word in argv)
     options, config = load([*(() if chosen else ("--precision", "fp64")), *argv], Options, note)
     layout = check(config, options.nproc)
-    import torch
-
     from fivefold.verify.run import verify
 
-    gpus = torch.cuda.device_count()
+    gpus = visible_gpus()
     device_type = choose_device(options.device, RankEnv(), options.nproc, gpus).kind
     check_deepep(config, device_type)
     report = verify(

@@ -1,6 +1,6 @@
 """Creates the process groups of one rank from the grid."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +71,8 @@ class Groups:
         rank: number of this process among all ranks.
         world: group of all ranks.
         pp: group of the ranks that hold the stages of this replica.
-        pp_back: on CUDA, another group of the same ranks, for messages to earlier ones; else `pp`.
+        pp_lines: groups of two neighbours in the pipeline, by the pipeline ranks of sender and
+            receiver, where the messages of a group would run in turn; else empty.
         tp: group of the ranks that hold the parts of the same matrices.
         data: group of the ranks that see other tokens of the same batch (DP x CP).
         cp: group of the ranks that hold the parts of the same sequences.
@@ -89,7 +90,7 @@ class Groups:
     rank: int
     world: dist.ProcessGroup | None
     pp: dist.ProcessGroup | None
-    pp_back: dist.ProcessGroup | None
+    pp_lines: Mapping[tuple[int, int], dist.ProcessGroup]
     tp: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
     cp: dist.ProcessGroup | None
@@ -190,8 +191,7 @@ def build_groups(
         rank=rank,
         world=dist.group.WORLD if grid.world_size > 1 else None,
         pp=pp,
-        # The messages of an NCCL communicator run in turn: a receive would hold up later sends.
-        pp_back=_apart(pp_ranks) if _uses_nccl() else pp,
+        pp_lines=_lines(pp_ranks, here) if _uses_nccl() else {},
         tp=made.unless_alone(tp_ranks, urgent=True),
         data=made.unless_alone(data_ranks),
         cp=_apart(cp_ranks),
@@ -259,6 +259,39 @@ class _Made:
 def _apart(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """A separate group, so that its messages never wait for gradients."""
     return new_group(ranks, urgent=True) if len(ranks) > 1 else None
+
+
+def _lines(pp_ranks: tuple[int, ...], here: int) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A group for each direction between this pipeline rank and each of its neighbours.
+
+    NCCL runs the messages of a communicator in turn, so that a receive would hold up the sends
+    behind it. The last rank is a neighbour of the first, as in schedules that go round.
+    """
+    lines = {}
+    for other in neighbours_by_round(len(pp_ranks), here):
+        if other is None:  # all ranks make equally many groups, see `build_groups`
+            new_group((pp_ranks[here],))
+            new_group((pp_ranks[here],))
+            continue
+        low, high = sorted((here, other))
+        pair = pp_ranks[low], pp_ranks[high]
+        lines[low, high] = new_group(pair, urgent=True)
+        lines[high, low] = new_group(pair, urgent=True)
+    return lines
+
+
+def neighbours_by_round(ranks: int, here: int) -> list[int | None]:
+    """A rank's neighbour in a ring of `ranks`, or None, in each of at most three rounds.
+
+    Every two neighbours meet in one round, and nobody meets two in the same: if all take the rounds
+    in turn, no chain of ranks waits for one another.
+    """
+    if ranks < 3:
+        return [1 - here] * (ranks - 1)
+    ring = [(i, (i + 1) % ranks) for i in range(ranks)]
+    even = ring[: ranks - ranks % 2]
+    rounds = [even[::2], even[1::2], *([ring[-1:]] if ranks % 2 else [])]
+    return [next((sum(edge) - here for edge in edges if here in edge), None) for edges in rounds]
 
 
 def _hierarchy(

@@ -82,7 +82,8 @@ class Executor:
         observe: told of every compute act, of an FB as a whole; what measures a step sets it.
         states_into: hidden states of a token that enter a stage, by its index, where further tokens
             are predicted; None: always one.
-        back: another group of the same ranks, for messages to earlier ranks; None: `group`.
+        lines: groups of two ranks by sender and receiver, for messages between them; other messages
+            use `group`.
     """
 
     stages: Mapping[int, Stage]
@@ -96,7 +97,7 @@ class Executor:
     delays_weights: bool = False
     observe: Observer = field(default=nullcontext)
     states_into: Callable[[int], int] | None = None
-    back: dist.ProcessGroup | None = None
+    lines: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def pp_rank(self) -> int:
@@ -150,7 +151,7 @@ class _Step:
         self._predicts = batches[0].num_further > 0
         self._mail = Mail(
             executor.group,
-            executor.back or executor.group,
+            executor.lines,
             executor.hidden_shape,
             executor.dtype,
             executor.device,

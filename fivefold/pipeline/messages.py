@@ -1,6 +1,7 @@
 """Tensors passed between stages: locally on one rank, or as messages over the pipeline group."""
 
 import time
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,7 @@ class Mail:
 
     Args:
         group: pipeline group; None for one rank.
-        back: the same ranks, for messages to earlier ranks. On CUDA another group than `group`: the
-            messages of a communicator run in turn, so that a receive that waits would hold up the
-            sends behind it.
+        lines: groups of two ranks by sender and receiver, used instead where there are any.
         hidden_shape: shape of the hidden state of all tokens, [T, H].
         dtype: dtype of hidden states.
         device: device of the stages.
@@ -37,12 +36,12 @@ class Mail:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        back: dist.ProcessGroup | None,
+        lines: Mapping[tuple[int, int], dist.ProcessGroup],
         hidden_shape: tuple[int, int],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._groups = {True: group, False: back}
+        self._group, self._lines = group, lines
         self._shape, self._dtype, self._device = hidden_shape, dtype, device
         self._incoming: dict[Address, tuple[dist.Work | None, Tensor]] = {}
         self._outgoing: dict[Address, Tensor] = {}
@@ -70,9 +69,9 @@ class Mail:
     def send(self, message: Message) -> None:
         """Start sending a stored tensor; keeps it alive until the send has ended."""
         tensor = self._outgoing.pop(address_of(message)).contiguous()
-        group = self._group(message)
+        group, _, receiver = self._line(message)
         self._let_go(SENDS_IN_FLIGHT - 1)
-        work = dist.isend(tensor, group=group, group_dst=message.dst_rank, tag=message.id)
+        work = dist.isend(tensor, group=group, group_dst=receiver, tag=message.id)
         assert work is not None
         self._sending.append((work, tensor))
 
@@ -80,8 +79,8 @@ class Mail:
         """Start receiving [states * T, H] into a new buffer."""
         tokens, features = self._shape
         buffer = torch.empty(states * tokens, features, dtype=self._dtype, device=self._device)
-        group = self._group(message)
-        work = dist.irecv(buffer, group=group, group_src=message.src_rank, tag=message.id)
+        group, sender, _ = self._line(message)
+        work = dist.irecv(buffer, group=group, group_src=sender, tag=message.id)
         self._incoming[address_of(message)] = (work, buffer)
 
     def finish(self) -> None:
@@ -93,8 +92,13 @@ class Mail:
             self._let_go(0)
         self._sending = []
 
-    def _group(self, message: Message) -> dist.ProcessGroup | None:
-        return self._groups[message.src_rank < message.dst_rank]
+    def _line(self, message: Message) -> tuple[dist.ProcessGroup | None, int, int]:
+        """A message's group, and the sender and the receiver in it."""
+        source, target = message.src_rank, message.dst_rank
+        line = self._lines.get((source, target))
+        if line is None:
+            return self._group, source, target
+        return line, int(source > target), int(target > source)
 
     def _let_go(self, most: int) -> None:
         """Forget sends that have ended, and wait until at most `most` are left.

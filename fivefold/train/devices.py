@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Literal
 
 from fivefold.errors import ConfigError, Mistake
@@ -16,6 +17,29 @@ class DeviceChoice:
 
     kind: str
     why: str
+
+
+def visible_gpus() -> int:
+    """Number of GPUs that this process sees.
+
+    A forked child counts them: CUDA that was asked anything here would refuse to work in the ranks
+    that this process forks.
+    """
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return 0
+    context = get_context("fork")
+    reading, writing = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: writing.send(torch.cuda.device_count()))
+    child.start()
+    writing.close()
+    try:
+        count: int = reading.recv()
+    except EOFError:  # the driver ended the child
+        count = 0
+    child.join()
+    return count
 
 
 def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> DeviceChoice:

@@ -154,6 +154,8 @@ def init_process_group(
     if device_type == "cuda":
         device = _bind_gpu(env)
         backend = "cpu:gloo,cuda:nccl"
+        # It warns that the messages of a group run in turn, for which `mesh.groups` makes pairs.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
     match env.launcher:

@@ -19,7 +19,7 @@ from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
-from fivefold.train.devices import Asked, DeviceChoice, choose_device
+from fivefold.train.devices import Asked, DeviceChoice, choose_device, visible_gpus
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.lock import FolderInUse, RunLock, claim
@@ -136,7 +136,7 @@ def _choose(
     layout: Layout, env: RankEnv, nproc: int | None, asked: Asked
 ) -> tuple[DeviceChoice, Threads]:
     """The kind of device and the threads of each rank."""
-    device = choose_device(asked, env, nproc, torch.cuda.device_count())
+    device = choose_device(asked, env, nproc, visible_gpus())
     check_deepep(layout.config, device.kind)
     return device, choose_threads(layout, nproc or env.local_world_size, device.kind)
 
