@@ -110,6 +110,7 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
 
     sharded = layout.config.parallel.data_parallel_sharding_strategy in ("no_shard", "optim")
     os.environ |= {
+        "NCCL_ALGO": "^NVLS",  # for deterministic_mode
         "RANK": "0",
         "WORLD_SIZE": str(layout.grid.world_size),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1" if sharded else "8",
@@ -328,7 +329,7 @@ def _compare_model(theirs: Any, model: ModelConfig, formats: tuple[str | None, .
             "rope_high_freq_factor": rope.high_freq_factor,
             "rope_original_max_position_embeddings": rope.original_max_position_embeddings,
         }
-    assert (rope.scaling == "yarn") is ("yarn RoPE scaling" in model.unmodelled)
+    assert (rope.scaling == "yarn") is (model.rope_type == "yarn")
     if model.multi_latent_attention:
         found |= {
             "q_lora_rank": attention.q_lora_rank or None,

@@ -338,6 +338,9 @@ CHANGES: Mapping[str, Change] = {
     "eval_iters": Change(7, {"eval_interval": 30}),
     "check_for_nan_in_loss_and_grad": Change(False),
     "distributed_timeout_minutes": Change(20.5),
+    "manual_gc": Change(True),
+    "manual_gc_interval": Change(200, {"manual_gc": True}),
+    "deterministic_mode": Change(True),
     # data
     "data_path": Change(("corpus",)),
     "tokenizer_model": Change("tokenizer.json"),

@@ -334,4 +334,11 @@ DEPENDENTS = (
         "chooses what is profiled",
         ("--profile",),
     ),
+    Dependents(
+        ("manual_gc_interval",),
+        "manual_gc",
+        lambda c: c.training.manual_gc,
+        "counts the steps between collections",
+        ("--manual-gc",),
+    ),
 )

@@ -48,6 +48,15 @@ class TrainingConfig:
     distributed_timeout_minutes: float = option(
         10.0, "minutes after which a waiting collective fails"
     )
+    manual_gc: bool = option(
+        False, "collect Python's garbage on all ranks at the same steps, not whenever each likes"
+    )
+    manual_gc_interval: int = option(
+        0, "steps between collections with manual_gc; 0: only before the first step"
+    )
+    deterministic_mode: bool = option(
+        False, "use only kernels that give the same bits in every run; some are slower"
+    )
 
     @property
     def evaluates(self) -> bool:

@@ -67,8 +67,9 @@ def attention(
     """Attention by the cheapest implementation that supports the request.
 
     With dropout: the plain one. With documents, a window, sinks, or values of another size than
-    keys: one call of FlashAttention where it runs; elsewhere block by block, which skips blocks
-    outside the window, or document by document. Otherwise PyTorch's fused attention.
+    keys: one call of FlashAttention where it runs. Elsewhere, and for a sequence slice with earlier
+    keys: block by block, which skips blocks that nothing sees, or document by document. Otherwise
+    PyTorch's fused attention.
     """
     if drop is not None:
         return plain_attention(q_BSND, k_BLGD, v_BLGD, scope, drop)
@@ -76,14 +77,13 @@ def attention(
     limited = window is not None and window + 1 < k_BLGD.shape[1]
     other = scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
     special = limited or other
-    whole = k_BLGD.shape[1] == q_BSND.shape[1]
-    if whole and (special or documents is not None) and not lacking_packed(q_BSND, v_BLGD):
+    sliced = k_BLGD.shape[1] > q_BSND.shape[1]
+    packs = not sliced and (special or documents is not None)
+    if packs and not lacking_packed(q_BSND, v_BLGD):
         return packed_attention(q_BSND, k_BLGD, v_BLGD, _pieces(q_BSND, scope), scope.sinks)
-    if whole and special:
+    if sliced or special:
         starts = None if documents is None else documents.starts
         return local_attention(q_BSND, k_BLGD, v_BLGD, starts, window, scope.sinks)
-    if scope.sinks is not None:
-        return plain_attention(q_BSND, k_BLGD, v_BLGD, scope)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
 
 
@@ -123,12 +123,9 @@ def plain_attention(
 def sdpa_attention(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> Tensor:
     """PyTorch's fused attention, one document at a time so that no masked score is computed.
 
-    A sequence slice with earlier keys is computed at once, with a mask. Otherwise the caller
-    guarantees that no window excludes a key.
+    The caller guarantees as many keys as queries, and that no window excludes a key.
     """
-    S, documents = q_BSND.shape[1], scope.documents
-    if k_BLGD.shape[1] > S:
-        return _fused(q_BSND, k_BLGD, v_BLGD, False, _seen(S, k_BLGD, scope))
+    documents = scope.documents
     if documents is None:
         return _fused(q_BSND, k_BLGD, v_BLGD, scope.causal)
     lengths = [end - start for start, end in pairwise(documents.starts)]
@@ -154,14 +151,16 @@ def _seen(S: int, k_BLGD: Tensor, scope: Scope) -> Tensor:
     return (seen & (ids_BL[:, L - S :, None] == ids_BL[:, None, :]))[:, None]
 
 
-def _fused(
-    q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool, seen: Tensor | None = None
-) -> Tensor:
+def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool) -> Tensor:
     q, k, v = q_BSND.transpose(1, 2), k_BLGD.transpose(1, 2), v_BLGD.transpose(1, 2)
     shared = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=shared
-    ).transpose(1, 2)
+    if shared and q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16):
+        # On CUDA, only FlashAttention knows shared heads; else all S x S scores would be held.
+        k, v = (_per_query_head(x, q.shape[1]) for x in (k_BLGD, v_BLGD))
+        shared = False
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared).transpose(
+        1, 2
+    )
 
 
 def _per_query_head(x_BSGD: Tensor, num_query_heads: int) -> Tensor:

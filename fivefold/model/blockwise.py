@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.blocks import Block, Sight, Span, cut
+from fivefold.model.blocks import Block, Sight, Span, cut, joined
 from fivefold.model.dropout import HeadDropout
 from fivefold.model.kernels import BlockKernel, choose_kernel
 
@@ -162,32 +162,34 @@ def sink_grads(sinks_N: Tensor, grad_BSND: Tensor, out_BSND: Tensor, lse_BNS: Te
 
 def local_attention(
     q_BSND: Tensor,
-    k_BSGD: Tensor,
-    v_BSGD: Tensor,
+    k_BLGD: Tensor,
+    v_BLGD: Tensor,
     starts: tuple[int, ...] | None,
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of whole rows on one rank, which skips masked blocks.
+    """Attention of rows on one rank, which skips masked blocks.
 
     Args:
-        q_BSND: queries.
-        k_BSGD: keys.
-        v_BSGD: values.
-        starts: offset of each document in the B * S tokens, then B * S; None: no packing.
+        q_BSND: queries, the last S tokens of each row.
+        k_BLGD: keys.
+        v_BLGD: values.
+        starts: offset of each document in the B * L tokens, then B * L; None: no packing.
         window: how many tokens before itself a query sees; None: all.
         sinks: logits [N], see `model.attention.Scope`.
 
     Returns:
         [B, S, N, Dv].
     """
-    length = q_BSND.shape[1] if starts is None else starts[-1]
-    sight = Sight((0, length) if starts is None else starts, window)
-    blocks = cut(((0, length),), ((0, length),), sight)
-    shape = q_BSND.shape
+    shape, length = q_BSND.shape, k_BLGD.shape[1]
+    queries = [(length - shape[1], length)]
     if starts is not None:
-        q_BSND, k_BSGD, v_BSGD = (x.flatten(0, 1)[None] for x in (q_BSND, k_BSGD, v_BSGD))
-    out: Tensor = _Local.apply(q_BSND, k_BSGD, v_BSGD, sinks, blocks)
+        queries = [(end - shape[1], end) for end in range(length, starts[-1] + 1, length)]
+        q_BSND, k_BLGD, v_BLGD = (x.flatten(0, 1)[None] for x in (q_BSND, k_BLGD, v_BLGD))
+        length = starts[-1]
+    sight = Sight((0, length) if starts is None else starts, window)
+    blocks = cut(joined(queries), ((0, length),), sight)
+    out: Tensor = _Local.apply(q_BSND, k_BLGD, v_BLGD, sinks, blocks)
     return out.reshape(*shape[:3], -1)
 
 

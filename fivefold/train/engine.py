@@ -15,7 +15,7 @@ from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups, build_groups
 from fivefold.mesh.slices import local_tensor
-from fivefold.model.batch import Batch
+from fivefold.model.batch import Batch, on_device
 from fivefold.model.prediction import valid_by_depth, with_further
 from fivefold.optim.adamw import MOMENTS, AdamW
 from fivefold.optim.grad_norm import clip_, global_grad_norm, zero_if_finite
@@ -163,7 +163,7 @@ class Engine:
         tokens = self._count(batches)
         local = self.model.executor.run(
             self._program(len(microbatches)),
-            [batch.to(self.device) for batch in batches],
+            on_device(batches, self.device),
             tokens.clamp_min(1).double().reciprocal(),
         )
         self.model.finish_gradients()
@@ -216,7 +216,7 @@ class Engine:
         for microbatches in batches:
             here = self._batches(microbatches)
             program = self._program(len(microbatches), forward_only=True)
-            moved = [batch.to(self.device) for batch in here]
+            moved = on_device(here, self.device)
             total += self._sums(self.model.executor.run(program, moved, one).loss)[0][0]
             tokens += self._count(here)
         self.model.train(True)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.train import failures
+from fivefold.train.cuda_environment import set_defaults
 from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
 from fivefold.train.rank_env import RankEnv
@@ -152,10 +153,9 @@ def init_process_group(
     device = torch.device("cpu")
     backend = "gloo"
     if device_type == "cuda":
+        set_defaults()
         device = _bind_gpu(env)
         backend = "cpu:gloo,cuda:nccl"
-        # It warns that the messages of a group run in turn, for which `mesh.groups` makes pairs.
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
     match env.launcher:

@@ -22,6 +22,7 @@ from fivefold.hardware import peak_flops
 from fivefold.model.shape import training_flops
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
+from fivefold.train.garbage import collecting
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
 from fivefold.train.not_finite import locate, locate_in_state
 from fivefold.train.profile import profiled
@@ -100,7 +101,11 @@ class Trainer:
         config = self.engine.layout.config
         interval = config.checkpoint.save_interval
         folder = self.checkpointer.folder.parent
-        with StopRequest() as request, telling_full_disk(TrainingError, folder):
+        with (
+            StopRequest() as request,
+            telling_full_disk(TrainingError, folder),
+            collecting(config.training) as collect_garbage,
+        ):
             stopping = False
             while self.step < config.training.train_iters and not stopping:
                 began = time.perf_counter()
@@ -114,6 +119,7 @@ class Trainer:
                 self.step += 1
                 self._steps_here += 1
                 self._see_folder()
+                collect_garbage(self.step)
                 stopping = result.votes > 0
                 self._record(result, time.perf_counter() - began)
                 self._see_that_it_learns(result)

@@ -1,6 +1,7 @@
 """Runs a checked layout: data, processes, run folder, training loop."""
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
 from fivefold.train.console import Console
 from fivefold.train.corpora import open_data
+from fivefold.train.cuda_environment import keep_flight_record, make_deterministic
 from fivefold.train.devices import Asked, DeviceChoice, choose_device, visible_gpus
 from fivefold.train.engine import Engine
+from fivefold.train.hosts import crossing, gather_hosts
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.lock import FolderInUse, RunLock, claim
 from fivefold.train.loop import Trainer, device_peak
@@ -48,6 +51,7 @@ class Job:
         data: the tokenised corpora; None if each rank opens them itself.
         device: kind of device of every rank.
         threads: number of CPU threads of each rank.
+        hosts: host of every rank that a launcher has started; empty if this command started them.
     """
 
     layout: Layout
@@ -58,6 +62,7 @@ class Job:
     threads: Threads
     lock: RunLock | None = None
     data: PreparedData | None = None
+    hosts: Sequence[str] = ()
 
 
 def train(layout: Layout, name: str, nproc: int | None, asked: Asked = "auto") -> int:
@@ -123,7 +128,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
             raise told[0]
         assert told[0] is not None
         path, origin = told[0]
-        job = Job(layout, name, path, origin, chosen, threads, lock)
+        job = Job(layout, name, path, origin, chosen, threads, lock, hosts=gather_hosts())
         if not is_finished(origin, config):
             run_rank(job, env, device)
         elif env.rank == 0:
@@ -148,6 +153,8 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
     """
     lock = job.lock if env.rank == 0 else None
     folder = RunFolder(job.path)
+    if device.type == "cuda":
+        keep_flight_record(job.path)
     with lock.beating() if lock is not None else nullcontext():
         data = job.data or open_data(job.layout.config, print if lock else logging.debug)
         console = _open_console(job, device) if env.rank == 0 else None
@@ -175,6 +182,8 @@ def _join(job: Job, env: RankEnv) -> torch.device:
 
 
 def _join_group(config: Config, env: RankEnv, device: DeviceChoice) -> torch.device:
+    if config.training.deterministic_mode:
+        make_deterministic()
     seconds = 60 * config.training.distributed_timeout_minutes
     return init_process_group(env, device.kind, timeout_seconds=seconds)
 
@@ -272,6 +281,8 @@ def _begin(
     data.tokenizer.save(folder.path / TOKENIZER)
     trainer.check_folder = lock.check
     trainer.sinks = _open_sinks(job, folder, trainer.step, console)
+    if (across := crossing(job.layout, job.hosts)) is not None:
+        console.warning(across)
     console.note(f"run folder: {folder.path}")
     if trainer.step:
         console.note(f"continues after step {trainer.step}")

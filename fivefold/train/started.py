@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from fivefold.errors import FivefoldError
 from fivefold.train import failures
 from fivefold.train.failures import Failure
 from fivefold.train.launch import SEARCH_SECONDS, Worker, place_name
@@ -47,6 +48,7 @@ def run_started(
             return worker(env) or 0
         except (Exception, SystemExit) as error:
             failure = failures.raised(error, env.rank, errors_folder)
+            _tell_torchrun(error)
         store = connect(env)
         if store is None:
             failures.explain(failure, place_name(env.rank, describe), env.world_size)
@@ -59,6 +61,15 @@ def run_started(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(failure.status)
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Write an error that is a surprise where torchrun's summary of failed ranks looks for it."""
+    expected = isinstance(error, FivefoldError | SystemExit)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not expected:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def _ask(

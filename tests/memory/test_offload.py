@@ -12,6 +12,7 @@ from fivefold.config.memory import MemoryConfig, OffloadModule
 from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute
 from fivefold.model.activations import saved_activations, total
+from fivefold.model.batch import on_device
 from fivefold.model.running import Running
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
@@ -143,7 +144,7 @@ def test_memory_that_is_saved_twice_moves_once_and_comes_back_before_it_is_neede
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside compute are CUDA's")
 def test_copies_beside_compute_change_nothing() -> None:
     stage = build(MODEL).cuda()
-    batch = batch_of(MODEL, [[5, 7], [12]]).to("cuda")
+    batch = on_device([batch_of(MODEL, [[5, 7], [12]])], torch.device("cuda"))[0]
     stage(None, batch).backward()
     true = {name: p.grad for name, p in stage.named_parameters()}
     stage.zero_grad()

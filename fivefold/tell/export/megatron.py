@@ -190,7 +190,7 @@ def _memory(said: Settings) -> Iterator[str]:
         dispatched = ("expert_fc1" for _ in said["offload_tensors"])
         yield from set_flag("offload_modules", (*said["offload_modules"], *dispatched))
         yield from flags(said, "min_offloaded_tensor_size")
-    if said["cross_entropy_loss_fusion"]:
+    if said["cross_entropy_loss_fusion"] and not said["deterministic_mode"]:
         yield "--cross-entropy-loss-fusion"
         impl = said["cross_entropy_fusion_impl"]
         yield from flag("cross-entropy-fusion-impl", "native" if impl == "linear" else impl)
@@ -220,6 +220,7 @@ def _training(said: Settings) -> Iterator[str]:
         "no_check_for_nan_in_loss_and_grad", not said["check_for_nan_in_loss_and_grad"]
     )
     yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
+    yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode")
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
@@ -311,6 +312,10 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
             "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
             "alone, and keeps the logits"
         )
+    if said["deterministic_mode"]:
+        yield "deterministic_mode wants NCCL_ALGO in the environment, such as NCCL_ALGO=^NVLS"
+        if memory.cross_entropy_loss_fusion:
+            yield "its fused loss is not deterministic: cross_entropy_loss_fusion was left out"
     if said["distributed_timeout_minutes"] % 1:
         yield "distributed_timeout_minutes are whole there, and were rounded up"
     if said["reset_attention_mask"]:

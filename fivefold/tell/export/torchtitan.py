@@ -86,6 +86,9 @@ def _training(said: Settings, layout: Layout) -> Iterator[str]:
     if grid.pp > 1 or grid.ep > 1:
         yield from flag("training.disable_cuda_graphs")
     yield from flag("debug.seed", said["seed"])
+    yield from _switch("debug.deterministic", said["deterministic_mode"])
+    if said["manual_gc_interval"]:  # it always collects garbage itself
+        yield from flag("training.gc_freq", said["manual_gc_interval"])
     seconds = ceil(60 * said["distributed_timeout_minutes"])
     yield from flag("comm.init_timeout_seconds", seconds)
     yield from flag("comm.train_timeout_seconds", seconds)

@@ -1,0 +1,36 @@
+"""Settings that torch and NCCL read from the environment; what the user has set stays."""
+
+import os
+from pathlib import Path
+
+import torch
+
+
+def set_defaults() -> None:
+    """Set what suits training, before CUDA and the process groups start."""
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        # Blocks of any size come from one growing range: microbatches of other document lengths
+        # leave no gaps.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # It warns that the messages of a group run in turn, for which `mesh.groups` makes pairs.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # new and old names
+        os.environ.setdefault(name, "2000")
+
+
+def keep_flight_record(folder: Path) -> None:
+    """Have NCCL's last 2,000 calls written to `nccl-rank-N` in a folder if one of them times out.
+
+    `torchfrtrace` compares the files of all ranks.
+    """
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        os.environ.setdefault(name, str(folder.absolute() / "nccl-rank-"))
+
+
+def make_deterministic() -> None:
+    """Choose kernels and algorithms that give the same bits every time; before CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")  # the switch adds up in any order
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,0 +1,31 @@
+"""Python's garbage, collected when the run says so.
+
+Each rank's interpreter collects when it likes, for tens of milliseconds, in which all other ranks
+wait for it; together they wait once.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from fivefold.config.training import TrainingConfig
+
+
+@contextmanager
+def collecting(training: TrainingConfig) -> Iterator[Callable[[int], None]]:
+    """With `manual_gc`, garbage is collected now and by what is yielded, called after each step."""
+    if not training.manual_gc:
+        yield lambda step: None
+        return
+    interval = training.manual_gc_interval
+
+    def after(step: int) -> None:
+        if interval and step % interval == 0:
+            gc.collect()
+
+    gc.collect()
+    gc.disable()
+    try:
+        yield after
+    finally:
+        gc.enable()
