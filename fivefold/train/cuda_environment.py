@@ -7,16 +7,30 @@ import torch
 
 
 def set_defaults() -> None:
-    """Set what suits training, before CUDA and the process groups start."""
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
-        # Blocks of any size come from one growing range: microbatches of other document lengths
-        # leave no gaps.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    """Set what suits training, before the process groups start."""
     # It warns that the messages of a group run in turn, for which `mesh.groups` makes pairs.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # new and old names
         os.environ.setdefault(name, "2000")
+
+
+def let_segments_grow(device: torch.device) -> None:
+    """Take memory from one growing range, in which other sizes every microbatch leave no gaps.
+
+    Nothing changes if the driver cannot do that, as on some virtual machines.
+    """
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    _set_allocator("expandable_segments:True")
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError:
+        _set_allocator("expandable_segments:False")
+
+
+def _set_allocator(settings: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def keep_flight_record(folder: Path) -> None:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.train import failures
-from fivefold.train.cuda_environment import set_defaults
+from fivefold.train.cuda_environment import let_segments_grow, set_defaults
 from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
 from fivefold.train.rank_env import RankEnv
@@ -155,6 +155,7 @@ def init_process_group(
     if device_type == "cuda":
         set_defaults()
         device = _bind_gpu(env)
+        let_segments_grow(device)
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}

@@ -6,36 +6,37 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from fivefold.train.cuda_environment import keep_flight_record, set_defaults
-
-
-@pytest.fixture(autouse=True)
-def empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith(("TORCH_", "PYTORCH_", "NCCL_", "CUBLAS_")):
-            monkeypatch.delenv(name)
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        monkeypatch.setenv(name, "")  # what is set is unset again
-        monkeypatch.delenv(name)
+from fivefold.train import cuda_environment
+from fivefold.train.cuda_environment import keep_flight_record, let_segments_grow, set_defaults
 
 
 def test_the_user_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"})
     set_defaults()
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:128"
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
 
 
-def test_segments_grow_unless_the_new_name_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_stay_as_the_user_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:128"})
+    monkeypatch.setattr(cuda_environment, "_set_allocator", lambda settings: pytest.fail(settings))
+    let_segments_grow(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_segments_grow_where_they_can(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
     monkeypatch.setattr(os, "environ", {})
-    set_defaults()
-    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    monkeypatch.setattr(os, "environ", {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"})
-    set_defaults()
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    monkeypatch.setattr(cuda_environment, "_set_allocator", said.append)
+    device = torch.device("cpu")
+    if fails:
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(-1))  # a RuntimeError
+    let_segments_grow(device)
+    wanted = ["expandable_segments:True", "expandable_segments:False"]
+    assert said == wanted[: 1 + fails]
 
 
 def test_the_last_calls_are_written_to_the_run_folder(
