@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: demo test quick exhaustive lint install clean
+.PHONY: demo test quick exhaustive gpu lint install clean
 
 install: $(STAMP)
 
@@ -32,6 +32,10 @@ quick: $(STAMP)
 # Every layout of the matrix, where `make test` has every pair of settings.
 exhaustive: $(STAMP)
 	$(BIN)/python -m pytest -m exhaustive
+
+# Kernels, techniques, layers and rates on one GPU, in ten minutes; results in benchmarks/results.
+gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,17 @@ def pytest_sessionstart() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests of GPUs where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the pool's helper now: no test has yet made this process unfit for it."""
     wanted = any("pool" in getattr(item, "fixturenames", ()) for item in session.items)

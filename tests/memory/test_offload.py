@@ -141,7 +141,7 @@ def test_memory_that_is_saved_twice_moves_once_and_comes_back_before_it_is_neede
     assert x.grad is not None and torch.equal(x.grad, true)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies beside compute are CUDA's")
+@pytest.mark.gpu
 def test_copies_beside_compute_change_nothing() -> None:
     stage = build(MODEL).cuda()
     batch = on_device([batch_of(MODEL, [[5, 7], [12]])], torch.device("cuda"))[0]

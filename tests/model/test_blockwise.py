@@ -151,7 +151,7 @@ def test_flex_attention_equals_the_plain_kernel(dtype: torch.dtype, tolerance: f
 ON_CUDA = [("cudnn", torch.bfloat16), ("flash_cuda", torch.bfloat16), ("flex", torch.float32)]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("name", "dtype"), ON_CUDA)
 @pytest.mark.parametrize("shared", [1, 2, 8])
 def test_kernels_for_cuda_equal_the_plain_one(name: str, dtype: torch.dtype, shared: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fivefold.model.attention import Scope, plain_attention
+from fivefold.model.attention import Scope, attention, plain_attention
 from fivefold.model.batch import Documents
 from fivefold.model.blocks import Sight, cut
 from fivefold.model.cuda_kernels import Grads
@@ -101,3 +101,38 @@ def test_processors_attend_by_document() -> None:
     q = torch.empty(2, 20, 4, 16, dtype=torch.bfloat16)
     assert "CUDA" in lacking_packed(q, q)
     assert "features" in lacking_packed(q, torch.empty(2, 20, 4, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", [64, 48], ids=["equal", "latent"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("shared", [1, 4])
+def test_flash_attention_is_the_definition(
+    shared: int, window: int | None, sinks: bool, values: int
+) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def tensor(*shape: int) -> Tensor:
+        made = torch.randn(shape, generator=random)
+        return made.to("cuda", torch.bfloat16).requires_grad_()
+
+    q, k, v = (
+        tensor(2, 20, 4, 64),
+        tensor(2, 20, 4 // shared, 64),
+        tensor(2, 20, 4 // shared, values),
+    )
+    grad, heads = tensor(2, 20, 4, values), tensor(4)
+    if why := lacking_packed(q, v):
+        pytest.skip(why)
+    documents = Documents(IDS.cuda(), STARTS)
+    inputs = (q, k, v, heads) if sinks else (q, k, v)
+    found = attention(q, k, v, Scope(documents, window, sinks=heads if sinks else None), None)
+    grads = torch.autograd.grad(found, inputs, grad)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, heads)]
+    scope = Scope(documents, window, sinks=wide[3] if sinks else None)
+    expected = plain_attention(*wide[:3], scope)
+    true = torch.autograd.grad(expected, wide[: len(inputs)], grad.double())
+    torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=3e-2)
+    for ours, theirs in zip(grads, true, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=3e-2, atol=3e-2)

@@ -47,7 +47,7 @@ def test_every_group_has_its_own_linear(way: str) -> None:
         torch.testing.assert_close(linear.weight.grad, weight.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel of all groups is CUDA's")
+@pytest.mark.gpu
 def test_the_kernel_of_all_groups_agrees_with_one_after_the_other() -> None:
     rows = torch.tensor([3, 0, 20, 1], device="cuda")
     linear = GroupedLinear(4, 32, 64).cuda().bfloat16()

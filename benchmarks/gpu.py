@@ -1,0 +1,218 @@
+"""Proves and measures on one GPU, in ten minutes; in a dry form, on a CPU.
+
+    make gpu                        # or python -m benchmarks.gpu [--parts twins layers]
+    python -m benchmarks.gpu --dry  # the same parts, small, where there is no GPU
+
+Each part runs in processes of its own, so that one that fails or hangs takes no other with it:
+
+    twins      kernels of CUDA against their plain twins (`pytest -m gpu`)
+    verify     `fivefold verify` on one rank, in fp64 and bf16, for one technique after the other
+    layers     time, MFU, launches, idle share and memory of layers, beside plain PyTorch
+    losses     time and memory of output layer and loss
+    train      `fivefold train` for a few steps, with and without offloaded activations
+    calibrate  `fivefold plan --calibrate`, to be held against the presets
+
+Results are kept in benchmarks/results/gpu-DATE.json, with the hardware.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fivefold.files import write_atomic
+
+ROOT = Path(__file__).resolve().parents[1]
+OFFLOADS = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn")
+TECHNIQUES: dict[str, tuple[str, ...]] = {
+    "plain": ("debug",),
+    "whole rows": ("debug", "--no-reset-attention-mask"),
+    "window": ("debug", "--window-size", "5"),
+    "dropout": ("debug", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"),
+    "recomputed": ("debug", "--recompute-granularity", "full"),
+    "offloaded": ("debug", *OFFLOADS),
+    "native loss": ("debug", "--cross-entropy-loss-fusion"),
+    "linear loss": (
+        "debug",
+        "--cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl",
+        "linear",
+    ),
+    "compiled": ("debug", "--compile"),
+    "deferred weights": ("debug", "--pipeline-schedule", "zb_h1"),
+    "experts": ("debug-mixtral",),
+    "latents": ("debug-deepseek-v3",),
+    "sinks": ("debug-gpt-oss",),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended.
+
+    Attributes:
+        passed: whether its exit status was 0.
+        seconds: how long it took.
+        last: the last lines of what it said.
+        rows: lines of JSON that it printed.
+    """
+
+    passed: bool
+    seconds: float
+    last: str
+    rows: tuple[Any, ...] = ()
+
+
+def run(*words: str, limit: float, folder: Path = ROOT) -> Outcome:
+    """Run a module of Python, from this checkout."""
+    began = time.perf_counter()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", *words]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=limit, env=environment
+        )
+        said, passed = done.stdout + done.stderr, done.returncode == 0
+    except subprocess.TimeoutExpired:
+        said, passed = f"not done after {limit:.0f} s", False
+    rows = tuple(json.loads(line) for line in said.splitlines() if line.startswith("{"))
+    last = "" if passed else "\n".join(said.splitlines()[-8:])
+    return Outcome(passed, time.perf_counter() - began, last, rows)
+
+
+def twins(dry: bool) -> Iterator[tuple[str, Outcome]]:
+    """Kernels against their plain twins; on a CPU they are collected and skipped."""
+    yield "kernels", run("pytest", "-q", "-p", "no:xdist", "-m", "gpu", "tests", limit=150)
+
+
+def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
+    """One rank against one device, technique by technique."""
+    device = "cpu" if dry else "cuda"
+    for name, (recipe, *flags) in TECHNIQUES.items():
+        if dry and "--compile" in flags:
+            flags += ["--compile-backend", "aot_eager"]
+        for precision in ("fp64", "bf16"):
+            words = ["fivefold", "verify", recipe, "--nproc", "1", "--device", device]
+            yield (
+                f"{name}, {precision}",
+                run(
+                    *words,
+                    "--tp",
+                    "1",
+                    "--no-sequence-parallel",
+                    "--steps",
+                    "2",
+                    "--precision",
+                    precision,
+                    *flags,
+                    limit=90,
+                ),
+            )
+
+
+def script(module: str, dry: bool) -> Iterator[tuple[str, Outcome]]:
+    """A benchmark that prints its rows."""
+    yield module, run(f"benchmarks.{module}", *(["--dry"] if dry else []), limit=180)
+
+
+def train(dry: bool) -> Iterator[tuple[str, Outcome]]:
+    """A few steps from the command line, saved and continued, and the same with offloading."""
+    sizes = () if dry else ("--num-layers", "8", "--hidden-size", "2048", "--seq-length", "4096")
+    for name, more in (("plain", ()), ("offloaded", OFFLOADS)):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["fivefold", "train", "debug", "--tp", "1", "--no-sequence-parallel", *sizes]
+            words += ["--bf16", "--lr-warmup-iters", "0", "--save", "run", *more]
+            first = run(*words, "--train-iters", "6", limit=120, folder=Path(folder))
+            yield name, first
+            if first.passed:
+                again = run(*words, "--train-iters", "8", limit=120, folder=Path(folder))
+                yield f"{name}, continued", again
+
+
+def calibrate(dry: bool) -> Iterator[tuple[str, Outcome]]:
+    """Measured rates of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("fivefold", "plan", "--calibrate", "measured.toml")
+        outcome = run(*words, limit=180, folder=Path(folder))
+        file = Path(folder, "measured.toml")
+        text = file.read_text() if file.exists() else ""
+        yield "rates", Outcome(outcome.passed, outcome.seconds, outcome.last, ({"file": text},))
+
+
+PARTS: dict[str, Callable[[bool], Iterator[tuple[str, Outcome]]]] = {
+    "twins": twins,
+    "verify": verify,
+    "layers": partial(script, "gpu_layers"),
+    "losses": partial(script, "gpu_losses"),
+    "train": train,
+    "calibrate": calibrate,
+}
+
+
+def hardware() -> dict[str, Any]:
+    """What it ran on."""
+    found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    if torch.cuda.is_available():
+        one = torch.cuda.get_device_properties(0)
+        found |= {"gpu": one.name, "memory_bytes": one.total_memory, "cuda": torch.version.cuda}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dry", action="store_true", help="small, on a CPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    results = ROOT / "benchmarks" / "results" / f"gpu-{datetime.date.today()}.json"
+    parser.add_argument("--json", type=Path, default=None, help=f"default: {results}; dry: none")
+    asked = parser.parse_args()
+    if not asked.dry and not torch.cuda.is_available():
+        print("error: no GPU is visible\n  works: python -m benchmarks.gpu --dry", file=sys.stderr)
+        return 2
+    file = asked.json or (None if asked.dry else results)
+    report: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": hardware(),
+        "dry": asked.dry,
+        "parts": {},
+    }
+    failed = 0
+    for part in asked.parts:
+        found = report["parts"][part] = {}
+        for name, outcome in PARTS[part](asked.dry):
+            failed += not outcome.passed
+            state = "passed" if outcome.passed else "FAILED"
+            print(f"{state}  {outcome.seconds:6.1f} s  {part}: {name}", flush=True)
+            print("".join(f"    {line}\n" for line in outcome.last.splitlines()), end="")
+            for row in outcome.rows:
+                print(_shown(row), end="", flush=True)
+            found[name] = vars(outcome)
+            if file is not None:  # after each, since a borrowed machine may be gone before the end
+                write_atomic(file, json.dumps(report, indent=1).encode())
+    ended = f"{failed} failed" if failed else "all passed"
+    print(ended if file is None else f"{ended}: {file}")
+    return 1 if failed else 0
+
+
+def _shown(row: dict[str, Any]) -> str:
+    """A line for a row; the text of a file is in the results only."""
+    shown = ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+        if name != "file"
+    )
+    return f"    {shown}\n" if shown else ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
