@@ -14,8 +14,24 @@ def pytest_sessionstart() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONG = (
+    "tests/train/test_faults.py",
+    "tests/test_docs_run.py",
+    "tests/train/test_run.py",
+    "tests/verify/test_matrix.py",
+    "tests/verify/test_experts.py",
+    "tests/verify/test_command.py",
+    "tests/train/test_launch.py",
+    "tests/verify/test_compile.py",
+    "tests/verify/test_pairs.py",
+)
+"""Files that take longest, some of them by waiting: a process that began one of them at the end
+would leave the others idle."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests of GPUs where there is none."""
+    """Begin with the longest files, and skip tests of GPUs where there is none."""
+    items.sort(key=lambda item: LONG.index(_file(item)) if _file(item) in LONG else len(LONG))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked:
         import torch
@@ -23,6 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

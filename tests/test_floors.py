@@ -209,6 +209,15 @@ def test_a_long_class_says_why() -> None:
     assert set(long) == set(REASONS)
 
 
+MAX_FILE_LINES = 400
+LONG_FILES = {"config.presets": "a table of models"}
+
+
+def test_files_are_read_in_one_sitting() -> None:
+    lines = {module: len(path.read_text().splitlines()) for module, path in _files().items()}
+    assert {module for module, count in lines.items() if count > MAX_FILE_LINES} == {*LONG_FILES}
+
+
 def _torch_free() -> list[str]:
     return [n for n in _files() if _covered(n, TORCH_FREE) and not _covered(n, WITH_TORCH)]
 

@@ -393,10 +393,5 @@ def _whole(name: str, inputs: int, outputs: int, bias: bool) -> tuple[Weight, ..
 
 
 def _of_experts(weight: Weight, experts: int) -> Weight:
-    return Weight(
-        weight.name,
-        (experts, *weight.shape),
-        None if weight.split is None else weight.split + 1,
-        of_experts=True,
-        multiplies=weight.multiplies,
-    )
+    shape, split = (experts, *weight.shape), None if weight.split is None else weight.split + 1
+    return Weight(weight.name, shape, split, of_experts=True, multiplies=weight.multiplies)
