@@ -1,7 +1,7 @@
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fivefold.errors import ConfigError
@@ -78,8 +78,12 @@ def test_fixed_schedules_at_the_same_costs():
 
 
 COST = st.floats(0.1, 3)
+# Rank 1 has room for fewer forwards before its first B than rank 2 has.
+ONES = [1.0] * 12
+NARROW_SECOND = [0.1, 1, 0.1, 1, *ONES, 1.9, 2, 1, 0.1, *ONES, 0.4, 1.9, 1.1, 0.1, *ONES]
 
 
+@example(4, (loop_placement, 1), 8, NARROW_SECOND, 0, 1, 0)
 @settings(max_examples=25)
 @given(
     st.integers(1, 4),

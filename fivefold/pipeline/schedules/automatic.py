@@ -111,8 +111,9 @@ class AutomaticZeroBubble:
                 held, clock, more[rank] = held + size, clock + cost, more[rank] + 1
             first_b = max(clock, arrival) + self._costs[Kind.B][rank]
         for rank in range(1, self._num_ranks):
-            if 1 + more[rank] < self._total:
-                more[rank] = min(more[rank], max(more[rank - 1] - 1, 0))
+            before = more[rank - 1]
+            limit = before if 1 + before == self._total else max(before - 1, 0)
+            more[rank] = min(more[rank], limit)
         for rank in ranks:
             for _ in range(more[rank]):
                 self._put(rank, Kind.F)
