@@ -48,7 +48,9 @@ def test_the_last_calls_are_written_to_the_run_folder(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["debug", "demo-moe"])
+@pytest.mark.parametrize(
+    "recipe", ["debug", pytest.param("demo-moe", marks=pytest.mark.exhaustive)]
+)
 def test_deterministic_runs_train(recipe: str, tmp_path: Path) -> None:
     """No operation of theirs lacks a deterministic kernel on the CPU."""
     words = ["train", recipe, "--train-iters", "2", "--lr-warmup-iters", "0"]
