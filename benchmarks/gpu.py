@@ -10,6 +10,7 @@ Each part runs in processes of its own, so that one that fails or hangs takes no
     layers     time, MFU, launches, idle share and memory of layers, beside plain PyTorch
     losses     time and memory of output layer and loss
     train      `fivefold train` for a few steps, with and without offloaded activations
+    runs       training of models of real size, held against what theory and the planner say
     calibrate  `fivefold plan --calibrate`, to be held against the presets
 
 Results are kept in benchmarks/results/gpu-DATE.json, with the hardware.
@@ -19,11 +20,13 @@ import argparse
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +37,8 @@ import torch
 from fivefold.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
+LINEAR_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
+ONE_RANK = ("--tp", "1", "--no-sequence-parallel")
 OFFLOADS = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn")
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "plain": ("debug",),
@@ -43,17 +48,53 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "recomputed": ("debug", "--recompute-granularity", "full"),
     "offloaded": ("debug", *OFFLOADS),
     "native loss": ("debug", "--cross-entropy-loss-fusion"),
-    "linear loss": (
-        "debug",
-        "--cross-entropy-loss-fusion",
-        "--cross-entropy-fusion-impl",
-        "linear",
-    ),
+    "linear loss": ("debug", *LINEAR_LOSS),
     "compiled": ("debug", "--compile"),
     "deferred weights": ("debug", "--pipeline-schedule", "zb_h1"),
     "experts": ("debug-mixtral",),
     "latents": ("debug-deepseek-v3",),
     "sinks": ("debug-gpt-oss",),
+}
+
+
+ONE_B = (
+    *("--preset", "llama3-8b", "--num-layers", "16", "--hidden-size", "2048"),
+    *("--ffn-hidden-size", "8192", "--kv-channels", "64", "--vocab-size", "32768"),
+    *("--seq-length", "4096", "--micro-batch-size", "2", "--global-batch-size", "8"),
+)
+EIGHT_B = (
+    *("--preset", "llama3-8b", "--num-layers", "8", "--vocab-size", "32768"),
+    *("--seq-length", "8192", "--global-batch-size", "4"),
+)
+RUNS: dict[str, tuple[str, ...]] = {
+    "1B": ONE_B,
+    "1B, compiled": (*ONE_B, "--compile"),
+    "eight layers of 8B": EIGHT_B,
+    "eight layers of 8B, compiled, native loss": (
+        *EIGHT_B,
+        "--compile",
+        "--cross-entropy-loss-fusion",
+    ),
+    "eight layers of 8B, recomputed, linear loss": (
+        *EIGHT_B,
+        *LINEAR_LOSS,
+        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1"),
+    ),
+    "two layers of Mixtral 8x7B": (
+        *("--preset", "mixtral-8x7b", "--num-layers", "2"),
+        *("--seq-length", "4096", "--global-batch-size", "4"),
+    ),
+    "three layers of DeepSeek-V2 lite": (
+        *("--preset", "deepseek-v2-lite", "--num-layers", "3", "--moe-layer-freq", "[0]*1+[1]*2"),
+        *("--vocab-size", "32768"),
+        *("--seq-length", "4096", "--global-batch-size", "4"),
+    ),
+}
+DRY_RUNS = {
+    "small": ("--seq-length", "128"),
+    "small, linear loss": LINEAR_LOSS,
+    "small with experts": ("--preset", "debug-mixtral"),
 }
 
 
@@ -74,21 +115,31 @@ class Outcome:
     rows: tuple[Any, ...] = ()
 
 
-def run(*words: str, limit: float, folder: Path = ROOT) -> Outcome:
-    """Run a module of Python, from this checkout."""
+def run(
+    *words: str, limit: float, folder: Path = ROOT, more: Mapping[str, str] | None = None
+) -> Outcome:
+    """Run a module of Python, from this checkout, with `more` in its environment."""
     began = time.perf_counter()
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment = {**os.environ, "PYTHONPATH": path, **(more or {})}
     command = [sys.executable, "-m", *words]
     try:
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=limit, env=environment
         )
-        said, passed = done.stdout + done.stderr, done.returncode == 0
+        output, said, passed = done.stdout, done.stdout + done.stderr, done.returncode == 0
     except subprocess.TimeoutExpired:
-        said, passed = f"not done after {limit:.0f} s", False
-    rows = tuple(json.loads(line) for line in said.splitlines() if line.startswith("{"))
+        output, said, passed = "", f"not done after {limit:.0f} s", False
     last = "" if passed else "\n".join(said.splitlines()[-8:])
-    return Outcome(passed, time.perf_counter() - began, last, rows)
+    return Outcome(passed, time.perf_counter() - began, last, _rows(output))
+
+
+def _rows(output: str) -> tuple[Any, ...]:
+    """The values of JSON in what a process printed: all of it, or some of its lines."""
+    try:
+        return (json.loads(output),)
+    except ValueError:
+        return tuple(json.loads(line) for line in output.splitlines() if line.startswith('{"'))
 
 
 def twins(dry: bool) -> Iterator[tuple[str, Outcome]]:
@@ -97,28 +148,18 @@ def twins(dry: bool) -> Iterator[tuple[str, Outcome]]:
 
 
 def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
-    """One rank against one device, technique by technique."""
-    device = "cpu" if dry else "cuda"
+    """One rank against one device, technique by technique, several side by side."""
+    named: dict[str, tuple[str, ...]] = {}
     for name, (recipe, *flags) in TECHNIQUES.items():
         if dry and "--compile" in flags:
             flags += ["--compile-backend", "aot_eager"]
+        words = ("fivefold", "verify", recipe, "--nproc", "1", *ONE_RANK, "--steps", "2", *flags)
+        words += ("--device", "cpu" if dry else "cuda")
         for precision in ("fp64", "bf16"):
-            words = ["fivefold", "verify", recipe, "--nproc", "1", "--device", device]
-            yield (
-                f"{name}, {precision}",
-                run(
-                    *words,
-                    "--tp",
-                    "1",
-                    "--no-sequence-parallel",
-                    "--steps",
-                    "2",
-                    "--precision",
-                    precision,
-                    *flags,
-                    limit=90,
-                ),
-            )
+            named[f"{name}, {precision}"] = (*words, "--precision", precision)
+    one = partial(run, limit=150, more={"OMP_NUM_THREADS": "1"})  # or threads outnumber the cores
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) * 3 // 4)) as pool:
+        yield from zip(named, pool.map(lambda words: one(*words), named.values()), strict=True)
 
 
 def script(module: str, dry: bool) -> Iterator[tuple[str, Outcome]]:
@@ -131,13 +172,38 @@ def train(dry: bool) -> Iterator[tuple[str, Outcome]]:
     sizes = () if dry else ("--num-layers", "8", "--hidden-size", "2048", "--seq-length", "4096")
     for name, more in (("plain", ()), ("offloaded", OFFLOADS)):
         with tempfile.TemporaryDirectory() as folder:
-            words = ["fivefold", "train", "debug", "--tp", "1", "--no-sequence-parallel", *sizes]
+            words = ["fivefold", "train", "debug", *ONE_RANK, *sizes]
             words += ["--bf16", "--lr-warmup-iters", "0", "--save", "run", *more]
             first = run(*words, "--train-iters", "6", limit=120, folder=Path(folder))
             yield name, first
             if first.passed:
                 again = run(*words, "--train-iters", "8", limit=120, folder=Path(folder))
                 yield f"{name}, continued", again
+
+
+def runs(dry: bool) -> Iterator[tuple[str, Outcome]]:
+    """Steps of larger models, and what `fivefold audit` says of them.
+
+    A row has, of each quantity, its predicted and its measured value.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        one = partial(run, limit=120, folder=Path(folder))
+        for name, flags in (DRY_RUNS if dry else RUNS).items():
+            words = ("fivefold", "train", "debug", *ONE_RANK, "--bf16", "--audit", "--save", name)
+            trained = one(*words, "--train-iters", "8", "--lr-warmup-iters", "0", *flags)
+            if not trained.passed:
+                yield name, trained
+                continue
+            audited = one("fivefold", "audit", name, "--cluster", "H100", "--json")
+            shutil.rmtree(Path(folder, name, "checkpoints"), ignore_errors=True)
+            seconds = trained.seconds + audited.seconds
+            rows = tuple(row for report in audited.rows for row in _findings(report))
+            yield name, Outcome(audited.passed, seconds, audited.last, rows)
+
+
+def _findings(report: Mapping[str, Any]) -> tuple[Any, ...]:
+    kept = ("name", "predicted", "measured")
+    return tuple({key: finding[key] for key in kept} for finding in report["findings"])
 
 
 def calibrate(dry: bool) -> Iterator[tuple[str, Outcome]]:
@@ -156,6 +222,7 @@ PARTS: dict[str, Callable[[bool], Iterator[tuple[str, Outcome]]]] = {
     "layers": partial(script, "gpu_layers"),
     "losses": partial(script, "gpu_losses"),
     "train": train,
+    "runs": runs,
     "calibrate": calibrate,
 }
 

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from fivefold.config.config import Config
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.rank_work import kept_activations, multiplications
 from fivefold.counts.routed import StepChoices, rows_of_choices
 from fivefold.counts.state import model_state, num_expert_shards, num_shards, stages_held
@@ -16,6 +18,7 @@ from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.running import flash_takes
 
 Amount = Annotated[float, Meta(ge=0)]
 
@@ -99,6 +102,7 @@ def expected_record(
     expert_shard = expert_at % num_expert_shards(layout)
     state = model_state(layout, at["pp"], shard, expert_shard=expert_shard)
     on_gpu, count = measured.peak_allocated is not None, len(layout.split.stages)
+    joined = measured.packed and not (on_gpu and _in_one_call(layout.config))
     # A second copy of the model has its own stages, numbered on from those of the first.
     stages = [
         stage + copy * count
@@ -113,9 +117,14 @@ def expected_record(
         optimizer=state.optimizer,
         activations={
             s: kept_activations(
-                layout, measured.rank, s % count, rows, packed=measured.packed, on_host=not on_gpu
+                layout, measured.rank, s % count, rows, joined=joined, on_host=not on_gpu
             )
             for s in stages
         },
         multiplications=multiplications(layout, measured.rank, rows),
     )
+
+
+def _in_one_call(config: Config) -> bool:
+    """Whether a GPU attends to a row's documents by one call of FlashAttention."""
+    return ELEMENT_BYTES[config.training.precision] == 2 and flash_takes(config.model.query_dim)

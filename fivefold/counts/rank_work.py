@@ -30,7 +30,7 @@ def kept_activations(
     stage: int,
     rows: StepRows | None = None,
     *,
-    packed: bool,
+    joined: bool,
     on_host: bool,
 ) -> float:
     """Activation bytes that one forward of a stage keeps on a rank.
@@ -40,7 +40,7 @@ def kept_activations(
         rank: rank whose bytes are counted.
         stage: index of the stage in the split.
         rows: rows of each layer in the step; None: expected rows with evenly used experts.
-        packed: whether rows of the microbatch hold several documents.
+        joined: whether attention joins the outputs of several documents.
         on_host: whether to include offloaded bytes.
     """
     config, parts = layout.config, layout.split.stages[stage]
@@ -74,7 +74,7 @@ def kept_activations(
     kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
     if config.memory.recompute_granularity != "full":
         kept_whole += further
-    copies = sum(_copies(layout, layer, packed) for layer in kept_whole)
+    copies = sum(_copies(layout, layer, joined) for layer in kept_whole)
     kept = total(saved).kept + small + running.element_bytes * copies
     every = (*parts.layers, *further)
     if layout.grid.cp > 1 and _repeats(layout, every, len(kept_whole) < len(every)):
@@ -101,11 +101,12 @@ def _repeats(layout: Layout, layers: Sequence[int], whole: bool) -> bool:
     return not asking.isdisjoint(memory.remade_modules)
 
 
-def _copies(layout: Layout, layer: int, packed: bool) -> float:
+def _copies(layout: Layout, layer: int, joined: bool) -> float:
     """Elements per token that attention keeps twice.
 
-    Outputs of packed documents are concatenated. With all-to-all, outputs, keys and values are
-    exchanged, and keys and values are repeated if there are fewer heads than ranks.
+    Outputs of several documents are joined where no kernel takes them in one call. All-to-all
+    exchanges outputs, keys and values, and repeats keys and values if there are fewer heads than
+    ranks.
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
@@ -116,8 +117,7 @@ def _copies(layout: Layout, layer: int, packed: bool) -> float:
         window = model.window_of(layer)
         whole = window is None or window + 1 >= layout.config.training.seq_length
         fused = model.query_dim == model.value_dim and model.softmax_type == "vanilla"
-        joined = packed and whole and fused
-        return output if joined else 0.0
+        return output if joined and whole and fused else 0.0
     if kind not in ("a2a", "a2a+p2p"):
         return 0.0
     exchanging = grid.cp if kind == "a2a" else parallel.hierarchical_context_parallel_sizes[0]

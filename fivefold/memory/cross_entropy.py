@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -88,15 +89,17 @@ class _Native(torch.autograd.Function):
         entries: Entries,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        pieces = list(_pieces(len(logits_Tv), max(LOGITS_AT_A_TIME // logits_Tv.shape[1], 1)))
-        own = [entries.statistics(logits_Tv[rows], labels_T[rows]) for rows in pieces]
+        at_a_time = max(LOGITS_AT_A_TIME // logits_Tv.shape[1], 1)
+        whole = runs_kernels(logits_Tv)
+        pieces = list(_pieces(len(logits_Tv), len(logits_Tv) if whole else at_a_time))
+        own = [_statistics(entries, logits_Tv[rows], labels_T[rows]) for rows in pieces]
         losses = entries.losses(torch.cat(own, dim=1), group)
         if ctx.needs_input_grad[0]:
             for rows in pieces:
-                grad = entries.gradient(
-                    logits_Tv[rows], labels_T[rows], losses.lse_T[rows], weights_T[rows]
-                )
-                logits_Tv[rows] = grad.to(logits_Tv.dtype)
+                logits, labels = logits_Tv[rows], labels_T[rows]
+                grad = _gradient(entries, logits, labels, losses.lse_T[rows], weights_T[rows])
+                if grad is not logits:
+                    logits.copy_(grad)
             ctx.save_for_backward(logits_Tv)
         return losses.loss_T @ weights_T
 
@@ -153,7 +156,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         x_TH = all_gather(x, on.group) if on.sequence_parallel else x
         parts = [
-            entries.after(rows.start).statistics(x_TH @ weight_vH[rows].t(), labels_T)
+            _statistics(entries.after(rows.start), x_TH @ weight_vH[rows].t(), labels_T)
             for rows in _pieces(len(weight_vH), on.forward_split)
         ]
         losses = entries.losses(merge_statistics(torch.stack(parts)), on.group)
@@ -172,13 +175,45 @@ class _Linear(torch.autograd.Function):
         wide_TH = torch.zeros_like(x_TH, dtype=lse_T.dtype)
         for rows in _pieces(len(weight_vH), on.backward_split):
             logits_Tc = x_TH @ weight_vH[rows].t()
-            grad_Tc = ctx.entries.after(rows.start).gradient(logits_Tc, labels_T, lse_T, scale_T)
-            grad_Tc = grad_Tc.to(x.dtype)
+            grad_Tc = _gradient(ctx.entries.after(rows.start), logits_Tc, labels_T, lse_T, scale_T)
             torch.mm(grad_Tc.t(), x_TH, out=grad_weight[rows])
-            wide_TH += grad_Tc @ weight_vH[rows]
+            _add_product(wide_TH, grad_Tc, weight_vH[rows])
         start = start_reduce_scatter if on.sequence_parallel else start_all_reduce
         grad_x = start(wide_TH.to(x.dtype), on.group).wait()
         return grad_x, grad_weight, None, None, None, None
+
+
+def runs_kernels(logits: Tensor) -> bool:
+    """Whether Triton's kernels compute the loss of these logits."""
+    return logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None
+
+
+def _statistics(entries: Entries, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
+    if not runs_kernels(logits_Tv):
+        return entries.statistics(logits_Tv, labels_T)
+    from fivefold.memory import loss_kernels
+
+    return loss_kernels.statistics(entries, logits_Tv, labels_T)
+
+
+def _gradient(
+    entries: Entries, logits_Tv: Tensor, labels_T: Tensor, lse_T: Tensor, scale_T: Tensor
+) -> Tensor:
+    """The gradient in the dtype of the logits; a kernel writes it over them."""
+    if not runs_kernels(logits_Tv):
+        return entries.gradient(logits_Tv, labels_T, lse_T, scale_T).to(logits_Tv.dtype)
+    from fivefold.memory import loss_kernels
+
+    return loss_kernels.overwrite(entries, logits_Tv, labels_T, lse_T, scale_T)
+
+
+def _add_product(sum_TH: Tensor, grad_Tc: Tensor, weight_cH: Tensor) -> None:
+    """Add a product to a sum in a wider dtype; on CUDA in one kernel."""
+    if grad_Tc.is_cuda and sum_TH.dtype != grad_Tc.dtype:
+        add: Any = torch.ops.aten.addmm.dtype_out
+        add(sum_TH, grad_Tc, weight_cH, sum_TH.dtype, out=sum_TH)
+    else:
+        sum_TH += grad_Tc @ weight_cH
 
 
 def _pieces(size: int, each: int) -> Iterator[slice]:

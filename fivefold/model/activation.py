@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.model.traced import result
 
 _SLOPES: Mapping[str, float] = MappingProxyType({"silu": 1.0, "quick_gelu": 1.702})
 """Slope by activation name, for activations of the form x * sigmoid(slope * x)."""
@@ -70,7 +71,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return result(F.silu(gate).mul_(up))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +88,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up, weights_T)
         act = F.silu(gate).mul_(up)
         if weights_T.dtype == act.dtype:
-            return act.mul_(weights_T[:, None])
+            return result(act.mul_(weights_T[:, None]))
         return (act * weights_T[:, None]).to(gate.dtype)
 
     @staticmethod
@@ -129,7 +130,7 @@ class _BoundedGate(torch.autograd.Function):
         ctx.numbers = slope, bound, offset
         g, u = _bounded(gate, up, bound)
         y = (g * slope).sigmoid_().mul_(g).mul_(u + offset)
-        return y if weights_T is None else (y * weights_T[:, None]).to(gate.dtype)
+        return result(y) if weights_T is None else (y * weights_T[:, None]).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -160,7 +161,7 @@ class _QuickGELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return (x * _SLOPES["quick_gelu"]).sigmoid_().mul_(x)
+        return result((x * _SLOPES["quick_gelu"]).sigmoid_().mul_(x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

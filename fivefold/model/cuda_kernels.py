@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fivefold.model.blocks import Block, Visibility
+from fivefold.model.running import flash_takes
 
 ATEN = torch.ops.aten
 PLANNED = 128
@@ -215,7 +216,7 @@ def lacking_flash(q: Tensor) -> str:
         return _ELSEWHERE
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bf16 and fp16, not in {q.dtype}"
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
+    if not flash_takes(q.shape[-1]):
         return f"heads must have a multiple of 8 features and at most 256, not {q.shape[-1]}"
     return _lacking_capability(q, 8)
 

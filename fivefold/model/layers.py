@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.model.traced import result
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ class _RMSNorm(torch.autograd.Function):
         mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).unsqueeze(-1)
         scale = mean_square.add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return result((wide * scale).mul_(weight).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.model.traced import result
 
 
 def frequencies(model: ModelConfig, device: torch.device | None = None) -> Tensor:
@@ -98,7 +99,7 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.first = first
-        return _turn(x_BSND, cos, sin, 1.0, first)
+        return result(_turn(x_BSND, cos, sin, 1.0, first))
 
     @staticmethod
     def backward(ctx: Any, grad_BSND: Tensor) -> tuple[Tensor, None, None, None]:

@@ -154,7 +154,7 @@ class Entries:
         The rows are the log-sum-exp, the target's logit if in this range (else 0), and the sum.
         """
         wide = logits_Tv.to(torch.promote_types(logits_Tv.dtype, torch.float32))
-        true = wide[:, : self._true(logits_Tv)]
+        true = wide[:, : self.true(logits_Tv)]
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
         # A range of padding only is allowed: its log-sum-exp is -inf and its sum 0.
         target_T = wide.gather(1, mine_T[:, None]).squeeze(1).masked_fill(~here_T, 0.0)
@@ -188,7 +188,7 @@ class Entries:
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
         share_T = here_T.to(grad_Tv.dtype).mul_(self.smoothing - 1.0)
         grad_Tv.scatter_add_(1, mine_T[:, None], share_T[:, None])
-        grad_Tv[:, self._true(logits_Tv) :] = 0.0
+        grad_Tv[:, self.true(logits_Tv) :] = 0.0
         grad_Tv *= scale_T[:, None]
         return grad_Tv
 
@@ -196,7 +196,8 @@ class Entries:
         """The range without its first `skipped` entries."""
         return replace(self, first=self.first + skipped)
 
-    def _true(self, logits_Tv: Tensor) -> int:
+    def true(self, logits_Tv: Tensor) -> int:
+        """How many of these logits are of the unpadded vocabulary."""
         return min(max(self.vocab_size - self.first, 0), logits_Tv.shape[1])
 
 

@@ -11,8 +11,13 @@ def set_defaults() -> None:
     # It warns that the messages of a group run in turn, for which `mesh.groups` makes pairs.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):  # new and old names
-        os.environ.setdefault(name, "2000")
+    _set_default("TORCH_FR_BUFFER_SIZE", "2000", once="TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+def _set_default(name: str, value: str, *, once: str) -> None:
+    """Set a variable unless it is set, also by the name it once had, of which torch warns."""
+    if once not in os.environ:
+        os.environ.setdefault(name, value)
 
 
 def let_segments_grow(device: torch.device) -> None:
@@ -38,8 +43,8 @@ def keep_flight_record(folder: Path) -> None:
 
     `torchfrtrace` compares the files of all ranks.
     """
-    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        os.environ.setdefault(name, str(folder.absolute() / "nccl-rank-"))
+    files = str(folder.absolute() / "nccl-rank-")
+    _set_default("TORCH_FR_DUMP_TEMP_FILE", files, once="TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def make_deterministic() -> None:

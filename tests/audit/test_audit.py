@@ -14,6 +14,7 @@ from fivefold.audit.report import audit
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.errors import DataError
 from fivefold.layout import Layout
 from fivefold.train.engine import Engine
@@ -158,6 +159,18 @@ def test_what_documents_keep_at_home_is_told_but_not_judged(kind: str, tmp_path:
     assert "told, not judged" in report.text()
     whole = [replace(record, packed=False, any_packed=False) for record in records]
     assert "sent over cp" in audit("", layout, whole, None, None).text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(("precision", "copied"), [("bf16", False), ("fp32", True)])
+def test_a_gpu_keeps_the_output_of_documents_once(precision: str, copied: bool) -> None:
+    """On an H100 it kept one [T, H] a layer less than on a CPU, whose documents are joined."""
+    model = ModelConfig(**SIZES | {"mtp_num_layers": 0})
+    layout = check(Config(model).with_values(precision=precision, seq_length=16), 1)
+    on_cpu = replace(_empty(0), packed=True)
+    on_gpu = replace(on_cpu, peak_allocated=1.0)
+    kept, there = (expected_record(layout, record).activations[0] for record in (on_cpu, on_gpu))
+    output = 16 * ELEMENT_BYTES[layout.config.training.precision] * model.attention_size
+    assert kept - there == (0 if copied else SIZES["num_layers"] * output)
 
 
 def test_a_run_that_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:

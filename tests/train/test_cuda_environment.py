@@ -19,6 +19,16 @@ def test_the_user_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
 
 
+def test_a_name_that_torch_no_longer_likes_counts_as_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "x"}
+    monkeypatch.setattr(os, "environ", {**old})
+    set_defaults()
+    keep_flight_record(tmp_path)
+    assert not {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"} & os.environ.keys()
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_segments_stay_as_the_user_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:128"})

@@ -1,21 +1,30 @@
 """Compiled layers compute what one device computes, whatever is installed in and around them."""
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from fivefold.audit.measure import measured
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
+from fivefold.model.batch import on_device
+from fivefold.model.transformer import Stage
+from fivefold.pipeline.stages import StageSpec
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches
+from tests.model.models import batch_of
 from tests.pool import Pool
 from tests.verify.cases import MODELS, chosen, config, flags, shared_groups, verify_in_pool
 
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
+QUICK = replace(MODELS["gpt"], activation_func="quick_gelu")
 FULL = {"recompute_granularity": "full"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "nothing installed": (1, "llama", flags()),
@@ -61,6 +70,64 @@ def test_compiled_layers_are_exact(case: str) -> None:
 def test_hooks_inside_of_compiled_layers_are_refused(memory: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="compiled layers cannot recompute or offload mlp"):
         check(config(MODELS["llama"], **memory | COMPILED), 1)
+
+
+def test_no_compiled_function_returns_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For torch 2.11 such a result needs no gradient, while torch.compile traces."""
+    written, run = set(), torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def watched(function: type, *arguments: Any) -> Any:
+        result = run(function, *arguments)
+        for made in result if isinstance(result, tuple) else (result,):
+            written.update({function.__name__} if made._version else ())
+        return result
+
+    monkeypatch.setattr(torch.autograd.Function, "apply", classmethod(watched))
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)  # noqa: B023
+        written.clear()
+        for model in (*MODELS.values(), QUICK):
+            stage = Stage(model, StageSpec(False, tuple(range(model.num_layers)), False))
+            stage.apply(lambda module: [p.data.normal_() for p in module.parameters(False)])
+            (batch,) = on_device([batch_of(model, [[5, 7], [12]])], torch.device("cpu"))
+            stage(torch.randn(24, model.hidden_size, requires_grad=True), batch)
+        outside = {"_Local"}  # of attention, which is not compiled
+        written -= outside
+        assert bool(written) != compiling, written
+
+
+def _compiled(rank: int, world_size: int, settings: Config, folder: Path) -> tuple[int, int]:
+    """Runs of compiled graphs in a step before one that is measured, and in one after it."""
+    runs = [0]
+
+    def backend(graph: Any, _: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
+            runs[-1] += 1
+            return graph(*arguments)
+
+        return counted
+
+    compiled = partial(torch.compile, backend=backend)
+    torch.compiler.reset()
+    with (
+        shared_groups(),
+        patch.object(torch, "compile", lambda function, **_: compiled(function)),
+    ):
+        engine = Engine(check(settings, world_size), rank, torch.device("cpu"))
+        rows = slice(0, settings.training.global_batch_size)
+        batches = microbatches(settings, global_batch(settings, 0), rows)
+        engine.gradients(batches)
+        with measured(engine, 1, folder):
+            engine.gradients(batches)
+        runs.append(0)
+        engine.gradients(batches)
+    return runs[0], runs[1]
+
+
+def test_layers_stay_compiled_after_a_measured_step(pool: Pool, tmp_path: Path) -> None:
+    settings = config(MODELS["llama"], **flags(), **COMPILED)
+    ((before, after),) = pool.run(1, _compiled, settings, tmp_path)
+    assert before == after > 0
 
 
 def _graphs(rank: int, world_size: int, settings: Config) -> int:
