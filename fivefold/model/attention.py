@@ -73,18 +73,36 @@ def attention(
     """
     if drop is not None:
         return plain_attention(q_BSND, k_BLGD, v_BLGD, scope, drop)
-    documents, window = scope.documents, scope.window
-    limited = window is not None and window + 1 < k_BLGD.shape[1]
-    other = scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
-    special = limited or other
-    sliced = k_BLGD.shape[1] > q_BSND.shape[1]
-    packs = not sliced and (special or documents is not None)
-    if packs and not lacking_packed(q_BSND, v_BLGD):
+    if _packs(q_BSND, k_BLGD, v_BLGD, scope):
         return packed_attention(q_BSND, k_BLGD, v_BLGD, _pieces(q_BSND, scope), scope.sinks)
-    if sliced or special:
-        starts = None if documents is None else documents.starts
-        return local_attention(q_BSND, k_BLGD, v_BLGD, starts, window, scope.sinks)
+    if k_BLGD.shape[1] > q_BSND.shape[1] or _special(q_BSND, k_BLGD, v_BLGD, scope):
+        starts = None if scope.documents is None else scope.documents.starts
+        return local_attention(q_BSND, k_BLGD, v_BLGD, starts, scope.window, scope.sinks)
     return sdpa_attention(q_BSND, k_BLGD, v_BLGD, scope)
+
+
+def in_one_call(
+    q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope, drop: HeadDropout | None
+) -> bool:
+    """Whether `attention` is one fused operation here, whatever the documents."""
+    if drop is not None or k_BLGD.shape[1] > q_BSND.shape[1]:
+        return False
+    plain = scope.documents is None and not _special(q_BSND, k_BLGD, v_BLGD, scope)
+    return plain or _packs(q_BSND, k_BLGD, v_BLGD, scope)
+
+
+def _special(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bool:
+    """Whether PyTorch's fused attention lacks what is asked for, apart from documents."""
+    limited = scope.window is not None and scope.window + 1 < k_BLGD.shape[1]
+    return limited or scope.sinks is not None or v_BLGD.shape[3] != q_BSND.shape[3]
+
+
+def _packs(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, scope: Scope) -> bool:
+    """Whether one call of FlashAttention takes the documents and all else that is asked for."""
+    if k_BLGD.shape[1] > q_BSND.shape[1]:
+        return False
+    asked = scope.documents is not None or _special(q_BSND, k_BLGD, v_BLGD, scope)
+    return asked and not lacking_packed(q_BSND, v_BLGD)
 
 
 def _pieces(q_BSND: Tensor, scope: Scope) -> Pieces:

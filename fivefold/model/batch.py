@@ -38,6 +38,14 @@ class Documents:
         """Number of tokens of the longest document."""
         return max(end - start for start, end in pairwise(self.starts))
 
+    def prepare(self) -> None:
+        """Work out what layers ask for, which a compiled one cannot.
+
+        Its graph is then for any number of documents.
+        """
+        _ = self.longest
+        torch._dynamo.maybe_mark_dynamic(self.starts_C, 0)
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -176,6 +184,7 @@ def _moved(batch: Batch, tensors: Mapping[str, Any]) -> Batch:
     packing = batch.packing
     if packing is not None and there.documents is not None:
         packing = replace(packing, ids_BS=there.documents)
+        packing.prepare()
     there.__dict__["packing"] = packing
     return there
 

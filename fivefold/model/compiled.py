@@ -4,33 +4,57 @@ from typing import Any
 
 import torch
 
+from fivefold.model.attention import attention, in_one_call
 from fivefold.model.layers import plain_column, plain_row, plain_spread
 from fivefold.model.transformer import Stage
+
+VARIANTS = 32
+"""Graphs of a layer before torch gives up: kinds of layers x rows with documents or without, first
+of one length, then of any x training or not."""
+
+_outside: Any = torch.compiler.disable
 
 
 def compile_layers(stage: Stage, backend: str) -> None:
     """Compile each layer of a stage; call it after all seams are filled.
 
     Excluded are side effects that a graph cannot represent (collectives, deferred weight
-    gradients) and attention, whose document boundaries change with every batch.
+    gradients) and attention that is not one operation: by documents, whose number and lengths
+    change with every batch, or between ranks.
 
     Args:
         stage: the stage whose layers are compiled; hooks of data parallelism and the names of
             layers stay outside.
         backend: backend of torch.compile.
     """
-    outside: Any = torch.compiler.disable
+    torch._dynamo.config.recompile_limit = VARIANTS
     for layer in stage.transformer_layers:
-        layer.self_attn.wrap_kernel(outside)
+        layer.self_attn.wrap_kernel(_kernel_within)
         if not layer.mlp.compiles:
-            layer.mlp.forward = outside(layer.mlp.forward)
+            layer.mlp.forward = _outside(layer.mlp.forward)
         for module in (layer.self_attn, layer.mlp):
             if module.column is not plain_column:
-                module.column = outside(module.column)
+                module.column = _outside(module.column)
             if module.row is not plain_row:
-                module.row = outside(module.row)
+                module.row = _outside(module.row)
             if module.whole is not plain_column:
-                module.whole = outside(module.whole)
+                module.whole = _outside(module.whole)
             if module.spread is not plain_spread:
-                module.spread = outside(module.spread)
+                module.spread = _outside(module.spread)
         layer.run = torch.compile(layer.run, backend=backend)  # type: ignore[method-assign]
+
+
+def _kernel_within(kernel: Any) -> Any:
+    """The kernel of attention: within the layer's graph where it is one operation.
+
+    A break in the graph costs the host more time than launching attention does: layers of a 1B
+    model that broke there left an H100 idle for a third of their time.
+    """
+    apart = _outside(kernel)
+    if kernel is not attention:
+        return apart
+
+    def chosen(*arguments: Any) -> Any:
+        return (attention if in_one_call(*arguments) else apart)(*arguments)
+
+    return chosen

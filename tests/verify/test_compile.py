@@ -8,14 +8,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 from fivefold.audit.measure import measured
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError
+from fivefold.model import attention, varlen
 from fivefold.model.batch import on_device
+from fivefold.model.compiled import compile_layers
+from fivefold.model.cuda_kernels import Grads
 from fivefold.model.transformer import Stage
+from fivefold.model.varlen import Pieces
 from fivefold.pipeline.stages import StageSpec
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches
@@ -94,6 +99,72 @@ def test_no_compiled_function_returns_what_it_wrote(monkeypatch: pytest.MonkeyPa
         outside = {"_Local"}  # of attention, which is not compiled
         written -= outside
         assert bool(written) != compiling, written
+
+
+class Dense:
+    """What a packed kernel computes, by a mask, as operations that a graph can hold."""
+
+    def _weights(self, q: Tensor, k: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
+        places = torch.arange(len(q))
+        ids = torch.searchsorted(at.starts, places, right=True)
+        apart = places[:, None] - places
+        seen = (ids[:, None] == ids) & (apart >= 0)
+        if at.window is not None:
+            seen = seen & (apart <= at.window)
+        repeats = q.shape[1] // k.shape[1]
+        scores = torch.einsum("tnd,und->ntu", q, k.repeat_interleave(repeats, 1))
+        scores = (scores * q.shape[-1] ** -0.5).masked_fill(~seen, float("-inf"))
+        return scores, scores.logsumexp(-1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
+        scores, lse = self._weights(q, k, at)
+        values = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        return torch.einsum("ntu,und->tnd", (scores - lse[..., None]).exp(), values), lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Pieces
+    ) -> Grads:
+        groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
+        p = (self._weights(q, k, at)[0] - lse[..., None]).exp()
+        keys, values = (x.repeat_interleave(repeats, 1) for x in (k, v))
+        dp = torch.einsum("tnd,und->ntu", grad, values) - (grad * out).sum(-1).t()[..., None]
+        ds = p * dp * q.shape[-1] ** -0.5
+        dk, dv = torch.einsum("ntu,tnd->und", ds, q), torch.einsum("ntu,tnd->und", p, grad)
+        shared = (x.unflatten(1, (groups, repeats)).sum(2) for x in (dk, dv))
+        return torch.einsum("ntu,und->tnd", ds, keys), *shared
+
+
+@pytest.mark.parametrize("name", ["llama", "sinks", "latent"])
+def test_attention_in_one_call_is_within_the_graph(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for FlashAttention: exact, without a break, for any number of documents."""
+    monkeypatch.setattr(attention, "lacking_packed", lambda *_: "")
+    monkeypatch.setattr(varlen, "PackedFlash", Dense)
+    torch.compiler.reset()
+    counters.clear()
+    model = replace(MODELS[name], num_layers=2)
+    plain, compiled = (
+        Stage(model, StageSpec(False, (0, 1), False)).to(torch.float64) for _ in range(2)
+    )
+    plain.apply(lambda module: [p.data.normal_(std=0.3) for p in module.parameters(False)])
+    compiled.load_state_dict(plain.state_dict())
+    compile_layers(compiled, "aot_eager")
+    for rows in ([[5, 7], [12]], [[3, 4, 5], [6, 6]], [[12], [12]], [[1, 11], [2, 10]]):
+        x = torch.randn(24, model.hidden_size, dtype=torch.float64)
+        found = []
+        for stage in (plain, compiled):
+            (batch,) = on_device([batch_of(model, rows)], torch.device("cpu"))
+            stage.zero_grad()
+            own = x.clone().requires_grad_()
+            y = stage(own, batch)
+            y.square().sum().backward()
+            found.append((y, own.grad, *(p.grad for p in stage.parameters())))
+        for true, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)
+    assert not counters["graph_break"]
+    kinds = len({model.window_of(layer) for layer in range(2)})
+    assert counters["stats"]["unique_graphs"] <= 4 * kinds
 
 
 def _compiled(rank: int, world_size: int, settings: Config, folder: Path) -> tuple[int, int]:
