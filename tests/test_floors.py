@@ -37,6 +37,7 @@ FLOORS = (
     "optim",
     "data",
     "checkpoint",
+    "convert",
     "audit",
     "train",
     "predict",

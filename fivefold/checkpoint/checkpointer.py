@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
@@ -160,16 +160,32 @@ class Checkpointer:
             CheckpointError: on every rank, if there is no such checkpoint, or it is damaged or of
                 another model.
         """
-        folder = self._find(step)
-        if faults := find_faults(folder, self._team):
-            raise self._damaged(folder, faults)
+        folder, index = self.open(step)
         pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
-        job = f"reading {folder}"
-        index = self._team.each(job, lambda: read_index(folder, read_manifest(folder)))
         self._check_names(folder, index, pieces, skip)
         meta = self._read_meta(folder)
         self._team.each(f"loading {folder}", lambda: fill(folder, index, pieces))
         return meta
+
+    def open(self, step: int | None) -> tuple[Path, dict[str, SavedTensor]]:
+        """The folder of a checkpoint, the latest if None, and its tensors, for `reader.fill`.
+
+        Raises:
+            CheckpointError: on every rank, if there is no such checkpoint, or it is damaged.
+        """
+        folder = self._find(step)
+        if faults := find_faults(folder, self._team):
+            raise self._damaged(folder, faults)
+        job = f"reading {folder}"
+        return folder, self._team.each(job, lambda: read_index(folder, read_manifest(folder)))
+
+    def load_by(self, job: str, work: Callable[[], None]) -> None:
+        """Fill tensors from elsewhere: run `work` on every rank, and agree on how it ended.
+
+        Raises:
+            CheckpointError: on every rank, if `job` ("loading weights") failed on one.
+        """
+        self._team.each(job, work)
 
     def find(self, step: int | None) -> int:
         """The step that `load` and `read_meta` would take: `step`, or the latest if None.

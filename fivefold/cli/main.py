@@ -24,6 +24,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "schedule": "draw and time a pipeline schedule, or compare all of them",
         "audit": "compare a run with theory: bytes on the wire, memory, FLOPs, time",
         "sample": "continue a prompt with a trained model",
+        "convert": "weights from Hugging Face into a run, or from a run to Hugging Face",
         "data": "tokenise a recipe's corpus and count its tokens",
         "doctor": "show what this machine can do",
     }

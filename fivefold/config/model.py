@@ -1,6 +1,6 @@
 """The model's architecture. `config.model_rules` checks it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fivefold.config.layer_pattern import expert_layers, window_layers
@@ -172,6 +172,17 @@ class ModelConfig:
     def ffn_size(self) -> int:
         """Inner features of the MLP."""
         return self.ffn_hidden_size or 4 * self.hidden_size
+
+    def spelt_out(self) -> "ModelConfig":
+        """The same model with the sizes that follow from others filled in."""
+        latent, experts = self.multi_latent_attention, self.num_experts is not None
+        return replace(
+            self,
+            num_query_groups=None if latent else self.num_kv_heads,
+            kv_channels=None if latent else self.head_dim,
+            ffn_hidden_size=self.ffn_size,
+            moe_ffn_hidden_size=self.expert_ffn_size if experts else None,
+        )
 
     @property
     def padded_vocab_size(self) -> int:

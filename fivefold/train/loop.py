@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 
 from fivefold.audit.measure import measured
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.convert.load import fill_from_hub
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import telling_full_disk
 from fivefold.hardware import peak_flops
+from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.shape import training_flops
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
@@ -89,6 +92,23 @@ class Trainer:
         self.engine.after_load(state.step)
         self.step = state.step
         self._saved = self.step if source.folder == self.checkpointer.folder else None
+
+    def load_hub(self, folder: Path) -> None:
+        """Load weights from a Hugging Face folder; each rank reads its own slices.
+
+        Raises:
+            CheckpointError: on every rank, if the tensors are of another model or cannot be read.
+        """
+        model = self.engine.layout.config.model
+        stored: dict[str, Any] = self.engine.stored_tensors()
+        pieces = {
+            name: tensor if isinstance(tensor, Piece) else piece_of(tensor)
+            for name, tensor in stored.items()
+            if not name.startswith("optim.")
+        }
+        fill = partial(fill_from_hub, folder, model, pieces)
+        self.checkpointer.load_by(f"loading {folder}", fill)
+        self.engine.after_load(0)
 
     def run(self) -> None:
         """Train until `train_iters` steps are done or a signal asks to stop, then save.

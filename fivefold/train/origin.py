@@ -5,7 +5,10 @@ from pathlib import Path
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
-from fivefold.errors import ConfigError, Mistake
+from fivefold.config.huggingface.write import differences
+from fivefold.convert.hub import HubFolder, is_hub_folder
+from fivefold.convert.load import model_in
+from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.train.saved_state import read_state, same_model
 
@@ -18,11 +21,13 @@ class Origin:
         checkpoints: folder that holds the checkpoint.
         step: step of the checkpoint.
         weights_only: whether only weights are loaded, and steps count from 0 again.
+        hub: whether it is a folder of weights as Hugging Face keeps them.
     """
 
     checkpoints: Path
     step: int
     weights_only: bool
+    hub: bool = False
 
 
 def find_origin(config: Config, folder: Path) -> Origin | None:
@@ -40,16 +45,32 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
         source, step, weights_only = own, None, False
     elif load is None:
         return None
+    elif is_hub_folder(Path(load)):
+        return _from_hub(Path(load), config)
     else:
         source, step = Checkpointer(checkpoints_of(Path(load))), config.checkpoint.ckpt_step
         weights_only = config.checkpoint.finetune
     state = read_state(source, step)
     same_model(state.model, config.model, source.folder)
+    weights_only |= not state.loader["fingerprint"]  # converted weights, which nothing trained yet
     origin = Origin(source.folder, state.step, weights_only)
     if not weights_only:
         earlier = [] if source is own else source.steps()
         _check_steps(origin, config.training.train_iters, earlier, continues=source is own)
     return origin
+
+
+def _from_hub(folder: Path, config: Config) -> Origin:
+    """The weights in a Hugging Face folder, which has neither steps nor an optimizer's state.
+
+    Raises:
+        CheckpointError: they are of another model.
+        ConfigError: its config.json is not supported.
+    """
+    if wrong := differences(config.model, model_in(HubFolder(folder))):
+        what = f"{folder} is of another model"
+        raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=f"--model {folder}")))
+    return Origin(folder, 0, weights_only=True, hub=True)
 
 
 def is_finished(origin: Origin | None, config: Config) -> bool:

@@ -19,6 +19,7 @@ from fivefold.errors import DataError, FivefoldError
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
 from fivefold.train.console import Console
+from fivefold.train.convert import keep_side_files
 from fivefold.train.corpora import open_data
 from fivefold.train.cuda_environment import keep_flight_record, make_deterministic
 from fivefold.train.devices import Asked, DeviceChoice, choose_device, visible_gpus
@@ -30,12 +31,10 @@ from fivefold.train.loop import Trainer, device_peak
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases, close_all
 from fivefold.train.origin import Origin, find_origin, is_finished
 from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.train.run_folder import CHECKPOINTS, MetricsFile, RunFolder, new_run_path
+from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, MetricsFile, RunFolder, new_run_path
 from fivefold.train.signals import leaving_in_order
 from fivefold.train.started import run_started
 from fivefold.train.threads import Threads, choose_threads
-
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,9 @@ def _make_trainer(
         audit=folder.audit if config.logging.audit else None,
         profile=folder.path if config.logging.profile else None,
     )
-    if job.origin is not None:
+    if job.origin is not None and job.origin.hub:
+        trainer.load_hub(job.origin.checkpoints)
+    elif job.origin is not None:
         at = job.origin.checkpoints
         resumes = at == own.folder
         source = own if resumes else Checkpointer(at)
@@ -279,6 +280,8 @@ def _begin(
     if job.layout.config.logging.audit:
         folder.expect_audit(settings)
     data.tokenizer.save(folder.path / TOKENIZER)
+    if job.origin is not None and job.origin.hub:
+        keep_side_files(job.origin.checkpoints, folder.path)
     trainer.check_folder = lock.check
     trainer.sinks = _open_sinks(job, folder, trainer.step, console)
     if (across := crossing(job.layout, job.hosts)) is not None:

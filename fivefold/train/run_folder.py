@@ -36,6 +36,7 @@ from fivefold.files import parse_json, read_json, write_atomic
 from fivefold.train.metrics import EvalMetrics, StepMetrics
 
 CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer.json"
 LATEST = "latest"
 PACKAGES = ("fivefold", "torch", "numpy", "tokenizers", "triton")
 VARIABLES = re.compile(

@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint, besides its tensors: step, place in the data, model."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,13 +67,20 @@ def same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
     Raises:
         CheckpointError: they are of another model; the error names every field that differs.
     """
-    now = json.loads(json.dumps(asdict(model)))  # as it was saved: tuples are lists
-    # A setting that came after the checkpoint had no other value then.
-    was = {field.name: field.default for field in fields(ModelConfig)} | saved
+    # A setting that came after the checkpoint had its default then.
+    found = as_kind(saved, ModelConfig, f"the model of {folder}", CheckpointError)
+    was, now = _fields(found), _fields(model)
     changed = [
-        f"{name}: was {was.get(name)}, is {now.get(name)}"
-        for name in {**saved, **now}
-        if was.get(name) != now.get(name) and name not in _FREE_MODEL_FIELDS
+        f"{name}: was {was[name]}, is {now[name]}"
+        for name in now
+        if was[name] != now[name] and name not in _FREE_MODEL_FIELDS
     ]
     if changed:
         raise CheckpointError(str(Mistake(f"{folder} is of another model", tuple(changed))))
+
+
+def _fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields as they are saved, where tuples are lists, with nothing left to be derived."""
+    whole = model.spelt_out() if model.num_attention_heads else model
+    fields: dict[str, Any] = json.loads(json.dumps(asdict(whole)))
+    return fields

@@ -17,7 +17,7 @@ from tests.model.models import batch_of
 LENGTH = 24
 
 
-class _Double(TorchFunctionMode):
+class InFp64(TorchFunctionMode):
     """Makes fp64 of every fp32 that is asked for: norms, softmax and RoPE insist on it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +47,7 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = config_of(fields)
-    with torch.device("meta" if meta else "cpu"), _Double():
+    with torch.device("meta" if meta else "cpu"), InFp64():
         config._experts_implementation = "eager"
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config)
     if meta:
@@ -66,7 +66,7 @@ def oracle(fields: Mapping[str, Any], *, meta: bool = False) -> nn.Module:
 
 def oracle_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """Logits [S, V] of one row."""
-    with torch.no_grad(), _Double():
+    with torch.no_grad(), InFp64():
         made = model(tokens)
     return (made[0] if isinstance(made, tuple) else made.logits)[0]
 
@@ -115,7 +115,7 @@ def both_gradients(
     shape = LENGTH, config.vocab_size
     grad = torch.randn(shape, generator=generator, dtype=torch.float64)
     stage.logits(None, batch)[:, : config.vocab_size].backward(grad)
-    with _Double():
+    with InFp64():
         model(batch.tokens).logits[0].backward(grad)
     theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     named = dict(stage.named_parameters()).items()

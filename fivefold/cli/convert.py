@@ -1,0 +1,76 @@
+"""`fivefold convert`: weights from Hugging Face into a run, or from a run to Hugging Face."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fivefold.cli.runs import run_config
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load_options
+from fivefold.errors import Mistakes
+from fivefold.units import human_bytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """Convert weights, in the direction that the first folder tells.
+
+    From a Hugging Face folder (config.json and .safetensors) to a run folder, from which
+    `fivefold sample` and `train --load` start; from a run folder to a Hugging Face folder, which
+    transformers loads. To train with weights from a Hugging Face folder, nothing has to be
+    converted: `fivefold train --model FOLDER --load FOLDER` reads them, each rank its own part.
+    """
+
+    source: str = argument("Hugging Face folder, or run folder of `fivefold train`")
+    target: str = argument("folder to make")
+    step: int | None = option(None, "step of the run's checkpoint (default: the latest)")
+    dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = option(
+        None, "type of the weights for Hugging Face (default: that of training)"
+    )
+    max_shard_size: float = option(5e9, "most bytes of a file for Hugging Face")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    options = load_options(argv, Options)
+    source, target = Path(options.source), Path(options.target)
+    inward = (source / "config.json").is_file()
+    _check(options, inward=inward)
+    from fivefold.train.convert import to_hub, to_run
+
+    if inward:
+        size = to_run(source, target)
+        print(f"{target}: a run folder with {human_bytes(size)} of weights at step 0")
+        print(f"  next: fivefold sample {target} PROMPT")
+        return 0
+    size = to_hub(
+        source,
+        target,
+        step=options.step,
+        dtype=options.dtype,
+        most_bytes=options.max_shard_size,
+    )
+    print(f"{target}: a Hugging Face folder with {human_bytes(size)} of weights")
+    print(
+        f"  next: python -c 'from transformers import AutoModelForCausalLM as Model; "
+        f'Model.from_pretrained("{target}")\''
+    )
+    return 0
+
+
+def _check(options: Options, *, inward: bool) -> None:
+    """Check all that can be checked without loading torch."""
+    mistakes = Mistakes()
+    if inward:
+        given = {"step": options.step, "dtype": options.dtype}
+        for name in [name for name, value in given.items() if value is not None]:
+            mistakes.add(f"--{name} is for a run, and {options.source} is a Hugging Face folder")
+    elif options.max_shard_size < 1:
+        mistakes.add(f"--max-shard-size must be at least 1, not {options.max_shard_size:g}")
+    if Path(options.target).exists():
+        mistakes.add(f"{options.target} is there already", attempt="another folder")
+    mistakes.raise_if_any()
+    if not inward:
+        run_config(Path(options.source))

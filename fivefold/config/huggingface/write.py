@@ -1,0 +1,312 @@
+"""Writes the config.json of a model: of the family that, read again, is the same model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from types import MappingProxyType
+from typing import Any
+
+from fivefold.config.huggingface.read import from_hf_config
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError, Mistake
+
+Fields = dict[str, Any]
+
+_TRAINING = ("hidden_dropout", "attention_dropout", "init_method_std")
+_OURS = (*_TRAINING, "make_vocab_size_divisible_by", "unmodelled")
+"""Fields of a ModelConfig that weights do not depend on."""
+
+
+def to_hf_config(model: ModelConfig) -> Fields:
+    """The content of a config.json that describes this model.
+
+    Raises:
+        ConfigError: no supported family has such models; names the fields in which the nearest
+            differs.
+    """
+    nearest: tuple[str, list[str]] | None = None
+    for kind, write in _WRITERS.items():
+        fields = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, **write(model, kind)}
+        try:
+            again = from_hf_config(fields)
+        except ConfigError:
+            continue
+        wrong = differences(model, again)
+        if not wrong:
+            return fields
+        if nearest is None or len(wrong) < len(nearest[1]):
+            nearest = kind, wrong
+    why = [] if nearest is None else [f"nearest: {nearest[0]}, but for", *nearest[1]]
+    what = "no model family of Hugging Face's that is supported has this architecture"
+    raise ConfigError(Mistake(what, tuple(why)))
+
+
+def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """What of two models differs that their weights depend on: a line for each field.
+
+    Further predictions count only if the first has them: the other's weights then have what it
+    needs and more.
+    """
+    if not model.mtp_num_layers:
+        other = replace(other, mtp_num_layers=0)
+    one, two = _told(model), _told(other)
+    return [
+        f"{name}: {one.get(name)}, there {two.get(name)}"
+        for name in {**one, **two}
+        if one.get(name) != two.get(name)
+    ]
+
+
+def _told(model: ModelConfig) -> dict[str, Any]:
+    """The fields that weights depend on, as they take effect."""
+    layers = range(model.num_layers)
+    moe = model.num_experts is not None
+    latent = model.multi_latent_attention
+    told = asdict(model.spelt_out())
+    told["window_size"] = [model.window_of(layer) for layer in layers]
+    told["moe_layer_freq"] = [model.is_moe(layer) for layer in layers]
+    unused = [*_OURS, "window_attn_skip_freq"]
+    if not moe:
+        unused += [name for name in told if name.startswith("moe_")]
+    if not latent:
+        unused += [
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+        ]
+    if model.position_embedding_type == "rope":  # positions are computed, however many
+        unused.append("max_position_embeddings")
+    else:
+        unused += [name for name in told if name.startswith("rot")]
+    if not model.use_rope_scaling:
+        unused += [name for name in told if name.startswith("rope_") and name != "rope_type"]
+    if model.rope_type != "yarn":
+        unused += ["rotary_scaling_factor", "original_max_position_embeddings", "beta_fast"]
+        unused += ["beta_slow", "mscale", "mscale_all_dim", "yarn_correction_range_round_to_int"]
+    if model.moe_router_num_groups is None:
+        unused += ["moe_router_group_topk", "moe_router_group_scores"]
+    return {name: value for name, value in told.items() if name not in unused}
+
+
+def _sizes(model: ModelConfig) -> Fields:
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": model.max_position_embeddings,
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+    }
+
+
+def _rope(model: ModelConfig) -> Fields:
+    """rope_theta and rope_scaling, under the names that transformers 4 and 5 both read."""
+    fields: Fields = {"rope_theta": model.rotary_base}
+    if model.use_rope_scaling:
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_low_freq_factor,
+            "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_max_position_embeddings,
+        }
+    if model.rope_type == "yarn":
+        fields["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": model.rotary_scaling_factor,
+            "original_max_position_embeddings": model.original_max_position_embeddings,
+            "beta_fast": model.beta_fast,
+            "beta_slow": model.beta_slow,
+            "truncate": model.yarn_correction_range_round_to_int,
+        }
+        if model.mscale_all_dim:
+            scales = {"mscale": model.mscale, "mscale_all_dim": model.mscale_all_dim}
+            fields["rope_scaling"] |= scales
+    return fields
+
+
+def _gpt2(model: ModelConfig, kind: str) -> Fields:
+    names = {"gelu_tanh": "gelu_new"}
+    return {
+        "vocab_size": model.vocab_size,
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_attention_heads,
+        "n_positions": model.max_position_embeddings,
+        "n_inner": model.ffn_size,
+        "activation_function": names.get(model.activation_func, model.activation_func),
+        "layer_norm_epsilon": model.norm_epsilon,
+        "initializer_range": model.init_method_std,
+        "resid_pdrop": model.hidden_dropout,
+        "embd_pdrop": model.hidden_dropout,
+        "attn_pdrop": model.attention_dropout,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+    }
+
+
+def _gpt_neox(model: ModelConfig, kind: str) -> Fields:
+    names = {"gelu_tanh": "gelu_new"}
+    rope = _rope(model)
+    return {
+        **_sizes(model),
+        "intermediate_size": model.ffn_size,
+        "layer_norm_eps": model.norm_epsilon,
+        "hidden_act": names.get(model.activation_func, model.activation_func),
+        "use_parallel_residual": model.parallel_residual,
+        "rotary_pct": model.rotary_percent,
+        "rotary_emb_base": rope.pop("rope_theta"),
+        **rope,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+    }
+
+
+def _llama_like(model: ModelConfig, kind: str) -> Fields:
+    names = {"gelu_tanh": "gelu_pytorch_tanh", "quick_gelu": "silu"}
+    fields = {
+        **_sizes(model),
+        "intermediate_size": model.ffn_size,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "rms_norm_eps": model.norm_epsilon,
+        "hidden_act": names.get(model.activation_func, model.activation_func),
+        "attention_dropout": model.attention_dropout,
+        **_rope(model),
+    }
+    if kind == "llama":
+        fields |= {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    if kind in ("mistral", "mixtral"):
+        width = model.widest_window
+        fields["sliding_window"] = None if width is None else width + 1
+    if kind.startswith("qwen"):
+        fields |= _qwen_windows(model)
+    return fields
+
+
+def _qwen_windows(model: ModelConfig) -> Fields:
+    if model.window_size is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": model.window_size + 1,
+        "layer_types": _layer_types(model),
+        "max_window_layers": 0,
+    }
+
+
+def _layer_types(model: ModelConfig) -> list[str]:
+    limited = [model.window_of(layer) is not None for layer in range(model.num_layers)]
+    return [f"{'sliding' if has else 'full'}_attention" for has in limited]
+
+
+def _mixtral(model: ModelConfig, kind: str) -> Fields:
+    fields = _llama_like(model, kind)
+    return fields | {
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "intermediate_size": model.expert_ffn_size,
+    }
+
+
+def _qwen_moe(model: ModelConfig, kind: str) -> Fields:
+    fields = _llama_like(model, kind)
+    dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
+    fields |= {
+        "num_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "norm_topk_prob": not model.moe_router_pre_softmax,
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": 1,
+    }
+    if kind == "qwen2_moe":
+        fields["shared_expert_intermediate_size"] = model.shared_ffn_size
+        fields["qkv_bias"] = model.add_qkv_bias
+    return fields
+
+
+def _gpt_oss(model: ModelConfig, kind: str) -> Fields:
+    return _llama_like(model, kind) | {
+        "attention_bias": True,
+        "sliding_window": None if model.window_size is None else model.window_size + 1,
+        "layer_types": _layer_types(model),
+        "swiglu_limit": model.activation_func_clamp_value,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+    }
+
+
+def _deepseek(model: ModelConfig, kind: str) -> Fields:
+    second = kind == "deepseek_v2"
+    grouped = model.moe_router_num_groups is not None
+    dense = [layer for layer in range(model.num_layers) if not model.is_moe(layer)]
+    fields = {
+        **_sizes(model),
+        **_rope(model),
+        "intermediate_size": model.ffn_size,
+        "num_key_value_heads": model.num_attention_heads,
+        "hidden_act": model.activation_func,
+        "rms_norm_eps": model.norm_epsilon,
+        "attention_bias": False,
+        "attention_dropout": model.attention_dropout,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_head_dim,
+        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "n_routed_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "moe_intermediate_size": model.expert_ffn_size,
+        "n_shared_experts": model.shared_ffn_size // model.expert_ffn_size,
+        "first_k_dense_replace": len(dense),
+        "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+        "n_group": model.moe_router_num_groups or 1,
+        "topk_group": model.moe_router_group_topk or 1,
+        "scoring_func": "softmax" if second else "sigmoid",
+        "norm_topk_prob": not second,
+        "moe_layer_freq": 1,
+    }
+    if second:
+        fields["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+        return fields
+    return fields | {
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": model.mtp_num_layers,
+        "rope_interleave": True,
+    }
+
+
+_WRITERS: Mapping[str, Callable[[ModelConfig, str], Fields]] = MappingProxyType(
+    {
+        "llama": _llama_like,
+        "mistral": _llama_like,
+        "qwen2": _llama_like,
+        "qwen3": _llama_like,
+        "gpt2": _gpt2,
+        "gpt_neox": _gpt_neox,
+        "mixtral": _mixtral,
+        "qwen2_moe": _qwen_moe,
+        "qwen3_moe": _qwen_moe,
+        "gpt_oss": _gpt_oss,
+        "deepseek_v2": _deepseek,
+        "deepseek_v3": _deepseek,
+    }
+)
+ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "gpt2": "GPT2LMHeadModel",
+        "gpt_neox": "GPTNeoXForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "qwen2_moe": "Qwen2MoeForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
+        "deepseek_v2": "DeepseekV2ForCausalLM",
+        "deepseek_v3": "DeepseekV3ForCausalLM",
+    }
+)

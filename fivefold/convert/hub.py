@@ -1,0 +1,172 @@
+"""Reads parts of the tensors in a Hugging Face folder, of several files or one."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.convert.stored import Shape, base_of
+from fivefold.errors import CheckpointError, Mistake
+from fivefold.files import read_json
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+_SCALES, _BLOCKS, _BLOCK_SCALES = "_scale_inv", "_blocks", "_scales"
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1 without its sign (OCP Microscaling 1.0)
+
+
+def is_hub_folder(path: Path) -> bool:
+    """Whether a folder holds a model as Hugging Face does: config.json, and weights."""
+    return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
+
+
+@dataclass
+class HubFolder:
+    """The tensors of a folder, each read by slices, so that a rank reads no more than its own.
+
+    fp8 weights with block scales (DeepSeek-V3) and MXFP4 (gpt-oss) are widened as they are read.
+
+    Attributes:
+        path: the folder.
+        fields: its config.json.
+    """
+
+    path: Path
+    fields: Mapping[str, Any] = field(init=False)
+    _files: dict[str, Path] = field(init=False)
+    _actual: dict[str, str] = field(init=False)
+    _open: dict[Path, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.fields = read_json(self.path / CONFIG, dict[str, Any], CheckpointError)
+        self._files = self._find()
+        base = base_of(self.kind)
+        heads = ("lm_head.", "embed_out.", base)
+        self._actual = {
+            name if name.startswith(heads) else base + name: name for name in self._files
+        }
+
+    @property
+    def kind(self) -> str:
+        """The model's family."""
+        return str(self.fields.get("model_type"))
+
+    @property
+    def names(self) -> set[str]:
+        """Its tensors, by their full names; those that hold scales of others are left out."""
+        found = set()
+        for name in self._actual:
+            if (
+                name.endswith(_BLOCKS)
+                and name.removesuffix(_BLOCKS) + _BLOCK_SCALES in self._actual
+            ):
+                found.add(name.removesuffix(_BLOCKS))
+            elif not self._scales_another(name):
+                found.add(name)
+        return found
+
+    def _scales_another(self, name: str) -> bool:
+        if name.endswith(_SCALES):
+            return name.removesuffix(_SCALES) in self._actual
+        return name.endswith(_BLOCK_SCALES) and (
+            name.removesuffix(_BLOCK_SCALES) + _BLOCKS in self._actual
+        )
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor."""
+        if name not in self._actual:  # MXFP4: [E, rows, blocks, bytes], as [E, columns, rows]
+            experts, rows, blocks, size = self._slice(name + _BLOCKS).get_shape()
+            return experts, 2 * blocks * size, rows
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The type of a tensor's elements, by its name in the file; MXFP4 is "MXFP4"."""
+        return str(self._slice(name).get_dtype()) if name in self._actual else "MXFP4"
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor.
+
+        Raises:
+            CheckpointError: its file cannot be read.
+        """
+        with self._telling(name):
+            if name not in self._actual:
+                return self._widened(name, slices)
+            part: Tensor = self._slice(name)[slices]
+            if name + _SCALES in self._actual:
+                part = part.float() * self._scale(name, slices)
+            return part
+
+    def _scale(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """fp8's scales, each for a block of elements, for a part of a matrix."""
+        sizes = self.fields.get("quantization_config", {}).get("weight_block_size", [128, 128])
+        blocks = tuple(
+            slice(part.start // size, -(-part.stop // size))
+            for part, size in zip(slices, sizes, strict=True)
+        )
+        scale: Tensor = self._slice(name + _SCALES)[blocks].float()
+        for dim, (part, size) in enumerate(zip(slices, sizes, strict=True)):
+            first = part.start % size
+            scale = scale.repeat_interleave(size, dim)
+            scale = scale.narrow(dim, first, part.stop - part.start)
+        return scale
+
+    def _widened(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A part of [E, columns, rows] from MXFP4: 32 elements in 16 bytes share a power of two."""
+        experts, columns, rows = slices
+        blocks: Tensor = self._slice(name + _BLOCKS)[experts, rows]
+        scales: Tensor = self._slice(name + _BLOCK_SCALES)[experts, rows]
+        values = torch.tensor([*_FP4, *(-value for value in _FP4)])
+        pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).long()
+        wide = values[pairs].flatten(-2) * torch.exp2(scales.float() - 127)[..., None]
+        return wide.flatten(-2).transpose(1, 2)[:, columns]
+
+    def _slice(self, name: str) -> Any:
+        actual = self._actual[name]
+        file = self._files[actual]
+        if file not in self._open:
+            from safetensors import safe_open
+
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file].get_slice(actual)
+
+    @contextmanager
+    def _telling(self, name: str) -> Iterator[None]:
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path} does not give {name}: {error}") from None
+
+    def _find(self) -> dict[str, Path]:
+        """The file of each tensor."""
+        from safetensors import SafetensorError, safe_open
+
+        if (self.path / INDEX).is_file():
+            index = read_json(self.path / INDEX, dict[str, Any], CheckpointError)
+            places = index.get("weight_map")
+            if not isinstance(places, dict):
+                raise CheckpointError(f"{self.path / INDEX} has no weight_map")
+            missing = sorted({f for f in places.values() if not (self.path / str(f)).is_file()})
+            if missing:
+                what = f"{self.path} lacks {len(missing)} of its files"
+                raise CheckpointError(str(Mistake(what, (", ".join(map(str, missing[:8])),))))
+            return {name: self.path / str(file) for name, file in places.items()}
+        found: dict[str, Path] = {}
+        for file in sorted(self.path.glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    found |= dict.fromkeys(opened.keys(), file)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} is no safetensors file: {error}") from None
+        if not found:
+            old = [path.name for path in self.path.glob("*.bin")]
+            why = (f"it has {', '.join(old[:3])}; transformers' save_pretrained writes these",)
+            what = f"{self.path} has no .safetensors files"
+            raise CheckpointError(str(Mistake(what, why if old else ())))
+        return found

@@ -1,0 +1,106 @@
+"""Fills tensors of ours from a Hugging Face folder, part by part."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.checkpoint.matching import mismatches
+from fivefold.config.huggingface import from_hf_config
+from fivefold.config.model import ModelConfig
+from fivefold.convert.hub import HubFolder
+from fivefold.convert.stored import Stored, base_of, harmless, stored_tensors
+from fivefold.errors import CheckpointError
+from fivefold.mesh.slices import Piece
+
+
+def places_in(hub: HubFolder, model: ModelConfig) -> dict[str, Stored]:
+    """Where a folder holds each tensor of a model, checked: names and shapes agree.
+
+    Raises:
+        CheckpointError: tensors are missing, of another shape or left over.
+    """
+    places = stored_tensors(hub.kind, model, neighbours=stores_neighbours(hub.fields))
+    asked = {name: place.their_shape for place in places.values() for name in place.names}
+    saved = {
+        name: hub.shape(name)
+        for name in hub.names
+        if name in asked or not harmless(hub.kind, model, name)
+    }
+    if wrong := mismatches(asked, saved, ()):
+        raise CheckpointError("\n".join([f"{hub.path}: {wrong[0]}", *map(str, wrong[1:])]))
+    return places
+
+
+def model_in(hub: HubFolder) -> ModelConfig:
+    """The architecture of a folder: that of its config.json, less predictions that it lacks.
+
+    transformers neither loads nor saves DeepSeek-V3's layers that predict further tokens.
+
+    Raises:
+        ConfigError: the config.json is not supported.
+    """
+    model = from_hf_config(hub.fields)
+    further = f"{base_of(hub.kind)}layers.{model.num_layers}."
+    if any(name.startswith(further) for name in hub.names):
+        return model
+    return replace(model, mtp_num_layers=0)
+
+
+def stores_neighbours(fields: Mapping[str, object]) -> bool:
+    """Whether a config.json says that rotary features are stored as pairs of neighbours."""
+    return fields.get("model_type") == "deepseek_v2" or fields.get("rope_interleave") is not False
+
+
+def fill_from_hub(path: Path, model: ModelConfig, pieces: Mapping[str, Piece]) -> None:
+    """Fill each piece in place; values are converted to its type, padding becomes zero.
+
+    Args:
+        path: folder of the model, as Hugging Face has it.
+        model: our architecture; its sizes are those of the folder.
+        pieces: pieces of our parameters and buffers, by name.
+
+    Raises:
+        CheckpointError: the folder's tensors are not those of the model, or cannot be read.
+    """
+    hub = HubFolder(path)
+    places = places_in(hub, model)
+    for name, piece in pieces.items():
+        if piece.local.numel():
+            _fill(hub, places[name], piece)
+
+
+def _fill(hub: HubFolder, place: Stored, piece: Piece) -> None:
+    target = piece.local.detach()
+    if not place.by_expert:
+        target.copy_(_read(hub, place, place.names[0], piece.slices))
+        return
+    experts, *inner = piece.slices
+    for at, name in enumerate(place.names[experts]):
+        target[at].copy_(_read(hub, place, name, tuple(inner)))
+
+
+def _read(hub: HubFolder, place: Stored, name: str, slices: tuple[slice, ...]) -> Tensor:
+    """A part of a tensor there, in our order and orientation."""
+    axis, wanted = place.axis, list(slices)
+    rows = None if place.rows is None else place.rows[slices[axis]]
+    if rows is not None:
+        if not len(rows):  # padding alone
+            return torch.zeros([part.stop - part.start for part in slices])
+        wanted[axis] = slice(int(rows.min()), int(rows.max()) + 1)
+    if place.transposed:
+        wanted[-2:] = wanted[:-3:-1]
+    part = hub.read(name, tuple(wanted))
+    if place.transposed:
+        part = part.transpose(-1, -2)
+    if rows is None:
+        return part
+    part = part.index_select(axis, rows - rows.min())
+    missing = slices[axis].stop - slices[axis].start - len(rows)
+    if not missing:
+        return part
+    shape = list(part.shape)
+    shape[axis] = missing
+    return torch.cat([part, part.new_zeros(shape)], axis)

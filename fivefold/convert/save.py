@@ -1,0 +1,113 @@
+"""Writes weights as Hugging Face keeps them: files of limited size, with an index."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.convert.hub import INDEX
+from fivefold.convert.stored import Stored
+from fivefold.files import write_atomic
+
+ReadPart = Callable[[str, tuple[slice, ...]], Tensor]
+"""Reads a part of a tensor of ours, by name."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of ours, or one expert of it, that goes into a tensor of theirs."""
+
+    name: str
+    place: Stored
+    expert: int | None
+
+    def read(self, read: ReadPart) -> Tensor:
+        shape = self.place.shape
+        slices = [slice(0, size) for size in shape]
+        if self.place.rows is not None:  # without the padding
+            slices[self.place.axis] = slice(0, len(self.place.rows))
+        if self.expert is None:
+            return read(self.name, tuple(slices))
+        slices[0] = slice(self.expert, self.expert + 1)
+        return read(self.name, tuple(slices))[0]
+
+
+def theirs(places: Mapping[str, Stored]) -> dict[str, list[_Part]]:
+    """Each tensor of theirs, with what of ours goes into it."""
+    parts: dict[str, list[_Part]] = {}
+    for ours, place in places.items():
+        for index, name in enumerate(place.names):
+            expert = index if place.by_expert else None
+            parts.setdefault(name, []).append(_Part(ours, place, expert))
+    return parts
+
+
+def write_weights(
+    folder: Path,
+    places: Mapping[str, Stored],
+    read: ReadPart,
+    dtype_of: Callable[[str], torch.dtype],
+    *,
+    most_bytes: float = 5e9,
+) -> int:
+    """Write all tensors to `folder`, and return the number of their bytes.
+
+    One file is held in memory at a time.
+
+    Args:
+        folder: an existing folder.
+        places: where each tensor of ours goes.
+        read: reads a part of a tensor of ours.
+        dtype_of: type to which a tensor of theirs is rounded.
+        most_bytes: largest size of a file, unless one tensor is larger.
+    """
+    from safetensors.torch import save_file
+
+    parts = theirs(places)
+    sizes = {
+        name: math.prod(own[0].place.their_shape) * dtype_of(name).itemsize
+        for name, own in parts.items()
+    }
+    files = list(_shards(sizes, most_bytes))
+    index: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        file = "model.safetensors"
+        if len(files) > 1:
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        tensors = {name: _made(parts[name], read, dtype_of(name)) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(names, file)
+    total = sum(sizes.values())
+    if len(files) > 1:
+        text = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+        write_atomic(folder / INDEX, json.dumps(text, indent=2) + "\n")
+    return total
+
+
+def _shards(sizes: Mapping[str, int], most_bytes: float) -> Iterator[list[str]]:
+    names: list[str] = []
+    used = 0
+    for name, size in sizes.items():
+        if names and used + size > most_bytes:
+            yield names
+            names, used = [], 0
+        names.append(name)
+        used += size
+    yield names
+
+
+def _made(parts: list[_Part], read: ReadPart, dtype: torch.dtype) -> Tensor:
+    """A tensor of theirs, from all parts of ours."""
+    made = torch.empty(parts[0].place.their_shape, dtype=dtype)
+    for part in parts:
+        view = made.transpose(-1, -2) if part.place.transposed else made
+        values = part.read(read).to(dtype)
+        if part.place.rows is None:
+            view.copy_(values)
+        else:
+            view.index_copy_(part.place.axis, part.place.rows, values)
+    return made

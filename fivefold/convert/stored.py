@@ -1,0 +1,235 @@
+"""Where the files of Hugging Face's models hold each of our tensors: names, order, orientation.
+
+The names are those of the files that transformers writes and that models are published in; what
+transformers makes of them in memory may differ.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.shape import parameter_shapes
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where one tensor of ours lies, of E experts if these are kept apart.
+
+    Attributes:
+        shape: shape of our tensor.
+        names: the tensor there; E of them if each holds one expert, which is our first dim.
+        axis: dim of our tensor that counts output features or vocabulary entries, from the end.
+        rows: for each place along `axis`, its place there; None: the same. Places past the end of
+            `rows` are padding, which is not stored.
+        of: size of that dim there.
+        transposed: whether the last two dims are swapped there.
+    """
+
+    shape: Shape
+    names: tuple[str, ...]
+    axis: int
+    rows: Tensor | None = None
+    of: int | None = None
+    transposed: bool = False
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether each expert is a tensor of its own."""
+        return len(self.names) > 1
+
+    @property
+    def their_shape(self) -> Shape:
+        """Shape of each tensor there."""
+        shape = list(self.shape[1:] if self.by_expert else self.shape)
+        shape[self.axis] = shape[self.axis] if self.of is None else self.of
+        if self.transposed:
+            shape[-2:] = shape[:-3:-1]
+        return tuple(shape)
+
+
+def stored_tensors(kind: str, model: ModelConfig, *, neighbours: bool = True) -> dict[str, Stored]:
+    """Every parameter and router bias of a model, by our names.
+
+    Args:
+        kind: family of the files, the `model_type` of their config.json.
+        model: the architecture.
+        neighbours: whether latent attention's rotary features are stored as pairs of neighbours
+            (`rope_interleave` of a config.json), not as two halves.
+    """
+    shapes = dict(parameter_shapes(model)) | dict(_expert_biases(model))
+    return {name: _place(kind, model, name, shape, neighbours) for name, shape in shapes.items()}
+
+
+def _expert_biases(model: ModelConfig) -> Iterator[tuple[str, Shape]]:
+    if not model.moe_router_enable_expert_bias or model.num_experts is None:
+        return
+    for layer in range(model.num_layers + model.mtp_num_layers):
+        if model.is_moe(layer):
+            depth = layer - model.num_layers
+            where = f"layers.{layer}" if depth < 0 else f"mtp.{depth}.layer"
+            yield f"{where}.mlp.router.expert_bias", (model.num_experts,)
+
+
+def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: bool) -> Stored:
+    of_bias = name.endswith("bias") or len(shape) == 1
+    place = Stored(tuple(shape), (their_name(kind, model, name),), -1 if of_bias else -2)
+    if name in ("embed_tokens.weight", "lm_head.weight"):
+        return _with(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
+    if ".experts." in name:
+        return _experts(kind, model, name, place)
+    if model.multi_latent_attention and neighbours and "self_attn." in name:
+        return _with(place, rows=_neighbours(model, name, shape[0]))
+    joint = _joint(kind, model, name)
+    if joint is not None:
+        place = _with(place, rows=joint, of=3 * model.num_attention_heads * model.head_dim)
+    linear = not of_bias and "embed" not in name
+    return _with(place, transposed=kind == "gpt2" and linear)
+
+
+def _with(place: Stored, **changes: object) -> Stored:
+    return Stored(**{**vars(place), **changes})
+
+
+def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
+    """Experts one by one; in gpt-oss together, gate and up alternating."""
+    if kind != "gpt_oss":
+        assert model.num_experts is not None
+        names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
+        return _with(place, names=names)
+    place = _with(place, transposed=not name.endswith("bias"))
+    if "down_proj" in name:
+        return place
+    inner = model.expert_ffn_size
+    return _with(place, rows=2 * torch.arange(inner) + ("up_proj" in name), of=2 * inner)
+
+
+def _joint(kind: str, model: ModelConfig, name: str) -> Tensor | None:
+    """Rows of queries, keys or values in a joint projection; None for other tensors."""
+    which = next((i for i, part in enumerate("qkv") if f"self_attn.{part}_proj" in name), None)
+    if which is None or kind not in ("gpt2", "gpt_neox"):
+        return None
+    rows = torch.arange(3 * model.num_attention_heads * model.head_dim)
+    if kind == "gpt2":  # one after the other
+        return rows.chunk(3)[which]
+    by_head = rows.view(model.num_attention_heads, 3, model.head_dim)
+    return by_head[:, which].flatten()
+
+
+def _neighbours(model: ModelConfig, name: str, size: int) -> Tensor | None:
+    """Rows of rotary features as two halves, where neighbours are pairs; None for others."""
+    rotary = model.qk_pos_emb_head_dim
+    halves = torch.cat([torch.arange(0, rotary, 2), torch.arange(1, rotary, 2)])
+    if "kv_a_proj." in name:
+        return torch.cat([torch.arange(size - rotary), size - rotary + halves])
+    if "q_proj." not in name and "q_b_proj." not in name:
+        return None
+    one = torch.cat([torch.arange(model.qk_head_dim), model.qk_head_dim + halves])
+    return (torch.arange(0, size, len(one))[:, None] + one).flatten()
+
+
+def base_of(kind: str) -> str:
+    """The prefix of all names but the output layer's; files of the bare model lack it."""
+    return {"gpt2": "transformer.", "gpt_neox": "gpt_neox."}.get(kind, "model.")
+
+
+def their_name(kind: str, model: ModelConfig, name: str) -> str:
+    """A tensor's name there; `{e}` stands for the index of an expert."""
+    if name.startswith("mtp."):  # DeepSeek's layers after the last
+        _, depth, inner = name.split(".", 2)
+        inner = inner.removeprefix("layer.") if inner.startswith("layer.") else inner
+        inner = "shared_head.norm.weight" if inner == "norm.weight" else inner
+        name = f"layers.{model.num_layers + int(depth)}.{inner}"
+    if name.startswith("norm."):
+        name = _LAST.get(kind, "norm.") + name.removeprefix("norm.")
+    for ours, theirs in _NAMES.get(kind, {}).items():
+        name = name.replace(ours, theirs)
+    return name if name.startswith(_HEADS) else base_of(kind) + name
+
+
+_HEADS = ("lm_head.", "embed_out.")
+_EACH = {".experts.": ".experts.{e}."}
+_DEEPSEEK = {
+    ".kv_a_proj.": ".kv_a_proj_with_mqa.",
+    ".mlp.router.expert_bias": ".mlp.gate.e_score_correction_bias",
+    ".mlp.router.": ".mlp.gate.",
+    **_EACH,
+}
+_QWEN_MOE = {
+    ".mlp.router.": ".mlp.gate.",
+    ".mlp.shared_experts.": ".mlp.shared_expert.",
+    **_EACH,
+}
+_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "gpt2": {
+            "embed_tokens.": "wte.",
+            "embed_positions.": "wpe.",
+            ".input_layernorm.": ".ln_1.",
+            ".post_attention_layernorm.": ".ln_2.",
+            "layers.": "h.",
+            ".self_attn.q_proj.": ".attn.c_attn.",
+            ".self_attn.k_proj.": ".attn.c_attn.",
+            ".self_attn.v_proj.": ".attn.c_attn.",
+            ".self_attn.o_proj.": ".attn.c_proj.",
+            ".mlp.up_proj.": ".mlp.c_fc.",
+            ".mlp.down_proj.": ".mlp.c_proj.",
+        },
+        "gpt_neox": {
+            "embed_tokens.": "embed_in.",
+            "lm_head.": "embed_out.",
+            ".self_attn.q_proj.": ".attention.query_key_value.",
+            ".self_attn.k_proj.": ".attention.query_key_value.",
+            ".self_attn.v_proj.": ".attention.query_key_value.",
+            ".self_attn.o_proj.": ".attention.dense.",
+            ".mlp.up_proj.": ".mlp.dense_h_to_4h.",
+            ".mlp.down_proj.": ".mlp.dense_4h_to_h.",
+        },
+        "mixtral": {
+            ".mlp.router.": ".block_sparse_moe.gate.",
+            ".mlp.experts.gate_proj.": ".block_sparse_moe.experts.{e}.w1.",
+            ".mlp.experts.down_proj.": ".block_sparse_moe.experts.{e}.w2.",
+            ".mlp.experts.up_proj.": ".block_sparse_moe.experts.{e}.w3.",
+        },
+        "qwen2_moe": _QWEN_MOE,
+        "qwen3_moe": _QWEN_MOE,
+        "deepseek_v2": _DEEPSEEK,
+        "deepseek_v3": _DEEPSEEK,
+        "kimi_k2": _DEEPSEEK,
+        "gpt_oss": {
+            ".self_attn.sinks.weight": ".self_attn.sinks",
+            ".mlp.experts.gate_proj.weight": ".mlp.experts.gate_up_proj",
+            ".mlp.experts.up_proj.weight": ".mlp.experts.gate_up_proj",
+            ".mlp.experts.gate_proj.bias": ".mlp.experts.gate_up_proj_bias",
+            ".mlp.experts.up_proj.bias": ".mlp.experts.gate_up_proj_bias",
+            ".mlp.experts.down_proj.weight": ".mlp.experts.down_proj",
+            ".mlp.experts.down_proj.bias": ".mlp.experts.down_proj_bias",
+        },
+    }
+)
+_LAST: Mapping[str, str] = MappingProxyType({"gpt2": "ln_f.", "gpt_neox": "final_layer_norm."})
+
+
+def harmless(kind: str, model: ModelConfig, name: str) -> bool:
+    """Whether a tensor there has no effect: constants, and copies of the embedding or head."""
+    tail = name.removeprefix(base_of(kind))
+    if tail.endswith("rotary_emb.inv_freq"):
+        return True
+    if kind in ("gpt2", "gpt_neox") and tail.endswith(
+        (".attn.bias", ".masked_bias", "attention.bias")
+    ):
+        return True
+    if name.startswith(_HEADS):
+        return not model.untie_embeddings_and_output_weights
+    layer = re.fullmatch(r"layers\.(\d+)\.(.*)", tail)
+    if layer is None or not model.multi_latent_attention:
+        return False
+    depth = int(layer[1]) - model.num_layers
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    return depth >= model.mtp_num_layers or (depth >= 0 and layer[2] in copies)

@@ -1,0 +1,240 @@
+"""Converts a Hugging Face folder to a run folder, and a run's checkpoint to such a folder."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.index import SavedTensor
+from fivefold.checkpoint.reader import fill
+from fivefold.config.config import Config
+from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface.write import differences, to_hf_config
+from fivefold.config.model import ModelConfig
+from fivefold.config.sources import read_config, to_toml
+from fivefold.convert.hub import CONFIG, HubFolder
+from fivefold.convert.load import fill_from_hub, model_in, places_in, stores_neighbours
+from fivefold.convert.save import write_weights
+from fivefold.convert.stored import stored_tensors
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import CheckpointError, Mistake
+from fivefold.files import as_kind, read_json, write_atomic
+from fivefold.mesh.slices import Piece
+from fivefold.train.origin import checkpoints_of
+from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER
+from fivefold.train.saved_state import SavedState, read_state
+
+SIDE = "huggingface"
+"""Folder of a run with what else lay beside the weights: tokenizer, settings of generation."""
+_SIDE_FILES = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model", "*.tiktoken"),
+)
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }
+)
+_STORED: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float32,  # with its scales
+        "MXFP4": torch.bfloat16,  # exact: 3 bits times a power of two
+    }
+)
+
+
+def to_run(source: Path, target: Path) -> int:
+    """Make a run folder with a checkpoint of step 0 of a Hugging Face folder.
+
+    Holds the whole model in memory once, in the types of its files. Returns its bytes.
+
+    Raises:
+        ConfigError: its config.json is not supported.
+        CheckpointError: its tensors are not those of its config.json.
+    """
+    hub = HubFolder(source)
+    model = model_in(hub)
+    places = places_in(hub, model)
+    with _finished(target) as folder:
+        pieces = {}
+        for name, place in places.items():
+            dtype = _STORED.get(hub.dtype(place.names[0]))
+            if dtype is None:
+                what = f"{source}: {place.names[0]} is stored as {hub.dtype(place.names[0])}"
+                raise CheckpointError(str(Mistake(what, works=tuple(_STORED))))
+            shape = torch.Size(place.shape)
+            whole = tuple(slice(0, size) for size in shape)
+            pieces[name] = Piece(torch.empty(shape, dtype=dtype), shape, whole)
+        fill_from_hub(source, model, pieces)
+        length = min(4096, model.max_position_embeddings)
+        config = Config(model).with_values(seq_length=length)
+        state = SavedState(0, {"consumed_samples": 0, "fingerprint": {}}, asdict(model), length)
+        Checkpointer(folder / CHECKPOINTS).save(0, pieces, asdict(state))
+        write_atomic(folder / "config.toml", to_toml(config))
+        keep_side_files(source, folder)
+        if (source / TOKENIZER).is_file():
+            shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
+    return sum(piece.local.nbytes for piece in pieces.values())
+
+
+def keep_side_files(source: Path, run: Path) -> None:
+    """Copy what lies beside a Hugging Face folder's weights into a run folder."""
+    (run / SIDE).mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        if file.is_file() and any(fnmatch(file.name, pattern) for pattern in _SIDE_FILES):
+            shutil.copyfile(file, run / SIDE / file.name)
+
+
+def to_hub(
+    source: Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    most_bytes: float = 5e9,
+) -> int:
+    """Write a checkpoint of a run as a Hugging Face folder, and return the bytes of its weights.
+
+    Args:
+        source: run folder, or a folder of checkpoints.
+        target: new folder.
+        step: step of the checkpoint; None: the latest.
+        dtype: type of the weights, by its name in `DTYPES`; None: that of training, or of the files
+            that the run was converted from. Biases of routers stay fp32.
+        most_bytes: largest size of a file.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: no model family of Hugging Face's has this architecture.
+    """
+    checkpoints = Checkpointer(checkpoints_of(source), step_flag="--step")
+    state = read_state(checkpoints, step)
+    model = as_kind(state.model, ModelConfig, f"the model of {source}", CheckpointError)
+    path, index = checkpoints.open(state.step)
+    side = source / SIDE
+    fields = _fields(side, model)
+    stated = _Types(index, None if dtype is None else DTYPES[dtype], _trained_in(source))
+    places = stored_tensors(fields["model_type"], model, neighbours=stores_neighbours(fields))
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        saved = index[name]
+        part = torch.empty([s.stop - s.start for s in slices], dtype=saved.dtype)
+        fill(path, index, {name: Piece(part, torch.Size(saved.shape), slices)})
+        return part
+
+    owners = {name: ours for ours, place in places.items() for name in place.names}
+    with _finished(target) as folder:
+        size = write_weights(
+            folder, places, read, lambda name: stated.of(owners[name]), most_bytes=most_bytes
+        )
+        if side.is_dir():
+            for file in side.iterdir():
+                shutil.copyfile(file, folder / file.name)
+        _describe(source, folder, fields, stated.of("norm.weight"))
+    return size
+
+
+@dataclass(frozen=True)
+class _Types:
+    """The type in which each tensor is written.
+
+    Attributes:
+        index: the checkpoint's tensors.
+        asked: type that the user asked for; None: none.
+        trained: type in which the run computed.
+    """
+
+    index: Mapping[str, SavedTensor]
+    asked: torch.dtype | None
+    trained: torch.dtype
+
+    def of(self, name: str) -> torch.dtype:
+        """The type of a tensor, by our name of it."""
+        saved = self.index[name].dtype
+        if name.endswith("expert_bias"):  # which transformers keeps in fp32, whatever the rest is
+            return max(saved, torch.float32, key=lambda dtype: dtype.itemsize)
+        return self.asked or min(saved, self.trained, key=lambda dtype: dtype.itemsize)
+
+
+def _trained_in(source: Path) -> torch.dtype:
+    file = source / "config.toml"
+    precision = read_config(file).training.precision if file.is_file() else "fp64"
+    return DTYPES[precision]
+
+
+def _fields(side: Path, model: ModelConfig) -> dict[str, Any]:
+    """The config.json that the run was converted from, if it is still of this model; or a new one.
+
+    Raises:
+        ConfigError: no model family of Hugging Face's has this architecture.
+    """
+    fields = _json(side / CONFIG)
+    if fields is not None and not differences(model, from_hf_config(fields)):
+        return fields
+    return to_hf_config(model)
+
+
+def _describe(source: Path, folder: Path, fields: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write config.json, and the run's tokenizer with what transformers wants to know of it.
+
+    What was copied from the files that the run was converted from stays as it is.
+    """
+    name = "torch_dtype" if "torch_dtype" in fields else "dtype"
+    written = fields | {name: str(dtype).removeprefix("torch.")}
+    tokenizer = Tokenizer.load(source / TOKENIZER) if (source / TOKENIZER).is_file() else None
+    if tokenizer is not None and not (folder / TOKENIZER).exists():
+        shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
+        end, name = tokenizer.eod_id, tokenizer.decode([tokenizer.eod_id])
+        ends = {"bos_token_id": end, "eos_token_id": end}
+        written |= ends
+        _write(folder / "generation_config.json", {"_from_model_config": True, **ends})
+        how = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "bos_token": name}
+        _write(folder / "tokenizer_config.json", how)
+    if written != _json(folder / CONFIG):
+        _write(folder / CONFIG, written)
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    return read_json(file, dict[str, Any], CheckpointError) if file.is_file() else None
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    write_atomic(file, json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def _finished(target: Path) -> Iterator[Path]:
+    """A temporary folder beside the target, which becomes the target when the block is done.
+
+    Raises:
+        CheckpointError: there is something at the target.
+    """
+    if target.exists():
+        what = f"{target} is there already"
+        raise CheckpointError(str(Mistake(what, attempt="another folder")))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".tmp-{target.name}-", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
