@@ -20,7 +20,6 @@ import argparse
 import datetime
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,47 +53,6 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "experts": ("debug-mixtral",),
     "latents": ("debug-deepseek-v3",),
     "sinks": ("debug-gpt-oss",),
-}
-
-
-ONE_B = (
-    *("--preset", "llama3-8b", "--num-layers", "16", "--hidden-size", "2048"),
-    *("--ffn-hidden-size", "8192", "--kv-channels", "64", "--vocab-size", "32768"),
-    *("--seq-length", "4096", "--micro-batch-size", "2", "--global-batch-size", "8"),
-)
-EIGHT_B = (
-    *("--preset", "llama3-8b", "--num-layers", "8", "--vocab-size", "32768"),
-    *("--seq-length", "8192", "--global-batch-size", "4"),
-)
-RUNS: dict[str, tuple[str, ...]] = {
-    "1B": ONE_B,
-    "1B, compiled": (*ONE_B, "--compile"),
-    "eight layers of 8B": EIGHT_B,
-    "eight layers of 8B, compiled, native loss": (
-        *EIGHT_B,
-        "--compile",
-        "--cross-entropy-loss-fusion",
-    ),
-    "eight layers of 8B, recomputed, linear loss": (
-        *EIGHT_B,
-        *LINEAR_LOSS,
-        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
-        *("--recompute-num-layers", "1"),
-    ),
-    "two layers of Mixtral 8x7B": (
-        *("--preset", "mixtral-8x7b", "--num-layers", "2"),
-        *("--seq-length", "4096", "--global-batch-size", "4"),
-    ),
-    "three layers of DeepSeek-V2 lite": (
-        *("--preset", "deepseek-v2-lite", "--num-layers", "3", "--moe-layer-freq", "[0]*1+[1]*2"),
-        *("--vocab-size", "32768"),
-        *("--seq-length", "4096", "--global-batch-size", "4"),
-    ),
-}
-DRY_RUNS = {
-    "small": ("--seq-length", "128"),
-    "small, linear loss": LINEAR_LOSS,
-    "small with experts": ("--preset", "debug-mixtral"),
 }
 
 
@@ -135,16 +93,18 @@ def run(
 
 
 def _rows(output: str) -> tuple[Any, ...]:
-    """The values of JSON in what a process printed: all of it, or some of its lines."""
-    try:
-        return (json.loads(output),)
-    except ValueError:
-        return tuple(json.loads(line) for line in output.splitlines() if line.startswith('{"'))
+    """The lines of JSON in what a process printed."""
+    return tuple(json.loads(line) for line in output.splitlines() if line.startswith('{"'))
 
 
 def twins(dry: bool) -> Iterator[tuple[str, Outcome]]:
     """Kernels against their plain twins; on a CPU they are collected and skipped."""
-    yield "kernels", run("pytest", "-q", "-p", "no:xdist", "-m", "gpu", "tests", limit=150)
+    files = [
+        str(file)  # to collect all of them takes longer than to run these
+        for file in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "pytest.mark.gpu" in file.read_text()
+    ]
+    yield "kernels", run("pytest", "-q", "-p", "no:xdist", "-m", "gpu", *files, limit=240)
 
 
 def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
@@ -164,12 +124,12 @@ def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
 
 def script(module: str, dry: bool) -> Iterator[tuple[str, Outcome]]:
     """A benchmark that prints its rows."""
-    yield module, run(f"benchmarks.{module}", *(["--dry"] if dry else []), limit=180)
+    yield module, run(f"benchmarks.{module}", *(["--dry"] if dry else []), limit=240)
 
 
 def train(dry: bool) -> Iterator[tuple[str, Outcome]]:
     """A few steps from the command line, saved and continued, and the same with offloading."""
-    sizes = () if dry else ("--num-layers", "8", "--hidden-size", "2048", "--seq-length", "4096")
+    sizes = () if dry else ("--num-layers", "4", "--hidden-size", "2048", "--seq-length", "4096")
     for name, more in (("plain", ()), ("offloaded", OFFLOADS)):
         with tempfile.TemporaryDirectory() as folder:
             words = ["fivefold", "train", "debug", *ONE_RANK, *sizes]
@@ -179,31 +139,6 @@ def train(dry: bool) -> Iterator[tuple[str, Outcome]]:
             if first.passed:
                 again = run(*words, "--train-iters", "8", limit=120, folder=Path(folder))
                 yield f"{name}, continued", again
-
-
-def runs(dry: bool) -> Iterator[tuple[str, Outcome]]:
-    """Steps of larger models, and what `fivefold audit` says of them.
-
-    A row has, of each quantity, its predicted and its measured value.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        one = partial(run, limit=120, folder=Path(folder))
-        for name, flags in (DRY_RUNS if dry else RUNS).items():
-            words = ("fivefold", "train", "debug", *ONE_RANK, "--bf16", "--audit", "--save", name)
-            trained = one(*words, "--train-iters", "8", "--lr-warmup-iters", "0", *flags)
-            if not trained.passed:
-                yield name, trained
-                continue
-            audited = one("fivefold", "audit", name, "--cluster", "H100", "--json")
-            shutil.rmtree(Path(folder, name, "checkpoints"), ignore_errors=True)
-            seconds = trained.seconds + audited.seconds
-            rows = tuple(row for report in audited.rows for row in _findings(report))
-            yield name, Outcome(audited.passed, seconds, audited.last, rows)
-
-
-def _findings(report: Mapping[str, Any]) -> tuple[Any, ...]:
-    kept = ("name", "predicted", "measured")
-    return tuple({key: finding[key] for key in kept} for finding in report["findings"])
 
 
 def calibrate(dry: bool) -> Iterator[tuple[str, Outcome]]:
@@ -222,7 +157,7 @@ PARTS: dict[str, Callable[[bool], Iterator[tuple[str, Outcome]]]] = {
     "layers": partial(script, "gpu_layers"),
     "losses": partial(script, "gpu_losses"),
     "train": train,
-    "runs": runs,
+    "runs": partial(script, "gpu_runs"),
     "calibrate": calibrate,
 }
 

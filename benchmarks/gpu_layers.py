@@ -150,7 +150,7 @@ def measured(step: Step, device: torch.device) -> dict[str, Any]:
     """Median seconds of a step; on CUDA also its launches, idle share and peak memory."""
     for _ in range(WARMUP):
         step()
-    times = [_seconds(step, device) for _ in range(STEPS)]
+    times = [seconds(step, device) for _ in range(STEPS)]
     found: dict[str, Any] = {"seconds": statistics.median(times)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -165,7 +165,8 @@ def measured(step: Step, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _seconds(step: Step, device: torch.device) -> float:
+def seconds(step: Step, device: torch.device) -> float:
+    """How long a step takes, its kernels included."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()

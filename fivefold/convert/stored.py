@@ -6,7 +6,7 @@ transformers makes of them in memory may differ.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -24,12 +24,13 @@ class Stored:
 
     Attributes:
         shape: shape of our tensor.
-        names: the tensor there; E of them if each holds one expert, which is our first dim.
+        names: the tensor there; E of them if `by_expert`.
         axis: dim of our tensor that counts output features or vocabulary entries, from the end.
         rows: for each place along `axis`, its place there; None: the same. Places past the end of
             `rows` are padding, which is not stored.
         of: size of that dim there.
         transposed: whether the last two dims are swapped there.
+        by_expert: whether each expert, an index of our first dim, is a tensor of its own.
     """
 
     shape: Shape
@@ -38,11 +39,7 @@ class Stored:
     rows: Tensor | None = None
     of: int | None = None
     transposed: bool = False
-
-    @property
-    def by_expert(self) -> bool:
-        """Whether each expert is a tensor of its own."""
-        return len(self.names) > 1
+    by_expert: bool = False
 
     @property
     def their_shape(self) -> Shape:
@@ -81,20 +78,16 @@ def _place(kind: str, model: ModelConfig, name: str, shape: Shape, neighbours: b
     of_bias = name.endswith("bias") or len(shape) == 1
     place = Stored(tuple(shape), (their_name(kind, model, name),), -1 if of_bias else -2)
     if name in ("embed_tokens.weight", "lm_head.weight"):
-        return _with(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
+        return replace(place, rows=torch.arange(model.vocab_size), of=model.vocab_size)
     if ".experts." in name:
         return _experts(kind, model, name, place)
     if model.multi_latent_attention and neighbours and "self_attn." in name:
-        return _with(place, rows=_neighbours(model, name, shape[0]))
+        return replace(place, rows=_neighbours(model, name, shape[0]))
     joint = _joint(kind, model, name)
     if joint is not None:
-        place = _with(place, rows=joint, of=3 * model.num_attention_heads * model.head_dim)
+        place = replace(place, rows=joint, of=3 * model.num_attention_heads * model.head_dim)
     linear = not of_bias and "embed" not in name
-    return _with(place, transposed=kind == "gpt2" and linear)
-
-
-def _with(place: Stored, **changes: object) -> Stored:
-    return Stored(**{**vars(place), **changes})
+    return replace(place, transposed=kind == "gpt2" and linear)
 
 
 def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
@@ -102,12 +95,12 @@ def _experts(kind: str, model: ModelConfig, name: str, place: Stored) -> Stored:
     if kind != "gpt_oss":
         assert model.num_experts is not None
         names = tuple(place.names[0].replace("{e}", str(e)) for e in range(model.num_experts))
-        return _with(place, names=names)
-    place = _with(place, transposed=not name.endswith("bias"))
+        return replace(place, names=names, by_expert=True)
+    place = replace(place, transposed=not name.endswith("bias"))
     if "down_proj" in name:
         return place
     inner = model.expert_ffn_size
-    return _with(place, rows=2 * torch.arange(inner) + ("up_proj" in name), of=2 * inner)
+    return replace(place, rows=2 * torch.arange(inner) + ("up_proj" in name), of=2 * inner)
 
 
 def _joint(kind: str, model: ModelConfig, name: str) -> Tensor | None:

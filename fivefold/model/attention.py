@@ -176,9 +176,8 @@ def _fused(q_BSND: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, causal: bool) -> Tens
         # On CUDA, only FlashAttention knows shared heads; else all S x S scores would be held.
         k, v = (_per_query_head(x, q.shape[1]) for x in (k_BLGD, v_BLGD))
         shared = False
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared).transpose(
-        1, 2
-    )
+    out_BNSD = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=shared)
+    return out_BNSD.transpose(1, 2)
 
 
 def _per_query_head(x_BSGD: Tensor, num_query_heads: int) -> Tensor:

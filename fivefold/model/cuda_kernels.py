@@ -4,7 +4,7 @@ Every backward takes the output and the log-sum-exp over *all* keys, not only th
 B batch, N query heads, G key/value heads, q queries, k keys, D features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -23,56 +23,85 @@ PLANNED = 128
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-class FlashOnCuda:
-    """FlashAttention as `torch.nn.attention.varlen` calls it; its window covers a BAND.
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    lengths: tuple[int, int],
+    causal: bool,
+    window: Mapping[str, int],
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention's output and log-sum-exp.
 
-    Calls the ATen operators, because that function's backward insists on its own log-sum-exp.
+    The operators that `torch.nn.attention.varlen` calls: that function's backward insists on its
+    own log-sum-exp.
+
+    Args:
+        q: queries [B, q, N, D]; with `starts` [T, N, D].
+        k: keys, with heads that groups of query heads may share.
+        v: values.
+        starts: offset of each piece in the T tokens, then T; None: rows of equal length.
+        lengths: longest piece of queries and of keys.
+        causal: whether a query sees no later key.
+        window: sizes to the left and right, by torch's names.
     """
+    out, lse, *_ = ATEN._flash_attention_forward(
+        q, k, v, starts, starts, *lengths, 0.0, causal, False, **window
+    )
+    return out, lse
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    lengths: tuple[int, int],
+    causal: bool,
+    window: Mapping[str, int],
+) -> Grads:
+    """Gradients of q, k and v, for an output and log-sum-exp over all keys; see `flash_forward`."""
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the random state of dropout
+    saved = q, k, v, out, lse, starts, starts
+    grads: Grads = ATEN._flash_attention_backward(
+        grad, *saved, *lengths, 0.0, causal, unused, unused, **window
+    )
+    return grads
+
+
+class FlashOnCuda:
+    """FlashAttention; its window covers a BAND."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """See `model.kernels.BlockKernel`."""
-        out, lse, *_ = ATEN._flash_attention_forward(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            block.kind == Visibility.CAUSAL,
-            False,
-            **_window(block),
-        )
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        lengths = q.shape[1], k.shape[1]
+        out, lse = flash_forward(q, k, v, None, lengths, *_seen(block))
         return out.transpose(1, 2), lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Grads:
         """See `model.kernels.BlockKernel`."""
-        # Without dropout the random state is unused.
-        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = ATEN._flash_attention_backward(
-            *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
-            lse.contiguous(),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            block.kind == Visibility.CAUSAL,
-            unused,
-            unused,
-            **_window(block),
-        )
+        grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+        lengths, lse = (q.shape[1], k.shape[1]), lse.contiguous()
+        dq, dk, dv = flash_backward(grad, q, k, v, out, lse, None, lengths, *_seen(block))
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _window(block: Block) -> dict[str, int]:
-    """FlashAttention's window of a BAND, which counts from the diagonal ending at the last query
-    and key."""
+def _seen(block: Block) -> tuple[bool, dict[str, int]]:
+    """Whether a block is causal, and its window in FlashAttention's words.
+
+    The window of a BAND counts from the diagonal that ends at the last query and key.
+    """
     if block.kind != Visibility.BAND:
-        return {}
+        return block.kind == Visibility.CAUSAL, {}
     last = (block.k[1] - block.k[0]) - (block.q[1] - block.q[0])
-    return {
+    return False, {
         "window_size_left": last - block.shift + block.window,
         "window_size_right": block.shift - last,
     }

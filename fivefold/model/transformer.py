@@ -117,7 +117,7 @@ def _dropped(x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:
 
 
 def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:
-    return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
+    return _dropped(x_TH, None if dropout is None else dropout.at(site), rate)
 
 
 def _make_layer(

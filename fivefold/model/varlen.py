@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.blockwise import sink_grads
-from fivefold.model.cuda_kernels import lacking_flash
+from fivefold.model.cuda_kernels import flash_backward, flash_forward, lacking_flash
 
-ATEN = torch.ops.aten
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
@@ -62,18 +61,12 @@ class PackedKernel(Protocol):
 
 
 class PackedFlash:
-    """FlashAttention of several lengths, the operators that `torch.nn.attention.varlen` calls.
-
-    That function's backward insists on its own log-sum-exp, which leaves no room for sinks.
-    """
+    """FlashAttention of several lengths; `lse` may include sinks."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Pieces) -> tuple[Tensor, Tensor]:
         """See `PackedKernel`."""
-        ends, longest = at.starts, at.longest
-        out, lse, *_ = ATEN._flash_attention_forward(
-            q, k, v, ends, ends, longest, longest, 0.0, at.causal, False, **at.bounds
-        )
-        return out, lse
+        longest = at.longest, at.longest
+        return flash_forward(q, k, v, at.starts, longest, at.causal, at.bounds)
 
     def backward(
         self,
@@ -86,27 +79,8 @@ class PackedFlash:
         at: Pieces,
     ) -> Grads:
         """See `PackedKernel`."""
-        ends, longest = at.starts, at.longest
-        # Without dropout the random state is unused.
-        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
-        grads: Grads = ATEN._flash_attention_backward(
-            grad.contiguous(),
-            q,
-            k,
-            v,
-            out,
-            lse,
-            ends,
-            ends,
-            longest,
-            longest,
-            0.0,
-            at.causal,
-            unused,
-            unused,
-            **at.bounds,
-        )
-        return grads
+        longest, grad = (at.longest, at.longest), grad.contiguous()
+        return flash_backward(grad, q, k, v, out, lse, at.starts, longest, at.causal, at.bounds)
 
 
 def lacking_packed(q_BSND: Tensor, v_BSGD: Tensor) -> str:

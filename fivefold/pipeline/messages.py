@@ -106,14 +106,18 @@ class Mail:
         It is the host that waits: on CUDA, waiting for an unfinished send would hold up the stream
         that computes.
         """
-        done = [work.is_completed() for work, _ in self._sending]
-        while any(done) or len(done) > most:
-            first = done.index(True) if any(done) else 0
-            done.pop(first)
-            work, _ = self._sending.pop(first)
+        left = []
+        for work, tensor in self._sending:
+            if work.is_completed():
+                work.wait()  # torch lets go of the tensor, too
+            else:
+                left.append((work, tensor))
+        while len(left) > most:
+            work, _ = left.pop(0)
             while self._device.type == "cuda" and not work.is_completed():
                 time.sleep(POLLING)
-            work.wait()  # torch lets go of the tensor, too
+            work.wait()
+        self._sending = left
 
 
 def address_of(message: Message) -> Address:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.train import failures
-from fivefold.train.cuda_environment import let_segments_grow, set_defaults
+from fivefold.train.cuda_environment import let_segments_grow, make_deterministic, set_defaults
 from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
 from fivefold.train.rank_env import RankEnv
@@ -136,13 +136,18 @@ def launch_local(
 
 
 def init_process_group(
-    env: RankEnv, device_type: str, *, timeout_seconds: float = 600.0
+    env: RankEnv,
+    device_type: str,
+    *,
+    timeout_seconds: float = 600.0,
+    deterministic: bool = False,
 ) -> torch.device:
     """Join the default process group; the same under torchrun, srun, `launch_local` and alone.
 
     Args:
         device_type: "cpu" (gloo), or "cuda" (NCCL, with gloo for CPU tensors).
         timeout_seconds: how long a collective may wait before the run counts as hung.
+        deterministic: whether this process is to give the same bits every time.
 
     Returns:
         The device of this rank, made current if it is a GPU.
@@ -150,6 +155,8 @@ def init_process_group(
     Raises:
         ConfigError: this machine has fewer GPUs than ranks.
     """
+    if deterministic:
+        make_deterministic()
     device = torch.device("cpu")
     backend = "gloo"
     if device_type == "cuda":

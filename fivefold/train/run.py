@@ -21,7 +21,7 @@ from fivefold.layout import Layout
 from fivefold.train.console import Console
 from fivefold.train.convert import keep_side_files
 from fivefold.train.corpora import open_data
-from fivefold.train.cuda_environment import keep_flight_record, make_deterministic
+from fivefold.train.cuda_environment import keep_flight_record
 from fivefold.train.devices import Asked, DeviceChoice, choose_device, visible_gpus
 from fivefold.train.engine import Engine
 from fivefold.train.hosts import crossing, gather_hosts
@@ -181,10 +181,13 @@ def _join(job: Job, env: RankEnv) -> torch.device:
 
 
 def _join_group(config: Config, env: RankEnv, device: DeviceChoice) -> torch.device:
-    if config.training.deterministic_mode:
-        make_deterministic()
-    seconds = 60 * config.training.distributed_timeout_minutes
-    return init_process_group(env, device.kind, timeout_seconds=seconds)
+    training = config.training
+    return init_process_group(
+        env,
+        device.kind,
+        timeout_seconds=60 * training.distributed_timeout_minutes,
+        deterministic=training.deterministic_mode,
+    )
 
 
 def _claim(config: Config, name: str) -> RunLock:

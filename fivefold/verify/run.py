@@ -8,7 +8,6 @@ import torch
 
 from fivefold.errors import ConfigError, FivefoldError, Mistake
 from fivefold.layout import Layout
-from fivefold.train.cuda_environment import make_deterministic
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv
 from fivefold.verify.compare import compare
@@ -53,9 +52,8 @@ def verify(
                 save_trace(baseline, run_reference(config, steps, torch.bfloat16))
 
         def rank(env: RankEnv) -> None:
-            if config.training.deterministic_mode:
-                make_deterministic()
-            device = init_process_group(env, device_type)
+            same_bits = config.training.deterministic_mode
+            device = init_process_group(env, device_type, deterministic=same_bits)
             narrow = load_trace(baseline) if baseline.exists() else ()
             loaded = load_trace(trace)
             report = compare(layout, env.rank, device, loaded, baseline=narrow, plant=plant)

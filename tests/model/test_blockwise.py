@@ -10,7 +10,7 @@ from fivefold.model.attention import Scope, plain_attention
 from fivefold.model.batch import Documents
 from fivefold.model.blocks import Block, Sight, Span, Visibility, common, cut, joined
 from fivefold.model.blockwise import local_attention
-from fivefold.model.cuda_kernels import Differentiated, Flex, _window
+from fivefold.model.cuda_kernels import Differentiated, Flex, _seen
 from fivefold.model.kernels import KERNELS, BlockKernel, Plain, choose_kernel, visible
 
 
@@ -177,7 +177,8 @@ def test_a_band_is_a_window_as_flash_attention_counts(seed: int) -> None:
     blocks = cut(queries, keys, Sight((0, length), rng.randint(1, 8)), tile=rng.choice([2, 3, 8]))
     for block in blocks:
         if block.kind == Visibility.BAND:
-            window = _window(block)
+            causal, window = _seen(block)
+            assert not causal
             left, right = window["window_size_left"], window["window_size_right"]
             assert left >= 0 and right >= 0
             num_q, num_k = block.q[1] - block.q[0], block.k[1] - block.k[0]
@@ -185,7 +186,7 @@ def test_a_band_is_a_window_as_flash_attention_counts(seed: int) -> None:
             seen = all_pairs.triu(num_k - num_q - left).tril(num_k - num_q + right)
             assert seen.equal(visible(block, torch.device("cpu")) & all_pairs)
         else:
-            assert _window(block) == {}
+            assert _seen(block) == (block.kind == Visibility.CAUSAL, {})
 
 
 def test_a_kernel_that_cannot_says_why() -> None:

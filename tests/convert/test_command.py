@@ -1,0 +1,38 @@
+"""`fivefold convert`: what is refused before anything is written; the docs run what works."""
+
+from pathlib import Path
+
+import pytest
+
+from fivefold.cli.main import main
+from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface.write import differences, to_hf_config
+from fivefold.config.presets import PRESETS
+from fivefold.errors import ConfigError
+
+
+def test_mistakes_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    words = ["convert", str(tmp_path), str(tmp_path), "--dtype", "bf16", "--step", "3"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "--dtype is for a run" in said and "--step is for a run" in said
+    assert "is there already" in said
+
+
+def test_a_source_that_is_nothing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_written_or_refused_with_what_differs(name: str) -> None:
+    model = PRESETS[name]
+    try:
+        fields = to_hf_config(model)
+    except ConfigError as error:
+        assert "nearest: " in str(error) and ", there " in str(error)
+    else:
+        assert not differences(model, from_hf_config(fields))
