@@ -7,7 +7,7 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.config.huggingface.write import differences
 from fivefold.convert.hub import HubFolder, is_hub_folder
-from fivefold.convert.load import model_in
+from fivefold.convert.load import model_in, places_in
 from fivefold.errors import CheckpointError, ConfigError, Mistake
 from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.train.saved_state import read_state, same_model
@@ -64,12 +64,14 @@ def _from_hub(folder: Path, config: Config) -> Origin:
     """The weights in a Hugging Face folder, which has neither steps nor an optimizer's state.
 
     Raises:
-        CheckpointError: they are of another model.
+        CheckpointError: they are of another model, or their files lack tensors.
         ConfigError: its config.json is not supported.
     """
-    if wrong := differences(config.model, model_in(HubFolder(folder))):
+    hub = HubFolder(folder)
+    if wrong := differences(config.model, model_in(hub)):
         what = f"{folder} is of another model"
         raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=f"--model {folder}")))
+    places_in(hub, config.model)  # before any rank starts
     return Origin(folder, 0, weights_only=True, hub=True)
 
 
