@@ -39,12 +39,8 @@ class Documents:
         return max(end - start for start, end in pairwise(self.starts))
 
     def prepare(self) -> None:
-        """Work out what layers ask for, which a compiled one cannot.
-
-        Its graph is then for any number of documents.
-        """
-        _ = self.longest
-        torch._dynamo.maybe_mark_dynamic(self.starts_C, 0)
+        """Work out what layers ask for, which a compiled one cannot."""
+        _ = self.starts_C, self.longest
 
 
 @dataclass(frozen=True, eq=False)
