@@ -203,12 +203,13 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
             yield {"shape": shape, "tokens": length, "system": system} | found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dry", action="store_true", help="small layers on a CPU")
+def tell(rows: Callable[[bool], Iterator[dict[str, Any]]], doc: str | None) -> None:
+    """Print the rows of a benchmark, each as a line of JSON; `doc` is what its module says."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--dry", action="store_true", help="something small, on a CPU")
     for row in rows(parser.parse_args().dry):
         print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    tell(rows, __doc__)

@@ -6,8 +6,6 @@
 line of JSON for each. `--dry` runs a small one on a CPU.
 """
 
-import argparse
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_layers import Step, measured
+from benchmarks.gpu_layers import Step, measured, tell
 from fivefold.config.memory import DEFAULT_VOCAB_SPLIT
 from fivefold.config.model import ModelConfig
 from fivefold.memory.cross_entropy import LinearCrossEntropy, NativeCrossEntropy
@@ -64,12 +62,5 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
         yield {"tokens": tokens, "vocabulary": vocabulary, "loss": kind} | found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dry", action="store_true", help="a small loss on a CPU")
-    for row in rows(parser.parse_args().dry):
-        print(json.dumps(row), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    tell(rows, __doc__)

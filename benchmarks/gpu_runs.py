@@ -7,9 +7,7 @@ Each model takes a few steps, and one more that is measured. Prints a line of JS
 of each model, as `fivefold audit` compares them. `--dry` runs small models on a CPU.
 """
 
-import argparse
 import gc
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,19 +18,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_layers import LLAMA, ONE, seconds
+from benchmarks.gpu_layers import LLAMA, ONE, seconds, tell
 from fivefold.audit.measure import measured
 from fivefold.audit.record import read_records
-from fivefold.audit.report import Outlook, audit
+from fivefold.audit.report import audit
 from fivefold.check import check
+from fivefold.cli.audit import outlook
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.data.packing import Microbatch, Packing, pack
 from fivefold.layout import Layout
-from fivefold.predict.cluster import load_cluster
-from fivefold.predict.memory import peak_memory
-from fivefold.predict.step import predict
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group
 from fivefold.train.rank_env import RankEnv
@@ -111,7 +107,7 @@ def rows(runs: Runs, device: torch.device) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             with measured(engine, 1, Path(folder)):
                 step()
-            report = audit(name, layout, read_records(Path(folder)), usual, _outlook(layout))
+            report = audit(name, layout, read_records(Path(folder)), usual, outlook(layout, "H100"))
         for finding in report.findings:
             yield {
                 "model": name,
@@ -125,20 +121,12 @@ def rows(runs: Runs, device: torch.device) -> Iterator[dict[str, Any]]:
             torch.cuda.empty_cache()
 
 
-def _outlook(layout: Layout) -> Outlook:
-    cluster = load_cluster("H100", 1)
-    step = predict(layout, cluster)
-    peaks = [rank.peak for rank in peak_memory(layout, cluster).ranks]
-    return Outlook(step.step_time, (step.low, step.high), peaks)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dry", action="store_true", help="small models on a CPU")
-    dry = parser.parse_args().dry
-    device = init_process_group(RankEnv(), "cpu" if dry else "cuda")
-    for row in rows(DRY_RUNS if dry else RUNS, device):
-        print(json.dumps(row), flush=True)
+    def made(dry: bool) -> Iterator[dict[str, Any]]:
+        device = init_process_group(RankEnv(), "cpu" if dry else "cuda")
+        return rows(DRY_RUNS if dry else RUNS, device)
+
+    tell(made, __doc__)
 
 
 if __name__ == "__main__":

@@ -179,13 +179,16 @@ class Checkpointer:
         job = f"reading {folder}"
         return folder, self._team.each(job, lambda: read_index(folder, read_manifest(folder)))
 
-    def load_by(self, job: str, work: Callable[[], None]) -> None:
-        """Fill tensors from elsewhere: run `work` on every rank, and agree on how it ended.
+    def load_by(
+        self, job: str, tensors: Tensors, work: Callable[[Mapping[str, Piece]], None]
+    ) -> None:
+        """Have `work` fill this rank's pieces of tensors from elsewhere, and agree on how it ended.
 
         Raises:
             CheckpointError: on every rank, if `job` ("loading weights") failed on one.
         """
-        self._team.each(job, work)
+        pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
+        self._team.each(job, lambda: work(pieces))
 
     def find(self, step: int | None) -> int:
         """The step that `load` and `read_meta` would take: `step`, or the latest if None.

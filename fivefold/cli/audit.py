@@ -51,12 +51,13 @@ def run(argv: Sequence[str]) -> int:
         layout,
         records,
         usual_seconds(folder / "metrics.jsonl", step),
-        None if options.cluster is None else _outlook(layout, options.cluster),
+        None if options.cluster is None else outlook(layout, options.cluster),
     )
     return tell(report, as_json=options.json)
 
 
-def _outlook(layout: Layout, name: str) -> Outlook:
+def outlook(layout: Layout, name: str) -> Outlook:
+    """The planner's prediction for a run on a cluster, by kind of GPU or file."""
     cluster = load_cluster(name, layout.grid.world_size)
     step = predict(layout, cluster)
     peaks = [rank.peak for rank in peak_memory(layout, cluster).ranks]

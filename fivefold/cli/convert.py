@@ -29,7 +29,9 @@ class Options:
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = option(
         None, "type of the weights for Hugging Face (default: that of training)"
     )
-    max_shard_size: float = option(5e9, "most bytes of a file for Hugging Face")
+    max_shard_size: float | None = option(
+        None, "most bytes of a file for Hugging Face (default: 5e9)"
+    )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,6 +40,7 @@ def run(argv: Sequence[str]) -> int:
     source, target = Path(options.source), Path(options.target)
     inward = (source / "config.json").is_file()
     _check(options, inward=inward)
+    from fivefold.convert.save import MOST_BYTES
     from fivefold.train.convert import to_hub, to_run
 
     if inward:
@@ -50,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
         target,
         step=options.step,
         dtype=options.dtype,
-        most_bytes=options.max_shard_size,
+        most_bytes=options.max_shard_size or MOST_BYTES,
     )
     print(f"{target}: a Hugging Face folder with {human_bytes(size)} of weights")
     print(
@@ -64,10 +67,14 @@ def _check(options: Options, *, inward: bool) -> None:
     """Check all that can be checked without loading torch."""
     mistakes = Mistakes()
     if inward:
-        given = {"step": options.step, "dtype": options.dtype}
+        given = {
+            "step": options.step,
+            "dtype": options.dtype,
+            "max-shard-size": options.max_shard_size,
+        }
         for name in [name for name, value in given.items() if value is not None]:
             mistakes.add(f"--{name} is for a run, and {options.source} is a Hugging Face folder")
-    elif options.max_shard_size < 1:
+    elif options.max_shard_size is not None and options.max_shard_size < 1:
         mistakes.add(f"--max-shard-size must be at least 1, not {options.max_shard_size:g}")
     if Path(options.target).exists():
         mistakes.add(f"{options.target} is there already", attempt="another folder")

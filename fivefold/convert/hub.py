@@ -93,17 +93,18 @@ class HubFolder:
         Raises:
             CheckpointError: its file cannot be read.
         """
+        if name not in self._actual:
+            return self._widened(name, slices)
         with self._telling(name):
-            if name not in self._actual:
-                return self._widened(name, slices)
             part: Tensor = self._slice(name)[slices]
-            if name + _SCALES in self._actual:
-                part = part.float() * self._scale(name, slices)
-            return part
+        if name + _SCALES in self._actual:
+            part = part.float() * self._scale(name, slices)
+        return part
 
     def _scale(self, name: str, slices: tuple[slice, ...]) -> Tensor:
         """fp8's scales, each for a block of elements, for a part of a matrix."""
-        sizes = self.fields.get("quantization_config", {}).get("weight_block_size", [128, 128])
+        how = self.fields.get("quantization_config") or {}
+        sizes = how.get("weight_block_size", [128, 128])
         blocks = tuple(
             slice(part.start // size, -(-part.stop // size))
             for part, size in zip(slices, sizes, strict=True)
@@ -126,13 +127,14 @@ class HubFolder:
         return wide.flatten(-2).transpose(1, 2)[:, columns]
 
     def _slice(self, name: str) -> Any:
+        from safetensors import safe_open
+
         actual = self._actual[name]
         file = self._files[actual]
-        if file not in self._open:
-            from safetensors import safe_open
-
-            self._open[file] = safe_open(file, framework="pt")
-        return self._open[file].get_slice(actual)
+        with self._telling(name):
+            if file not in self._open:
+                self._open[file] = safe_open(file, framework="pt")
+            return self._open[file].get_slice(actual)
 
     @contextmanager
     def _telling(self, name: str) -> Iterator[None]:

@@ -13,6 +13,9 @@ from fivefold.convert.hub import INDEX
 from fivefold.convert.stored import Stored
 from fivefold.files import write_atomic
 
+MOST_BYTES = 5e9
+"""Largest size of a file, unless another is asked for."""
+
 ReadPart = Callable[[str, tuple[slice, ...]], Tensor]
 """Reads a part of a tensor of ours, by name."""
 
@@ -52,7 +55,7 @@ def write_weights(
     read: ReadPart,
     dtype_of: Callable[[str], torch.dtype],
     *,
-    most_bytes: float = 5e9,
+    most_bytes: float,
 ) -> int:
     """Write all tensors to `folder`, and return the number of their bytes.
 

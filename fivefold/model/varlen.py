@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.model.blockwise import sink_grads
-from fivefold.model.cuda_kernels import flash_backward, flash_forward, lacking_flash
-
-Grads = tuple[Tensor, Tensor, Tensor]
+from fivefold.model.cuda_kernels import Grads, flash_backward, flash_forward, lacking_flash
 
 
 @dataclass(frozen=True)

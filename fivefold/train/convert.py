@@ -24,7 +24,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
 from fivefold.convert.hub import CONFIG, HubFolder
 from fivefold.convert.load import fill_from_hub, model_in, places_in, stores_neighbours
-from fivefold.convert.save import write_weights
+from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import CheckpointError, Mistake
@@ -108,7 +108,7 @@ def to_hub(
     *,
     step: int | None = None,
     dtype: str | None = None,
-    most_bytes: float = 5e9,
+    most_bytes: float = MOST_BYTES,
 ) -> int:
     """Write a checkpoint of a run as a Hugging Face folder, and return the bytes of its weights.
 

@@ -21,7 +21,6 @@ from fivefold.data.packing import Microbatch
 from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import telling_full_disk
 from fivefold.hardware import peak_flops
-from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.shape import training_flops
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
@@ -81,13 +80,12 @@ class Trainer:
             DataError: the data is not what it was.
         """
         state = read_state(source, step)
-        tensors: dict[str, Any] = self.engine.stored_tensors()
         if weights_only:
-            weights = {n: t for n, t in tensors.items() if not n.startswith("optim.")}
-            source.load(state.step, weights, skip=("optim.",))
+            source.load(state.step, self._weights(), skip=("optim.",))
             self.engine.after_load(0)
             return
         self.loader.load_state_dict(state.loader)
+        tensors: dict[str, Any] = self.engine.stored_tensors()
         source.load(state.step, tensors)
         self.engine.after_load(state.step)
         self.step = state.step
@@ -99,16 +97,14 @@ class Trainer:
         Raises:
             CheckpointError: on every rank, if the tensors are of another model or cannot be read.
         """
-        model = self.engine.layout.config.model
-        stored: dict[str, Any] = self.engine.stored_tensors()
-        pieces = {
-            name: tensor if isinstance(tensor, Piece) else piece_of(tensor)
-            for name, tensor in stored.items()
-            if not name.startswith("optim.")
-        }
-        fill = partial(fill_from_hub, folder, model, pieces)
-        self.checkpointer.load_by(f"loading {folder}", fill)
+        fill = partial(fill_from_hub, folder, self.engine.layout.config.model)
+        self.checkpointer.load_by(f"loading {folder}", self._weights(), fill)
         self.engine.after_load(0)
+
+    def _weights(self) -> dict[str, Any]:
+        """What a checkpoint stores of this rank, without the optimizer's state."""
+        stored = self.engine.stored_tensors()
+        return {name: tensor for name, tensor in stored.items() if not name.startswith("optim.")}
 
     def run(self) -> None:
         """Train until `train_iters` steps are done or a signal asks to stop, then save.

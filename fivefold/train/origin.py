@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
+from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import differences
 from fivefold.convert.hub import HubFolder, is_hub_folder
 from fivefold.convert.load import model_in, places_in
@@ -68,9 +69,12 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         ConfigError: its config.json is not supported.
     """
     hub = HubFolder(folder)
-    if wrong := differences(config.model, model_in(hub)):
-        what = f"{folder} is of another model"
-        raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=f"--model {folder}")))
+    there = model_in(hub)
+    if wrong := differences(config.model, there):
+        what, attempt = f"{folder} is of another model", f"--model {folder}"
+        if there != from_hf_config(hub.fields):  # the files lack what config.json promises
+            attempt += f" --mtp-num-layers {there.mtp_num_layers}"
+        raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
     places_in(hub, config.model)  # before any rank starts
     return Origin(folder, 0, weights_only=True, hub=True)
 

@@ -14,9 +14,11 @@ from fivefold.errors import ConfigError
 def test_mistakes_are_told_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     words = ["convert", str(tmp_path), str(tmp_path), "--dtype", "bf16", "--step", "3"]
+    words += ["--max-shard-size", "9"]
     assert main(words) == 2
     said = capsys.readouterr().err
     assert "--dtype is for a run" in said and "--step is for a run" in said
+    assert "--max-shard-size is for a run" in said
     assert "is there already" in said
 
 

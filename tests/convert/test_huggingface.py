@@ -19,6 +19,7 @@ from fivefold.mesh.slices import Piece, piece_of
 from fivefold.model.transformer import Stage
 from fivefold.train.convert import to_hub, to_run
 from fivefold.train.engine import Engine
+from fivefold.train.origin import find_origin
 from tests.config.oracle import LENGTH, InFp64, config_of, oracle, oracle_logits
 from tests.config.published import PUBLISHED
 from tests.config.test_huggingface_parity import TINY
@@ -246,3 +247,21 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     file.rename(tmp_path / "good" / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"save_pretrained"):
         HubFolder(tmp_path / "good")
+
+
+def test_a_damaged_file_of_several_is_named(tmp_path: Path) -> None:
+    written("llama", tmp_path, max_shard_size="20KB")
+    file = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:-400])
+    with pytest.raises(CheckpointError, match="does not give model"):
+        our_stage(tmp_path)
+
+
+def test_what_a_promise_of_predictions_suggests_works(tmp_path: Path) -> None:
+    """transformers saves no such layer, and its config.json says that there is one."""
+    written("deepseek_v3", tmp_path)
+    config = Config(from_hf_config(tmp_path)).with_values(load=str(tmp_path))
+    with pytest.raises(CheckpointError, match=f"--model {tmp_path} --mtp-num-layers 0"):
+        find_origin(config, tmp_path / "run")
+    found = find_origin(config.with_values(mtp_num_layers=0), tmp_path / "run")
+    assert found is not None and found.hub

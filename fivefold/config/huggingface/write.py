@@ -24,8 +24,8 @@ def to_hf_config(model: ModelConfig) -> Fields:
             differs.
     """
     nearest: tuple[str, list[str]] | None = None
-    for kind, write in _WRITERS.items():
-        fields = {"architectures": [ARCHITECTURES[kind]], "model_type": kind, **write(model, kind)}
+    for kind, (name, write) in _FAMILIES.items():
+        fields = {"architectures": [name], "model_type": kind, **write(model, kind)}
         try:
             again = from_hf_config(fields)
         except ConfigError:
@@ -278,35 +278,20 @@ def _deepseek(model: ModelConfig, kind: str) -> Fields:
     }
 
 
-_WRITERS: Mapping[str, Callable[[ModelConfig, str], Fields]] = MappingProxyType(
+_FAMILIES: Mapping[str, tuple[str, Callable[[ModelConfig, str], Fields]]] = MappingProxyType(
     {
-        "llama": _llama_like,
-        "mistral": _llama_like,
-        "qwen2": _llama_like,
-        "qwen3": _llama_like,
-        "gpt2": _gpt2,
-        "gpt_neox": _gpt_neox,
-        "mixtral": _mixtral,
-        "qwen2_moe": _qwen_moe,
-        "qwen3_moe": _qwen_moe,
-        "gpt_oss": _gpt_oss,
-        "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek,
+        "llama": ("LlamaForCausalLM", _llama_like),
+        "mistral": ("MistralForCausalLM", _llama_like),
+        "qwen2": ("Qwen2ForCausalLM", _llama_like),
+        "qwen3": ("Qwen3ForCausalLM", _llama_like),
+        "gpt2": ("GPT2LMHeadModel", _gpt2),
+        "gpt_neox": ("GPTNeoXForCausalLM", _gpt_neox),
+        "mixtral": ("MixtralForCausalLM", _mixtral),
+        "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen_moe),
+        "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen_moe),
+        "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
+        "deepseek_v2": ("DeepseekV2ForCausalLM", _deepseek),
+        "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek),
     }
 )
-ARCHITECTURES: Mapping[str, str] = MappingProxyType(
-    {
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "gpt2": "GPT2LMHeadModel",
-        "gpt_neox": "GPTNeoXForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-        "qwen2_moe": "Qwen2MoeForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "gpt_oss": "GptOssForCausalLM",
-        "deepseek_v2": "DeepseekV2ForCausalLM",
-        "deepseek_v3": "DeepseekV3ForCausalLM",
-    }
-)
+"""Of each family: the name of transformers' class, and what writes its fields."""
