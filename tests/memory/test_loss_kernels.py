@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fivefold.audit.work import Multiplications
 from fivefold.memory import cross_entropy as fused
 from fivefold.model.batch import on_device
 from fivefold.tensor.vocabulary import Entries
@@ -81,3 +82,12 @@ def test_losses_by_kernels_are_the_loss(
     for true, ours in zip(*results, strict=True):
         assert true is not None and ours is not None
         torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_in_the_products_kernel_is_counted() -> None:
+    """`_add_product` on CUDA, by shapes alone."""
+    left, right = (torch.empty(*shape, device="meta").bfloat16() for shape in ((3, 4), (4, 5)))
+    total = torch.empty(3, 5, device="meta")
+    with Multiplications() as work:
+        torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    assert work.flops == 2 * 3 * 4 * 5
