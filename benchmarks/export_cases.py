@@ -311,6 +311,7 @@ CHANGES: Mapping[str, Change] = {
     "recompute_method": Change("block", {"recompute_granularity": "full"}),
     "recompute_num_layers": Change(2, {"recompute_granularity": "full"}),
     "recompute_modules": Change(("mlp",), {"recompute_granularity": "selective"}),
+    "tiled_mlp_num_shards": Change(4, {"recompute_granularity": "full"}),
     "recompute_in_flight_limit": Change(1, _PP),
     "fine_grained_activation_offloading": Change(True, {}, {"offload_modules": ("core_attn",)}),
     "offload_modules": Change(("core_attn", "attn_proj"), _MOVED),

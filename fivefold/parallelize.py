@@ -254,6 +254,8 @@ def _install_memory(
         log.info("recompute: every layer, %d at a time", memory.recompute_num_layers)
     elif memory.recompute_granularity == "full":
         log.info("recompute: the first %d layers of a stage", memory.recompute_num_layers)
+    if memory.tiled_mlp_num_shards > 1:
+        log.info("recomputed MLPs: %d tiles of the tokens", memory.tiled_mlp_num_shards)
     if memory.recompute_in_flight_limit is not None:
         count = memory.recompute_in_flight_limit
         log.info("recompute: whole stages, of all but %d microbatches in flight", count)

@@ -203,6 +203,13 @@ DEPENDENTS = (
         ("--recompute-granularity selective",),
     ),
     Dependents(
+        ("tiled_mlp_num_shards",),
+        "recompute_modules",
+        lambda c: c.memory.remakes_mlp,
+        "is for dense MLPs that are recomputed",
+        ("--recompute-granularity selective --recompute-modules core_attn mlp",),
+    ),
+    Dependents(
         ("offload_modules", "offload_tensors"),
         "fine_grained_activation_offloading",
         lambda c: c.memory.fine_grained_activation_offloading,

@@ -41,6 +41,11 @@ class MemoryConfig:
     recompute_modules: tuple[RecomputeModule, ...] = option(
         ("core_attn",), "modules that selective recomputation runs again in the backward"
     )
+    tiled_mlp_num_shards: int = option(
+        1,
+        "tiles of the tokens in which recomputed dense MLPs run, forward and backward, so that the "
+        "inner features of one tile exist at a time",
+    )
     recompute_in_flight_limit: int | None = option(
         None,
         "most microbatches of each stage whose activations a pipeline rank holds; for the others "
@@ -77,6 +82,20 @@ class MemoryConfig:
         return tuple(dict.fromkeys(modules))
 
     @property
+    def remakes_mlp(self) -> bool:
+        """Whether some dense MLP is recomputed."""
+        return self.recompute_granularity == "full" or "mlp" in self.remade_modules
+
+    def tile_of(self, tokens: int) -> int:
+        """Tokens in each tile of a recomputed dense MLP, of which the last may be smaller."""
+        return -(-tokens // self.tiled_mlp_num_shards)
+
+    def last_tile(self, tokens: int) -> float:
+        """Share of the tokens in the last tile."""
+        size = self.tile_of(tokens)
+        return (tokens - size * ((tokens - 1) // size)) / tokens
+
+    @property
     def modules_of_halves(self) -> tuple[str, ...]:
         """Modules among them that exist only where a forward and a backward are interleaved."""
         return tuple(name for name in self.remade_modules if name.startswith("a2a_overlap"))
@@ -100,6 +119,8 @@ class MemoryConfig:
 
 
 DEFAULT_VOCAB_SPLIT = 3072
+LOSS_TOKENS = 1 << 14
+"""Tokens whose logits of a slice of the vocabulary the linear fusion holds at a time."""
 VOCAB_SPLIT_VARIABLES = (
     "LCE_GENERIC_FWD_VOCAB_SPLIT_SIZE",
     "LCE_GENERIC_BWD_VOCAB_SPLIT_SIZE",

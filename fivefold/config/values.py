@@ -45,6 +45,7 @@ _RULES = MappingProxyType(
         "expert_model_parallel_size": _AT_LEAST_ONE,
         "expert_tensor_parallel_size": _AT_LEAST_ONE,
         "recompute_num_layers": _AT_LEAST_ONE,
+        "tiled_mlp_num_shards": _AT_LEAST_ONE,
         "min_offloaded_tensor_size": _AT_LEAST_ONE,
         "optimizer_offload_fraction": (lambda v: 0 < v <= 1, "in (0, 1]"),
         "micro_batch_size": _AT_LEAST_ONE,

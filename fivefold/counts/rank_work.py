@@ -195,7 +195,12 @@ class _Products:
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
-        self._layout, self._model, memory = layout, layout.config.model, layout.config.memory
+        self._layout, self._model = layout, layout.config.model
+        self._memory = memory = layout.config.memory
+        training, grid = layout.config.training, layout.grid
+        parts = grid.tp if layout.config.parallel.sequence_parallel else 1
+        tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
+        self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
         self._stops = layout.grid.tp == 1 and not layout.defers_weights
         self._remade = memory.remade_modules
@@ -213,7 +218,14 @@ class _Products:
         once = sum(sizes.values())
         once += 2 * model.hidden_size**2 // self._layout.grid.tp if predicts else 0
         passes = (3 + again) * once
-        if ends_group and not model.hidden_dropout:
+        tiled = [name for name in sizes if again and name.startswith(_MADE_AGAIN["mlp"])]
+        if self._memory.tiled_mlp_num_shards == 1:
+            tiled = []
+        passes += sum(sizes[name] for name in tiled if not self._left_out(name))
+        if ends_group and not model.hidden_dropout and tiled:
+            # The last tile's input is the last that is saved, so its forward is not repeated.
+            passes -= self._last_tile * sum(sizes[name] for name in tiled)
+        elif ends_group and not model.hidden_dropout:
             passes -= sum(sizes[name] for name in sizes if self._left_out(name))
         if gathers_latents(self._layout.config, layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))

@@ -212,9 +212,10 @@ class _Volumes:
         layer = self.model.num_layers
         if memory.recompute_granularity != "full":
             return predictions * self._repeated([layer])
-        return predictions * self._features(layer)[0] + self._exchanged(predictions)
+        each = self._features(layer)[0] + self._tiled_again(self._layer(layer))
+        return predictions * each + self._exchanged(predictions)
 
-    def _repeated(self, layers: Sequence[int]) -> int:
+    def _repeated(self, layers: Sequence[int]) -> float:
         """Features per token that recomputation in the backward of a stage sends.
 
         These are those of the forward, except that recomputation stops at the last saved tensor,
@@ -224,12 +225,29 @@ class _Volumes:
         if memory.recompute_granularity == "selective":
             return sum(self._repeated_block(self._layer(layer)) for layer in layers)
         last = (1 if sequence else 2) * self.model.hidden_size
-        features = 0
+        features = 0.0
         for group, again in memory.recomputed_groups(len(layers)):
             if again:
                 features += sum(self._features(layers[index])[0] for index in group)
-                features -= last * self._layer(layers[group[-1]]).ends_with_sum
+                features += sum(self._tiled_again(self._layer(layers[index])) for index in group)
+                end = self._layer(layers[group[-1]])
+                inputs = self._tiled_again(end)
+                skipped = (inputs + last) * self._last_tile if inputs else last
+                features -= skipped * end.ends_with_sum
         return features
+
+    @property
+    def _last_tile(self) -> float:
+        """Share of the tokens in the last tile, whose forward a recomputed layer leaves out."""
+        memory, parts = self.layout.config.memory, self.tp if self.parallel.sequence_parallel else 1
+        return memory.last_tile(self.tokens // parts)
+
+    def _tiled_again(self, layer: Layer) -> int:
+        """Features per token sent when the tiles of a recomputed layer's MLP are recomputed."""
+        if self.layout.config.memory.tiled_mlp_num_shards == 1 or layer.kind.experts:
+            return 0
+        sequence = self.parallel.sequence_parallel
+        return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in layer.mlp_inputs)
 
     def _repeated_block(self, layer: Layer) -> int:
         """Like `_repeated` for selective recomputation: up to the last linear layer's input."""

@@ -1,9 +1,10 @@
 """Cross-entropy losses that save memory: the gradient overwrites the logits, or no logits are kept.
 
 `native` computes the gradient in the forward and overwrites the logits with it. `linear` is fused
-with the output layer: it computes logits for a slice of the vocabulary at a time, merges slices by
-their log-sum-exp (an online softmax: Milakov and Gimelshein 2018; as a loss: Wijmans et al., Cut
-Your Losses, 2024) and recomputes logits in the backward, at 8 T H V FLOPs instead of 6.
+with the output layer: it computes logits for some tokens and a slice of the vocabulary at a time,
+merges slices by their log-sum-exp (an online softmax: Milakov and Gimelshein 2018; as a loss:
+Wijmans et al., Cut Your Losses, 2024) and recomputes logits in the backward, at 8 T H V FLOPs
+instead of 6.
 
 Shapes: T tokens, t = T / tp, H features, V padded vocabulary, v = V / tp entries of this rank.
 """
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fivefold.config.memory import MemoryConfig, vocab_split_sizes
+from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
 from fivefold.model.layers import local
 from fivefold.model.loss import token_weights
@@ -155,10 +156,14 @@ class _Linear(torch.autograd.Function):
         on: LinearCrossEntropy,
     ) -> Tensor:
         x_TH = all_gather(x, on.group) if on.sequence_parallel else x
-        parts = [
-            _statistics(entries.after(rows.start), x_TH @ weight_vH[rows].t(), labels_T)
-            for rows in _pieces(len(weight_vH), on.forward_split)
-        ]
+        parts = []
+        for rows in _pieces(len(weight_vH), on.forward_split):
+            held, weight_Hc = entries.after(rows.start), weight_vH[rows].t()
+            found = [
+                _statistics(held, x_TH[tokens] @ weight_Hc, labels_T[tokens])
+                for tokens in _pieces(len(x_TH), LOSS_TOKENS)
+            ]
+            parts.append(torch.cat(found, dim=1))
         losses = entries.losses(merge_statistics(torch.stack(parts)), on.group)
         ctx.save_for_backward(x, weight_vH, labels_T, weights_T, losses.lse_T)
         ctx.entries, ctx.on = entries, on
@@ -173,11 +178,20 @@ class _Linear(torch.autograd.Function):
         scale_T = grad * weights_T
         grad_weight = torch.empty_like(weight_vH)
         wide_TH = torch.zeros_like(x_TH, dtype=lse_T.dtype)
+        pieces = list(_pieces(len(x_TH), LOSS_TOKENS))
         for rows in _pieces(len(weight_vH), on.backward_split):
-            logits_Tc = x_TH @ weight_vH[rows].t()
-            grad_Tc = _gradient(ctx.entries.after(rows.start), logits_Tc, labels_T, lse_T, scale_T)
-            torch.mm(grad_Tc.t(), x_TH, out=grad_weight[rows])
-            _add_product(wide_TH, grad_Tc, weight_vH[rows])
+            entries, weight_cH = ctx.entries.after(rows.start), weight_vH[rows]
+            wide_cH = torch.zeros_like(weight_cH, dtype=lse_T.dtype) if pieces[1:] else None
+            for at in pieces:
+                x_tH, logits_tc = x_TH[at], x_TH[at] @ weight_cH.t()
+                grad_tc = _gradient(entries, logits_tc, labels_T[at], lse_T[at], scale_T[at])
+                if wide_cH is None:
+                    torch.mm(grad_tc.t(), x_tH, out=grad_weight[rows])
+                else:
+                    _add_product(wide_cH, grad_tc.t(), x_tH)
+                _add_product(wide_TH[at], grad_tc, weight_cH)
+            if wide_cH is not None:
+                grad_weight[rows] = wide_cH
         start = start_reduce_scatter if on.sequence_parallel else start_all_reduce
         grad_x = start(wide_TH.to(x.dtype), on.group).wait()
         return grad_x, grad_weight, None, None, None, None

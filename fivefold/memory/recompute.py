@@ -10,7 +10,7 @@ repeats its forward once, up to the last tensor that it saved. Deferred weight g
 was recomputed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.config.memory import MemoryConfig
+from fivefold.memory.tiles import Tiles, never_defer
 from fivefold.model.context import Context
 from fivefold.model.experts import Experts
 from fivefold.model.latent_attention import Heads, LatentAttention
 from fivefold.model.layers import LayerBlock
-from fivefold.model.transformer import Norm, RunLayer, Stage, plain_layers
+from fivefold.model.mlp import MLP
+from fivefold.model.transformer import Norm, RunLayer, Stage, TransformerLayer, plain_layers
 
 
 def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
@@ -34,12 +36,15 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
         stage: stage whose other seams are filled.
         memory: settings with `recompute_granularity` set and modules that the model has.
     """
+    tiles = Tiles(memory) if memory.tiled_mlp_num_shards > 1 else None
     if memory.recompute_granularity == "full":
         stage.through = RecomputedLayers(memory)
+        for layer in _recomputed_layers(stage, memory) if tiles is not None else ():
+            _install_block(layer, (), tiles)
         return
     modules = memory.remade_modules
     for layer in stage.transformer_layers:
-        layer.block = RecomputedBlock(modules)
+        _install_block(layer, modules, tiles)
         if "core_attn" in modules:
             layer.self_attn.wrap_kernel(_recomputed_kernel)
         if "mla_up_proj" in modules and isinstance(layer.self_attn, LatentAttention):
@@ -53,6 +58,21 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
             mixture.call_shared = _again
         if "a2a_overlap_post_attn" in modules:
             mixture.call_router = _again
+
+
+def _recomputed_layers(stage: Stage, memory: MemoryConfig) -> Iterator[TransformerLayer]:
+    """The layers of a stage that full recomputation runs again."""
+    layers = stage.transformer_layers
+    for group, again in memory.recomputed_groups(len(stage.layers)):
+        yield from (layers[place] for place in group if again)
+    yield from layers[len(stage.layers) :]
+
+
+def _install_block(layer: TransformerLayer, modules: tuple[str, ...], tiles: Tiles | None) -> None:
+    tiled = isinstance(layer.mlp, MLP) and tiles is not None
+    if tiled:
+        never_defer(layer.mlp)
+    layer.block = RecomputedBlock(modules, tiles if tiled else None)
 
 
 @dataclass(frozen=True)
@@ -77,15 +97,19 @@ class RecomputedBlock:
     Attributes:
         modules: recomputed modules. `layernorm` discards the norm's output; the name of the module
             itself makes it keep only its input, or only that of its norm.
+        tiles: how a dense MLP runs in tiles, each recomputed by itself; None: as a whole.
     """
 
     modules: tuple[str, ...]
+    tiles: Tiles | None = None
 
     def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
         if module.recomputed_with_norm in self.modules:
             return _again(lambda x_TH, *rest: module(norm(x_TH), *rest), x_TH, *rest)
-        run = _again if module.recomputed_as in self.modules else _once
+        run: Any = _again if module.recomputed_as in self.modules else _once
+        if self.tiles is not None and isinstance(module, MLP):
+            run = self.tiles
         discards = not module.discards_norm.isdisjoint(self.modules)
         if not (discards and torch.is_grad_enabled()):
             return run(module, norm(x_TH), *rest)

@@ -12,6 +12,7 @@ def check_techniques(config: Config, mistakes: Mistakes) -> None:
     _check_recompute(config, mistakes)
     _check_latents(config, mistakes)
     _check_compile(config, mistakes)
+    _check_tiles(config, mistakes)
     if config.memory.cross_entropy_loss_fusion:
         with mistakes.collecting():
             vocab_split_sizes(os.environ)
@@ -63,6 +64,17 @@ def _check_recompute(config: Config, mistakes: Mistakes) -> None:
         )
 
 
+def _check_tiles(config: Config, mistakes: Mistakes) -> None:
+    """Tiles of dense MLPs in a model that has none."""
+    model, tiles = config.model, config.memory.tiled_mlp_num_shards
+    if tiles > 1 and all(model.is_moe(layer) for layer in range(model.num_layers)):
+        mistakes.add(
+            f"tiled_mlp_num_shards = {tiles} runs dense MLPs in tiles, and every layer of this "
+            "model has experts instead",
+            works=["--tiled-mlp-num-shards 1"],
+        )
+
+
 def _check_compile(config: Config, mistakes: Mistakes) -> None:
     """Memory techniques whose hooks lie inside compiled code."""
     memory, hooks, others = config.memory, set[str](), []
@@ -74,6 +86,12 @@ def _check_compile(config: Config, mistakes: Mistakes) -> None:
         norms = {"attn_norm", "mlp_norm"}.intersection(memory.offload_modules)
         others += ["--offload-modules core_attn attn_proj"] if norms else []
         hooks |= norms
+    if config.training.compile and memory.tiled_mlp_num_shards > 1:
+        mistakes.add(
+            f"compiled layers cannot run MLPs in tiles (tiled_mlp_num_shards = "
+            f"{memory.tiled_mlp_num_shards}), which are recomputed one by one",
+            works=["--no-compile", "--tiled-mlp-num-shards 1"],
+        )
     if config.training.compile and hooks:
         mistakes.add(
             f"compiled layers cannot recompute or offload {' '.join(sorted(hooks))}, whose hooks "

@@ -7,15 +7,13 @@ offloading applied.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from fivefold.config.memory import MemoryConfig
+from fivefold.config.memory import DEFAULT_VOCAB_SPLIT, LOSS_TOKENS, MemoryConfig
 from fivefold.config.model import ModelConfig
 from fivefold.model.description import describe, layer_kind
 from fivefold.model.latent_operations import LatentDown
 from fivefold.model.operations import Kept, Norm
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts, has_final_norm
-
-_LOSS_CHUNK = 3072  # vocabulary entries that the fused output layer and loss process at a time
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def saved_activations(
         size = running.element_bytes * model.hidden_size / running.token_parts
         first = {"layer_input": Saved(kept=size)} if starts_group else {}
         return first | {
-            item.name: Saved(kept=item.size) if item.stays else Saved(remade=item.size)
+            item.name: Saved(kept=item.size) if item.stays else Saved(remade=_remade(item, running))
             for item in whole
             if not item.held_by
         }
@@ -83,7 +81,7 @@ def saved_activations(
             if item.module in moved and item.held_by not in moved and not remade:
                 saved[item.name] = Saved(offloaded=_large_enough(item, running))
         elif set(running.remade) & set(item.remade_by):
-            saved[item.name] = Saved(remade=item.size)
+            saved[item.name] = Saved(remade=_remade(item, running))
         else:
             away = _large_enough(item, running) if item.module in moved else 0.0
             saved[item.name] = Saved(kept=item.size - away, offloaded=away)
@@ -127,9 +125,9 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
 
     Logits are kept in the compute dtype. A fused loss makes an fp32 gradient of them, except "te",
     which overwrites the logits; an unfused loss holds the fp32 copy of narrower logits, their
-    exponentials and the logits at once. A loss fused with the output layer ("linear") holds a slice
-    of the vocabulary at a time. With multi-token prediction the output layer runs once more per
-    further token, but only one loss is computed at a time.
+    exponentials and the logits at once. A loss fused with the output layer ("linear") holds some
+    tokens and a slice of the vocabulary at a time. With multi-token prediction the output layer
+    runs once more per further token, but only one loss is computed at a time.
     """
     memory, element = running.memory, running.element_bytes
     runs = 1 + model.mtp_num_layers
@@ -142,7 +140,12 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
         if memory.cross_entropy_fusion_impl == "te":
             busy = 0.0
         elif memory.cross_entropy_fusion_impl == "linear":
-            kept, busy, sums = 0.0, (element + wide) * min(entries, _LOSS_CHUNK), wide
+            share = min(LOSS_TOKENS / running.microbatch_tokens, 1.0)
+            kept, busy, sums = (
+                0.0,
+                (element + wide) * min(entries, DEFAULT_VOCAB_SPLIT) * share,
+                wide,
+            )
     return {
         "final_norm": Saved(kept=element * around),
         "output_layer": Saved(kept=runs * element * around),
@@ -200,6 +203,11 @@ def bookkeeping_bytes(
 
 def _is_recomputed(memory: MemoryConfig, position: int) -> bool:
     return memory.recompute_method == "uniform" or position < memory.recompute_num_layers
+
+
+def _remade(item: Kept, running: Running) -> float:
+    """Bytes per token of an item that are recomputed at a time."""
+    return item.size * running.share_at_once(item.remade_by)
 
 
 def _large_enough(item: Kept, running: Running) -> float:

@@ -107,6 +107,21 @@ class Running:
         """Modules (Megatron's names) that the backward recomputes."""
         return self.memory.remade_modules
 
+    def share_at_once(self, rerun_by: tuple[str, ...]) -> float:
+        """Share of the tokens that an operation works on at a time: a tile's, in a tiled MLP.
+
+        Args:
+            rerun_by: recomputed modules that rerun the operation.
+        """
+        if not self.tiles(rerun_by) or self.microbatch_tokens == inf:
+            return 1.0
+        tokens = int(self.microbatch_tokens) // self.token_parts
+        return self.memory.tile_of(tokens) / tokens
+
+    def tiles(self, rerun_by: tuple[str, ...]) -> bool:
+        """Whether an operation that these recomputed modules rerun runs in tiles of the tokens."""
+        return "mlp" in rerun_by and self.memory.tiled_mlp_num_shards > 1
+
     @property
     def token_parts(self) -> int:
         """Number of ranks that split the tokens outside heads, MLPs and vocabulary."""

@@ -53,6 +53,10 @@ class LayerTimes(OperationTimes):
         return self._known[kind, recomputed]
 
     @cached_property
+    def _running(self) -> Running:
+        return Running.of(self.config)
+
+    @cached_property
     def _rerun(self) -> tuple[str, ...]:
         """Modules that selective recomputation runs again."""
         return self.memory.remade_modules
@@ -61,11 +65,15 @@ class LayerTimes(OperationTimes):
         """The times of a layer with these of its modules recomputed; None: all."""
         times, key = self._operations(kind), ("sum", kind, *self._degrees(kind))
         plain = self._once(key, lambda: {"layer": sum(times.values(), Times())})["layer"]
+        operations = describe(self.model, kind).operations
+        tiled = [times[op.name] for op in operations if self._running.tiles(op.rerun_by)]
+        whole = sum(tiled, Times())  # what tiles compute is never deferred
+        plain += Times(compute=Phases(0.0, whole.compute.dw, -whole.compute.dw))
         if modules is None:
-            return plain + repeated(plain)
+            return plain + repeated(plain) + repeated(whole)
         if modules and self.software.keeps_every_second:
             return plain + repeated(self.every_second())
-        chosen, operations = set(modules), describe(self.model, kind).operations
+        chosen = set(modules)
         again = [times[op.name] for op in operations if chosen & set(op.rerun_by)]
         return plain + repeated(sum(again, Times()))
 
@@ -92,7 +100,7 @@ class LayerTimes(OperationTimes):
         if not self.memory.fine_grained_activation_offloading:
             return times
         layer = layer_kinds(self.model)[kind]
-        saved = saved_activations(self.model, layer, Running.of(self.config))
+        saved = saved_activations(self.model, layer, self._running)
         seconds = self.tokens * total(saved).offloaded / self.cluster.host_bandwidth
         whole = times.total
         wait = Phases(max(0.0, seconds - whole.forward), max(0.0, seconds - whole.dx - whole.dw))

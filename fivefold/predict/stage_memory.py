@@ -182,7 +182,10 @@ def _backward_points(
             activations=-tokens * freed,
             loss=gone,
             remade=remade,
-            working=tokens * layer.mlp_input.working(running),
+            working=tokens
+            * layer.mlp_input.working(running)
+            * running.share_at_once(layer.mlp_input.rerun_by)
+            + _tiled_sums(layout, layer, running),
             gradients=0.0 if policy.placeholder else _first_linear(layout, layer) * policy.fresh,
             communication=inside,
         )
@@ -217,6 +220,13 @@ def _first_linear(layout: Layout, layer: Layer) -> float:
     return max(sizes)
 
 
+def _tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
+    """Bytes of the weight gradients that the tiles of an MLP add up, in at least fp32."""
+    tiled = [op for op in layer.mlp if running.tiles(op.rerun_by)]
+    sizes = (prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied)
+    return max(running.element_bytes, 4) * sum(sizes)
+
+
 def _saved_by_layer(layout: Layout, stage: StageParts, running: Running) -> list[Saved]:
     """Bytes per token of each layer of a stage, multi-token prediction layers last."""
     model = layout.config.model
@@ -248,7 +258,8 @@ def _remade_at_once(layout: Layout, layers: list[Saved]) -> float:
 
 def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> float:
     """Bytes per token that the weight gradients of a layer need: x and dY of its linear layers."""
-    return sum(operation.deferred(running) for operation in describe(model, kind).operations)
+    operations = describe(model, kind).operations
+    return sum(each.deferred(running) for each in operations if not running.tiles(each.rerun_by))
 
 
 def _buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, float]:

@@ -47,6 +47,8 @@ def memory_words(layout: Layout) -> list[str]:
     words = []
     if memory.recompute_granularity is not None:
         words.append(describe(memory))
+    if memory.tiled_mlp_num_shards > 1:
+        words.append(f"MLPs in {memory.tiled_mlp_num_shards} tiles")
     if memory.recompute_in_flight_limit is not None:
         words.append(f"recompute beyond {memory.recompute_in_flight_limit} in flight")
     if memory.fine_grained_activation_offloading:

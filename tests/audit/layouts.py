@@ -62,6 +62,7 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {},
     {"recompute_granularity": "full"},
     {"recompute_granularity": "full", "recompute_method": "block"},
+    {"recompute_granularity": "full", "tiled_mlp_num_shards": 3},
     {"recompute_granularity": "selective"},
     {"recompute_in_flight_limit": 1},
     {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},

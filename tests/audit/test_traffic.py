@@ -110,6 +110,7 @@ MTP = {"mtp_num_layers": 2}
 BF16 = {"precision": "bf16"}
 FULL = {"recompute_granularity": "full"}
 FUSED = {"cross_entropy_loss_fusion": True}
+TILES = {"tiled_mlp_num_shards": 3, "recompute_num_layers": 2}
 SELECTIVE = {
     "recompute_granularity": "selective",
     "recompute_modules": ("core_attn", "mlp", "layernorm"),
@@ -190,6 +191,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "tp, modules recomputed": (2, {TP: 2} | SELECTIVE),
     "tp + sp, modules recomputed": (2, SP | SELECTIVE | GPT),
+    "tp + sp, pairs of layers recomputed in tiles": (2, SP | FULL | TILES),
+    "tp, layers with dropout recomputed in tiles": (
+        2,
+        {TP: 2} | FULL | TILES | GPT | {"recompute_num_layers": 1, "hidden_dropout": 0.1},
+    ),
+    "tp + sp, modules recomputed in tiles": (2, SP | SELECTIVE | {"tiled_mlp_num_shards": 3}),
     "tp + sp, stages recomputed": (
         4,
         SP | GPT | {PP: 2, "recompute_in_flight_limit": 1, "label_smoothing": 0.1},
@@ -263,6 +270,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         "further predictions, pp, copies of the embedding",
         "further predictions, pp, tied, both copies of the model",
         "stages kept gathered",
+        "tp + sp, pairs of layers recomputed in tiles",
         "two copies of a tied model, sharded",
         "pp of 4, tied",
         "cp in a ring",

@@ -149,6 +149,11 @@ def test_a_model_with_hardly_any_tokens_peaks_where_weight_gradients_are_made() 
         {"recompute_granularity": "full"},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 6},
         {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("mlp",),
+            "tiled_mlp_num_shards": 8,
+        },
         {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
         {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},

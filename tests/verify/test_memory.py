@@ -60,6 +60,18 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | EVERYTHING
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "global_batch_size": 2},
     ),
+    "tiles, ZeRO-3": (
+        2,
+        "llama",
+        flags(strategy="optim_grads_params") | EVERYTHING | {"tiled_mlp_num_shards": 3},
+    ),
+    "layers and tiles, deferred weights": (
+        4,
+        "gpt",
+        flags(tp=2, pp=2, stages="Ett|tttL", sequence=True, strategy="optim")
+        | _full(layers=2)
+        | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "tiled_mlp_num_shards": 4},
+    ),
     "moved, ZeRO-3": (2, "gpt", flags(strategy="optim_grads_params") | MOVED),
     "moved and recomputed, tensor parallel, deferred weights": (
         8,
