@@ -22,7 +22,7 @@ RecomputeModule = Literal[
     "a2a_overlap_mlp",
 ]
 OffloadModule = Literal["attn_norm", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act"]
-OffloadTensor = Literal["dispatched_input"]
+OffloadTensor = Literal["dispatched_input", "pre_mlp_layernorm_output", "layer_input"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class MemoryConfig:
     )
     offload_modules: tuple[OffloadModule, ...] = option((), "modules whose inputs are offloaded")
     offload_tensors: tuple[OffloadTensor, ...] = option(
-        (), "tensors that are offloaded; dispatched_input: the tokens that reach experts"
+        (),
+        "tensors that are offloaded; dispatched_input: the tokens that reach experts; layer_input: "
+        "what full recomputation keeps",
     )
     min_offloaded_tensor_size: int = option(1 << 20, "bytes of the smallest tensor to offload")
     cross_entropy_loss_fusion: bool = option(
@@ -105,7 +107,8 @@ class MemoryConfig:
         """What is offloaded, by the module that keeps it."""
         if not self.fine_grained_activation_offloading:
             return ()
-        return (*self.offload_modules, *("expert_fc1" for _ in self.offload_tensors))
+        kept = (item for tensor in self.offload_tensors for item in _KEPT_BY[tensor])
+        return (*self.offload_modules, *kept)
 
     def recomputed_groups(self, num_layers: int) -> list[tuple[range, bool]]:
         """The groups of consecutive layers of a stage, and whether each is recomputed."""
@@ -148,6 +151,12 @@ def vocab_split_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
+_KEPT_BY: Mapping[OffloadTensor, tuple[str, ...]] = {
+    "dispatched_input": ("expert_fc1",),
+    "pre_mlp_layernorm_output": ("fc1", "moe_input"),
+    "layer_input": ("layer_input",),
+}
+"""Offloaded tensor -> what keeps it for the backward, in the breakdown of activations."""
 _WHOLE = {
     "a2a_overlap_attn": {"core_attn", "mla_up_proj"},
     "a2a_overlap_post_attn": {"moe"},
@@ -213,11 +222,24 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
             works=["--recompute-in-flight-limit none", "--recompute-granularity none"],
         )
     moved = named.get("offload_modules", ())
-    if full and memory.moved_items:
+    tensors = named.get("offload_tensors", ())
+    lost = (*moved, *(tensor for tensor in tensors if tensor != "layer_input"))
+    if full and lost:
         mistakes.add(
             "full recomputation keeps only the inputs of layers, of which "
-            f"{' '.join((*moved, *memory.offload_tensors))} could move nothing",
+            f"{' '.join(lost)} could move nothing",
             works=["--recompute-granularity selective", "--no-fine-grained-activation-offloading"],
+        )
+    if "layer_input" in tensors and not full:
+        mistakes.add(
+            "offload_tensors: layer_input is kept by full recomputation only",
+            works=["--recompute-granularity full", "--offload-tensors none"],
+        )
+    if "pre_mlp_layernorm_output" in tensors and "layernorm" in memory.remade_modules:
+        mistakes.add(
+            "offload_tensors: pre_mlp_layernorm_output is recomputed by recompute_modules "
+            "layernorm, and so not kept",
+            works=["--offload-tensors none"],
         )
     if "attn_proj" in moved and "core_attn" not in moved:
         mistakes.add(
@@ -239,7 +261,7 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
                 f"recompute_modules {module} and {both} would recompute the same twice",
                 works=[f"--recompute-modules {others}"],
             )
-    if named.get("offload_tensors"):
+    if "dispatched_input" in tensors:
         _check_dispatched(moved, named.get("recompute_modules", ()), mistakes)
 
 

@@ -14,6 +14,7 @@ from fivefold.model.activations import (
     Saved,
     bookkeeping_bytes,
     embedding_bytes,
+    entry_bytes,
     loss_bytes,
     prediction_bytes,
     saved_activations,
@@ -56,6 +57,7 @@ def kept_activations(
             known = replace(running, routed=rows.first[layer])
         saved.append(total(saved_activations(model, layer, known, position=place)))
     saved.append(total(prediction_bytes(model, parts, running)))
+    saved.append(total(entry_bytes(model, parts, running)))
     if not (parts.layers or parts.mtp or parts.embedding or parts.head):  # passes on its input
         width = model.hidden_size * layout.states_into(stage) / running.token_parts
         saved.append(Saved(kept=running.element_bytes * width))

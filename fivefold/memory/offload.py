@@ -6,7 +6,7 @@ starts fetching for the previous module, so that copies overlap with compute.
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fivefold.config.memory import MemoryConfig
 from fivefold.memory.host import HostLink
+from fivefold.memory.recompute import RecomputedLayers
 from fivefold.model.experts import Experts
 from fivefold.model.layers import LayerBlock, local
 from fivefold.model.transformer import Norm, NormedBlock, Stage
@@ -29,13 +30,18 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
         memory: gives `offload_modules` and `offload_tensors`.
         host: the offloaded tensors of this rank.
     """
-    modules = memory.offload_modules
+    modules, tensors = memory.offload_modules, memory.offload_tensors
+    if "layer_input" in tensors:
+        through = stage.through
+        assert isinstance(through, RecomputedLayers)
+        stage.through = replace(through, again=host.moving(through.again, _state))
     for layer in stage.transformer_layers:
-        attention = layer.self_attn
-        norms = {"attn_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
+        attention, before_mlp = layer.self_attn, layer.post_attention_layernorm
+        norms = {"attn_norm": layer.input_layernorm, "mlp_norm": before_mlp}
         moved = {id(norm) for name, norm in norms.items() if name in modules}
-        if moved:
-            layer.block = _MovingBlock(layer.block, moved, host)
+        made = {id(before_mlp)} if "pre_mlp_layernorm_output" in tensors else set[int]()
+        if moved or made:
+            layer.block = _MovingBlock(layer.block, moved, made, host)
         if "core_attn" in modules:
             attention.wrap_kernel(host.moving)
         if "attn_proj" in modules:
@@ -47,22 +53,44 @@ def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
                 linear.multiply = host.moving(linear.multiply)
         if "moe_act" in modules:
             experts.second = _MovingSecond(host)
-        if "dispatched_input" in memory.offload_tensors:
-            mixture.call_routed = host.moving(mixture.call_routed, only=1)
+        if "dispatched_input" in tensors:
+            mixture.call_routed = host.moving(mixture.call_routed, _rows)
+
+
+def _state(layers: Any, inside: Any, x_TH: Tensor, *rest: Any) -> set[int]:
+    """The memory of the input, among the arguments of layers that run again."""
+    return {_memory(x_TH)}
+
+
+def _rows(experts: Any, rows_RH: Tensor, *rest: Any) -> set[int]:
+    """The memory of the dispatched tokens, among the arguments of experts."""
+    return {_memory(rows_RH)}
 
 
 @dataclass(frozen=True)
 class _MovingBlock:
-    """Wraps a `block` seam: offloads the inputs of some norms."""
+    """Wraps a `block` seam: offloads the inputs of some norms, and the outputs of some."""
 
     block: NormedBlock
     moved: set[int]
+    made: set[int]
     host: "Host"
 
     def __call__(self, norm: Norm, module: LayerBlock, x_TH: Tensor, *rest: Any) -> Tensor:
         """[T, H] -> [T, H]."""
-        norm = self.host.moving(norm) if id(norm) in self.moved else norm
-        return self.block(norm, module, x_TH, *rest)
+        run, plain = self.block, norm
+        if id(plain) in self.moved:
+            norm = self.host.moving(norm)
+        if id(plain) in self.made:
+            inner, outputs = norm, set[int]()
+
+            def norm(x_TH: Tensor) -> Tensor:
+                normed_TH = inner(x_TH)
+                outputs.add(_memory(normed_TH))
+                return normed_TH
+
+            run = self.host.moving(run, lambda *_: outputs)
+        return run(norm, module, x_TH, *rest)
 
 
 @dataclass(frozen=True)
@@ -99,7 +127,9 @@ class Host:
         self.moved_bytes = 0
 
     def moving(
-        self, function: Callable[..., Tensor], only: int | None = None
+        self,
+        function: Callable[..., Tensor],
+        only: Callable[..., set[int]] | None = None,
     ) -> Callable[..., Tensor]:
         """Wrap a function so that what its forward saves is offloaded until its backward.
 
@@ -107,21 +137,22 @@ class Host:
 
         Args:
             function: what saves tensors.
-            only: place of the one argument that is offloaded where it is saved; None: everything.
+            only: tells from the arguments which memory is offloaded where it is saved; may add to
+                its result during the call. None: everything.
         """
 
         def run(*arguments: Any) -> Tensor:
             owners = [each for each in (function, *arguments) if isinstance(each, nn.Module)]
             parameters = (local(p) for owner in owners for p in owner.parameters())
             stay = {parameter.untyped_storage()._cdata for parameter in parameters}
-            chosen = None if only is None else arguments[only].untyped_storage()._cdata
+            chosen = None if only is None else only(*arguments)
             group = _Group(self._latest)
             self._latest = weakref.ref(group)
 
             def pack(saved: Tensor) -> Tensor | _View:
                 memory = saved.untyped_storage()  # decides for all views of the same storage
                 small = memory.nbytes() < self._least or not saved.is_floating_point()
-                other = chosen not in (None, memory._cdata)
+                other = chosen is not None and memory._cdata not in chosen
                 if small or other or memory._cdata in stay:
                     return saved
                 copy = self._copy_of(saved.detach())
@@ -146,6 +177,10 @@ class Host:
             self.moved_bytes += flat.nbytes
             self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(copy)
         return copy
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class _Group:

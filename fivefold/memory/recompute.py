@@ -38,7 +38,7 @@ def install_recompute(stage: Stage, memory: MemoryConfig) -> None:
     """
     tiles = Tiles(memory) if memory.tiled_mlp_num_shards > 1 else None
     if memory.recompute_granularity == "full":
-        stage.through = RecomputedLayers(memory)
+        stage.through = RecomputedLayers(memory, _again)
         for layer in _recomputed_layers(stage, memory) if tiles is not None else ():
             _install_block(layer, (), tiles)
         return
@@ -69,23 +69,28 @@ def _recomputed_layers(stage: Stage, memory: MemoryConfig) -> Iterator[Transform
 
 
 def _install_block(layer: TransformerLayer, modules: tuple[str, ...], tiles: Tiles | None) -> None:
-    tiled = isinstance(layer.mlp, MLP) and tiles is not None
-    if tiled:
+    if tiles is not None and isinstance(layer.mlp, MLP):
         never_defer(layer.mlp)
-    layer.block = RecomputedBlock(modules, tiles if tiled else None)
+    layer.block = RecomputedBlock(modules, tiles)
 
 
 @dataclass(frozen=True)
 class RecomputedLayers:
-    """The `through` seam: groups of layers that keep only their input."""
+    """The `through` seam: groups of layers that keep only their input.
+
+    Attributes:
+        memory: which layers form a group, and which groups are recomputed.
+        again: runs the layers of a group so that the backward runs them again.
+    """
 
     memory: MemoryConfig
+    again: Callable[..., Tensor]
 
     def __call__(self, layers: Sequence[RunLayer], x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
         for group, again in self.memory.recomputed_groups(len(layers)):
             inside = [layers[index] for index in group]
-            run = _again if again else _once
+            run = self.again if again else _once
             x_TH = run(plain_layers, inside, x_TH, context)
         return x_TH
 

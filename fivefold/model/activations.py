@@ -67,7 +67,9 @@ def saved_activations(
             position % memory.recompute_num_layers == 0
         )
         size = running.element_bytes * model.hidden_size / running.token_parts
-        first = {"layer_input": Saved(kept=size)} if starts_group else {}
+        moves = "layer_input" in memory.moved_items
+        away = _large_enough(Kept("layer_input", (size,)), running) if moves else 0.0
+        first = {"layer_input": Saved(kept=size - away, offloaded=away)} if starts_group else {}
         return first | {
             item.name: Saved(kept=item.size) if item.stays else Saved(remade=_remade(item, running))
             for item in whole
@@ -118,6 +120,16 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
         "further_dropout": Saved(kept=around * parts.mtp if model.hidden_dropout else 0.0),
         "states": Saved(kept=running.element_bytes * around * states),
     }
+
+
+def entry_bytes(model: ModelConfig, parts: StageParts, running: Running) -> dict[str, Saved]:
+    """Bytes per token of a stage's input that stays on the device, beside its copy in host memory.
+
+    Elsewhere the first layer counts the stage's input as its own.
+    """
+    moves = "layer_input" in running.memory.moved_items and not parts.embedding
+    size = running.element_bytes * model.hidden_size / running.token_parts
+    return {"entry": Saved(kept=size)} if moves and parts.layers else {}
 
 
 def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:

@@ -15,6 +15,7 @@ from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,
     embedding_bytes,
+    entry_bytes,
     loss_bytes,
     prediction_bytes,
     saved_activations,
@@ -93,6 +94,7 @@ def stage_bytes(
     layers = _saved_by_layer(layout, stage, running)
     ends: list[Saved] = list(embedding_bytes(model, running).values()) if stage.embedding else []
     ends += prediction_bytes(model, stage, running).values()
+    ends += entry_bytes(model, stage, running).values()
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
     whole = total(layers)
     waiting = tokens * sum(

@@ -92,7 +92,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "data_parallel_shard_size": (2,),
     "recompute_modules": (("mlp",),),
     "offload_modules": (("core_attn",),),
-    "offload_tensors": (("dispatched_input",),),
+    "offload_tensors": (("dispatched_input",), ("pre_mlp_layernorm_output",)),
     "optimizer_offload_fraction": (0.5,),
     "global_batch_size": (16,),
     "seq_length": (32,),

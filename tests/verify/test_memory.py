@@ -72,6 +72,26 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | _full(layers=2)
         | {"pipeline_schedule": "zb_h1", "micro_batch_size": 1, "tiled_mlp_num_shards": 4},
     ),
+    "inputs of layers moved, tiles": (
+        2,
+        "llama",
+        flags(pp=2, stages="Ett|tttL")
+        | _full()
+        | MOVED
+        | {"offload_modules": (), "offload_tensors": ("layer_input",), "tiled_mlp_num_shards": 2},
+    ),
+    "outputs of norms moved": (
+        2,
+        "gpt",
+        flags(tp=2, sequence=True)
+        | _selective("mlp")
+        | MOVED
+        | {
+            "offload_modules": ("mlp_norm",),
+            "offload_tensors": ("pre_mlp_layernorm_output",),
+            "tiled_mlp_num_shards": 2,
+        },
+    ),
     "moved, ZeRO-3": (2, "gpt", flags(strategy="optim_grads_params") | MOVED),
     "moved and recomputed, tensor parallel, deferred weights": (
         8,

@@ -184,11 +184,12 @@ def _memory(said: Settings) -> Iterator[str]:
     elif granularity == "selective":
         modules = (_MODULES.get(module, module) for module in said["recompute_modules"])
         yield from set_flag("recompute_modules", tuple(dict.fromkeys(modules)))
-    if said["fine_grained_activation_offloading"]:
+    # It moves dispatched tokens as what the experts' first linear layers save.
+    dispatched = ("expert_fc1" for name in said["offload_tensors"] if name == "dispatched_input")
+    moved = (*said["offload_modules"], *dispatched)
+    if said["fine_grained_activation_offloading"] and moved:
         yield from flags(said, "fine_grained_activation_offloading")
-        # It moves dispatched tokens as what the experts' first linear layers save.
-        dispatched = ("expert_fc1" for _ in said["offload_tensors"])
-        yield from set_flag("offload_modules", (*said["offload_modules"], *dispatched))
+        yield from set_flag("offload_modules", moved)
         yield from flags(said, "min_offloaded_tensor_size")
     if said["cross_entropy_loss_fusion"] and not said["deterministic_mode"]:
         yield "--cross-entropy-loss-fusion"
@@ -302,7 +303,10 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         yield f"it multiplies in 8 or in 4 bits, not in both: {recipe} was left out"
     elif training.fp8_format and training.fp8_recipe not in _RECIPES:
         yield f"it has no {training.fp8_recipe} recipe (fp8_recipe): tensorwise stands in its place"
-    if memory.fine_grained_activation_offloading and memory.offload_tensors:
+    others = [name for name in memory.offload_tensors if name != "dispatched_input"]
+    if memory.fine_grained_activation_offloading and others:
+        yield f"it does not move {' '.join(others)} (offload_tensors)"
+    if memory.fine_grained_activation_offloading and "dispatched_input" in memory.offload_tensors:
         yield "it moves dispatched tokens (offload_tensors) as expert_fc1 of offload_modules"
     asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
     for module in (module for module in asked if module in _MODULES):
