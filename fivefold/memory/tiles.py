@@ -69,7 +69,7 @@ class _Sum:
 
     def share(self) -> Tensor:
         """The parameter, for one use."""
-        parameter: Tensor = _Share.apply(self._parameter, self)
+        parameter: Tensor = _Use.apply(self._parameter, self)
         return parameter
 
     def add(self, grad: Tensor) -> Tensor | None:
@@ -82,7 +82,7 @@ class _Sum:
         return None if self._missing else self._wide.to(grad.dtype)
 
 
-class _Share(torch.autograd.Function):
+class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, total: _Sum) -> Tensor:
         ctx.total = total

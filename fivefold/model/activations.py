@@ -6,6 +6,7 @@ offloading applied.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from fivefold.config.memory import DEFAULT_VOCAB_SPLIT, LOSS_TOKENS, MemoryConfig
 from fivefold.config.model import ModelConfig
@@ -152,7 +153,8 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
         if memory.cross_entropy_fusion_impl == "te":
             busy = 0.0
         elif memory.cross_entropy_fusion_impl == "linear":
-            share = min(LOSS_TOKENS / running.microbatch_tokens, 1.0)
+            known = running.microbatch_tokens < inf
+            share = min(LOSS_TOKENS / running.microbatch_tokens, 1.0) if known else 1.0
             kept, busy, sums = (
                 0.0,
                 (element + wide) * min(entries, DEFAULT_VOCAB_SPLIT) * share,
