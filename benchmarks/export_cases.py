@@ -291,6 +291,10 @@ CHANGES: Mapping[str, Change] = {
     "overlap_grad_reduce": Change(False, _ZERO1),
     "overlap_param_gather": Change(False, _ZERO3),
     "grad_reduce_in_bf16": Change(True, _ZERO1),
+    "ddp_reduce_scatter_with_fp32_accumulation": Change(
+        True, {**_ZERO1, "grad_reduce_in_bf16": True}
+    ),
+    "ddp_bucket_size": Change(50_000_000, {"precision": "fp32"}),
     # experts
     "moe_router_load_balancing_type": Change(("seq_aux_loss",), _AUX),
     "moe_aux_loss_coeff": Change((0.02,), _AUX),

@@ -42,13 +42,17 @@ class AllGather(_Buffers):
 
 
 class ReduceScatter(_Buffers):
-    """Pairwise reduce-scatter that sums in rank order, with its own dtype on the wire.
+    """Reduce-scatter with its own dtype on the wire; pairwise, and in rank order, for gloo.
 
-    Sending bf16 and summing in fp32 halves the bytes without accumulating in bf16.
+    Args:
+        wire_dtype: type in which gradients are sent.
+        sum_dtype: type in which they are added. A wider one than the wire's, as in Megatron-LM's
+            `reduce_scatter_with_fp32_accumulation`, rounds each gradient once and no sum, and needs
+            an all-to-all: a ring sends sums, which its links round.
     """
 
-    def __init__(self, wire_dtype: torch.dtype) -> None:
-        self._wire_dtype = wire_dtype
+    def __init__(self, wire_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
+        self._wire_dtype, self._sum_dtype = wire_dtype, sum_dtype
 
     def __call__(
         self,
@@ -59,7 +63,11 @@ class ReduceScatter(_Buffers):
         async_op: bool = False,
     ) -> _Waitable | None:
         """[P*n] -> [n] into `output_tensor`; `op` is a sum, as set in `fsdp.py`."""
-        pending = start_reduce_scatter(input_tensor, group, output_tensor, self._wire_dtype)
+        if self._sum_dtype == input_tensor.dtype:
+            pending = start_reduce_scatter(input_tensor, group, output_tensor, self._wire_dtype)
+        else:
+            narrow = start_reduce_scatter(input_tensor.to(self._sum_dtype), group)
+            pending = Pending(narrow.works, lambda: output_tensor.copy_(narrow.finish()))
         return _finish(pending, async_op)
 
 

@@ -113,7 +113,9 @@ class ShardedStage:
         if on_cpu:
             module.set_custom_all_gather(AllGather())
         if on_cpu or self._policy.wire_dtype != self._policy.master_dtype:
-            module.set_custom_reduce_scatter(ReduceScatter(self._policy.wire_dtype))
+            module.set_custom_reduce_scatter(
+                ReduceScatter(self._policy.wire_dtype, self._policy.sum_dtype)
+            )
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Set what the coming backward does with gradients.

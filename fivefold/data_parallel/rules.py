@@ -15,6 +15,15 @@ def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mist
             "gradients would sum in bf16",
             works=["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim"],
         )
+    if parallel.ddp_reduce_scatter_with_fp32_accumulation and replicated:
+        mistakes.add(
+            "ddp_reduce_scatter_with_fp32_accumulation has no effect on no_shard: its gradients "
+            "are all-reduced",
+            works=[
+                "--no-ddp-reduce-scatter-with-fp32-accumulation",
+                "--data-parallel-sharding-strategy optim",
+            ],
+        )
     if instances > 1 and replicated:
         mistakes.add(
             f"num_distributed_optimizer_instances = {instances} replicates a sharding group, "

@@ -55,7 +55,7 @@ def _skip_data_sum(engine: Engine) -> None:
     for index, stage in engine.model.stages.items():
         units: list[Any] = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         for unit in units:
-            unit.set_custom_reduce_scatter(_KeepOwn(torch.float64))
+            unit.set_custom_reduce_scatter(_KeepOwn(torch.float64, torch.float64))
         if not units:
             gradients: Any = engine.model.gradients[index]
             gradients._start = lambda bucket: None
@@ -139,7 +139,7 @@ def _skip_edp_sum(engine: Engine) -> None:
         units: list[Any] = [m.experts for m in stage.mixtures]
         if isinstance(engine.model.gradients[index], ShardedStage):
             for unit in units:
-                unit.set_custom_reduce_scatter(_KeepOwn(torch.float64))
+                unit.set_custom_reduce_scatter(_KeepOwn(torch.float64, torch.float64))
             continue
         named = stage.named_parameters()
         experts = [parameter for name, parameter in named if records[name].experts]

@@ -90,6 +90,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "hierarchical_context_parallel_sizes": ((1, 1),),
     "cp_comm_type": (("a2a",), ("all_gather",), ("a2a+p2p",)),
     "data_parallel_shard_size": (2,),
+    "ddp_bucket_size": (1000,),
     "recompute_modules": (("mlp",),),
     "offload_modules": (("core_attn",),),
     "offload_tensors": (("dispatched_input",), ("pre_mlp_layernorm_output",)),

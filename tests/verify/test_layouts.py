@@ -148,6 +148,12 @@ BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "replicated, tied, interleaved": (4, "gpt", flags(pp=2, dp=2, stages=STAGES[2, 2])),
     "no overlap": (4, "gpt", flags(pp=2, dp=2) | {"overlap_grad_reduce": False}),
     "sent in bf16": (2, "gpt", flags(dp=2, strategy="optim") | {"grad_reduce_in_bf16": True}),
+    "sent in bf16, summed in fp32": (
+        2,
+        "gpt",
+        flags(dp=2, strategy="optim")
+        | {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
+    ),
 }
 
 

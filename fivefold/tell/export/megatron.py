@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import ceil
 
 from fivefold.config.model import ModelConfig
+from fivefold.config.parallel import ParallelConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
@@ -156,7 +157,9 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     yield from flags(said, "overlap_grad_reduce")
     gathers = said["overlap_param_gather"] and sharding.splits_optimizer
     yield from set_flag("overlap_param_gather", gathers and parallel.overlap_grad_reduce)
-    yield from flags(said, "grad_reduce_in_bf16")
+    yield from flags(said, "grad_reduce_in_bf16", "ddp_reduce_scatter_with_fp32_accumulation")
+    if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
+        yield from flags(said, "ddp_bucket_size")
 
 
 def _why_not_hidden(layout: Layout, runs: Layout) -> str | None:
