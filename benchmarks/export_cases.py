@@ -291,6 +291,9 @@ CHANGES: Mapping[str, Change] = {
     "overlap_grad_reduce": Change(False, _ZERO1),
     "overlap_param_gather": Change(False, _ZERO3),
     "grad_reduce_in_bf16": Change(True, _ZERO1),
+    "overlap_param_gather_with_optimizer_step": Change(
+        True, {**_ZERO1, **_PP, "num_virtual_stages_per_pipeline_rank": 2}
+    ),
     "ddp_reduce_scatter_with_fp32_accumulation": Change(
         True, {**_ZERO1, "grad_reduce_in_bf16": True}
     ),

@@ -215,6 +215,13 @@ DEPENDENTS = (
         ("--fp32",),
     ),
     Dependents(
+        ("overlap_param_gather_with_optimizer_step",),
+        "overlap_param_gather",
+        lambda c: c.parallel.overlap_param_gather,
+        "gathers parameters before they are used",
+        ("--overlap-param-gather",),
+    ),
+    Dependents(
         ("ddp_reduce_scatter_with_fp32_accumulation",),
         "grad_reduce_in_bf16",
         lambda c: c.parallel.grad_reduce_in_bf16,

@@ -144,6 +144,10 @@ class ParallelConfig:
         2_097_152,
         "with no_shard in fp32: elements of gradients that are summed over ranks in one message",
     )
+    overlap_param_gather_with_optimizer_step: bool = option(
+        False,
+        "with optim and optim_grads: gather a block's updated parameters while others are updated",
+    )
     grad_reduce_in_bf16: bool = option(
         False, "send and sum gradients in bf16; not between HSDP replicas"
     )

@@ -1,6 +1,7 @@
 """Custom all-gather and reduce-scatter for FSDP2."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -9,14 +10,16 @@ from torch import Tensor
 from fivefold.mesh.collectives import Pending, start_all_gather, start_reduce_scatter
 
 
-class _Waitable:
-    """Adapter to the asynchronous work object that FSDP2 expects."""
+class _Waitable(dist.Work):
+    """The work object that FSDP2 expects: it does not wait for an object of another type."""
 
     def __init__(self, pending: Pending) -> None:
+        super().__init__()
         self._pending = pending
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
         self._pending.wait()
+        return True
 
 
 class _Buffers:

@@ -1,7 +1,7 @@
 """no_shard: every rank holds all parameters; gradients are all-reduced in buckets."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,8 +95,15 @@ class ReplicatedStage:
     def unshard(self) -> None:
         """Nothing is ever gathered."""
 
+    def await_unshard(self) -> None:
+        """Nothing is ever gathered."""
+
     def reshard(self) -> None:
         """Nothing is ever gathered."""
+
+    def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
+        """No block: nothing is ever gathered."""
+        return iter(())
 
     def _arrived(self, parameter: Tensor) -> None:
         index = self._bucket_of[parameter]

@@ -241,12 +241,20 @@ class _Predictor:
             layers = sum(len(self.layout.split.stages[s].layers) for s in own) or 1
             worst = max(
                 worst,
-                self._exposed(gathered, total.forward, layers, self.parallel.overlap_param_gather)
+                self._gathering(gathered, total.forward, layers)
                 + self._exposed(
                     reduced, total.dx + total.dw, messages, self.parallel.overlap_grad_reduce
                 ),
             )
         return worst
+
+    def _gathering(self, move: float, work: float, pieces: int) -> float:
+        """Exposed seconds of gathering parameters, whose first piece the update may hide."""
+        if not self.parallel.overlap_param_gather_with_optimizer_step:
+            return self._exposed(move, work, pieces, self.parallel.overlap_param_gather)
+        first, gpu = move / pieces, self.cluster.gpu
+        update = self._optimizer() * (1 - 1 / pieces)
+        return overlapped(gpu, update, first) + overlapped(gpu, work, move - first)
 
     def _exposed(self, move: float, work: float, pieces: int, overlaps: bool) -> float:
         """Exposed seconds of a transfer in pieces, of which the first or last is never hidden."""

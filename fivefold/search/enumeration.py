@@ -167,6 +167,8 @@ class _Axes:
             found = [parallel.sharding]
         if parallel.pipeline_max_unsharded_stages is not None:  # only parameters are gathered
             found = [sharding for sharding in found if sharding.splits_parameters]
+        if parallel.overlap_param_gather_with_optimizer_step:  # parameters are gathered once
+            found = [s for s in found if s.splits_optimizer and not s.splits_parameters]
         if parallel.ddp_bucket_size != ParallelConfig.ddp_bucket_size:
             found = [sharding for sharding in found if not sharding.splits_optimizer]
         if parallel.ddp_reduce_scatter_with_fp32_accumulation:

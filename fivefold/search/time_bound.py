@@ -222,7 +222,9 @@ def _exposed(
     often = np.where(gradients, each, 0.0)
     gathering = apart(forward, gathered, parallel.overlap_param_gather)
     reducing = apart(backward, reduced, parallel.overlap_grad_reduce)
-    if sums_in_buckets(space.config, "no_shard"):  # of which the last may be small
+    if parallel.overlap_param_gather_with_optimizer_step:  # which may hide the first layer
+        gathering = hidden(forward, gathered - gathered / layers)
+    if sums_in_buckets(space.config, "no_shard"):  # the last may be small
         reducing = np.where(space.sharded("splits_optimizer"), reducing, hidden(backward, reduced))
     return often, np.where(parameters, 0.0, gathering + np.where(gradients, 0.0, reducing))
 
@@ -329,9 +331,7 @@ class _DataParallel:
         self.further_experts = layer_kind(model, model.num_layers).experts
         self.dense_gather = self._affine(gather, self.shard, c["tp"])
         self.dense_reduce = self._affine(all_reduce, self.shard, c["tp"])
-        self.replica_reduce = self._affine(
-            all_reduce, c["instances"], c["tp"] * c["cp"] * (c["dp"] // c["instances"])
-        )
+        self.replica_reduce = self._affine(all_reduce, c["instances"], c["tp"] * self.shard)
         wide = space.config.parallel.ddp_reduce_scatter_with_fp32_accumulation
         scatter = partial(reduce_scatter, in_pairs=wide)
         self.dense_scatter = self._affine(scatter, self.shard, c["tp"])

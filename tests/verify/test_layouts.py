@@ -127,6 +127,24 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama tied",
         flags(strategy="optim_grads_params", replicas=2) | {"overlap_grad_reduce": False},
     ),
+    "gathered in the optimizer step": (
+        2,
+        "llama tied",
+        flags(strategy="optim_grads") | {"overlap_param_gather_with_optimizer_step": True},
+    ),
+    "gathered in the optimizer step, interleaved": (
+        4,
+        "gpt",
+        flags(pp=2, dp=2, stages=STAGES[2, 2], strategy="optim")
+        | {"overlap_param_gather_with_optimizer_step": True},
+    ),
+    "stages gathered one action ahead": (
+        4,
+        "llama",
+        flags(pp=2, dp=2, stages=STAGES[2, 2], strategy="optim_grads_params")
+        | {"pipeline_max_unsharded_stages": 2},
+    ),
+    "gradients of a bucket each": (2, "llama", flags(tp=1, dp=2) | {"ddp_bucket_size": 1}),
     "groups of microbatches": (
         2,
         "llama",
