@@ -60,6 +60,7 @@ EXEMPT = {
     "distributed_timeout_minutes": Exempt(
         "seen only where a rank does not answer: tests/train", NOWHERE
     ),
+    "numa_binding": Exempt("the same numbers: tests/train/test_numa.py", NOWHERE),
     "manual_gc": Exempt("the same numbers: tests/train/test_garbage.py", NOWHERE),
     "deterministic_mode": Exempt(
         "the same bits, which CPUs compute anyway: tests/train/test_cuda_environment.py", NOWHERE
