@@ -223,7 +223,8 @@ class ShardedStage:
         """Each block's own parameters, in the order of a forward, and what starts their gather."""
         for unit in self._units:
             held = [each for group in _parameter_groups(unit) for each in group.fsdp_params]
-            yield [each.sharded_param for each in held], partial(self._gather, unit)
+            if held:  # not so a stage without ends, beside its layers
+                yield [each.sharded_param for each in held], partial(self._gather, unit)
 
     def _gather(self, unit: FSDPModule) -> None:
         handle = unit.unshard(async_op=True)

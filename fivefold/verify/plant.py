@@ -147,16 +147,22 @@ def _skip_edp_sum(engine: Engine) -> None:
 
 
 def _keep_own_gradients(gradients: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Undo the sum of some gradients after it was copied into them."""
-    finish = gradients.finish
+    """Undo the sum of some gradients."""
+    start, finish = gradients._start, gradients.finish
+    own: dict[nn.Parameter, Tensor] = {}
+
+    def copy_and_start(bucket: int) -> None:
+        for parameter in parameters:
+            if gradients._bucket_of[parameter] == bucket:
+                own[parameter] = local_grad(parameter).clone()
+        start(bucket)
 
     def finish_and_restore() -> None:
-        own = [local_grad(parameter).clone() for parameter in parameters]
         finish()
-        for parameter, grad in zip(parameters, own, strict=True):
+        for parameter, grad in own.items():
             local_grad(parameter).copy_(grad)
 
-    gradients.finish = finish_and_restore
+    gradients._start, gradients.finish = copy_and_start, finish_and_restore
 
 
 def _detach_router(engine: Engine) -> None:
