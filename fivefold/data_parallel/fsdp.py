@@ -88,42 +88,11 @@ class ShardedStage:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             wrapped: Any = unit
-            self._set_communication(unit, meshes[wrapped])
+            _set_communication(unit, meshes[wrapped], policy)
             if by_hand:
                 _without_hooks(unit)
         if not by_hand:
-            self._set_prefetch(policy.overlap_param_gather)
-
-    def _set_prefetch(self, early: bool) -> None:
-        """Gather each block's parameters while the previous block computes, or not before use.
-
-        By default FSDP2 prefetches in the backward in the reverse order of all forwards. A pipeline
-        interleaves microbatches, so the last of these gathers would be wasted. Prefetching the
-        root, which stays gathered in a backward, gathers nothing. Multi-token prediction layers,
-        which an evaluation skips, are gathered when they run.
-        """
-        root, *layers = self._units
-        backward = [root, *_last_layer_first(layers)]
-        for unit, following in zip(backward, [*backward[1:], root], strict=True):
-            unit.set_modules_to_backward_prefetch([following if early else root])
-        predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
-        parts = [[m for m in each.modules() if m in layers] for each in predictions]
-        always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
-        for run in (always, *parts) if early else ():
-            for unit, others in _with_following(run):
-                unit.set_modules_to_forward_prefetch(others)
-
-    def _set_communication(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
-        on_cpu = mesh.device_type == "cpu"
-        module: Any = unit  # FSDP2's type is `Work`, but it only calls `wait`
-        if not self._policy.shards or mesh.size(-1) == 1:
-            return
-        if on_cpu:
-            module.set_custom_all_gather(AllGather())
-        if on_cpu or self._policy.wire_dtype != self._policy.master_dtype:
-            module.set_custom_reduce_scatter(
-                ReduceScatter(self._policy.wire_dtype, self._policy.sum_dtype)
-            )
+            _set_prefetch(self._units, policy.overlap_param_gather)
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Set what the coming backward does with gradients.
@@ -235,6 +204,38 @@ class ShardedStage:
         for handle in self._gathers:
             handle.wait()
         self._gathers = []
+
+
+def _set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
+    """Gather each block's parameters while the previous block computes, or not before use.
+
+    By default FSDP2 prefetches in the backward in the reverse order of all forwards. A pipeline
+    interleaves microbatches, so the last of these gathers would be wasted. Prefetching the
+    root, which stays gathered in a backward, gathers nothing. Multi-token prediction layers,
+    which an evaluation skips, are gathered when they run.
+    """
+    root, *layers = units
+    backward = [root, *_last_layer_first(layers)]
+    for unit, following in zip(backward, [*backward[1:], root], strict=True):
+        unit.set_modules_to_backward_prefetch([following if early else root])
+    predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
+    parts = [[m for m in each.modules() if m in layers] for each in predictions]
+    always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
+    for run in (always, *parts) if early else ():
+        for unit, others in _with_following(run):
+            unit.set_modules_to_forward_prefetch(others)
+
+
+def _set_communication(unit: FSDPModule, mesh: DeviceMesh, policy: Policy) -> None:
+    """Give FSDP2 our collectives, where its own are slow or do not narrow gradients."""
+    on_cpu = mesh.device_type == "cpu"
+    module: Any = unit  # FSDP2's type is `Work`, but it only calls `wait`
+    if not policy.shards or mesh.size(-1) == 1:
+        return
+    if on_cpu:
+        module.set_custom_all_gather(AllGather())
+    if on_cpu or policy.wire_dtype != policy.master_dtype:
+        module.set_custom_reduce_scatter(ReduceScatter(policy.wire_dtype, policy.sum_dtype))
 
 
 def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:
