@@ -219,7 +219,7 @@ def _set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
     for unit, following in zip(backward, [*backward[1:], root], strict=True):
         unit.set_modules_to_backward_prefetch([following if early else root])
     predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
-    parts = [[m for m in each.modules() if m in layers] for each in predictions]
+    parts: list[list[Any]] = [[m for m in each.modules() if m in layers] for each in predictions]
     always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
     for run in (always, *parts) if early else ():
         for unit, others in _with_following(run):
