@@ -228,8 +228,8 @@ def _set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
 
 def _set_communication(unit: FSDPModule, mesh: DeviceMesh, policy: Policy) -> None:
     """Give FSDP2 our collectives, where its own are slow or do not narrow gradients."""
+    module: Any = unit  # ours do not derive from FSDP2's abstract classes
     on_cpu = mesh.device_type == "cpu"
-    module: Any = unit  # FSDP2's type is `Work`, but it only calls `wait`
     if not policy.shards or mesh.size(-1) == 1:
         return
     if on_cpu:
