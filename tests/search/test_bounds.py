@@ -31,6 +31,7 @@ OTHERWISE = (
     {},
     {"precision": "fp32", "ddp_bucket_size": 10_000_000},
     {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
+    {"overlap_param_gather_with_optimizer_step": True},
 )
 
 
