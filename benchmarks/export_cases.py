@@ -291,6 +291,13 @@ CHANGES: Mapping[str, Change] = {
     "overlap_grad_reduce": Change(False, _ZERO1),
     "overlap_param_gather": Change(False, _ZERO3),
     "grad_reduce_in_bf16": Change(True, _ZERO1),
+    "overlap_param_gather_with_optimizer_step": Change(
+        True, {**_ZERO1, **_PP, "num_virtual_stages_per_pipeline_rank": 2}
+    ),
+    "ddp_reduce_scatter_with_fp32_accumulation": Change(
+        True, {**_ZERO1, "grad_reduce_in_bf16": True}
+    ),
+    "ddp_bucket_size": Change(50_000_000, {"precision": "fp32"}),
     # experts
     "moe_router_load_balancing_type": Change(("seq_aux_loss",), _AUX),
     "moe_aux_loss_coeff": Change((0.02,), _AUX),
@@ -339,6 +346,7 @@ CHANGES: Mapping[str, Change] = {
     "eval_iters": Change(7, {"eval_interval": 30}),
     "check_for_nan_in_loss_and_grad": Change(False),
     "distributed_timeout_minutes": Change(20.5),
+    "numa_binding": Change("node"),
     "manual_gc": Change(True),
     "manual_gc_interval": Change(200, {"manual_gc": True}),
     "deterministic_mode": Change(True),

@@ -86,6 +86,12 @@ class ParallelModel:
         for stage in self.gradients.values():
             stage.reshard()
 
+    def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
+        """The blocks whose parameters are gathered together, and what starts that, in the order in
+        which forwards need them."""
+        for _, stage in sorted(self.gradients.items()):
+            yield from stage.blocks()
+
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""
         for stage in self.stages.values():

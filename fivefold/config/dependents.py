@@ -52,6 +52,17 @@ def _shares_stages(config: Config) -> bool:
     return any(degree != 1 for degree in degrees)
 
 
+def sums_in_buckets(config: Config, strategy: str | None = None) -> bool:
+    """Whether gradients are summed in buckets of any size, not in blocks of FSDP2.
+
+    Args:
+        config: the configuration.
+        strategy: sharding strategy; None: that of the configuration.
+    """
+    strategy = strategy or config.parallel.data_parallel_sharding_strategy
+    return strategy == "no_shard" and config.training.precision != "bf16"
+
+
 def _has_experts(config: Config) -> bool:
     return config.model.num_experts is not None
 
@@ -187,6 +198,35 @@ DEPENDENTS = (
         lambda c: c.parallel.data_parallel_sharding_strategy == "optim_grads_params",
         "keeps sharded parameters gathered",
         refused=False,
+    ),
+    Dependents(
+        ("ddp_bucket_size",),
+        "data_parallel_sharding_strategy",
+        lambda c: c.parallel.data_parallel_sharding_strategy == "no_shard",
+        "is for gradients that are not reduced layer by layer",
+        ("--data-parallel-sharding-strategy no_shard",),
+        searched=True,
+    ),
+    Dependents(
+        ("ddp_bucket_size",),
+        "precision",
+        lambda c: c.training.precision != "bf16",
+        "is for gradients that are not reduced layer by layer",
+        ("--fp32",),
+    ),
+    Dependents(
+        ("overlap_param_gather_with_optimizer_step",),
+        "overlap_param_gather",
+        lambda c: c.parallel.overlap_param_gather,
+        "gathers parameters before they are used",
+        ("--overlap-param-gather",),
+    ),
+    Dependents(
+        ("ddp_reduce_scatter_with_fp32_accumulation",),
+        "grad_reduce_in_bf16",
+        lambda c: c.parallel.grad_reduce_in_bf16,
+        "sums in fp32 what is sent in bf16",
+        ("--grad-reduce-in-bf16",),
     ),
     Dependents(
         ("recompute_method", "recompute_num_layers"),

@@ -56,6 +56,16 @@ FOREIGN = _table(
     ("--vpp | --chunks", "vp virtual_stages num_model_chunks vpp num_chunks", ""),
     ("--sequence-parallel", "sp sequence_parallelism", ""),
     ("--data-parallel-sharding-strategy", "zero zero_stage sharding_strategy stage", _ZERO),
+    (
+        "--ddp-bucket-size",
+        "ddp_num_buckets reduce_bucket_size allreduce_bucket_size bucket_size bucket_cap_mb",
+        "a number of elements",
+    ),
+    (
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        "reduce_scatter_with_fp32_accumulation",
+        "",
+    ),
     (_FULL, "fsdp fsdp2 full_shard use_torch_fsdp2 use_megatron_fsdp", ""),
     ("--nproc | --gpus", "nproc_per_node world_size num_gpus ngpus n_gpus num_processes gpus", ""),
     ("--cluster", "gpu hardware device gpu_type", ""),

@@ -140,9 +140,20 @@ class ParallelConfig:
     overlap_param_gather: bool = option(
         True, "gather the next block's sharded parameters while the current block computes"
     )
-    grad_reduce_in_bf16: bool = option(
+    ddp_bucket_size: int = option(
+        2_097_152,
+        "with no_shard in fp32: elements of gradients that are summed over ranks in one message",
+    )
+    overlap_param_gather_with_optimizer_step: bool = option(
         False,
-        "send gradients in bf16; sharded ones are still summed in fp32; not between HSDP replicas",
+        "with optim and optim_grads: gather a block's updated parameters while others are updated",
+    )
+    grad_reduce_in_bf16: bool = option(
+        False, "send and sum gradients in bf16; not between HSDP replicas"
+    )
+    ddp_reduce_scatter_with_fp32_accumulation: bool = option(
+        False,
+        "with grad_reduce_in_bf16: send sharded gradients by all-to-all, and sum them in fp32",
     )
 
     @property

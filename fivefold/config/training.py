@@ -11,6 +11,9 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64
 """Bytes of an element, by precision."""
 
 
+NumaBinding = Literal["node", "socket", "exclusive"]
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """Batch, length, precision and evaluation."""
@@ -47,6 +50,11 @@ class TrainingConfig:
     )
     distributed_timeout_minutes: float = option(
         10.0, "minutes after which a waiting collective fails"
+    )
+    numa_binding: NumaBinding | None = option(
+        None,
+        "bind each rank to CPUs near its GPU, or near its memory: those of its NUMA node, of its "
+        "socket, or cores of its own",
     )
     manual_gc: bool = option(
         False, "collect Python's garbage on all ranks at the same steps, not whenever each likes"

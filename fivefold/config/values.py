@@ -42,6 +42,7 @@ _RULES = MappingProxyType(
         "pipeline_max_unsharded_stages": _AT_LEAST_ONE,
         "microbatch_group_size_per_virtual_pipeline_stage": _AT_LEAST_ONE,
         "moe_deepep_num_sms": _AT_LEAST_ONE,
+        "ddp_bucket_size": _AT_LEAST_ONE,
         "expert_model_parallel_size": _AT_LEAST_ONE,
         "expert_tensor_parallel_size": _AT_LEAST_ONE,
         "recompute_num_layers": _AT_LEAST_ONE,

@@ -1,6 +1,7 @@
 """Custom all-gather and reduce-scatter for FSDP2."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -9,14 +10,16 @@ from torch import Tensor
 from fivefold.mesh.collectives import Pending, start_all_gather, start_reduce_scatter
 
 
-class _Waitable:
-    """Adapter to the asynchronous work object that FSDP2 expects."""
+class _Waitable(dist.Work):
+    """The work object that FSDP2 expects: it does not wait for an object of another type."""
 
     def __init__(self, pending: Pending) -> None:
+        super().__init__()
         self._pending = pending
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
         self._pending.wait()
+        return True
 
 
 class _Buffers:
@@ -42,13 +45,17 @@ class AllGather(_Buffers):
 
 
 class ReduceScatter(_Buffers):
-    """Pairwise reduce-scatter that sums in rank order, with its own dtype on the wire.
+    """Reduce-scatter with its own dtype on the wire; pairwise, and in rank order, for gloo.
 
-    Sending bf16 and summing in fp32 halves the bytes without accumulating in bf16.
+    Args:
+        wire_dtype: type in which gradients are sent.
+        sum_dtype: type in which they are added. A wider one than the wire's, as in Megatron-LM's
+            `reduce_scatter_with_fp32_accumulation`, rounds each gradient once and no sum, and needs
+            an all-to-all: a ring sends sums, which its links round.
     """
 
-    def __init__(self, wire_dtype: torch.dtype) -> None:
-        self._wire_dtype = wire_dtype
+    def __init__(self, wire_dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
+        self._wire_dtype, self._sum_dtype = wire_dtype, sum_dtype
 
     def __call__(
         self,
@@ -59,7 +66,11 @@ class ReduceScatter(_Buffers):
         async_op: bool = False,
     ) -> _Waitable | None:
         """[P*n] -> [n] into `output_tensor`; `op` is a sum, as set in `fsdp.py`."""
-        pending = start_reduce_scatter(input_tensor, group, output_tensor, self._wire_dtype)
+        if self._sum_dtype == input_tensor.dtype:
+            pending = start_reduce_scatter(input_tensor, group, output_tensor, self._wire_dtype)
+        else:
+            narrow = start_reduce_scatter(input_tensor.to(self._sum_dtype), group)
+            pending = Pending(narrow.works, lambda: output_tensor.copy_(narrow.finish()))
         return _finish(pending, async_op)
 
 

@@ -1,7 +1,7 @@
 """ZeRO-1/2/3, HSDP and master weights, implemented with FSDP2."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    UnshardHandle,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from fivefold.data_parallel.communication import AllGather, ReduceScatter
@@ -75,45 +80,19 @@ class ShardedStage:
             )
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         self._root = self._units[0]
+        self._gathers: list[UnshardHandle] = []
+        # The end of a stage's last backward would wait for its reductions; `finish` does.
+        self._root.set_is_last_backward(False)
         for unit in self._units:
             # The loss is already divided by the global token count, so reductions are plain sums.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             wrapped: Any = unit
-            self._set_communication(unit, meshes[wrapped])
+            _set_communication(unit, meshes[wrapped], policy)
             if by_hand:
                 _without_hooks(unit)
         if not by_hand:
-            self._set_prefetch(policy.overlap_param_gather)
-
-    def _set_prefetch(self, early: bool) -> None:
-        """Gather each block's parameters while the previous block computes, or not before use.
-
-        By default FSDP2 prefetches in the backward in the reverse order of all forwards. A pipeline
-        interleaves microbatches, so the last of these gathers would be wasted. Prefetching the
-        root, which stays gathered in a backward, gathers nothing. Multi-token prediction layers,
-        which an evaluation skips, are gathered when they run.
-        """
-        root, *layers = self._units
-        backward = [root, *_last_layer_first(layers)]
-        for unit, following in zip(backward, [*backward[1:], root], strict=True):
-            unit.set_modules_to_backward_prefetch([following if early else root])
-        predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
-        parts = [[m for m in each.modules() if m in layers] for each in predictions]
-        always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
-        for run in (always, *parts) if early else ():
-            for unit, others in _with_following(run):
-                unit.set_modules_to_forward_prefetch(others)
-
-    def _set_communication(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
-        on_cpu = mesh.device_type == "cpu"
-        module: Any = unit  # FSDP2's type is `Work`, but it only calls `wait`
-        if not self._policy.shards or mesh.size(-1) == 1:
-            return
-        if on_cpu:
-            module.set_custom_all_gather(AllGather())
-        if on_cpu or self._policy.wire_dtype != self._policy.master_dtype:
-            module.set_custom_reduce_scatter(ReduceScatter(self._policy.wire_dtype))
+            _set_prefetch(self._units, policy.overlap_param_gather)
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Set what the coming backward does with gradients.
@@ -166,7 +145,6 @@ class ShardedStage:
         self._end_of_backward()
 
     def _set(self, reduces: bool, *, last: bool, reshards: bool) -> None:
-        self._root.set_is_last_backward(last and reduces)
         self._root.set_requires_gradient_sync(reduces)
         self._root.set_requires_all_reduce(last)
         self._root.set_reshard_after_backward(reshards)
@@ -180,7 +158,11 @@ class ShardedStage:
         self._root._get_fsdp_state()._root_post_backward_final_callback()
 
     def finish(self) -> None:
-        """Nothing to wait for: FSDP2 orders the optimizer after its reductions."""
+        """Let the computation that follows wait for the reductions of this stage's gradients."""
+        self._root.set_is_last_backward(True)
+        self._end_of_backward()
+        self._root.set_is_last_backward(False)
+        self._gathers = []
 
     def waiting_gradients(self) -> Iterator[torch.Tensor]:
         """Gradients summed over microbatches, whole, that wait for the reduction at the end."""
@@ -190,15 +172,70 @@ class ShardedStage:
                 yield from (grad for grad in waiting if grad is not None)
 
     def unshard(self) -> None:
-        """Gather every block's parameters; they stay until `reshard`."""
+        """Start to gather every block's parameters, which stay until `reshard`."""
         self._root._get_fsdp_state()._lazy_init()
         for unit in self._units:
-            unit.unshard()
+            self._gather(unit)
+
+    def await_unshard(self) -> None:
+        """Wait for gathers that were started, where FSDP2's hooks do not."""
+        if self._by_hand:
+            self._finish_gathers()
 
     def reshard(self) -> None:
         """Free gathered parameters, as after an evaluation or before they are written."""
+        self._finish_gathers()
         for unit in self._units:
             unit.reshard()
+
+    def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
+        """Each block's own parameters, in the order of a forward, and what starts their gather."""
+        for unit in self._units:
+            held = [each for group in _parameter_groups(unit) for each in group.fsdp_params]
+            if held:  # not so a stage without ends, beside its layers
+                yield [each.sharded_param for each in held], partial(self._gather, unit)
+
+    def _gather(self, unit: FSDPModule) -> None:
+        handle = unit.unshard(async_op=True)
+        assert handle is not None
+        self._gathers.append(handle)
+
+    def _finish_gathers(self) -> None:
+        for handle in self._gathers:
+            handle.wait()
+        self._gathers = []
+
+
+def _set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
+    """Gather each block's parameters while the previous block computes, or not before use.
+
+    By default FSDP2 prefetches in the backward in the reverse order of all forwards. A pipeline
+    interleaves microbatches, so the last of these gathers would be wasted. Prefetching the
+    root, which stays gathered in a backward, gathers nothing. Multi-token prediction layers,
+    which an evaluation skips, are gathered when they run.
+    """
+    root, *layers = units
+    backward = [root, *_last_layer_first(layers)]
+    for unit, following in zip(backward, [*backward[1:], root], strict=True):
+        unit.set_modules_to_backward_prefetch([following if early else root])
+    predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
+    parts: list[list[Any]] = [[m for m in each.modules() if m in layers] for each in predictions]
+    always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
+    for run in (always, *parts) if early else ():
+        for unit, others in _with_following(run):
+            unit.set_modules_to_forward_prefetch(others)
+
+
+def _set_communication(unit: FSDPModule, mesh: DeviceMesh, policy: Policy) -> None:
+    """Give FSDP2 our collectives, where its own are slow or do not narrow gradients."""
+    module: Any = unit  # ours do not derive from FSDP2's abstract classes
+    on_cpu = mesh.device_type == "cpu"
+    if not policy.shards or mesh.size(-1) == 1:
+        return
+    if on_cpu:
+        module.set_custom_all_gather(AllGather())
+    if on_cpu or policy.wire_dtype != policy.master_dtype:
+        module.set_custom_reduce_scatter(ReduceScatter(policy.wire_dtype, policy.sum_dtype))
 
 
 def _data_mesh(mesh: DeviceMesh, policy: Policy) -> DeviceMesh:

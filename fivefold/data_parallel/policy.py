@@ -31,6 +31,8 @@ class Policy:
         compute_dtype: dtype of activations and gathered parameters.
         master_dtype: dtype of the parameters that the optimizer updates, and of reductions.
         wire_dtype: dtype in which gradients are sent.
+        sum_dtype: dtype in which sharded gradients are added up.
+        bucket_size: elements of gradients in a message of replicated parameters.
         overlap_grad_reduce: whether to reduce during the last backward rather than after it.
         overlap_param_gather: whether to prefetch the next block's parameters.
     """
@@ -41,6 +43,8 @@ class Policy:
     compute_dtype: torch.dtype
     master_dtype: torch.dtype
     wire_dtype: torch.dtype
+    sum_dtype: torch.dtype
+    bucket_size: int
     overlap_grad_reduce: bool
     overlap_param_gather: bool
 
@@ -54,13 +58,16 @@ def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
     """The settings of a sharding strategy and a precision."""
     sharding = parallel.sharding
     master = torch.float64 if precision == "fp64" else torch.float32
+    wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else master
     return Policy(
         shards=sharding.splits_optimizer,
         reshards=sharding.splits_parameters and parallel.pipeline_max_unsharded_stages is None,
         reduces_every_microbatch=sharding.splits_gradients,
         compute_dtype=DTYPES[precision],
         master_dtype=master,
-        wire_dtype=torch.bfloat16 if parallel.grad_reduce_in_bf16 else master,
+        wire_dtype=wire,
+        sum_dtype=master if parallel.ddp_reduce_scatter_with_fp32_accumulation else wire,
+        bucket_size=parallel.ddp_bucket_size,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )

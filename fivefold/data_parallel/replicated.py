@@ -1,19 +1,18 @@
 """no_shard: every rank holds all parameters; gradients are all-reduced in buckets."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fivefold.data_parallel.buckets import buckets_of
 from fivefold.data_parallel.policy import Policy
-from fivefold.mesh.collectives import Bucket, finish_bucket, start_bucket
-from fivefold.mesh.slices import local_tensor
+from fivefold.mesh.collectives import Pending, start_all_reduce
+from fivefold.mesh.slices import laid_out_like, local_tensor
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Work, run_works
-
-BUCKET_BYTES = 8 << 20
 
 
 class ReplicatedStage:
@@ -36,32 +35,29 @@ class ReplicatedStage:
         *,
         reduces_in_hooks: bool,
     ) -> None:
-        self._wire = policy.wire_dtype if policy.wire_dtype != policy.master_dtype else None
+        wire = policy.wire_dtype if policy.wire_dtype != policy.master_dtype else None
         self._in_hooks = reduces_in_hooks
         # Gradients arrive from the last layer to the first.
         named = [*stage.named_parameters()][::-1]
         groups = dict.fromkeys(group_of[name] for name, _ in named)
         self._buckets = [
-            (group, bucket)
+            _GradientBucket(bucket, group, wire)
             for group in groups
             if group is not None
-            for bucket in _buckets([p for name, p in named if group_of[name] is group])
+            for bucket in _divided([p for n, p in named if group_of[n] is group], policy)
         ]
         self._bucket_of: dict[Tensor, int] = {
-            p: index for index, (_, bucket) in enumerate(self._buckets) for p in bucket
+            p: index for index, bucket in enumerate(self._buckets) for p in bucket.parameters
         }
         self._missing: list[int] = []
-        self._started: dict[int, Bucket] = {}
-        if reduces_in_hooks:
-            for parameter, index in self._bucket_of.items():
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, index=index: self._arrived(index)
-                )
+        self._started: set[int] = set()
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""
-        counts = whole and last
-        self._missing = [len(bucket) for _, bucket in self._buckets] if counts else []
+        counts = whole and last and self._in_hooks
+        self._missing = [len(b.parameters) for b in self._buckets] if counts else []
 
     def after_backward(self, *, last: bool) -> None:
         """Hooks have seen every gradient."""
@@ -78,7 +74,7 @@ class ReplicatedStage:
                     self._start(index)
         for parameter in run_works(works):
             if parameter in self._bucket_of:
-                self._arrived(self._bucket_of[parameter])
+                self._arrived(parameter)
 
     def reduce(self) -> None:
         """Start the all-reduce of every bucket not started yet."""
@@ -88,9 +84,9 @@ class ReplicatedStage:
 
     def finish(self) -> None:
         """Wait for all sums; gradients are then those of the global batch."""
-        for bucket in self._started.values():
-            finish_bucket(bucket)
-        self._started = {}
+        for index in sorted(self._started):
+            self._buckets[index].finish()
+        self._started = set()
 
     def waiting_gradients(self) -> Iterator[Tensor]:
         """None: they are on the parameters."""
@@ -99,19 +95,90 @@ class ReplicatedStage:
     def unshard(self) -> None:
         """Nothing is ever gathered."""
 
+    def await_unshard(self) -> None:
+        """Nothing is ever gathered."""
+
     def reshard(self) -> None:
         """Nothing is ever gathered."""
 
-    def _arrived(self, index: int) -> None:
+    def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
+        """No block: nothing is ever gathered."""
+        return iter(())
+
+    def _arrived(self, parameter: Tensor) -> None:
+        index = self._bucket_of[parameter]
+        self._buckets[index].take(parameter)
         if self._missing:
             self._missing[index] -= 1
             if self._missing[index] == 0:
                 self._start(index)
 
     def _start(self, index: int) -> None:
-        group, bucket = self._buckets[index]
-        grads = [local_grad(parameter) for parameter in bucket]
-        self._started[index] = start_bucket(grads, group, self._wire)
+        self._buckets[index].start()
+        self._started.add(index)
+
+
+class _GradientBucket:
+    """Gradients that lie side by side in one message, as in PyTorch's DDP.
+
+    A gradient is copied into the message once, when it is first computed in a step and its memory
+    is still in the cache; then it is a view of the message, in which later microbatches and the sum
+    over ranks are added.
+
+    Args:
+        parameters: parameters whose gradients are sent together.
+        group: group over which gradients are summed.
+        wire: type in which they are sent and summed; None: their own.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, wire: torch.dtype | None
+    ) -> None:
+        self.parameters = parameters
+        self._group, self._wire = group, wire
+        self._message: Tensor | None = None
+        self._grads: dict[Tensor, Tensor] = {}
+        self._pending: Pending | None = None
+
+    def take(self, parameter: Tensor) -> None:
+        """Make the parameter's gradient a view of the message; a missing one becomes zeros."""
+        grad, view = parameter.grad, self._views()[parameter]
+        if grad is view:
+            return
+        if grad is None:
+            local_tensor(view).zero_()
+        else:
+            local_tensor(view).copy_(local_tensor(grad))
+        parameter.grad = view
+
+    def start(self) -> None:
+        """Start summing the message."""
+        for parameter in self.parameters:
+            self.take(parameter)
+        assert self._message is not None
+        sent = self._message if self._wire is None else self._message.to(self._wire)
+        self._pending = start_all_reduce(sent, self._group)
+
+    def finish(self) -> None:
+        """Wait for the sum."""
+        assert self._pending is not None
+        assert self._message is not None
+        summed = self._pending.wait()
+        self._pending = None
+        if summed is not self._message:
+            self._message.copy_(summed)
+
+    def _views(self) -> dict[Tensor, Tensor]:
+        """The parts of the message by parameter, laid out like the parameters."""
+        if self._message is None:
+            parts = [local_tensor(parameter) for parameter in self.parameters]
+            self._message = parts[0].new_empty(sum(part.numel() for part in parts))
+            views = self._message.split([part.numel() for part in parts])
+            self._grads = {
+                p: laid_out_like(p, view.view_as(part))
+                for p, part, view in zip(self.parameters, parts, views, strict=True)
+            }
+        return self._grads
 
 
 def local_grad(parameter: nn.Parameter) -> Tensor:
@@ -121,15 +188,6 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
     return local_tensor(parameter.grad)
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        part = local_tensor(parameter)
-        bucket.append(parameter)
-        size += part.numel() * part.element_size()
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
+def _divided(parameters: list[nn.Parameter], policy: Policy) -> Iterator[list[nn.Parameter]]:
+    sizes = (local_tensor(parameter).numel() for parameter in parameters)
+    return (parameters[part] for part in buckets_of(sizes, policy.bucket_size))

@@ -6,7 +6,7 @@ from fivefold.errors import Mistakes
 
 
 def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:
-    """Report gradient and replica settings that have no effect with the sharding strategy."""
+    """Report settings that have no effect with the sharding strategy."""
     instances = parallel.num_distributed_optimizer_instances
     replicated = not parallel.sharding.splits_optimizer
     if parallel.grad_reduce_in_bf16 and replicated and precision == "bf16":
@@ -14,6 +14,26 @@ def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mist
             "grad_reduce_in_bf16 has no effect on no_shard with bf16: the all-reduce of fp32 "
             "gradients would sum in bf16",
             works=["--no-grad-reduce-in-bf16", "--data-parallel-sharding-strategy optim"],
+        )
+    if parallel.ddp_reduce_scatter_with_fp32_accumulation and replicated:
+        mistakes.add(
+            "ddp_reduce_scatter_with_fp32_accumulation has no effect on no_shard: its gradients "
+            "are all-reduced",
+            works=[
+                "--no-ddp-reduce-scatter-with-fp32-accumulation",
+                "--data-parallel-sharding-strategy optim",
+            ],
+        )
+    once = parallel.sharding.splits_optimizer and not parallel.sharding.splits_parameters
+    if parallel.overlap_param_gather_with_optimizer_step and not once:
+        strategy = parallel.data_parallel_sharding_strategy
+        why = "gathers nothing" if replicated else "frees each layer again, before the next forward"
+        mistakes.add(
+            f"overlap_param_gather_with_optimizer_step has no effect on {strategy}, which {why}",
+            works=[
+                "--no-overlap-param-gather-with-optimizer-step",
+                "--data-parallel-sharding-strategy optim",
+            ],
         )
     if instances > 1 and replicated:
         mistakes.add(

@@ -106,6 +106,8 @@ def start_reduce_scatter(
         works = [work] if work is not None else []
 
     def finish() -> Tensor:
+        if not in_pairs:
+            return torch.sum(received, 0, dtype=x.dtype, out=result)
         rows = [sent[r] if r == rank else received[r] for r in range(size)]
         torch.add(rows[0].to(x.dtype), rows[1], out=result)
         for row in rows[2:]:
@@ -218,7 +220,6 @@ def sum_in_buckets(
     tensors: list[Tensor],
     group: dist.ProcessGroup | None,
     *,
-    wire_dtype: torch.dtype | None = None,
     bucket_bytes: int = 64 << 20,
 ) -> None:
     """Sum tensors over a group in place, flattened into few large messages.
@@ -226,40 +227,15 @@ def sum_in_buckets(
     Args:
         tensors: tensors of this rank, in the same order on every rank.
         group: group over which to sum.
-        wire_dtype: type in which tensors are sent and summed (default: their own).
         bucket_bytes: size in bytes at which a bucket is closed.
     """
     if group is None:
         return
     for bucket in _buckets(tensors, bucket_bytes):
-        finish_bucket(start_bucket(bucket, group, wire_dtype))
-
-
-@dataclass
-class Bucket:
-    """Tensors that are sent as one message."""
-
-    tensors: list[Tensor]
-    flat: Tensor
-    pending: Pending
-
-
-def start_bucket(
-    tensors: list[Tensor], group: dist.ProcessGroup, wire_dtype: torch.dtype | None = None
-) -> Bucket:
-    """Flatten tensors of one type and start summing them."""
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    if wire_dtype is not None:
-        flat = flat.to(wire_dtype)
-    return Bucket(tensors, flat, start_all_reduce(flat, group))
-
-
-def finish_bucket(bucket: Bucket) -> None:
-    """Wait for the sum and copy it back into the bucket's tensors."""
-    bucket.pending.wait()
-    parts = bucket.flat.split([t.numel() for t in bucket.tensors])
-    for tensor, part in zip(bucket.tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+        flat = all_reduce(torch.cat([tensor.reshape(-1) for tensor in bucket]), group)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def _buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

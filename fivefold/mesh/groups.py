@@ -30,7 +30,8 @@ def new_group(
 
     Args:
         ranks: members of the group, the only ranks that take part; None: every rank.
-        backend: backend as in torch; None: that of the world's group.
+        backend: backend as in torch; None: that of the world's group for tensors, without gloo for
+            objects on GPUs, whose connections every rank would hold open for each group.
         urgent: whether the computation waits for its messages: on CUDA they get a stream of high
             priority, so that their kernels start before those of gradients.
     """
@@ -38,6 +39,8 @@ def new_group(
     assert world is not None, "the world's group comes first"
     timeout = world._get_backend(torch.device("cpu")).options._timeout
     options = None
+    if backend is None and _uses_nccl():
+        backend = "nccl"
     if urgent and _uses_nccl():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout

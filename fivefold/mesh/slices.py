@@ -32,6 +32,20 @@ def piece_of(tensor: Tensor) -> Piece:
     return Piece(local_tensor(tensor), global_shape(tensor), local_slices(tensor))
 
 
+def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """A tensor with the layout of another, DTensor or plain tensor, and this local part."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def global_shape(tensor: Tensor) -> torch.Size:
     """The shape of the global tensor."""
     return tensor.shape

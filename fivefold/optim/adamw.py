@@ -1,6 +1,6 @@
 """AdamW over local parameter shards, with a state that can be loaded in any layout."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +21,50 @@ class AdamW:
     Args:
         parameters: parameters by global name, plain tensors or DTensors, already on their device.
         config: betas, epsilon and weight decay.
+        blocks: parameters that are updated together, and what is called once their new values are
+            on their way, in the order of the updates; empty: all parameters together.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        blocks: Sequence[tuple[Sequence[nn.Parameter], Callable[[], None]]] = (),
+    ) -> None:
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
+        self._state: dict[str, dict[str, Tensor]] = {
+            name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
+            | {moment: torch.zeros_like(leaf) for moment in MOMENTS}
+            for name, leaf in self._leaves.items()
+        }
+        named = {parameter: name for name, parameter in self._parameters.items()}
+        self._updates = [
+            (self._optimizer([named[p] for p in together if p in named], config), then)
+            for together, then in blocks or ((tuple(named), lambda: None),)
+        ]
+        self._steps = 0
+
+    def _optimizer(self, names: Sequence[str], config: OptimizerConfig) -> Any:
+        """torch's optimizer of the parameters of some names whose shard here is not empty."""
         groups: list[dict] = [
             {"params": [], "weight_decay": config.weight_decay},
             {"params": [], "weight_decay": 0.0},
         ]
-        for name, parameter, leaf in self._shards():
-            groups[0 if decays(name, parameter) else 1]["params"].append(leaf)
-        self._optimizer: Any = torch.optim.AdamW(
+        for name in names:
+            if self._leaves[name].numel():
+                group = groups[0 if decays(name, self._parameters[name]) else 1]
+                group["params"].append(self._leaves[name])
+        optimizer = torch.optim.AdamW(
             groups,
             lr=config.lr,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             fused=True,
         )
-        self._steps = 0
-        for leaf in self._leaves.values():
-            self._optimizer.state[leaf] = {
-                "step": torch.zeros((), dtype=torch.float32, device=leaf.device),
-            } | {moment: torch.zeros_like(leaf) for moment in MOMENTS}
+        for name in names:
+            optimizer.state[self._leaves[name]] = self._state[name]
+        return optimizer
 
     @property
     def steps(self) -> int:
@@ -53,8 +74,8 @@ class AdamW:
     @steps.setter
     def steps(self, steps: int) -> None:
         self._steps = steps
-        for leaf in self._leaves.values():
-            self._optimizer.state[leaf]["step"].fill_(steps)
+        for state in self._state.values():
+            state["step"].fill_(steps)
 
     @torch.no_grad()
     def step(self, lr: float, found_inf: Tensor | None = None) -> None:
@@ -70,12 +91,14 @@ class AdamW:
             leaf.data = local_tensor(parameter)
             grad = parameter.grad
             leaf.grad = torch.zeros_like(leaf) if grad is None else local_tensor(grad)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.found_inf = found_inf  # as torch's GradScaler hands it to fused kernels
-        self._optimizer.step()
+        for optimizer, then in self._updates:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.found_inf = found_inf  # as torch's GradScaler hands it to fused kernels
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            then()
         self._steps += 1
-        self._optimizer.zero_grad(set_to_none=True)
 
     def zero_grad(self) -> None:
         """Drop the parameters' gradients."""
@@ -89,9 +112,7 @@ class AdamW:
         them restores the optimizer, except for `steps`.
         """
         return {
-            f"optim.{moment}.{name}": piece_of(parameter).like(
-                self._optimizer.state[self._leaves[name]][moment]
-            )
+            f"optim.{moment}.{name}": piece_of(parameter).like(self._state[name][moment])
             for name, parameter in self._parameters.items()
             for moment in MOMENTS
         }

@@ -15,7 +15,7 @@ from fivefold.model.batch import Batch
 from fivefold.model.routing import Decision
 from fivefold.model.sequence_slices import SlicedSequence
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Message, Program
+from fivefold.pipeline.ir import COMPUTE, READS_PARAMETERS, Act, Direction, Kind, Message, Program
 from fivefold.pipeline.messages import Mail
 from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights, Work
@@ -45,6 +45,9 @@ class StageGradients(Protocol):
 
     def unshard(self) -> None:
         """Start gathering the stage's parameters, which stay until `reshard`."""
+
+    def await_unshard(self) -> None:
+        """Wait for the stage's parameters, which the next act reads."""
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
@@ -209,6 +212,8 @@ class _Step:
         """
         for kid in act.elementary:
             self._await(kid)
+            if kid.kind in READS_PARAMETERS:
+                self._on.gradients[kid.stage].await_unshard()
         with self._on.observe(act):
             self._run(act)
 

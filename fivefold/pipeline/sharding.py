@@ -17,8 +17,9 @@ def with_sharding_actions(
 
     Args:
         program: compute-only or lowered.
-        unshard: also gather each stage's parameters right before the first action that reads them
-            (UNSHARD), and free them right after the last (RESHARD), before a REDUCE.
+        unshard: also gather each stage's parameters (UNSHARD), and free them right after the last
+            action that reads them (RESHARD), before a REDUCE. They are gathered one compute action
+            before the first that reads them, to travel in parallel to it, if there is room then.
         max_unsharded: maximum number of stages that a rank keeps gathered, at least 1 (2 where
             actions overlap); None: all. The stage needed latest is evicted (Belady, 1966), which
             minimises the number of gathers.
@@ -44,6 +45,9 @@ def _with_actions(
             if kid.kind in _BACKWARD:
                 last_backward.setdefault(kid.stage, index)
     gathered: set[int] = set()
+    held: set[int] = set()  # stages gathered during the last compute action
+    busy: list[int] = []  # those that it reads
+    before = 0  # its place
     result: list[Act] = []
     after: list[Act] = []  # added after the last compute action, once its messages are issued
     for index, act in enumerate(acts):
@@ -56,9 +60,16 @@ def _with_actions(
             room = max(len(stages), max_unsharded or len(wanted))
             idle = sorted(gathered.difference(stages), key=lambda stage: -uses[stage][-1])
             evicted = idle[: len(wanted) - room] if len(wanted) > room else []
-            result += [Act(Kind.RESHARD, stage) for stage in evicted]
-            result += [Act(Kind.UNSHARD, stage) for stage in stages if stage not in gathered]
+            changes = [Act(Kind.RESHARD, stage) for stage in evicted]
+            changes += [Act(Kind.UNSHARD, stage) for stage in stages if stage not in gathered]
+            early = held.difference(evicted).union(stages)
+            fits = max_unsharded is None or len(early) <= max_unsharded
+            ahead = fits and not set(evicted).intersection(busy)
+            place = before if ahead else len(result)
+            result[place:place] = changes
             gathered = wanted.difference(evicted)
+        if stages:
+            held, busy, before = set(gathered), stages, len(result)
         result.append(act)
         for stage in stages:
             while uses[stage] and uses[stage][-1] == index:

@@ -52,11 +52,26 @@ def _ring_latency(cluster: Cluster, group: GroupSpan) -> float:
 
 
 def gather(cluster: Cluster, group: GroupSpan, size: float) -> float:
-    """Seconds of an all-gather, or of a reduce-scatter, of a whole buffer of `size` bytes."""
+    """Seconds of an all-gather, or of a ring's reduce-scatter, of a buffer of `size` bytes."""
     if group.size == 1:
         return 0.0
     sent = (group.size - 1) / group.size * size
     return sent / _rate(cluster, group) + _ring_latency(cluster, group)
+
+
+def reduce_scatter(
+    cluster: Cluster, group: GroupSpan, size: float, *, in_pairs: bool = False
+) -> float:
+    """Seconds of a reduce-scatter of `size` bytes: a ring, or an all-to-all and a local sum.
+
+    In an all-to-all each rank sends its share for every other node over its own NIC, where a
+    hierarchy of rings adds up the shares of a node first.
+    """
+    if not in_pairs:
+        return gather(cluster, group, size)
+    share = size / group.size
+    inside, across = share * (group.inner - 1), share * (group.size - group.inner)
+    return all_to_all(cluster, group, inside, across)
 
 
 def all_reduce(cluster: Cluster, group: GroupSpan, size: float) -> float:

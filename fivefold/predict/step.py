@@ -17,7 +17,7 @@ from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import StageParts, training_flops
 from fivefold.pipeline.costs import Costs
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import GroupSpan, all_reduce, gather, send, span
+from fivefold.predict.communication import gather, send
 from fivefold.predict.compute import Phases, overlapped
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.makespan import Clock
@@ -32,6 +32,7 @@ from fivefold.predict.prediction import (
 )
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
+from fivefold.predict.transfers import Moves, data_groups, moves
 from fivefold.predict.update import offload_seconds, update_seconds
 
 
@@ -115,7 +116,7 @@ class _Predictor:
         self.policy = engine_policy(layout.config)
         known: dict[StageKind, Times] = {}
         self._paired: dict[StageKind, Paired] = {}
-        self._known_moves: dict[StageKind, tuple[float, float]] = {}
+        self._known_moves: dict[StageKind, Moves] = {}
         self.kinds = [self._kind(spec) for spec in layout.split.stages]
         for kind, spec in zip(self.kinds, layout.split.stages, strict=True):
             if kind not in known:
@@ -162,43 +163,11 @@ class _Predictor:
             total = total + self.times.head()
         return total + Times(dp=self._sharded(total, kind, spec))
 
-    def _data_groups(self) -> tuple[GroupSpan, GroupSpan, GroupSpan]:
-        """The groups of dense shards, of their replicas, and of experts' shards."""
-        grid, cluster = self.grid, self.cluster
-        shard = span(cluster, grid.dp_shard * grid.cp, grid.tp)
-        replica = span(cluster, grid.dp_replicate, grid.tp * grid.cp * grid.dp_shard)
-        expert = span(cluster, grid.edp, grid.ep * grid.etp)
-        return shard, replica, expert
-
-    def _moves(self, kind: "StageKind", spec: StageParts) -> tuple[float, float]:
-        """Seconds to gather a stage's parameters once, and to reduce its gradients once."""
+    def _moves(self, kind: "StageKind", spec: StageParts) -> Moves:
+        """What data parallelism sends for a stage."""
         if kind not in self._known_moves:
-            self._known_moves[kind] = self._moved(spec)
+            self._known_moves[kind] = moves(self.layout, self.cluster, self.software, spec)
         return self._known_moves[kind]
-
-    def _moved(self, spec: StageParts) -> tuple[float, float]:
-        shard, replica, expert = self._data_groups()
-        wire = self.software.gradient_bytes or (2 if self.parallel.grad_reduce_in_bf16 else 4)
-        cluster = self.cluster
-        whole = not self.parallel.sharding.splits_optimizer
-        gathered = reduced = 0.0
-        for block in stage_blocks(self.layout, spec):
-            for group, shapes in ((shard, block.dense), (expert, block.experts)):
-                sizes = [prod(shape) for shape in shapes]
-                for size in sizes if self.software.by_tensor else [sum(sizes)] if sizes else []:
-                    if whole:
-                        reduced += block.count * all_reduce(cluster, group, size * wire)
-                        continue
-                    if rate := self.software.gather_rate:
-                        gathered += block.count * size * 2 / rate
-                        reduced += block.count * size * wire / rate
-                        continue
-                    gathered += block.count * gather(cluster, group, size * 2)
-                    reduced += block.count * gather(cluster, group, size * wire)
-                    if group is shard:
-                        share = size * wire / shard.size
-                        reduced += block.count * all_reduce(cluster, replica, share)
-        return gathered, reduced
 
     @property
     def _sharding(self) -> Sharding:
@@ -212,7 +181,8 @@ class _Predictor:
         sharding = self._sharding
         if not sharding.splits_gradients:
             return Phases()
-        gathered, reduced = self._moves(kind, spec)
+        moved = self._moves(kind, spec)
+        gathered, reduced = moved.gathered, moved.reduced
         work = times.total
         gpu = self.cluster.gpu
         if not sharding.splits_parameters:
@@ -261,20 +231,30 @@ class _Predictor:
             return 0.0
         worst = 0.0
         for own in self._ranks:
-            moves = [self._moves(self.kinds[s], self.layout.split.stages[s]) for s in own]
-            gathered, reduced = (sum(column) for column in zip(*moves, strict=True))
+            each = [self._moves(self.kinds[s], self.layout.split.stages[s]) for s in own]
+            gathered = sum(stage.gathered for stage in each)
+            reduced = sum(stage.reduced for stage in each)
+            messages = sum(stage.messages for stage in each) or 1
             if sharding.splits_gradients:
                 reduced = 0.0
             total = sum((self.stages[s].total for s in own), Phases())
             layers = sum(len(self.layout.split.stages[s].layers) for s in own) or 1
             worst = max(
                 worst,
-                self._exposed(gathered, total.forward, layers, self.parallel.overlap_param_gather)
+                self._gathering(gathered, total.forward, layers)
                 + self._exposed(
-                    reduced, total.dx + total.dw, layers, self.parallel.overlap_grad_reduce
+                    reduced, total.dx + total.dw, messages, self.parallel.overlap_grad_reduce
                 ),
             )
         return worst
+
+    def _gathering(self, move: float, work: float, pieces: int) -> float:
+        """Exposed seconds of gathering parameters, whose first piece the update may hide."""
+        if not self.parallel.overlap_param_gather_with_optimizer_step:
+            return self._exposed(move, work, pieces, self.parallel.overlap_param_gather)
+        first, gpu = move / pieces, self.cluster.gpu
+        update = self._optimizer() * (1 - 1 / pieces)
+        return overlapped(gpu, update, first) + overlapped(gpu, work, move - first)
 
     def _exposed(self, move: float, work: float, pieces: int, overlaps: bool) -> float:
         """Exposed seconds of a transfer in pieces, of which the first or last is never hidden."""
@@ -285,7 +265,7 @@ class _Predictor:
 
     def _optimizer(self) -> float:
         """Seconds of the gradient norm and of AdamW on the fullest rank's shard."""
-        shard, _, expert = self._data_groups()
+        shard, _, expert = data_groups(self.layout, self.cluster)
         sharded = self.policy.splits_optimizer
         worst, most = 0.0, 0
         for own in self._ranks:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fivefold.check import MAX_MICROBATCHES, check
 from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
-from fivefold.config.parallel import TokenDispatcher
+from fivefold.config.parallel import ParallelConfig, TokenDispatcher
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.rules import check_experts, divisors
 from fivefold.pipeline.ir import Kind
@@ -167,6 +167,12 @@ class _Axes:
             found = [parallel.sharding]
         if parallel.pipeline_max_unsharded_stages is not None:  # only parameters are gathered
             found = [sharding for sharding in found if sharding.splits_parameters]
+        if parallel.overlap_param_gather_with_optimizer_step:  # parameters are gathered once
+            found = [s for s in found if s.splits_optimizer and not s.splits_parameters]
+        if parallel.ddp_bucket_size != ParallelConfig.ddp_bucket_size:
+            found = [sharding for sharding in found if not sharding.splits_optimizer]
+        if parallel.ddp_reduce_scatter_with_fp32_accumulation:
+            found = [sharding for sharding in found if sharding.splits_optimizer]
         if parallel.grad_reduce_in_bf16 and self.config.training.precision == "bf16":
             # An all-reduce would sum in bf16.
             found = [sharding for sharding in found if sharding.splits_optimizer]

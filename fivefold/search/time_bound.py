@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from math import log, sqrt
 
 import numpy as np
 
 from fivefold.config.config import Config
+from fivefold.config.dependents import sums_in_buckets
 from fivefold.counts.state import engine_policy
 from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import GroupSpan, all_reduce, gather, span
+from fivefold.predict.communication import GroupSpan, all_reduce, gather, reduce_scatter, span
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.overlap import cuts
 from fivefold.predict.software import Software
@@ -220,8 +222,11 @@ def _exposed(
     often = np.where(gradients, each, 0.0)
     gathering = apart(forward, gathered, parallel.overlap_param_gather)
     reducing = apart(backward, reduced, parallel.overlap_grad_reduce)
-    once = np.where(parameters, 0.0, gathering + np.where(gradients, 0.0, reducing))
-    return often, once
+    if parallel.overlap_param_gather_with_optimizer_step:  # which may hide the first layer
+        gathering = hidden(forward, gathered - gathered / layers)
+    if sums_in_buckets(space.config, "no_shard"):  # the last may be small
+        reducing = np.where(space.sharded("splits_optimizer"), reducing, hidden(backward, reduced))
+    return often, np.where(parameters, 0.0, gathering + np.where(gradients, 0.0, reducing))
 
 
 def _hop(space: Space, cells: Cells, cluster: Cluster) -> Values:
@@ -321,15 +326,16 @@ class _DataParallel:
         self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), module_parameters))
         self.shard = c["dp"] // c["instances"] * c["cp"]
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
-        wire = 2 if space.config.parallel.grad_reduce_in_bf16 else 4
-        self.copy, self.wire = 2.0, float(wire)
+        self.copy, self.wire = 2.0, 2.0 if space.config.parallel.grad_reduce_in_bf16 else 4.0
         model = space.config.model
         self.further_experts = layer_kind(model, model.num_layers).experts
         self.dense_gather = self._affine(gather, self.shard, c["tp"])
         self.dense_reduce = self._affine(all_reduce, self.shard, c["tp"])
-        self.replica_reduce = self._affine(
-            all_reduce, c["instances"], c["tp"] * c["cp"] * (c["dp"] // c["instances"])
-        )
+        self.replica_reduce = self._affine(all_reduce, c["instances"], c["tp"] * self.shard)
+        wide = space.config.parallel.ddp_reduce_scatter_with_fp32_accumulation
+        scatter = partial(reduce_scatter, in_pairs=wide)
+        self.dense_scatter = self._affine(scatter, self.shard, c["tp"])
+        self.expert_scatter = self._affine(scatter, self.expert, c["ep"] * c["etp"])
         self.expert_gather = self._affine(gather, self.expert, c["ep"] * c["etp"])
         self.expert_reduce = self._affine(all_reduce, self.expert, c["ep"] * c["etp"])
 
@@ -373,7 +379,9 @@ class _DataParallel:
         gathered = np.where(whole, 0.0, seconds("gather", self.copy))
         empty, slope = self.replica_reduce
         between = layers * empty + dense / self.shard * self.wire * slope
-        split = seconds("gather", self.wire) + between
+        split = seconds("scatter", self.wire) + between
+        if sums_in_buckets(self.space.config, "no_shard"):  # perhaps in a single one
+            layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)
         return gathered, np.where(whole, seconds("reduce", self.wire), split)
 
     def optimizer(self, ranks: Ranks) -> Values:

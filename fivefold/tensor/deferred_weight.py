@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fivefold.mesh.slices import laid_out_like
+
 
 @dataclass(frozen=True)
 class Work:
@@ -95,13 +97,4 @@ def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> N
         whole = grad.new_zeros(local.shape)
         whole[rows] = grad
         grad = whole
-    if isinstance(parameter, DTensor):
-        grad = DTensor.from_local(
-            grad,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    parameter.grad = grad
+    parameter.grad = laid_out_like(parameter, grad)

@@ -11,6 +11,8 @@ def set_defaults() -> None:
     # It warns that the messages of a group run in turn, for which `mesh.groups` makes pairs.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    # gloo carries objects only, and otherwise connects every two ranks at the start.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _set_default("TORCH_FR_BUFFER_SIZE", "2000", once="TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 

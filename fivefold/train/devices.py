@@ -1,9 +1,10 @@
 """Chooses the kind of device that the ranks of this machine train on."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Literal
+from typing import Any, Literal
 
 from fivefold.errors import ConfigError, Mistake
 from fivefold.train.rank_env import RankEnv
@@ -20,26 +21,50 @@ class DeviceChoice:
 
 
 def visible_gpus() -> int:
-    """Number of GPUs that this process sees.
+    """Number of GPUs that this process sees."""
+    import torch
 
-    A forked child counts them: CUDA that was asked anything here would refuse to work in the ranks
-    that this process forks.
+    count: int = _asked_apart(torch.cuda.device_count, 0)
+    return count
+
+
+def pci_addresses() -> list[str]:
+    """PCI address of each visible GPU, as in /sys/bus/pci/devices."""
+    import torch
+
+    def addresses() -> list[str]:
+        seen: list[Any] = [
+            torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+        ]
+        return [
+            f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+            for gpu in seen
+        ]
+
+    found: list[str] = _asked_apart(addresses, [])
+    return found
+
+
+def _asked_apart(question: Callable[[], Any], otherwise: Any) -> Any:
+    """What CUDA answers a forked child; `otherwise` without CUDA.
+
+    If it was asked anything here, it would refuse to work in the ranks that this process forks.
     """
     import torch
 
     if not torch.backends.cuda.is_built():
-        return 0
+        return otherwise
     context = get_context("fork")
     reading, writing = context.Pipe(duplex=False)
-    child = context.Process(target=lambda: writing.send(torch.cuda.device_count()))
+    child = context.Process(target=lambda: writing.send(question()))
     child.start()
     writing.close()
     try:
-        count: int = reading.recv()
+        answer = reading.recv()
     except EOFError:  # the driver ended the child
-        count = 0
+        answer = otherwise
     child.join()
-    return count
+    return answer
 
 
 def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> DeviceChoice:

@@ -132,7 +132,10 @@ class Engine:
         if initialises:
             self.model.initialise()
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
-        self.optimizer = AdamW(self.parameters, layout.config.optimizer)
+        early = layout.config.parallel.overlap_param_gather_with_optimizer_step
+        self.optimizer = AdamW(
+            self.parameters, layout.config.optimizer, [*self.model.blocks()] if early else ()
+        )
         self._routers = Routers(layout, self.model.stages)
         self._programs: dict[tuple[int, bool], Program] = {}
 

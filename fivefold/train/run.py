@@ -22,13 +22,21 @@ from fivefold.train.console import Console
 from fivefold.train.convert import keep_side_files
 from fivefold.train.corpora import open_data
 from fivefold.train.cuda_environment import keep_flight_record
-from fivefold.train.devices import Asked, DeviceChoice, choose_device, visible_gpus
+from fivefold.train.devices import (
+    Asked,
+    DeviceChoice,
+    choose_device,
+    pci_addresses,
+    visible_gpus,
+)
 from fivefold.train.engine import Engine
 from fivefold.train.hosts import crossing, gather_hosts
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.lock import FolderInUse, RunLock, claim
 from fivefold.train.loop import Trainer, device_peak
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases, close_all
+from fivefold.train.numa import Binding, bind, choose_bindings, described
+from fivefold.train.open_files import check_open_files
 from fivefold.train.origin import Origin, find_origin, is_finished
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, MetricsFile, RunFolder, new_run_path
@@ -50,6 +58,7 @@ class Job:
         data: the tokenised corpora; None if each rank opens them itself.
         device: kind of device of every rank.
         threads: number of CPU threads of each rank.
+        bindings: processors of each rank on this machine; empty if ranks are not bound.
         hosts: host of every rank that a launcher has started; empty if this command started them.
     """
 
@@ -59,6 +68,7 @@ class Job:
     origin: Origin | None
     device: DeviceChoice
     threads: Threads
+    bindings: Sequence[Binding] = ()
     lock: RunLock | None = None
     data: PreparedData | None = None
     hosts: Sequence[str] = ()
@@ -83,9 +93,10 @@ def train(layout: Layout, name: str, nproc: int | None, asked: Asked = "auto") -
             describe=layout.grid.name,
             errors_folder=None if save is None else RunFolder(Path(save)).errors,
         )
-    chosen, threads = _choose(layout, env, nproc, asked)
+    chosen, threads, bindings = _choose(layout, env, nproc, asked)
     with leaving_in_order(), _claim(config, name) as lock:
-        job = Job(layout, name, lock.folder, _find_origin(config, lock), chosen, threads, lock)
+        origin = _find_origin(config, lock)
+        job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
         if is_finished(job.origin, config):
             print(_nothing_to_do(job))
             return 0
@@ -111,7 +122,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
     """Train on a rank that torchrun or srun has started; the first rank locks the run folder."""
     config, lock = layout.config, None
     outcome: tuple[Path, Origin | None] | FivefoldError | None = None
-    chosen, threads = _choose(layout, env, None, asked)
+    chosen, threads, bindings = _choose(layout, env, None, asked)
     torch.set_num_threads(threads.count)
     with ExitStack() as stack:
         if env.rank == 0:
@@ -120,14 +131,14 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
                 outcome = (lock.folder, _find_origin(config, lock))
             except FivefoldError as error:
                 outcome = error
-        device = _join_group(config, env, chosen)
+        device = _join_group(config, env, chosen, bindings)
         told = [outcome]
         dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], FivefoldError):
             raise told[0]
         assert told[0] is not None
         path, origin = told[0]
-        job = Job(layout, name, path, origin, chosen, threads, lock, hosts=gather_hosts())
+        job = Job(layout, name, path, origin, chosen, threads, bindings, lock, hosts=gather_hosts())
         if not is_finished(origin, config):
             run_rank(job, env, device)
         elif env.rank == 0:
@@ -138,11 +149,17 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
 
 def _choose(
     layout: Layout, env: RankEnv, nproc: int | None, asked: Asked
-) -> tuple[DeviceChoice, Threads]:
-    """The kind of device and the threads of each rank."""
+) -> tuple[DeviceChoice, Threads, Sequence[Binding]]:
+    """The kind of device of each rank, its threads and its processors."""
     device = choose_device(asked, env, nproc, visible_gpus())
     check_deepep(layout.config, device.kind)
-    return device, choose_threads(layout, nproc or env.local_world_size, device.kind)
+    check_open_files(layout, device.kind)
+    ranks, mode = nproc or env.local_world_size, layout.config.training.numa_binding
+    bindings: Sequence[Binding] = ()
+    if mode is not None:
+        gpus = pci_addresses() if device.kind == "cuda" else []
+        bindings = choose_bindings(mode, ranks, gpus[:ranks])
+    return device, choose_threads(layout, ranks, device.kind), bindings
 
 
 def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
@@ -177,11 +194,15 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
 
 
 def _join(job: Job, env: RankEnv) -> torch.device:
-    return _join_group(job.layout.config, env, job.device)
+    return _join_group(job.layout.config, env, job.device, job.bindings)
 
 
-def _join_group(config: Config, env: RankEnv, device: DeviceChoice) -> torch.device:
+def _join_group(
+    config: Config, env: RankEnv, device: DeviceChoice, bindings: Sequence[Binding]
+) -> torch.device:
     training = config.training
+    if bindings:  # before threads start and memory is taken; `srun` may show a rank its GPU only
+        bind(bindings[env.local_rank % len(bindings)])
     return init_process_group(
         env,
         device.kind,
@@ -319,7 +340,11 @@ def _open_console(job: Job, device: torch.device) -> Console:
     )
     threads = ("threads a rank", f"{job.threads.count}", job.threads.why)
     kind = ("device", "GPU" if job.device.kind == "cuda" else "CPU", job.device.why)
-    console.banner(f"fivefold train {job.name}", [*describe(job.layout), kind, threads])
+    rows = [*describe(job.layout), kind, threads]
+    if job.bindings:
+        mode = job.layout.config.training.numa_binding
+        rows.append(("NUMA binding", f"{mode}", described(job.bindings)))
+    console.banner(f"fivefold train {job.name}", rows)
     return console
 
 

@@ -55,7 +55,7 @@ def _skip_data_sum(engine: Engine) -> None:
     for index, stage in engine.model.stages.items():
         units: list[Any] = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         for unit in units:
-            unit.set_custom_reduce_scatter(_KeepOwn(torch.float64))
+            unit.set_custom_reduce_scatter(_KeepOwn(torch.float64, torch.float64))
         if not units:
             gradients: Any = engine.model.gradients[index]
             gradients._start = lambda bucket: None
@@ -139,7 +139,7 @@ def _skip_edp_sum(engine: Engine) -> None:
         units: list[Any] = [m.experts for m in stage.mixtures]
         if isinstance(engine.model.gradients[index], ShardedStage):
             for unit in units:
-                unit.set_custom_reduce_scatter(_KeepOwn(torch.float64))
+                unit.set_custom_reduce_scatter(_KeepOwn(torch.float64, torch.float64))
             continue
         named = stage.named_parameters()
         experts = [parameter for name, parameter in named if records[name].experts]
@@ -147,16 +147,22 @@ def _skip_edp_sum(engine: Engine) -> None:
 
 
 def _keep_own_gradients(gradients: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Undo the sum of some gradients after it was copied into them."""
-    finish = gradients.finish
+    """Undo the sum of some gradients."""
+    start, finish = gradients._start, gradients.finish
+    own: dict[nn.Parameter, Tensor] = {}
+
+    def copy_and_start(bucket: int) -> None:
+        for parameter in parameters:
+            if gradients._bucket_of[parameter] == bucket:
+                own[parameter] = local_grad(parameter).clone()
+        start(bucket)
 
     def finish_and_restore() -> None:
-        own = [local_grad(parameter).clone() for parameter in parameters]
         finish()
-        for parameter, grad in zip(parameters, own, strict=True):
+        for parameter, grad in own.items():
             local_grad(parameter).copy_(grad)
 
-    gradients.finish = finish_and_restore
+    gradients._start, gradients.finish = copy_and_start, finish_and_restore
 
 
 def _detach_router(engine: Engine) -> None:

@@ -130,6 +130,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "optim, reduced after the backward": (2, {ZERO: "optim", "overlap_grad_reduce": False}),
     "optim_grads_params in bf16": (4, {ZERO: "optim_grads_params"} | BF16),
     "optim in bf16, bf16 on the wire": (4, {ZERO: "optim", "grad_reduce_in_bf16": True} | BF16),
+    "optim, bf16 on the wire, summed in fp32": (
+        4,
+        {
+            ZERO: "optim",
+            "grad_reduce_in_bf16": True,
+            "ddp_reduce_scatter_with_fp32_accumulation": True,
+        },
+    ),
     "hsdp optim": (4, {ZERO: "optim", HSDP: 2}),
     "hsdp optim_grads": (8, {ZERO: "optim_grads", HSDP: 2}),
     "hsdp optim_grads_params": (4, {ZERO: "optim_grads_params", HSDP: 2}),

@@ -49,6 +49,9 @@ EXEMPT = {
         "a single rank has no bubble, and runs most schedules in one order",
         {"pipeline_model_parallel_size": 2},
     ),
+    "overlap_grad_reduce": Exempt(
+        "a model that fits one bucket is reduced after its backward", {"ddp_bucket_size": 1000}
+    ),
     "overlap_param_gather": Exempt(
         "on by default, and off where no parameters are sharded, of which there is nothing to hide",
         {"data_parallel_sharding_strategy": "optim", "hidden_size": 1024},
@@ -60,6 +63,7 @@ EXEMPT = {
     "distributed_timeout_minutes": Exempt(
         "seen only where a rank does not answer: tests/train", NOWHERE
     ),
+    "numa_binding": Exempt("the same numbers: tests/train/test_numa.py", NOWHERE),
     "manual_gc": Exempt("the same numbers: tests/train/test_garbage.py", NOWHERE),
     "deterministic_mode": Exempt(
         "the same bits, which CPUs compute anyway: tests/train/test_cuda_environment.py", NOWHERE
@@ -90,6 +94,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "hierarchical_context_parallel_sizes": ((1, 1),),
     "cp_comm_type": (("a2a",), ("all_gather",), ("a2a+p2p",)),
     "data_parallel_shard_size": (2,),
+    "ddp_bucket_size": (1000,),
     "recompute_modules": (("mlp",),),
     "offload_modules": (("core_attn",),),
     "offload_tensors": (("dispatched_input",), ("pre_mlp_layernorm_output",)),

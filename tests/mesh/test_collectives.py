@@ -10,11 +10,9 @@ from torch import Tensor
 from fivefold.mesh.collectives import (
     all_gather,
     all_reduce,
-    finish_bucket,
     group_size,
     reduce_scatter,
     start_all_gather,
-    start_bucket,
     start_reduce_scatter,
     sum_in_buckets,
 )
@@ -138,7 +136,7 @@ MIXED = (
 )
 
 
-def _buckets(rank: int, world: int, bucket_bytes: int, wire: torch.dtype | None) -> int:
+def _buckets(rank: int, world: int, bucket_bytes: int) -> int:
     group = dist.group.WORLD
     tensors = [_values(rank, *shape, dtype=dtype) for shape, dtype in MIXED]
     tensors[0] = tensors[0].t()  # not contiguous
@@ -151,7 +149,7 @@ def _buckets(rank: int, world: int, bucket_bytes: int, wire: torch.dtype | None)
 
     dist.all_reduce = counted
     try:
-        sum_in_buckets(tensors, group, wire_dtype=wire, bucket_bytes=bucket_bytes)
+        sum_in_buckets(tensors, group, bucket_bytes=bucket_bytes)
     finally:
         dist.all_reduce = native
     assert sum(calls) == 12 + 1 + 5 + 6
@@ -159,35 +157,16 @@ def _buckets(rank: int, world: int, bucket_bytes: int, wire: torch.dtype | None)
         parts = _of_all(world, *shape, dtype=dtype)
         if index == 0:
             parts = [part.t() for part in parts]
-        sent = parts if wire is None else [part.to(wire) for part in parts]
         assert tensor.dtype == dtype
         # gloo sums two ranks in one way only.
-        assert torch.equal(tensor, _in_rank_order(sent).to(dtype))
+        assert torch.equal(tensor, _in_rank_order(parts))
     return len(calls)
 
 
-@pytest.mark.parametrize(
-    ("bucket_bytes", "wire", "messages"),
-    [(1 << 20, None, 3), (1 << 20, torch.bfloat16, 3), (1, None, 5), (96, None, 4)],
-)
-def test_buckets_take_any_mixture(
-    bucket_bytes: int, wire: torch.dtype | None, messages: int
-) -> None:
+@pytest.mark.parametrize(("bucket_bytes", "messages"), [(1 << 20, 3), (1, 5), (96, 4)])
+def test_buckets_take_any_mixture(bucket_bytes: int, messages: int) -> None:
     """One message per run of a type, or as soon as a bucket is full; empty tensors ride along."""
-    assert run(2, _buckets, bucket_bytes, wire) == [messages] * 2
-
-
-def _late_bucket(rank: int, world: int) -> None:
-    grads = [_values(rank, 4), _values(rank + 10, 2, 2)]
-    bucket = start_bucket(grads, dist.group.WORLD)
-    before = [grad.clone() for grad in grads]
-    assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
-    finish_bucket(bucket)
-    assert torch.equal(grads[1], _values(10, 2, 2) + _values(11, 2, 2))
-
-
-def test_a_bucket_is_copied_back_only_when_finished() -> None:
-    run(2, _late_bucket)
+    assert run(2, _buckets, bucket_bytes) == [messages] * 2
 
 
 def test_a_group_of_one_needs_no_processes() -> None:

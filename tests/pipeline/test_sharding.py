@@ -22,8 +22,19 @@ def test_reduce_waits_for_dw():
 def test_parameters_are_gathered_for_as_long_as_they_are_used():
     program = with_sharding_actions(build_program("gpipe", (0, 0), 1), unshard=True)
     assert words(program.ranks[0]) == (
-        "UNSHARD0 F0 UNSHARD1 F1 BW1 RESHARD1 REDUCE1 BW0 RESHARD0 REDUCE0 STEP-1"
+        "UNSHARD0 UNSHARD1 F0 F1 BW1 RESHARD1 REDUCE1 BW0 RESHARD0 REDUCE0 STEP-1"
     )
+
+
+def test_a_stage_is_gathered_while_the_one_before_computes_if_there_is_room():
+    program = build_program("interleaved_1f1b", loop_placement(1, 3), 2)
+    roomy = with_sharding_actions(program, unshard=True, max_unsharded=2)
+    assert words(roomy.ranks[0]).startswith("UNSHARD0 UNSHARD1 F0 F1 RESHARD1 UNSHARD2 F2")
+    assert words(roomy.ranks[0]).endswith(
+        "UNSHARD0 BW1 RESHARD1 REDUCE1 BW0 RESHARD0 REDUCE0 STEP-1"
+    )
+    tight = with_sharding_actions(program, unshard=True, max_unsharded=1)
+    assert words(tight.ranks[0]).startswith("UNSHARD0 F0 RESHARD0 UNSHARD1 F1")
 
 
 def test_messages_go_before_the_reduce():
@@ -59,13 +70,15 @@ def test_room_for_few_stages_costs_gathers():
 
 
 def test_no_more_stages_are_gathered_than_there_is_room_for():
-    program = build_program("zb_v", v_placement(3, 6), 7)
-    for acts in with_sharding_actions(lower(program), unshard=True, max_unsharded=1).ranks:
-        held = 0
-        for act in acts:
-            held += (act.kind is Kind.UNSHARD) - (act.kind is Kind.RESHARD)
-            assert held <= 1
-        assert held == 0
+    zb_v = build_program("zb_v", v_placement(3, 6), 7)
+    interleaved = build_program("interleaved_1f1b", loop_placement(2, 8), 4)
+    for program, room in ((zb_v, 1), (zb_v, 2), (interleaved, 2), (interleaved, 3)):
+        for acts in with_sharding_actions(lower(program), unshard=True, max_unsharded=room).ranks:
+            held = 0
+            for act in acts:
+                held += (act.kind is Kind.UNSHARD) - (act.kind is Kind.RESHARD)
+                assert held <= room
+            assert held == 0
 
 
 def test_an_overlapped_pair_needs_both_its_stages():

@@ -172,6 +172,43 @@ def test_eager_dx_shortens_the_bubble():
     assert part(eager, "bubble") < part(fused, "bubble")
 
 
+def test_buckets_cost_their_latency_and_their_last_one():
+    """Many messages wait for the network's latency; a single one for the whole backward."""
+
+    def seconds(size, **settings):
+        layout = planned(
+            "llama3-8b", 16, zero="no_shard", precision="fp32", ddp_bucket_size=size, **settings
+        )
+        return part(predict(layout, CLUSTER), "DP communication")
+
+    apart = {"overlap_grad_reduce": False}
+    assert seconds(1, **apart) > seconds(100_000_000, **apart) > seconds(1 << 40, **apart)
+    assert seconds(100_000_000) < seconds(1 << 40)
+
+
+def test_sums_in_fp32_of_what_is_sent_in_bf16_cost_more_between_nodes():
+    """Each rank sends its parts over its own NIC; a ring adds up the parts of a node first."""
+
+    def seconds(gpus, **settings):
+        layout = planned(
+            "llama3-8b", gpus, tp=1, zero="optim", grad_reduce_in_bf16=True,
+            overlap_grad_reduce=False, **settings,
+        )  # fmt: skip
+        return part(predict(layout, CLUSTER), "DP communication")
+
+    wide = {"ddp_reduce_scatter_with_fp32_accumulation": True}
+    assert seconds(64, **wide) > 2 * seconds(64)
+    assert seconds(8, **wide) == pytest.approx(seconds(8), rel=0.05)
+
+
+def test_the_update_of_other_layers_hides_the_first_gather():
+    def exposed(**settings):
+        layout = planned("llama3-8b", 64, tp=1, zero="optim", **settings)
+        return part(predict(layout, CLUSTER), "DP communication")
+
+    assert exposed(overlap_param_gather_with_optimizer_step=True) < exposed()
+
+
 def test_overlap_hides_communication():
     def exposed(name, model="llama3-8b", **settings):
         return part(predict(planned(model, 64, **settings), CLUSTER), name)

@@ -27,12 +27,20 @@ CASES = {
     "mixtral-8x7b": ("H100", 32, 32, 4096),
     "deepseek-v2-lite": ("H800", 16, 32, 4096),
 }
+OTHERWISE = (
+    {},
+    {"precision": "fp32", "ddp_bucket_size": 10_000_000},
+    {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
+    {"overlap_param_gather_with_optimizer_step": True},
+)
 
 
 @cache
-def space_of(model: str) -> Space:
+def space_of(model: str, otherwise: int = 0) -> Space:
     _, world, batch, length = CASES[model]
-    config = Config(PRESETS[model]).with_values(global_batch_size=batch, seq_length=length)
+    config = Config(PRESETS[model]).with_values(
+        global_batch_size=batch, seq_length=length, **OTHERWISE[otherwise]
+    )
     space = enumerate_space(config, world)
     # Long programs take seconds to sweep, and repeat what short ones show.
     stages = np.array([len(partition.split.stages) for partition in space.partitions])[
@@ -44,10 +52,12 @@ def space_of(model: str) -> Space:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", CASES)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(place=st.floats(0, 1, exclude_max=True))
-def test_no_layout_is_faster_or_smaller_than_its_bounds(model: str, place: float) -> None:
+@given(place=st.floats(0, 1, exclude_max=True), otherwise=st.sampled_from(range(len(OTHERWISE))))
+def test_no_layout_is_faster_or_smaller_than_its_bounds(
+    model: str, place: float, otherwise: int
+) -> None:
     gpu, world, *_ = CASES[model]
-    cluster, space = load_cluster(gpu, world), space_of(model)
+    cluster, space = load_cluster(gpu, world), space_of(model, otherwise)
     row = space.take(np.array([int(place * len(space))]))
     ranks = Ranks.of(row.config.model, row.partitions)
     layout = check(row.config_of(0), world, planned=True)

@@ -127,6 +127,24 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama tied",
         flags(strategy="optim_grads_params", replicas=2) | {"overlap_grad_reduce": False},
     ),
+    "gathered in the optimizer step": (
+        2,
+        "llama tied",
+        flags(strategy="optim_grads") | {"overlap_param_gather_with_optimizer_step": True},
+    ),
+    "gathered in the optimizer step, interleaved": (
+        4,
+        "gpt",
+        flags(pp=2, dp=2, stages=STAGES[2, 2], strategy="optim")
+        | {"overlap_param_gather_with_optimizer_step": True},
+    ),
+    "stages gathered one action ahead": (
+        4,
+        "llama",
+        flags(pp=2, dp=2, stages=STAGES[2, 2], strategy="optim_grads_params")
+        | {"pipeline_max_unsharded_stages": 2},
+    ),
+    "gradients of a bucket each": (2, "llama", flags(tp=1, dp=2) | {"ddp_bucket_size": 1}),
     "groups of microbatches": (
         2,
         "llama",
@@ -148,6 +166,12 @@ BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "replicated, tied, interleaved": (4, "gpt", flags(pp=2, dp=2, stages=STAGES[2, 2])),
     "no overlap": (4, "gpt", flags(pp=2, dp=2) | {"overlap_grad_reduce": False}),
     "sent in bf16": (2, "gpt", flags(dp=2, strategy="optim") | {"grad_reduce_in_bf16": True}),
+    "sent in bf16, summed in fp32": (
+        2,
+        "gpt",
+        flags(dp=2, strategy="optim")
+        | {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
+    ),
 }
 
 

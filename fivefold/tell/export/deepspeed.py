@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.layout import Layout
 from fivefold.tell.export.settings import Export, Settings, described
@@ -188,6 +189,14 @@ def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
             f"it shards over all {grid.dp} data-parallel ranks: MiCS, for groups "
             f"(num_distributed_optimizer_instances = {grid.dp_replicate}), was removed"
         )
+    if said["ddp_reduce_scatter_with_fp32_accumulation"]:
+        yield (
+            "it sums in the type in which it sends gradients: bf16, in spite of "
+            "ddp_reduce_scatter_with_fp32_accumulation"
+        )
+    if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
+        size = said["ddp_bucket_size"]
+        yield f"at ZeRO stage 0 its buckets have 500,000,000 elements, not ddp_bucket_size = {size}"
     if not sharding.splits_optimizer and grid.dp > 1 and said["overlap_grad_reduce"]:
         yield "at ZeRO stage 0 gradients are reduced after the backward (overlap_grad_reduce)"
     gathers_once = sharding.splits_optimizer and not sharding.splits_parameters

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import ceil
 
 from fivefold.config.model import ModelConfig
+from fivefold.config.parallel import ParallelConfig
 from fivefold.layout import Layout
 from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
@@ -156,7 +157,18 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     yield from flags(said, "overlap_grad_reduce")
     gathers = said["overlap_param_gather"] and sharding.splits_optimizer
     yield from set_flag("overlap_param_gather", gathers and parallel.overlap_grad_reduce)
-    yield from flags(said, "grad_reduce_in_bf16")
+    early = said["overlap_param_gather_with_optimizer_step"] and _gathers_early(layout, runs)
+    yield from set_flag("overlap_param_gather_with_optimizer_step", early)
+    yield from flags(said, "grad_reduce_in_bf16", "ddp_reduce_scatter_with_fp32_accumulation")
+    if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
+        yield from flags(said, "ddp_bucket_size")
+
+
+def _gathers_early(layout: Layout, runs: Layout) -> bool:
+    """Whether Megatron-LM can gather stages while it updates the others."""
+    parallel = layout.config.parallel
+    reduces = parallel.overlap_grad_reduce and parallel.sharding.zero_stage == 1
+    return reduces and layout.grid.pp > 1 and runs.split.num_virtual > 1
 
 
 def _why_not_hidden(layout: Layout, runs: Layout) -> str | None:
@@ -296,6 +308,11 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     sharded = parallel.sharding.splits_optimizer
     if sharded and parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield "overlap_param_gather was left out: it needs --overlap-grad-reduce"
+    if parallel.overlap_param_gather_with_optimizer_step and not _gathers_early(layout, runs):
+        yield (
+            "overlap_param_gather_with_optimizer_step was left out: it needs ZeRO-1, "
+            "--overlap-grad-reduce and several pipeline stages a rank"
+        )
     if training.precision != "bf16":
         yield f"Megatron-LM computes in fp32 without --bf16; precision = {training.precision}"
     if training.fp8_format and training.fp4_format:

@@ -24,9 +24,11 @@ OWN = frozenset(
         "profile_step_end",
         "profile_ranks",
         "audit",
+        "numa_binding",
     }
 )
-"""Settings of the run folder and of logging, which have no meaning for another trainer."""
+"""Settings of the run folder, of logging and of how ranks are started, which have no meaning for
+another trainer."""
 
 
 SPLITS = (

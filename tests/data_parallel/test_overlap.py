@@ -1,0 +1,126 @@
+"""When gathers and reductions start and are waited for, by the order of events on a rank."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.data_parallel import communication
+from fivefold.errors import ConfigError
+from fivefold.pipeline.ir import Act
+from fivefold.train.engine import Engine
+from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.pool import run
+from tests.verify.cases import shared_groups
+
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+ZERO = "data_parallel_sharding_strategy"
+EARLY = {"overlap_param_gather_with_optimizer_step": True}
+
+
+def config(settings: dict[str, Any]) -> Config:
+    return Config(PRESETS["debug-llama"]).with_values(
+        num_layers=4, seq_length=16, global_batch_size=8, precision="fp32", **settings
+    )
+
+
+@shared_groups()
+def _events(rank: int, world: int, settings: dict[str, Any]) -> list[str]:
+    """What a rank does in its second step, and until the third has begun."""
+    asked = config(settings)
+    engine = Engine(check(asked, world), rank, torch.device("cpu"))
+    own = rows_of(asked, engine.layout.grid.dp_rank(rank), engine.layout.grid.dp)
+    rows = microbatches(asked, global_batch(asked, 0), own)
+    engine.step(rows)
+    seen: list[str] = []
+
+    @contextmanager
+    def acting(act: Act) -> Iterator[None]:
+        seen.append(f"begin {act.kind}")
+        yield
+        seen.append(f"end {act.kind}")
+
+    def told(what: str, native: Any) -> Any:
+        def call(*args: Any, **others: Any) -> Any:
+            seen.append(what)
+            return native(*args, **others)
+
+        return call
+
+    with ExitStack() as patches:
+        for what, of, name in (
+            ("gather", communication, "start_all_gather"),
+            ("gathered", communication._Waitable, "wait"),
+            ("reduce", communication, "start_reduce_scatter"),
+            ("await", FSDPParamGroup, "finalize_backward"),
+            ("update", torch.optim.AdamW, "step"),
+        ):
+            patches.enter_context(patch.object(of, name, told(what, getattr(of, name))))
+        engine.model.executor.observe = acting
+        engine.step(rows)
+        seen.append("next step")
+        engine.gradients(rows)
+    engine.model.reshard()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [(2, {ZERO: "optim_grads"}), (4, {ZERO: "optim"} | INTERLEAVED)],
+)
+def test_parameters_travel_while_others_are_updated(ranks: int, settings: dict[str, Any]) -> None:
+    for seen in run(ranks, _events, settings | EARLY):
+        step, following = seen[: seen.index("next step")], seen[seen.index("next step") :]
+        updates = step[step.index("update") :]
+        blocks = updates.count("update")
+        assert blocks > 2
+        assert updates == ["update", "gather"] * blocks, "each is sent before the next is updated"
+        assert "gather" not in step[: step.index("update")] + following
+        assert following[: following.index("begin F")].count("gathered") == 0
+        assert following.count("gathered") == blocks
+    for seen in run(ranks, _events, settings):
+        assert seen.count("update") == 1, "all at once"
+        assert "gather" not in seen[seen.index("update") : seen.index("next step")]
+
+
+def test_a_stage_does_not_wait_for_the_reductions_of_another() -> None:
+    for seen in run(4, _events, {ZERO: "optim"} | INTERLEAVED):
+        step = seen[: seen.index("next step")]
+        ends = [place for place, event in enumerate(step) if event.startswith("end")]
+        assert step.index("reduce") < ends[-2], "another stage has yet to compute"
+        assert ends[-1] < step.index("await") < step.index("update")
+
+
+def test_stages_are_gathered_while_others_compute() -> None:
+    settings = {ZERO: "optim_grads_params", "pipeline_max_unsharded_stages": 2}
+    for seen in run(4, _events, settings | INTERLEAVED):
+        step = seen[: seen.index("next step")]
+        hidden = 0
+        for place, event in enumerate(step):
+            if event.startswith("begin") and step[place - 1] == "gather":
+                act = step[place : step.index(event.replace("begin", "end"), place)]
+                hidden += "gathered" not in act
+        assert hidden, "a gather started before an action, and not waited for in it"
+        assert step.count("gather") == step.count("gathered")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({}, "no effect on no_shard, which gathers nothing"),
+        ({ZERO: "optim_grads_params"}, "no effect on optim_grads_params, which frees each layer"),
+        ({ZERO: "optim", "overlap_param_gather": False}, "and overlap_param_gather is false"),
+    ],
+)
+def test_where_nothing_can_be_gathered_early_it_is_refused(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check(config(settings | EARLY), 2)
