@@ -141,7 +141,7 @@ def _choose(
 ) -> tuple[DeviceChoice, Threads]:
     """The kind of device and the threads of each rank."""
     device = choose_device(asked, env, nproc, visible_gpus())
-    check_deepep(layout.config, device.kind)
+    check_deepep(layout.config, device.kind, shared=device.shared)
     return device, choose_threads(layout, nproc or env.local_world_size, device.kind)
 
 
@@ -185,6 +185,7 @@ def _join_group(config: Config, env: RankEnv, device: DeviceChoice) -> torch.dev
     return init_process_group(
         env,
         device.kind,
+        shared=device.shared,
         timeout_seconds=60 * training.distributed_timeout_minutes,
         deterministic=training.deterministic_mode,
     )

@@ -8,6 +8,7 @@ import torch
 
 from fivefold.errors import ConfigError, FivefoldError, Mistake
 from fivefold.layout import Layout
+from fivefold.train.devices import DeviceChoice
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv
 from fivefold.verify.compare import compare
@@ -17,6 +18,7 @@ from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
 
 STEPS = 3
+CPU = DeviceChoice("cpu", "the default")
 
 
 class VerificationError(FivefoldError):
@@ -24,7 +26,11 @@ class VerificationError(FivefoldError):
 
 
 def verify(
-    layout: Layout, *, steps: int = STEPS, plant: str | None = None, device_type: str = "cpu"
+    layout: Layout,
+    *,
+    steps: int = STEPS,
+    plant: str | None = None,
+    device: DeviceChoice = CPU,
 ) -> VerifyReport:
     """Compare a layout with one device, in processes started on this machine.
 
@@ -32,7 +38,7 @@ def verify(
         layout: checked layout; its `precision` is that of the comparison.
         steps: optimizer steps to run.
         plant: name of an error to plant, see `plant.PLANTS`.
-        device_type: "cpu", or "cuda" with as many GPUs as ranks.
+        device: where the ranks compute.
 
     Raises:
         ConfigError: fewer than 1 step, or an error to plant that is unknown or has no effect.
@@ -53,10 +59,12 @@ def verify(
 
         def rank(env: RankEnv) -> None:
             same_bits = config.training.deterministic_mode
-            device = init_process_group(env, device_type, deterministic=same_bits)
+            here = init_process_group(
+                env, device.kind, shared=device.shared, deterministic=same_bits
+            )
             narrow = load_trace(baseline) if baseline.exists() else ()
             loaded = load_trace(trace)
-            report = compare(layout, env.rank, device, loaded, baseline=narrow, plant=plant)
+            report = compare(layout, env.rank, here, loaded, baseline=narrow, plant=plant)
             if report is not None:
                 torch.save(vars(report), result)
 
