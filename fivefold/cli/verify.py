@@ -33,6 +33,9 @@ class Options:
         "auto", "where to run; auto: on GPUs if there are enough; cuda: ranks may share one"
     )
     steps: int = option(3, "optimizer steps to compare")
+    delays: int | None = option(
+        None, "hold streams of GPUs up at random, drawn with this seed: shows missing waits"
+    )
     json: bool = option(False, "print the result as JSON")
     plant: (
         Literal[
@@ -72,6 +75,7 @@ def run(argv: Sequence[str]) -> int:
         steps=options.steps,
         plant=options.plant,
         device=device,
+        delays=options.delays,
     )
     return tell(report, as_json=options.json)
 

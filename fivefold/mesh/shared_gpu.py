@@ -24,6 +24,8 @@ from torch.futures import Future
 
 from fivefold.mesh.arguments import PLACES
 
+Pause = Callable[[], None]
+
 SHARED_GPU = "shared_gpu"
 """Name of the back end."""
 
@@ -31,7 +33,7 @@ IN_FLIGHT = 256
 """Operations of a rank that may be on their way at once; each has a thread that waits for it."""
 
 
-def share_gpu(device: torch.device, pause: Callable[[], None] = lambda: None) -> str:
+def share_gpu(device: torch.device, pause: Pause | None = None) -> str:
     """Have tensors on `device` sent through the host, and return the back end of a world for it.
 
     Args:
@@ -59,8 +61,8 @@ class Relay:
         pause: called before each copy, in its stream.
     """
 
-    def __init__(self, device: torch.device, pause: Callable[[], None] = lambda: None) -> None:
-        self._device, self._pause = device, pause
+    def __init__(self, device: torch.device, pause: Pause | None = None) -> None:
+        self._device, self._pause = device, pause or (lambda: None)
         self._links: dict[str, _Link] = {}
         self._senders, self._receivers = (
             ThreadPoolExecutor(threads, SHARED_GPU, self._enter_thread)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigError, Mistake
-from fivefold.mesh.shared_gpu import share_gpu
+from fivefold.mesh.shared_gpu import Pause, share_gpu
 from fivefold.train import failures
 from fivefold.train.cuda_environment import let_segments_grow, make_deterministic, set_defaults
 from fivefold.train.devices import sees_own_gpu_only
@@ -143,7 +143,7 @@ def init_process_group(
     shared: bool = False,
     timeout_seconds: float = 600.0,
     deterministic: bool = False,
-    pause: Callable[[], None] = lambda: None,
+    pause: Pause | None = None,
 ) -> torch.device:
     """Join the default process group; the same under torchrun, srun, `launch_local` and alone.
 

@@ -1,6 +1,7 @@
 """Runs a verification: the reference in one process, then the layout's ranks."""
 
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fivefold.train.devices import DeviceChoice
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv
 from fivefold.verify.compare import compare
+from fivefold.verify.delays import Delays
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import load_trace, run_reference, save_trace
 from fivefold.verify.report import VerifyReport
@@ -31,6 +33,7 @@ def verify(
     steps: int = STEPS,
     plant: str | None = None,
     device: DeviceChoice = CPU,
+    delays: int | None = None,
 ) -> VerifyReport:
     """Compare a layout with one device, in processes started on this machine.
 
@@ -39,13 +42,18 @@ def verify(
         steps: optimizer steps to run.
         plant: name of an error to plant, see `plant.PLANTS`.
         device: where the ranks compute.
+        delays: seed of random delays in the streams of GPUs; None: no delays.
 
     Raises:
-        ConfigError: fewer than 1 step, or an error to plant that is unknown or has no effect.
+        ConfigError: fewer than 1 step, an error to plant that is unknown or has no effect, or
+            delays without a GPU.
         VerificationError: a process failed.
     """
     if steps < 1:
         raise ConfigError(f"verification needs at least 1 step, not {steps}")
+    if delays is not None and device.kind != "cuda":
+        why = ("they hold up the streams of GPUs",)
+        raise ConfigError(Mistake("delays need --device cuda", why, works=("--delays none",)))
     check_plant(layout, plant)
     layout, changes = prepare(layout)
     config = layout.config
@@ -59,12 +67,19 @@ def verify(
 
         def rank(env: RankEnv) -> None:
             same_bits = config.training.deterministic_mode
+            late = Delays(delays, env.rank) if delays is not None else None
             here = init_process_group(
-                env, device.kind, shared=device.shared, deterministic=same_bits
+                env,
+                device.kind,
+                shared=device.shared,
+                timeout_seconds=60 * config.training.distributed_timeout_minutes,
+                deterministic=same_bits,
+                pause=late.pause if late is not None else None,
             )
             narrow = load_trace(baseline) if baseline.exists() else ()
             loaded = load_trace(trace)
-            report = compare(layout, env.rank, here, loaded, baseline=narrow, plant=plant)
+            with late or nullcontext():
+                report = compare(layout, env.rank, here, loaded, baseline=narrow, plant=plant)
             if report is not None:
                 torch.save(vars(report), result)
 
