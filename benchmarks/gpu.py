@@ -86,7 +86,7 @@ RANKS: dict[str, tuple[str, ...]] = {
         *("--num-distributed-optimizer-instances", "2"),
     ),
     "4: ep, experts in tensor parallel": (
-        *("debug-mixtral", "--nproc", "4", "--tp", "2", "--ep", "2"),
+        *("debug-mixtral", "--nproc", "4", "--tp", "2", "--sequence-parallel", "--ep", "2"),
         *("--expert-tensor-parallel-size", "2"),
     ),
     "4: ep, flex, sharded": (
@@ -98,8 +98,8 @@ RANKS: dict[str, tuple[str, ...]] = {
     ),
     "8: tp, pp, cp": ("debug", "--nproc", "8", "--tp", "2", "--pp", "2", "--cp", "2"),
     "8: tp, pp, ep, sharded": (
-        *("debug-mixtral", "--nproc", "8", "--tp", "2", "--pp", "2", "--ep", "2"),
-        *("--data-parallel-sharding-strategy", "optim_grads_params"),
+        *("debug-mixtral", "--nproc", "8", "--tp", "2", "--sequence-parallel", *SHARDED),
+        *("--pp", "2", "--ep", "2"),
     ),
 }
 

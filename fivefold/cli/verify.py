@@ -36,6 +36,9 @@ class Options:
     delays: int | None = option(
         None, "hold streams of GPUs up at random, drawn with this seed: shows missing waits"
     )
+    races: bool = option(
+        False, "follow streams of GPUs; accesses to memory that no wait orders are a failure"
+    )
     json: bool = option(False, "print the result as JSON")
     plant: (
         Literal[
@@ -76,6 +79,7 @@ def run(argv: Sequence[str]) -> int:
         plant=options.plant,
         device=device,
         delays=options.delays,
+        races=options.races,
     )
     return tell(report, as_json=options.json)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from fivefold.errors import ConfigError, FivefoldError, Mistake
+from fivefold.audit.streams import StreamWatch
+from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.layout import Layout
 from fivefold.train.devices import DeviceChoice
 from fivefold.train.launch import init_process_group, launch_local
@@ -34,6 +35,7 @@ def verify(
     plant: str | None = None,
     device: DeviceChoice = CPU,
     delays: int | None = None,
+    races: bool = False,
 ) -> VerifyReport:
     """Compare a layout with one device, in processes started on this machine.
 
@@ -43,17 +45,17 @@ def verify(
         plant: name of an error to plant, see `plant.PLANTS`.
         device: where the ranks compute.
         delays: seed of random delays in the streams of GPUs; None: no delays.
+        races: whether accesses of streams that nothing puts in order fail it, on GPUs.
 
     Raises:
         ConfigError: fewer than 1 step, an error to plant that is unknown or has no effect, or
-            delays without a GPU.
+            delays or races without a GPU.
         VerificationError: a process failed.
     """
     if steps < 1:
         raise ConfigError(f"verification needs at least 1 step, not {steps}")
-    if delays is not None and device.kind != "cuda":
-        why = ("they hold up the streams of GPUs",)
-        raise ConfigError(Mistake("delays need --device cuda", why, works=("--delays none",)))
+    if device.kind != "cuda":
+        _need_no_streams(delays, races)
     check_plant(layout, plant)
     layout, changes = prepare(layout)
     config = layout.config
@@ -78,8 +80,11 @@ def verify(
             )
             narrow = load_trace(baseline) if baseline.exists() else ()
             loaded = load_trace(trace)
-            with late or nullcontext():
+            watch = StreamWatch() if races else nullcontext()
+            with late or nullcontext(), watch as followed:
                 report = compare(layout, env.rank, here, loaded, baseline=narrow, plant=plant)
+            if followed is not None:
+                followed.raise_if_any()
             if report is not None:
                 torch.save(vars(report), result)
 
@@ -89,6 +94,19 @@ def verify(
             raise VerificationError("the run of the layout failed")
         report = VerifyReport(**torch.load(result, weights_only=True))
     return replace(report, changes=changes)
+
+
+def _need_no_streams(delays: int | None, races: bool) -> None:
+    mistakes = Mistakes()
+    if delays is not None:
+        mistakes.add(
+            "delays hold streams of GPUs up: they need --device cuda", works=["--delays none"]
+        )
+    if races:
+        mistakes.add(
+            "races are those of streams of GPUs: they need --device cuda", works=["--no-races"]
+        )
+    mistakes.raise_if_any()
 
 
 def check_plant(layout: Layout, plant: str | None) -> None:
