@@ -46,14 +46,15 @@ class StreamWatch(Watch):
 
     def __enter__(self) -> "StreamWatch":
         self._hooks = ExitStack()
-        for owner, name, hook in (
+        hooks: list[tuple[type, str, Callable[..., None]]] = [
             (torch.cuda.Event, "record", self._record),
             (torch.cuda.Event, "wait", self._wait),
             (torch.cuda.Event, "synchronize", self._host_waits),
             (torch.cuda.Stream, "synchronize", self._host_waits_for_stream),
-            *((kind, "wait", self._arrive) for kind in _kinds_of_work()),
             (dist.ProcessGroup, "_end_coalescing", self._end_batch),
-        ):
+            *((kind, "wait", self._arrive) for kind in _kinds_of_work()),
+        ]
+        for owner, name, hook in hooks:
             self._hooks.enter_context(_after(owner, name, hook))
         super().__enter__()
         return self

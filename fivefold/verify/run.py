@@ -99,13 +99,9 @@ def verify(
 def _need_no_streams(delays: int | None, races: bool) -> None:
     mistakes = Mistakes()
     if delays is not None:
-        mistakes.add(
-            "delays hold streams of GPUs up: they need --device cuda", works=["--delays none"]
-        )
+        mistakes.add("delays hold up streams, of GPUs only", works=["--delays none"])
     if races:
-        mistakes.add(
-            "races are those of streams of GPUs: they need --device cuda", works=["--no-races"]
-        )
+        mistakes.add("races are between streams, of GPUs only", works=["--no-races"])
     mistakes.raise_if_any()
 
 
