@@ -8,7 +8,7 @@ Each part runs in processes of its own, so that one that fails or hangs takes no
     twins      kernels of CUDA against their plain twins (`pytest -m gpu`)
     verify     `fivefold verify` on one rank, in fp64 and bf16, for one technique after the other
     ranks      `fivefold verify` on 2 to 8 ranks that share the GPU, in fp64, for every kind of
-               parallelism, as it is and with random delays in all streams
+               parallelism: with streams followed for races, and with random delays in them
     layers     time, MFU, launches, idle share and memory of layers, beside plain PyTorch
     losses     time and memory of output layer and loss
     train      `fivefold train` for a few steps, with and without offloaded activations
@@ -173,12 +173,12 @@ def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
 
 
 def ranks(dry: bool) -> Iterator[tuple[str, Outcome]]:
-    """Several ranks on one GPU against one device, as they are, and with streams held up."""
+    """Several ranks on one GPU against one device: streams followed, and streams held up."""
     named: dict[str, tuple[str, ...]] = {}
     for name, flags in RANKS.items():
         words = ("fivefold", "verify", *flags, "--steps", "2", "--device", "cpu" if dry else "cuda")
         words += ("--distributed-timeout-minutes", "1")  # who hangs says so
-        named[name] = words
+        named[name] = words if dry else (*words, "--races")
         if not dry:
             named[f"{name}, delayed"] = (*words, "--delays", "1")
     one = partial(run, limit=150, more={"OMP_NUM_THREADS": "1"})

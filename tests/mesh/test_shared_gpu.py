@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fivefold.mesh.arguments import PLACES
 from fivefold.mesh.groups import new_group
 from fivefold.mesh.shared_gpu import Kernel, Relay
 from tests.pool import RankError, run
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+RELAYED = "cpu:gloo,cuda:relayed"
 Case = Callable[[random.Random, random.Random, int, int], tuple[Callable[..., Any], list[Any]]]
 """(shared by all ranks, own, rank, world) -> a call that takes a group, and what it fills."""
 
@@ -31,7 +33,10 @@ class Through(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace == "c10d":
+        places = PLACES.get(func.name())
+        if places is not None and "relayed" in dist.get_backend_config(
+            dist.ProcessGroup.unbox(args[places.group])
+        ):
             return Kernel(self._relay, func.name())(*args)
         return func(*args, **(kwargs or {}))
 
@@ -41,15 +46,16 @@ def _pause() -> None:
 
 
 @cache
-def _relay() -> Relay:
+def cpu_relay() -> Relay:
+    """The relay of this process, which takes its time with each copy."""
     relay = Relay(torch.device("cpu"), _pause)
     dist.Backend.register_backend("relayed", relay.connect, extended_api=True, devices=["cuda"])
     return relay
 
 
 def _group() -> dist.ProcessGroup:
-    _relay()
-    return new_group(backend="cpu:gloo,cuda:relayed")
+    cpu_relay()
+    return new_group(backend=RELAYED)
 
 
 def _values(own: random.Random, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -155,7 +161,7 @@ def _like_gloo(rank: int, world: int, seed: int) -> None:
             if not relayed:
                 _wait(call(None))
                 continue
-            with Through(_relay()):
+            with Through(cpu_relay()):
                 flying.append(call(group))
             while len(flying) > 5:  # several are on their way, and end in any order
                 _wait(flying.pop(random.randrange(len(flying))))
@@ -176,14 +182,14 @@ def test_results_are_those_of_gloo(world: int) -> None:
 def _reads_when_called(rank: int, world: int) -> None:
     """A CPU has no streams, so what is sent is the value at the call."""
     group, x = _group(), torch.full((4,), float(rank + 1))
-    with Through(_relay()):
+    with Through(cpu_relay()):
         work = dist.all_reduce(x, group=group, async_op=True)
         dist.barrier(group)
     work.wait()
     assert work.is_completed()
     assert x.tolist() == [sum(range(1, world + 1))] * 4
     told = [None] * world
-    with Through(_relay()):  # CPU tensors and objects have a gloo of their own
+    with Through(cpu_relay()):  # CPU tensors and objects have a gloo of their own
         dist.all_gather_object(told, rank, group)
     assert told == list(range(world))
 
@@ -196,7 +202,7 @@ def _without_history(rank: int, world: int) -> None:
     weight = torch.ones(3, requires_grad=True)
     product = weight * 2
     squared = product.square()  # keeps `product`
-    with Through(_relay()):
+    with Through(cpu_relay()):
         dist.all_reduce(product.detach(), group=_group())
     squared.sum().backward()
     assert weight.grad is not None
@@ -208,7 +214,7 @@ def test_autograd_learns_nothing_of_it_as_with_nccl() -> None:
 
 
 def _errors(rank: int, world: int) -> None:
-    with Through(_relay()):
+    with Through(cpu_relay()):
         work = dist.all_reduce(torch.ones(3, dtype=torch.int16), group=_group(), async_op=True)
         work.wait()
 
