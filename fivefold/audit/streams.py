@@ -43,6 +43,7 @@ class StreamWatch(Watch):
         self._events: weakref.WeakKeyDictionary[Any, Mark] = weakref.WeakKeyDictionary()
         self._works: dict[int, tuple[dist.Work, Mark]] = {}
         self._known: dict[int, set[str]] = {}
+        self._messages: set[str] = set()
 
     def __enter__(self) -> "StreamWatch":
         self._hooks = ExitStack()
@@ -129,6 +130,7 @@ class StreamWatch(Watch):
             self.races.wait(stream, self.races.mark(here))
             self.races.access(stream, what, _spans(gives), _spans(gets))
             if stream != here:
+                self._messages.add(stream)
                 work = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
                 self._works[id(work)] = work, self.races.mark(stream)
         return result
@@ -145,8 +147,9 @@ class StreamWatch(Watch):
     def _free(self, key: int, span: Span, on_gpu: bool) -> None:
         with self._lock:
             known = self._known.pop(key, set())
-            # The allocator of pinned memory knows of every copy.
-            self.races.free(span, known if on_gpu else None)
+            # The allocator of pinned memory knows of every copy, and works keep their tensors until
+            # a stream or the host has waited for the messages.
+            self.races.free(span, known | self._messages if on_gpu else None)
 
     def _record(self, event: Any, result: Any, stream: Any = None) -> None:
         with self._lock:

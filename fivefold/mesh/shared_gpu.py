@@ -29,6 +29,8 @@ Pause = Callable[[], None]
 SHARED_GPU = "shared_gpu"
 """Name of the back end."""
 
+LOCAL = "127.0.0.1"
+"""Where the ranks are that share a GPU."""
 IN_FLIGHT = 256
 """Operations of a rank that may be on their way at once; each has a thread that waits for it."""
 
@@ -52,8 +54,8 @@ def share_gpu(device: torch.device, pause: Pause | None = None) -> str:
 class Relay:
     """Runs operations on tensors of one device as operations on copies in host memory.
 
-    Copies out end in the order of the calls, which is that in which gloo pairs the calls of ranks;
-    then every operation goes its own way.
+    Copies out end in the order of the calls, which is that in which gloo pairs the calls of ranks.
+    Then the collectives of a group run in turn, and everything else goes its own way.
 
     Args:
         device: device of the tensors; on a CPU there are no streams, and copies are done when asked
@@ -81,7 +83,12 @@ class Relay:
 
     def connect(self, at: Any, options: Any) -> Any:
         """Make a group's back end; `at` says which ranks those are (torch's extended API)."""
-        gloo = dist.ProcessGroupGloo(at.store, at.group_rank, at.group_size, timeout=at.timeout)
+        gloo_class: Any = dist.ProcessGroupGloo
+        settings = gloo_class._Options()
+        settings._timeout = at.timeout
+        settings._threads = 1  # a group's collectives run in turn, as NCCL's
+        settings._devices = [gloo_class.create_device(hostname=LOCAL)]
+        gloo = gloo_class(at.store, at.group_rank, at.group_size, settings)
         # gloo pairs collectives by their order on each rank. CPU tensors of the program have a gloo
         # of their own, since they do not queue with those that come from the GPU.
         group = dist.ProcessGroup(at.store, at.group_rank, at.group_size)
