@@ -7,6 +7,8 @@ Each part runs in processes of its own, so that one that fails or hangs takes no
 
     twins      kernels of CUDA against their plain twins (`pytest -m gpu`)
     verify     `fivefold verify` on one rank, in fp64 and bf16, for one technique after the other
+    ranks      `fivefold verify` on 2 to 8 ranks that share the GPU, in fp64, for every kind of
+               parallelism: with streams followed for races, and with random delays in them
     layers     time, MFU, launches, idle share and memory of layers, beside plain PyTorch
     losses     time and memory of output layer and loss
     train      `fivefold train` for a few steps, with and without offloaded activations
@@ -54,6 +56,52 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "latents": ("debug-deepseek-v3",),
     "sinks": ("debug-gpt-oss",),
 }
+SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
+RANKS: dict[str, tuple[str, ...]] = {
+    "2: dp, gradients sharded": (
+        *("debug", "--nproc", "2", *ONE_RANK),
+        *("--data-parallel-sharding-strategy", "optim_grads"),
+    ),
+    "2: zb_v": ("debug", "--nproc", "2", *ONE_RANK, "--pp", "2", "--pipeline-schedule", "zb_v"),
+    "2: dualpipe_v": (
+        *("debug", "--nproc", "2", *ONE_RANK),
+        *("--pp", "2", "--pipeline-schedule", "dualpipe_v"),
+    ),
+    "2: ring": ("debug", "--nproc", "2", *ONE_RANK, "--cp", "2"),
+    "2: gathered keys": (
+        *("debug", "--nproc", "2", *ONE_RANK, "--cp", "2", "--cp-comm-type", "all_gather"),
+        *("--recompute-granularity", "full"),
+    ),
+    "2: Ulysses": ("debug", "--nproc", "2", *ONE_RANK, "--cp", "2", "--cp-comm-type", "a2a"),
+    "4: Ulysses in a ring": (
+        *("debug", "--nproc", "4", *ONE_RANK, "--cp", "4", "--cp-comm-type", "a2a+p2p"),
+        *("--hierarchical-context-parallel-sizes", "2", "2"),
+    ),
+    "4: tp, pp": ("debug", "--nproc", "4", "--tp", "2", "--pp", "2"),
+    "4: tp, parameters sharded, offloaded": (
+        *("debug", "--nproc", "4", "--tp", "2", *SHARDED, *OFFLOADS),
+    ),
+    "4: HSDP": (
+        *("debug", "--nproc", "4", *ONE_RANK, *SHARDED),
+        *("--num-distributed-optimizer-instances", "2"),
+    ),
+    "4: ep, experts in tensor parallel": (
+        *("debug-mixtral", "--nproc", "4", "--tp", "2", "--sequence-parallel", "--ep", "2"),
+        *("--expert-tensor-parallel-size", "2"),
+    ),
+    "4: ep, flex, sharded": (
+        *("debug-mixtral", "--nproc", "4", *ONE_RANK, "--ep", "2", *SHARDED),
+        *("--moe-token-dispatcher-type", "flex"),
+    ),
+    "4: latents, ep, pp": (
+        *("debug-deepseek-v3", "--nproc", "4", *ONE_RANK, "--ep", "2", "--pp", "2"),
+    ),
+    "8: tp, pp, cp": ("debug", "--nproc", "8", "--tp", "2", "--pp", "2", "--cp", "2"),
+    "8: tp, pp, ep, sharded": (
+        *("debug-mixtral", "--nproc", "8", "--tp", "2", "--sequence-parallel", *SHARDED),
+        *("--pp", "2", "--ep", "2"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -86,8 +134,10 @@ def run(
             command, cwd=folder, capture_output=True, text=True, timeout=limit, env=environment
         )
         output, said, passed = done.stdout, done.stdout + done.stderr, done.returncode == 0
-    except subprocess.TimeoutExpired:
-        output, said, passed = "", f"not done after {limit:.0f} s", False
+    except subprocess.TimeoutExpired as late:
+        words_so_far = (late.stdout or b"") + (late.stderr or b"")
+        said = words_so_far.decode(errors="replace") + f"\nnot done after {limit:.0f} s"
+        output, passed = "", False
     last = "" if passed else "\n".join(said.splitlines()[-8:])
     return Outcome(passed, time.perf_counter() - began, last, _rows(output))
 
@@ -119,6 +169,20 @@ def verify(dry: bool) -> Iterator[tuple[str, Outcome]]:
             named[f"{name}, {precision}"] = (*words, "--precision", precision)
     one = partial(run, limit=150, more={"OMP_NUM_THREADS": "1"})  # or threads outnumber the cores
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) * 3 // 4)) as pool:
+        yield from zip(named, pool.map(lambda words: one(*words), named.values()), strict=True)
+
+
+def ranks(dry: bool) -> Iterator[tuple[str, Outcome]]:
+    """Several ranks on one GPU against one device: streams followed, and streams held up."""
+    named: dict[str, tuple[str, ...]] = {}
+    for name, flags in RANKS.items():
+        words = ("fivefold", "verify", *flags, "--steps", "2", "--device", "cpu" if dry else "cuda")
+        words += ("--distributed-timeout-minutes", "1")  # who hangs says so
+        named[name] = words if dry else (*words, "--races")
+        if not dry:
+            named[f"{name}, delayed"] = (*words, "--delays", "1")
+    one = partial(run, limit=150, more={"OMP_NUM_THREADS": "1"})
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool:
         yield from zip(named, pool.map(lambda words: one(*words), named.values()), strict=True)
 
 
@@ -154,6 +218,7 @@ def calibrate(dry: bool) -> Iterator[tuple[str, Outcome]]:
 PARTS: dict[str, Callable[[bool], Iterator[tuple[str, Outcome]]]] = {
     "twins": twins,
     "verify": verify,
+    "ranks": ranks,
     "layers": partial(script, "gpu_layers"),
     "losses": partial(script, "gpu_losses"),
     "train": train,

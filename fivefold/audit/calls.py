@@ -9,41 +9,24 @@ from torch import Tensor
 
 from fivefold.counts.messages import wire_bytes
 from fivefold.errors import FivefoldError
+from fivefold.mesh.arguments import PLACES
 
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the arguments of an operation stand.
-
-    Attributes:
-        op: name of the operation.
-        gives: place of the tensors that are read; None: none are.
-        gets: place of the tensors that are written; None: none are.
-        group: place of the group.
-        whole: place of the tensors of which `wire_bytes` counts the bytes; None: nothing is sent.
-    """
-
-    op: str
-    gives: int | None
-    gets: int | None
-    group: int
-    whole: int | None
-
-
-_OPS: Mapping[str, _Places] = {
-    "c10d::_allgather_base_": _Places("all_gather", 1, 0, 2, 0),
-    "c10d::allgather_": _Places("all_gather", 1, 0, 2, 0),
-    "c10d::_reduce_scatter_base_": _Places("reduce_scatter", 1, 0, 2, 1),
-    "c10d::reduce_scatter_": _Places("reduce_scatter", 1, 0, 2, 1),
-    "c10d::allreduce_": _Places("all_reduce", 0, 0, 1, 0),
-    "c10d::allreduce_coalesced_": _Places("all_reduce", 0, 0, 1, 0),
-    "c10d::alltoall_base_": _Places("all_to_all", 1, 0, 2, 1),
-    "c10d::alltoall_": _Places("all_to_all", 1, 0, 2, 1),
-    "c10d::send": _Places("send", 0, None, 1, 0),
-    "c10d::recv_": _Places("receive", None, 0, 1, None),
-    "c10d::barrier": _Places("barrier", None, None, 1, None),
-    "c10d::monitored_barrier_": _Places("barrier", None, None, 1, None),
+_OPS: Mapping[str, tuple[str, int | None]] = {
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::alltoall_": ("all_to_all", 1),
+    "c10d::send": ("send", 0),
+    "c10d::recv_": ("receive", None),
+    "c10d::barrier": ("barrier", None),
+    "c10d::monitored_barrier_": ("barrier", None),
 }
+"""The name of an operation, and the place of the tensors of which `wire_bytes` counts the bytes;
+None: nothing is sent."""
 
 
 @dataclass(frozen=True)
@@ -89,22 +72,23 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
     name = func.name().partition(".")[0]
     if name not in _OPS:
         raise FivefoldError(f"no wire model is known for {name}")
-    places = _OPS[name]
-    message = places.op in ("send", "receive")
+    op, whole = _OPS[name]
+    places = PLACES[name]
+    message = op in ("send", "receive")
     group = dist.ProcessGroup.unbox(args[places.group])
     gives = () if places.gives is None else _flat(args[places.gives])
     gets = () if places.gets is None else _flat(args[places.gets])
     parts: tuple[tuple[int, ...], ...] = ()
-    if places.op == "all_to_all":
+    if op == "all_to_all":
         gets_rows, gives_rows = args[3:5] if name == "c10d::alltoall_base_" else ((), ())
         ranks = group.size()
         parts = _parts(gives, gives_rows, ranks), _parts(gets, gets_rows, ranks)
     return Call(
-        places.op,
+        op,
         group,
         gives,
         gets,
-        0 if places.whole is None else sum(map(bytes_of, _flat(args[places.whole]))),
+        0 if whole is None else sum(map(bytes_of, _flat(args[whole]))),
         parts,
         args[2] if message else None,
         args[3] if message else 0,

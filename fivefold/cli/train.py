@@ -32,7 +32,9 @@ class Options:
 
     recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
     nproc: int | None = option(None, "processes to start on this machine")
-    device: Asked = option("auto", "where to train; auto: on GPUs if there are enough")
+    device: Asked = option(
+        "auto", "where to train; auto: on GPUs if there are enough; cuda: ranks may share one"
+    )
     dry_run: bool = option(
         False, "show settings, mesh, stages and derived numbers, without starting anything"
     )

@@ -29,8 +29,16 @@ class Options:
 
     recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
     nproc: int = option(1, "processes to start on this machine")
-    device: Asked = option("auto", "where to run; auto: on GPUs if there are enough")
+    device: Asked = option(
+        "auto", "where to run; auto: on GPUs if there are enough; cuda: ranks may share one"
+    )
     steps: int = option(3, "optimizer steps to compare")
+    delays: int | None = option(
+        None, "hold streams of GPUs up at random, drawn with this seed: shows missing waits"
+    )
+    races: bool = option(
+        False, "follow streams of GPUs; accesses to memory that no wait orders are a failure"
+    )
     json: bool = option(False, "print the result as JSON")
     plant: (
         Literal[
@@ -61,13 +69,17 @@ def run(argv: Sequence[str]) -> int:
     from fivefold.verify.run import verify
 
     gpus = visible_gpus()
-    device_type = choose_device(options.device, RankEnv(), options.nproc, gpus).kind
-    check_deepep(config, device_type)
+    device = choose_device(options.device, RankEnv(), options.nproc, gpus)
+    check_deepep(config, device.kind, shared=device.shared)
+    if device.shared:
+        note(device.why)
     report = verify(
         layout,
         steps=options.steps,
         plant=options.plant,
-        device_type=device_type,
+        device=device,
+        delays=options.delays,
+        races=options.races,
     )
     return tell(report, as_json=options.json)
 

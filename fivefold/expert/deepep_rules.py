@@ -11,12 +11,13 @@ NODE_RANKS = 8  # that its NVLink kernels reach
 ROW_BYTES = 16  # of which rows are multiples
 
 
-def check_deepep(config: Config, device_type: str) -> None:
+def check_deepep(config: Config, device_type: str, *, shared: bool = False) -> None:
     """Refuse to start ranks where DeepEP cannot send for them.
 
     Args:
         config: the configuration.
         device_type: where the ranks will compute, "cuda" or "cpu".
+        shared: whether ranks share GPUs.
 
     Raises:
         ConfigError: all that is in the way.
@@ -36,6 +37,8 @@ def check_deepep(config: Config, device_type: str) -> None:
             f"moe_enable_deepep: DeepEP's kernels run on GPUs, and the device is {device_type}",
             works=[OFF],
         )
+    if shared:
+        mistakes.add("moe_enable_deepep: DeepEP needs a GPU for each rank", works=[OFF])
     if config.training.precision != "bf16":
         mistakes.add(
             f"moe_enable_deepep: DeepEP sums rows in bf16, and precision is "

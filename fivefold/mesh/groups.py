@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.mesh.grid import EXPERT_AXES, Grid
+from fivefold.mesh.shared_gpu import SHARED_GPU
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard_cp", "tp")
 EXPERT_PARAMETER_AXES = ("edp_replicate", "edp_shard", "ep", "etp")
@@ -39,9 +40,9 @@ def new_group(
     assert world is not None, "the world's group comes first"
     timeout = world._get_backend(torch.device("cpu")).options._timeout
     options = None
-    if backend is None and _uses_nccl():
+    if backend is None and uses_nccl():
         backend = "nccl"
-    if urgent and _uses_nccl():
+    if urgent and uses_nccl():
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
     return dist.new_group(
@@ -53,8 +54,14 @@ def new_group(
     )
 
 
-def _uses_nccl() -> bool:
+def uses_nccl() -> bool:
+    """Whether NCCL moves the tensors on GPUs."""
     return "nccl" in dist.get_backend_config()
+
+
+def _as_on_gpus() -> bool:
+    """Whether groups are those of GPUs, NCCL's or such that behave alike."""
+    return uses_nccl() or SHARED_GPU in dist.get_backend_config()
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -194,7 +201,7 @@ def build_groups(
         rank=rank,
         world=dist.group.WORLD if grid.world_size > 1 else None,
         pp=pp,
-        pp_lines=_lines(pp_ranks, here) if _uses_nccl() else {},
+        pp_lines=_lines(pp_ranks, here) if _as_on_gpus() else {},
         tp=made.unless_alone(tp_ranks, urgent=True),
         data=made.unless_alone(data_ranks),
         cp=_apart(cp_ranks),

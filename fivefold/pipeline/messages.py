@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.mesh.groups import uses_nccl
 from fivefold.pipeline.ir import Direction, Message
 
 SENDS_IN_FLIGHT = 4
@@ -16,7 +17,7 @@ gloo's sends complete only when waited for. Waiting here cannot deadlock: the re
 earlier messages of the program before it takes this one.
 """
 POLLING = 1e-4
-"""Seconds between two looks at a send on a CUDA device."""
+"""Seconds between two looks at a send of NCCL."""
 
 Address = tuple[Direction, int, int, int]
 """(direction, receiving stage, microbatch, slice)."""
@@ -43,6 +44,7 @@ class Mail:
     ) -> None:
         self._group, self._lines = group, lines
         self._shape, self._dtype, self._device = hidden_shape, dtype, device
+        self._polls = uses_nccl()
         self._incoming: dict[Address, tuple[dist.Work | None, Tensor]] = {}
         self._outgoing: dict[Address, Tensor] = {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
@@ -103,8 +105,8 @@ class Mail:
     def _let_go(self, most: int) -> None:
         """Forget sends that have ended, and wait until at most `most` are left.
 
-        It is the host that waits: on CUDA, waiting for an unfinished send would hold up the stream
-        that computes.
+        It is the host that waits: NCCL's wait for an unfinished send would hold up the stream that
+        computes.
         """
         left = []
         for work, tensor in self._sending:
@@ -114,7 +116,7 @@ class Mail:
                 left.append((work, tensor))
         while len(left) > most:
             work, _ = left.pop(0)
-            while self._device.type == "cuda" and not work.is_completed():
+            while self._polls and not work.is_completed():
                 time.sleep(POLLING)
             work.wait()
         self._sending = left

@@ -14,10 +14,17 @@ Asked = Literal["auto", "cpu", "cuda"]
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The kind of device of every rank, "cpu" or "cuda", with the reason for it."""
+    """The device of every rank.
+
+    Attributes:
+        kind: "cpu" or "cuda".
+        why: reason for it.
+        shared: whether ranks share GPUs.
+    """
 
     kind: str
     why: str
+    shared: bool = False
 
 
 def visible_gpus() -> int:
@@ -68,7 +75,10 @@ def _asked_apart(question: Callable[[], Any], otherwise: Any) -> Any:
 
 
 def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> DeviceChoice:
-    """Choose the kind of device; only ranks that this command starts itself fall back to the CPU.
+    """Choose the kind of device.
+
+    Only ranks that this command starts itself fall back to the CPU or, where GPUs are asked for,
+    share them.
 
     Args:
         asked: what the user asked for.
@@ -77,7 +87,8 @@ def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> D
         gpus: number of GPUs that this process sees.
 
     Raises:
-        ConfigError: GPUs were asked for, or are there for a launcher's ranks, but too few.
+        ConfigError: a GPU was asked for, and there is none; or there are too few for a launcher's
+            ranks.
     """
     started = env.launcher not in ("single", "local")
     ranks = env.local_world_size if started else nproc or 1
@@ -89,14 +100,16 @@ def choose_device(asked: Asked, env: RankEnv, nproc: int | None, gpus: int) -> D
         return DeviceChoice("cuda", f"{_gpus(gpus)} visible, {ranks} needed")
     if sees_own_gpu_only(env, gpus):
         return DeviceChoice("cuda", f"one GPU visible to each of {ranks} ranks")
+    if asked == "cuda" and gpus and not started:
+        share = f"{ranks} ranks share {_count(gpus)}, and send through the host"
+        return DeviceChoice("cuda", f"{share}: for proofs, not for speed", shared=True)
     needed = "the rank needs a GPU" if ranks == 1 else f"{ranks} ranks here need a GPU each"
     short = f"{needed}, and {_gpus(gpus)} visible"
     if asked == "auto" and not started:
         return DeviceChoice("cpu", short)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "(not set)")
-    fewer = () if started or not gpus else (f"--nproc {gpus}",)
     why = (f"CUDA_VISIBLE_DEVICES={visible}",)
-    raise ConfigError(Mistake(short, why, works=(*fewer, "--device cpu")))
+    raise ConfigError(Mistake(short, why, works=("--device cpu",)))
 
 
 def sees_own_gpu_only(env: RankEnv, gpus: int) -> bool:
@@ -105,4 +118,8 @@ def sees_own_gpu_only(env: RankEnv, gpus: int) -> bool:
 
 
 def _gpus(count: int) -> str:
-    return {0: "no GPU is", 1: "1 GPU is"}.get(count, f"{count} GPUs are")
+    return "no GPU is" if not count else f"{_count(count)} {'is' if count == 1 else 'are'}"
+
+
+def _count(gpus: int) -> str:
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"

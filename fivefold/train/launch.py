@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigError, Mistake
+from fivefold.mesh.shared_gpu import Pause, share_gpu
 from fivefold.train import failures
 from fivefold.train.cuda_environment import let_segments_grow, make_deterministic, set_defaults
 from fivefold.train.devices import sees_own_gpu_only
@@ -139,15 +140,21 @@ def init_process_group(
     env: RankEnv,
     device_type: str,
     *,
+    shared: bool = False,
     timeout_seconds: float = 600.0,
     deterministic: bool = False,
+    pause: Pause | None = None,
 ) -> torch.device:
     """Join the default process group; the same under torchrun, srun, `launch_local` and alone.
 
     Args:
         device_type: "cpu" (gloo), or "cuda" (NCCL, with gloo for CPU tensors).
+        shared: whether the ranks of this machine share its GPUs, in turn; they send through the
+            host.
         timeout_seconds: how long a collective may wait before the run counts as hung.
         deterministic: whether this process is to give the same bits every time.
+        pause: called before each copy of ranks that share GPUs, in its stream, which it may hold up
+            for a test.
 
     Returns:
         The device of this rank, made current if it is a GPU.
@@ -161,9 +168,9 @@ def init_process_group(
     backend = "gloo"
     if device_type == "cuda":
         set_defaults()
-        device = _bind_gpu(env)
+        device = _bind_gpu(env, shared)
         let_segments_grow(device)
-        backend = "cpu:gloo,cuda:nccl"
+        backend = share_gpu(device, pause) if shared else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
     match env.launcher:
@@ -180,15 +187,21 @@ def init_process_group(
     dist.init_process_group(
         backend,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type == "cuda" and not shared else None,
         **rendezvous,
     )
+    if shared:  # torch takes a back end for its own only by a name in capitals
+        dist.distributed_c10d._get_default_group()._set_default_backend(
+            dist.ProcessGroup.BackendType.GLOO
+        )
     return device
 
 
-def _bind_gpu(env: RankEnv) -> torch.device:
+def _bind_gpu(env: RankEnv, shared: bool) -> torch.device:
     count = torch.cuda.device_count()
     index = 0 if sees_own_gpu_only(env, count) else env.local_rank
+    if shared and count:
+        index %= count
     if index >= count:
         raise ConfigError(
             Mistake(

@@ -152,13 +152,14 @@ def _choose(
 ) -> tuple[DeviceChoice, Threads, Sequence[Binding]]:
     """The kind of device of each rank, its threads and its processors."""
     device = choose_device(asked, env, nproc, visible_gpus())
-    check_deepep(layout.config, device.kind)
+    check_deepep(layout.config, device.kind, shared=device.shared)
     check_open_files(layout, device.kind)
     ranks, mode = nproc or env.local_world_size, layout.config.training.numa_binding
     bindings: Sequence[Binding] = ()
     if mode is not None:
         gpus = pci_addresses() if device.kind == "cuda" else []
-        bindings = choose_bindings(mode, ranks, gpus[:ranks])
+        near = [gpus[rank % len(gpus)] for rank in range(ranks)] if gpus else []
+        bindings = choose_bindings(mode, ranks, near)
     return device, choose_threads(layout, ranks, device.kind), bindings
 
 
@@ -206,6 +207,7 @@ def _join_group(
     return init_process_group(
         env,
         device.kind,
+        shared=device.shared,
         timeout_seconds=60 * training.distributed_timeout_minutes,
         deterministic=training.deterministic_mode,
     )

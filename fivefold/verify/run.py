@@ -1,22 +1,27 @@
 """Runs a verification: the reference in one process, then the layout's ranks."""
 
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from fivefold.errors import ConfigError, FivefoldError, Mistake
+from fivefold.audit.streams import StreamWatch
+from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
 from fivefold.layout import Layout
+from fivefold.train.devices import DeviceChoice
 from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.rank_env import RankEnv
 from fivefold.verify.compare import compare
+from fivefold.verify.delays import Delays
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import load_trace, run_reference, save_trace
 from fivefold.verify.report import VerifyReport
 from fivefold.verify.shrink import prepare
 
 STEPS = 3
+CPU = DeviceChoice("cpu", "the default")
 
 
 class VerificationError(FivefoldError):
@@ -24,7 +29,13 @@ class VerificationError(FivefoldError):
 
 
 def verify(
-    layout: Layout, *, steps: int = STEPS, plant: str | None = None, device_type: str = "cpu"
+    layout: Layout,
+    *,
+    steps: int = STEPS,
+    plant: str | None = None,
+    device: DeviceChoice = CPU,
+    delays: int | None = None,
+    races: bool = False,
 ) -> VerifyReport:
     """Compare a layout with one device, in processes started on this machine.
 
@@ -32,14 +43,19 @@ def verify(
         layout: checked layout; its `precision` is that of the comparison.
         steps: optimizer steps to run.
         plant: name of an error to plant, see `plant.PLANTS`.
-        device_type: "cpu", or "cuda" with as many GPUs as ranks.
+        device: where the ranks compute.
+        delays: seed of random delays in the streams of GPUs; None: no delays.
+        races: whether accesses of streams that nothing puts in order fail it, on GPUs.
 
     Raises:
-        ConfigError: fewer than 1 step, or an error to plant that is unknown or has no effect.
+        ConfigError: fewer than 1 step, an error to plant that is unknown or has no effect, or
+            delays or races without a GPU.
         VerificationError: a process failed.
     """
     if steps < 1:
         raise ConfigError(f"verification needs at least 1 step, not {steps}")
+    if device.kind != "cuda":
+        _need_no_streams(delays, races)
     check_plant(layout, plant)
     layout, changes = prepare(layout)
     config = layout.config
@@ -53,10 +69,22 @@ def verify(
 
         def rank(env: RankEnv) -> None:
             same_bits = config.training.deterministic_mode
-            device = init_process_group(env, device_type, deterministic=same_bits)
+            late = Delays(delays, env.rank) if delays is not None else None
+            here = init_process_group(
+                env,
+                device.kind,
+                shared=device.shared,
+                timeout_seconds=60 * config.training.distributed_timeout_minutes,
+                deterministic=same_bits,
+                pause=late.pause if late is not None else None,
+            )
             narrow = load_trace(baseline) if baseline.exists() else ()
             loaded = load_trace(trace)
-            report = compare(layout, env.rank, device, loaded, baseline=narrow, plant=plant)
+            watch = StreamWatch() if races else nullcontext()
+            with late or nullcontext(), watch as followed:
+                report = compare(layout, env.rank, here, loaded, baseline=narrow, plant=plant)
+            if followed is not None:
+                followed.raise_if_any()
             if report is not None:
                 torch.save(vars(report), result)
 
@@ -66,6 +94,15 @@ def verify(
             raise VerificationError("the run of the layout failed")
         report = VerifyReport(**torch.load(result, weights_only=True))
     return replace(report, changes=changes)
+
+
+def _need_no_streams(delays: int | None, races: bool) -> None:
+    mistakes = Mistakes()
+    if delays is not None:
+        mistakes.add("delays hold up streams, of GPUs only", works=["--delays none"])
+    if races:
+        mistakes.add("races are between streams, of GPUs only", works=["--no-races"])
+    mistakes.raise_if_any()
 
 
 def check_plant(layout: Layout, plant: str | None) -> None:

@@ -17,6 +17,14 @@ def env(launcher: Launcher, ranks: int) -> RankEnv:
     [
         ("auto", "single", 4, 0, "cpu", "no GPU is visible"),
         ("auto", "single", 4, 1, "cpu", "4 ranks here need a GPU each, and 1 GPU is visible"),
+        (
+            "cuda",
+            "single",
+            4,
+            2,
+            "cuda",
+            "4 ranks share 2 GPUs, and send through the host: for proofs, not for speed",
+        ),
         ("auto", "single", 4, 8, "cuda", "8 GPUs are visible, 4 needed"),
         ("auto", "single", 1, 1, "cuda", "1 GPU is visible, 1 needed"),
         ("cpu", "torchrun", 8, 8, "cpu", "--device cpu"),
@@ -33,13 +41,15 @@ def test_choices(
     here = RankEnv() if launcher == "single" else env(launcher, ranks)
     choice = choose_device(asked, here, nproc, gpus)
     assert (choice.kind, choice.why) == (kind, why)
+    assert choice.shared == (kind == "cuda" and "share" in why)
 
 
 @pytest.mark.parametrize(
     ("asked", "launcher", "ranks", "gpus", "works"),
     [
         ("cuda", "single", 1, 0, ("--device cpu",)),
-        ("cuda", "single", 4, 2, ("--nproc 2", "--device cpu")),
+        ("cuda", "single", 4, 0, ("--device cpu",)),
+        ("cuda", "torchrun", 4, 2, ("--device cpu",)),  # only ranks of --nproc share
         # A launcher's ranks never fall back: whoever has GPUs did not mean the CPU.
         ("auto", "torchrun", 8, 4, ("--device cpu",)),
         ("auto", "torchrun", 2, 1, ("--device cpu",)),  # they all see the same one

@@ -308,12 +308,12 @@ _loaded = cache(load_trace)  # of this rank, for all layouts of the same model
 
 
 @contextmanager
-def shared_groups() -> Iterator[None]:
+def shared_groups(backend: str | None = None) -> Iterator[None]:
     """Let hundreds of layouts share the few groups that they are made of: sockets are scarce.
 
     torch names a group by its ranks and by how many groups the process has; groups that are made
     once are named by their ranks, and by how many of them a layout has already made of these.
-    Afterwards every process has equally many again.
+    Afterwards every process has equally many again. `backend` is that of all groups but the world.
     """
     made: Counter[tuple[int, ...]] = Counter()
 
@@ -321,7 +321,8 @@ def shared_groups() -> Iterator[None]:
         if ranks is None:  # named by its members, too: ranks may have made different numbers
             ranks = list(range(dist.get_world_size()))
             options["use_local_synchronization"] = True
-        key = tuple(ranks), made[tuple(ranks)]
+        options |= {"backend": backend} if backend is not None else {}
+        key = tuple(ranks), made[tuple(ranks)], backend
         made[tuple(ranks)] += 1
         if key not in _groups:
             with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: f"shared {key}"):
@@ -339,4 +340,4 @@ def shared_groups() -> Iterator[None]:
 
 _new_group = dist.new_group
 # Of this process, as long as it lives.
-_groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
+_groups: dict[tuple[tuple[int, ...], int, str | None], dist.ProcessGroup] = {}

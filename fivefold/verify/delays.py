@@ -1,0 +1,39 @@
+"""Random delays in the streams of a GPU, which bring missing waits to light."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fivefold.audit.watch import Watch
+
+SHARE = 0.03
+"""Share of the operations that a delay comes before."""
+CYCLES = 1_500_000
+"""The longest delay, in cycles of the GPU: some 0.8 ms."""
+
+
+class Delays(Watch):
+    """Holds up whichever stream an operation is for, at random, while it is entered.
+
+    A program whose streams wait where they must computes the same, only later. One that forgets to
+    mostly reads what was there before, which without a delay it would do once in a blue moon.
+
+    Args:
+        seed: what it draws from.
+        rank: rank of this process; each draws its own.
+    """
+
+    def __init__(self, seed: int, rank: int) -> None:
+        super().__init__()
+        self._random = random.Random(f"{seed} {rank}")
+
+    def pause(self) -> None:
+        """Hold up the current stream, or not."""
+        if self._random.random() < SHARE:
+            torch.cuda._sleep(self._random.randrange(CYCLES))
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.pause()
+        return super()._run(func, args, kwargs)
