@@ -78,7 +78,7 @@ class Relay:
             warnings.simplefilter("ignore")  # that they are replaced
             for name in PLACES:
                 if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
-                    kernel = Kernel(self, name)
+                    kernel = RelayedKernel(self, name)
                     self._library.impl(kernel.short, kernel, "CUDA", allow_override=True)
 
     def connect(self, at: Any, options: Any) -> Any:
@@ -107,7 +107,7 @@ class Relay:
         """
         places = PLACES[name]
         link = self._links[dist.ProcessGroup.unbox(args[places.group]).group_name]
-        journey = _Journey(name, link, Future(devices=link.devices))
+        relayed = _Relayed(name, link, Future(devices=link.devices))
         with torch.no_grad(), link.after_caller():
             self._pause()
             hosts = list(args)
@@ -117,48 +117,48 @@ class Relay:
             if places.gives is not None:
                 for tensor, host in _pairs(args[places.gives], hosts[places.gives]):
                     host.copy_(tensor.data, non_blocking=True)
-            journey.hosts = hosts
-            journey.read = link.mark()
+            relayed.hosts = hosts
+            relayed.read = link.mark()
         if places.gives is not None:
-            journey.kept = args[places.gives]
+            relayed.kept = args[places.gives]
         if places.gets is not None:
-            journey.arriving = list(_pairs(args[places.gets], hosts[places.gets]))
-        self._senders.submit(self._send, journey)
-        return _work(lambda _: journey.arrived.wait() is not None)
+            relayed.arriving = list(_pairs(args[places.gets], hosts[places.gets]))
+        self._senders.submit(self._send, relayed)
+        return _work(lambda _: relayed.arrived.wait() is not None)
 
-    def _send(self, journey: "_Journey") -> None:
+    def _send(self, relayed: "_Relayed") -> None:
         try:
-            journey.link.let_host_wait(journey.read)
-            journey.kept = None
-            work, unpack = _on_hosts(journey.name, journey.hosts)
+            relayed.link.let_host_wait(relayed.read)
+            relayed.kept = None
+            work, unpack = _on_hosts(relayed.name, relayed.hosts)
         except Exception as error:
-            journey.arrived.set_exception(error)
+            relayed.arrived.set_exception(error)
             return
-        self._receivers.submit(self._receive, journey, work, unpack)
+        self._receivers.submit(self._receive, relayed, work, unpack)
 
-    def _receive(self, journey: "_Journey", work: dist.Work, unpack: Callable[[], None]) -> None:
-        link = journey.link
+    def _receive(self, relayed: "_Relayed", work: dist.Work, unpack: Callable[[], None]) -> None:
+        link = relayed.link
         try:
             work.wait()
             unpack()
             with torch.no_grad(), link.entered():
                 self._pause()
-                for tensor, host in journey.arriving:
+                for tensor, host in relayed.arriving:
                     # Not a change that autograd should know of: none comes from NCCL either.
                     tensor.data.copy_(host, non_blocking=True)
                 written = link.mark()
-                journey.arrived.set_result([tensor for tensor, _ in journey.arriving])
+                relayed.arrived.set_result([tensor for tensor, _ in relayed.arriving])
         except Exception as error:
-            journey.arrived.set_exception(error)
+            relayed.arrived.set_exception(error)
             return
-        link.let_host_wait(written)  # the journey keeps its tensors until here
+        link.let_host_wait(written)  # the relayed keeps its tensors until here
 
     def _enter_thread(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
 
-class Kernel:
+class RelayedKernel:
     """The kernel of one operation for CUDA tensors."""
 
     def __init__(self, relay: Relay, name: str) -> None:
@@ -220,7 +220,7 @@ class _Link:
 
 
 @dataclass
-class _Journey:
+class _Relayed:
     """An operation on its way.
 
     Attributes:
