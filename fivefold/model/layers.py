@@ -5,7 +5,7 @@ A seam is an attribute that holds a plain callable. Tensor parallelism replaces 
 H input features, F output features, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,26 +17,46 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.traced import result
 
 
+Kept = tuple[Tensor, ...]
+"""What a product takes of an operand."""
+
+
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Products:
-    """The three products of a linear layer with W [F, H], in the dtype of its input."""
+    """The three products of linear layers [F, H] of one input, in the dtype of that input."""
 
-    def output(self, x_TH: Tensor, weight_FH: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """[T, H] -> [T, F]."""
-        return F.linear(x_TH, weight_FH, bias_F)
+    def apply(
+        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """[T, H] -> one [T, F] per weight, under autograd."""
+        return self.forward(x_TH, weights, biases)[0]
 
-    def input_gradient(
-        self, grad_TF: Tensor, weight_FH: Tensor, onto_TH: Tensor | None = None
-    ) -> Tensor:
-        """[T, F] -> [T, H], added to `onto_TH` in place if there is one."""
-        return grad_TF @ weight_FH if onto_TH is None else onto_TH.addmm_(grad_TF, weight_FH)
+    def forward(
+        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[tuple[Tensor, ...], Kept]:
+        """The results [T, F], and what `weight_gradient` needs of the input: first its rows."""
+        each = zip(weights, biases, strict=True)
+        return tuple(F.linear(x_TH, weight_FH, bias) for weight_FH, bias in each), (x_TH,)
 
-    def weight_gradient(self, grad_TF: Tensor, x_TH: Tensor) -> Tensor:
+    def gradient(self, grad_TF: Tensor) -> Kept:
+        """What the two products of a backward take of the gradient of a result."""
+        return (grad_TF,)
+
+    def input_gradient(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
+        """The sum over the linear layers, [T, H]."""
+        ((first_TF,), *others), (weight_FH, *rest) = grads, weights
+        grad_TH = first_TF @ weight_FH
+        for (grad_TF,), weight in zip(others, rest, strict=True):
+            grad_TH.addmm_(grad_TF, weight)
+        return grad_TH
+
+    def weight_gradient(self, grad: Kept, kept: Kept) -> Tensor:
         """[F, H]."""
+        (grad_TF,), (x_TH,) = grad, kept
         return grad_TF.t() @ x_TH
 
 
@@ -45,7 +65,8 @@ class Linear(nn.Module):
 
     Attributes:
         used: rows of the weight that this rank multiplies with; None: all it holds.
-        multiply: seam around the products; another arithmetic replaces them.
+        multiply: seam around the products, the same for all linears of one input; another
+            arithmetic replaces them.
     """
 
     bias: nn.Parameter | None
@@ -60,7 +81,7 @@ class Linear(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         bias = None if self.bias is None else local(self.bias)
-        return self.multiply.output(x_TH, local(self.weight), bias)
+        return self.multiply.apply(x_TH, (local(self.weight),), (bias,))[0]
 
 
 class Column(Protocol):
@@ -76,7 +97,9 @@ Row = Callable[[Tensor, Linear], Tensor]
 
 def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """Apply every linear to the same input; replaced by column (output-sharded) parallelism."""
-    return tuple(linear(x_TH) for linear in linears)
+    weights = [local(linear.weight) for linear in linears]
+    biases = [None if linear.bias is None else local(linear.bias) for linear in linears]
+    return linears[0].multiply.apply(x_TH, weights, biases)
 
 
 Spread = Callable[[Tensor], Tensor]

@@ -36,7 +36,7 @@ class ColumnParallel:
 
     The input is gathered once for all linears, and one collective sums their input gradients. It
     overlaps with the weight gradients. Under sequence parallelism only the input's shard is saved,
-    and gathered again in the backward.
+    as the products want it (in 8 bits, for example), and gathered again in the backward.
 
     Attributes:
         group: tensor-parallel group; None: one rank.
@@ -59,9 +59,15 @@ class ColumnParallel:
             for linear, part in zip(linears, rows, strict=True)
         ]
         targets = tuple((linear.weight, linear.bias) for linear in linears)
-        how = self, targets, rows, tuple(linear.multiply for linear in linears)
+        how = self, targets, rows, linears[0].multiply
         outputs: tuple[Tensor, ...] = _Column.apply(x_TH, *how, *weights, *biases)
         return outputs
+
+    def own(self, kept_TH: Tensor) -> Tensor:
+        """What this rank keeps of what was made of the whole input: the rows of its own tokens."""
+        if self.group is None or not self.sequence_parallel:
+            return kept_TH
+        return kept_TH.chunk(self.group.size())[self.group.rank()].clone()
 
 
 class _Column(torch.autograd.Function):
@@ -72,48 +78,54 @@ class _Column(torch.autograd.Function):
         column: ColumnParallel,
         targets: tuple[Target, ...],
         rows: tuple[slice | None, ...],
-        products: tuple[Products, ...],
+        products: Products,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(targets)], tensors[len(targets) :]
-        ctx.save_for_backward(x, *weights)
-        ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
         x_TH = all_gather(x, column.group) if column.sequence_parallel else x
-        each = zip(products, weights, biases, strict=True)
-        return tuple(of.output(x_TH, weight, bias) for of, weight, bias in each)
+        outputs, (kept_TH, *rest) = products.forward(x_TH, weights, biases)
+        own = x if kept_TH is x_TH else column.own(kept_TH)
+        ctx.save_for_backward(own, *weights, *rest)
+        ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
+        own, *weights = ctx.saved_tensors
+        weights, rest = weights[: len(ctx.targets)], weights[len(ctx.targets) :]
         column: ColumnParallel = ctx.column
+        products: Products = ctx.products
         group, deferring = column.group, column.deferred.deferring
         gathers = column.sequence_parallel
-        again = start_all_gather(x, group) if gathers and not deferring else None
+        again = start_all_gather(own, group) if gathers and not deferring else None
         pending = None
+        grads = [products.gradient(grad) for grad in grads_TF]
         if ctx.needs_input_grad[0]:
-            (products, *first), *others = zip(ctx.products, grads_TF, weights, strict=True)
-            grad_TH = products.input_gradient(*first)
-            for products, grad, weight in others:
-                products.input_gradient(grad, weight, onto_TH=grad_TH)
             start = start_reduce_scatter if gathers else start_all_reduce
-            pending = start(grad_TH, group)
+            pending = start(products.input_gradient(grads, weights), group)
         grads_w: list[Tensor | None] = [None] * len(weights)
         grads_b: list[Tensor | None] = [None] * len(weights)
+        with_bias = [
+            grad if target[1] is not None else None
+            for grad, target in zip(grads_TF, ctx.targets, strict=True)
+        ]
         if deferring:
-            targets, rows, every = ctx.targets, ctx.rows, ctx.products
+            targets, rows = ctx.targets, ctx.rows
 
             def add() -> None:
-                x_TH = all_gather(x, group) if gathers else x
-                each = zip(every, targets, rows, grads_TF, strict=True)
-                for products, target, part, grad in each:
-                    _add_linear_grads(products, target, part, grad, x_TH)
+                kept = (all_gather(own, group) if gathers else own, *rest)
+                each = zip(targets, rows, grads, with_bias, strict=True)
+                for target, part, grad, grad_TF in each:
+                    add_to_grad(target[0], products.weight_gradient(grad, kept), part)
+                    if grad_TF is not None and target[1] is not None:
+                        add_to_grad(target[1], grad_TF.sum(0), part)
 
             column.deferred.put([p for target in targets for p in target if p is not None], add)
         else:
-            x_TH = again.wait() if again is not None else x
-            each = zip(ctx.products, ctx.targets, grads_TF, strict=True)
-            for index, (products, target, grad) in enumerate(each):
-                grads_w[index], grads_b[index] = _linear_grads(products, target, grad, x_TH)
+            kept = (again.wait() if again is not None else own, *rest)
+            for index, (grad, grad_TF) in enumerate(zip(grads, with_bias, strict=True)):
+                grads_w[index] = products.weight_gradient(grad, kept)
+                grads_b[index] = None if grad_TF is None else grad_TF.sum(0)
         grad_x = pending.wait() if pending is not None else None
         return grad_x, None, None, None, None, *grads_w, *grads_b
 
@@ -152,24 +164,25 @@ class _RowProduct(torch.autograd.Function):
         target: Target,
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(x_TF, weight)
+        (product_TH,), kept = products.forward(x_TF, (weight,), (None,))
+        ctx.save_for_backward(weight, *kept)
         ctx.deferred, ctx.parameter, ctx.products = deferred, target[0], products
-        return products.output(x_TF, weight)
+        return product_TH
 
     @staticmethod
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
-        x_TF, weight = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         parameter, products = ctx.parameter, ctx.products
-        grad_weight = None
+        grad, grad_weight = products.gradient(grad_TH), None
 
         def add() -> None:
-            add_to_grad(parameter, products.weight_gradient(grad_TH, x_TF))
+            add_to_grad(parameter, products.weight_gradient(grad, kept))
 
         if ctx.deferred.deferring:
             ctx.deferred.put([parameter], add)
         else:
-            grad_weight = products.weight_gradient(grad_TH, x_TF)
-        return products.input_gradient(grad_TH, weight), grad_weight, None, None, None
+            grad_weight = products.weight_gradient(grad, kept)
+        return products.input_gradient([grad], [weight]), grad_weight, None, None, None
 
 
 def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> Tensor:
@@ -277,19 +290,3 @@ class _WholeRows(torch.autograd.Function):
 
 def _part(parameter: Tensor, rows: slice | None) -> Tensor:
     return parameter if rows is None else parameter[rows]
-
-
-def _linear_grads(
-    products: Products, target: Target, grad_TF: Tensor, x_TH: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of weight and bias."""
-    bias = None if target[1] is None else grad_TF.sum(0)
-    return products.weight_gradient(grad_TF, x_TH), bias
-
-
-def _add_linear_grads(
-    products: Products, target: Target, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
-) -> None:
-    for parameter, grad in zip(target, _linear_grads(products, target, grad_TF, x_TH), strict=True):
-        if parameter is not None and grad is not None:
-            add_to_grad(parameter, grad, rows)

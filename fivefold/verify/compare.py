@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data.packing import Microbatch
+from fivefold.data_parallel.policy import DTYPES
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import Piece, piece_of
@@ -16,6 +17,7 @@ from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows
 from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
+from fivefold.verify.standing_in import scale_each_element
 from fivefold.verify.report import SCALARS, Difference, VerifyReport, joint_errors, judge
 
 SMALL = 1e-2  # errors are relative to at least this share of the largest gradient
@@ -46,6 +48,9 @@ def compare(
         The report on rank 0, None on other ranks.
     """
     engine = Engine(layout, rank, device)
+    dtype = DTYPES[layout.config.training.precision]
+    for stage in engine.model.stages.values():
+        scale_each_element(stage, layout.config, dtype)
     if plant is not None:
         PLANTS[plant].install(engine)
     errors = joint_errors(baseline_differences(trace, baseline)) if baseline else None

@@ -21,7 +21,7 @@ from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
-from fivefold.verify.standing_in import in_order, stand_in
+from fivefold.verify.standing_in import in_order, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
 
@@ -65,6 +65,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
         global_batch_size=training.global_batch_size,
     )
     stand_in(model, config)
+    scale_each_element(model, config, dtype)
     return model.to(dtype)
 
 

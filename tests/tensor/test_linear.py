@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.collectives import all_reduce
-from fivefold.model.layers import Linear, Products, plain_column, plain_row
+from fivefold.model.layers import Kept, Linear, Products, plain_column, plain_row
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.linear import ColumnParallel, RowParallel
 from tests.pool import run
@@ -190,16 +190,17 @@ def test_weight_gradients_put_off_are_the_same_bits() -> None:
 class _Sevenfold(Products):
     """Products of another arithmetic: W stands for 7 W."""
 
-    def output(self, x_TH: Tensor, weight_FH: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        return super().output(x_TH, 7 * weight_FH, bias_F)
+    def forward(
+        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[tuple[Tensor, ...], Kept]:
+        outputs, _ = super().forward(x_TH, [7 * weight for weight in weights], biases)
+        return outputs, (x_TH / 2, torch.tensor(2.0))  # a part of each rank, and one that all hold
 
-    def input_gradient(
-        self, grad_TF: Tensor, weight_FH: Tensor, onto_TH: Tensor | None = None
-    ) -> Tensor:
-        return super().input_gradient(grad_TF, 7 * weight_FH, onto_TH)
+    def gradient(self, grad_TF: Tensor) -> Kept:
+        return (7 * grad_TF,)
 
-    def weight_gradient(self, grad_TF: Tensor, x_TH: Tensor) -> Tensor:
-        return 7 * super().weight_gradient(grad_TF, x_TH)
+    def weight_gradient(self, grad: Kept, kept: Kept) -> Tensor:
+        return super().weight_gradient(grad, (kept[0] * kept[1],))
 
 
 def _every_product_goes_through_the_seam(rank: int, world: int) -> None:
