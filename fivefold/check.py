@@ -31,6 +31,7 @@ from fivefold.mesh.rules import (
     check_experts,
     check_tensor_parallel,
 )
+from fivefold.model.fp8_rules import check_eight_bit
 from fivefold.pipeline.automatic_split import automatic_split
 from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.layout import split_layers
@@ -248,6 +249,7 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             "Fivefold plans with it, and does not train it"
         )
     check_techniques(config, mistakes)
+    check_eight_bit(config, mistakes)
     for name, what, default in NOT_BUILT:
         value, setting = config.value(name), SETTINGS[name]
         if value != default:

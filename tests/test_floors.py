@@ -74,6 +74,7 @@ TORCH_FREE = (
     "model.description",
     "model.expert_operations",
     "model.expert_rows",
+    "model.fp8_rules",
     "model.latent_operations",
     "model.operations",
     "model.running",

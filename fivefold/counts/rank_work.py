@@ -192,8 +192,8 @@ class _Products:
     """Products with weights per token on one rank.
 
     PyTorch's checkpoint stops where nothing more is needed. That is before the last linear of a
-    region, unless it is one of our linears (which saves tensors for deferred weight gradients or
-    collectives), or a later operation saves tensors.
+    region, unless it is one of our linears (which saves tensors for deferred weight gradients,
+    collectives or 8-bit products), or a later operation saves tensors.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -204,7 +204,8 @@ class _Products:
         tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
         self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
-        self._stops = layout.grid.tp == 1 and not layout.defers_weights
+        eight_bit = layout.config.training.fp8_format is not None
+        self._stops = layout.grid.tp == 1 and not layout.defers_weights and not eight_bit
         self._remade = memory.remade_modules
 
     def of_layer(self, layer: int, *, again: bool, ends_group: bool) -> tuple[float, float]:

@@ -262,6 +262,7 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
             inputs=h,
             outputs=inner * _gates(model),
             remade_by=("layernorm",),
+            kept_whole_by=("layernorm", "mlp"),
         ),
         Activation(
             "mlp_act",

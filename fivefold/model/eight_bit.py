@@ -141,8 +141,9 @@ class EightBitGroups(Products):
 
     def input_gradient(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
         """The sum over the linear layers, [T, H]."""
-        by_group = zip(zip(*map(self._groups, grads), strict=True), zip(*weights, strict=True), strict=True)
-        return torch.cat([self.each.input_gradient(taken, of_one) for taken, of_one in by_group])
+        taken = zip(*map(self._groups, grads), strict=True)
+        groups = zip(taken, zip(*weights, strict=True), strict=True)
+        return torch.cat([self.each.input_gradient(grad, of_one) for grad, of_one in groups])
 
     def weight_gradient(self, grad: Kept, kept: Kept) -> Tensor:
         """[E, F, H], zero for groups without rows."""
@@ -221,8 +222,8 @@ class _Multiplied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        products, count = ctx.products, ctx.count
-        weights, kept = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        products, saved = ctx.products, ctx.saved_tensors
+        weights, kept = saved[: ctx.count], saved[ctx.count :]
         taken = [products.gradient(grad) for grad in grads]
         grad_x = products.input_gradient(taken, weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, *(products.weight_gradient(grad, kept) for grad in taken)

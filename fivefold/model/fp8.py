@@ -112,7 +112,9 @@ def quantise(
     scale = scales(largest(blocks), dtype, powers_of_two=powers_of_two)
     limit = torch.finfo(dtype).max
     bits = (blocks * scale[:, None, :, None]).clamp_(-limit, limit).to(dtype)
-    bits = bits.reshape(padded.shape)[:rows, :columns].contiguous()
+    bits = bits.reshape(padded.shape)
+    if any(padding):  # a copy, so that the padding is not kept with it
+        bits = bits[:rows, :columns].clone(memory_format=torch.contiguous_format)
     return Scaled(bits, scale.reciprocal(), block)
 
 
@@ -139,7 +141,7 @@ def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
         a: left operand.
         b: right operand, transposed.
         dtype: type of the result.
-        fast: whether sums may keep fewer bits on the way, as Hopper's tensor cores do by themselves.
+        fast: whether sums may keep fewer bits on the way, as Hopper's tensor cores like to.
     """
     if a.bits.is_cuda and dtype == torch.bfloat16 and _has_kernel(a, b):
         return _by_kernel(a, b, fast=fast)

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from fivefold.config.model import ModelConfig
 from fivefold.model.traced import result
 
-
 Kept = tuple[Tensor, ...]
 """What a product takes of an operand."""
 

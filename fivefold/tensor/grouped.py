@@ -21,9 +21,7 @@ class GroupedMultiply:
 
     deferred: DeferredWeights
 
-    def __call__(
-        self, x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear
-    ) -> tuple[Tensor, ...]:
+    def __call__(self, x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
         """[T, H] -> one [T, F] per linear."""
         targets = tuple(linear.weight for linear in linears)
         products = linears[0].products(x_TH, rows_E)
@@ -49,9 +47,8 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        products, targets = ctx.products, ctx.targets
-        weights = ctx.saved_tensors[: len(targets)]
-        kept = ctx.saved_tensors[len(targets) :]
+        products, targets, saved = ctx.products, ctx.targets, ctx.saved_tensors
+        weights, kept = saved[: len(targets)], saved[len(targets) :]
         grads = [products.gradient(grad) for grad in grads_TF]
 
         def add() -> None:

@@ -17,8 +17,8 @@ from fivefold.verify.batches import EVALUATION, global_batch, microbatches, rows
 from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
-from fivefold.verify.standing_in import scale_each_element
 from fivefold.verify.report import SCALARS, Difference, VerifyReport, joint_errors, judge
+from fivefold.verify.standing_in import scale_each_element
 
 SMALL = 1e-2  # errors are relative to at least this share of the largest gradient
 
