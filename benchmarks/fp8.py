@@ -3,11 +3,12 @@
 Trains the debug model from the same weights on the same data in fp32, in bf16, and with each 8-bit
 recipe, on this machine's CPU, where 8-bit products are computed by their plain twin: the rounding
 of operands is that of a GPU, only sums are rounded elsewhere. Prints, for each, the mean over the
-last quarter of the steps of the loss, and of its difference from the bf16 run of the same seed, with
-the standard error of that mean over seeds. The difference of fp32 from bf16 is the noise to compare
-with: it is rounding, too, and nothing else.
+last quarter of the steps of the loss, and of its difference from the bf16 run of the same seed,
+with the standard error of that mean over seeds. The difference of fp32 from bf16 is the noise to
+compare with: it is rounding, too, and nothing else.
 """
 
+import json
 import statistics
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fivefold.files import read_json_lines
 from fivefold.model.fp8_rules import TRAINED
 
 STEPS, SEEDS = 300, 3
@@ -38,7 +38,8 @@ def losses(flags: Sequence[str], steps: int, seed: int) -> list[float]:
         words += ["--train-iters", str(steps), "--seed", str(seed), "--micro-batch-size", "8"]
         words += ["--lr-warmup-iters", str(steps // 10)]
         subprocess.run([sys.executable, "-m", "fivefold", *words], check=True, capture_output=True)
-        return [row["loss"] for row in read_json_lines(run / "metrics.jsonl") if "loss" in row]
+        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return [row["loss"] for row in rows]
 
 
 def main(steps: int = STEPS, seeds: int = SEEDS) -> None:

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_layers [--dry]
 
 Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
-are and compiled, with the row as one document and packed with many; and the same layers in plain
-PyTorch, which knows no documents. Prints a line of JSON for each. `--dry` runs small ones on a CPU.
+are and compiled, with the row as one document and packed with many, and with linear layers in fp8
+by each recipe (their MFU is a share of the bf16 peak); and the same layers in plain PyTorch, which knows no documents. Prints a line of JSON for each. `--dry` runs small ones on a CPU.
 """
 
 import argparse
@@ -26,6 +26,8 @@ from fivefold.config.presets import PRESETS
 from fivefold.hardware import peak_flops
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.compiled import compile_layers
+from fivefold.model.eight_bit import EightBit, install_eight_bit
+from fivefold.model.fp8 import E5M2, RECIPES
 from fivefold.model.rope import RotaryTables
 from fivefold.model.shape import training_flops
 from fivefold.model.transformer import Stage
@@ -96,10 +98,18 @@ def plain_step(model: ModelConfig, length: int, device: torch.device, *, compile
 
 
 def our_step(
-    model: ModelConfig, length: int, device: torch.device, *, compiled: bool, packed: bool
+    model: ModelConfig,
+    length: int,
+    device: torch.device,
+    *,
+    compiled: bool,
+    packed: bool = False,
+    recipe: str | None = None,
 ) -> Step:
-    """Forward and backward of Fivefold's layers."""
+    """Forward and backward of Fivefold's layers, in 8 bits if there is a recipe."""
     stage = Stage(model, StageSpec(False, tuple(range(LAYERS)), False)).to(device, torch.bfloat16)
+    if recipe is not None:
+        install_eight_bit(stage, EightBit(RECIPES[recipe], torch.bfloat16, E5M2), ())
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     if compiled:
@@ -184,14 +194,17 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
     for shape, (model, length) in (DRY_SHAPES if dry else SHAPES).items():
         systems: dict[str, Callable[[], Step]] = {
             "plain": partial(plain_step, model, length, device, compiled=False),
-            "Fivefold": partial(our_step, model, length, device, compiled=False, packed=False),
+            "Fivefold": partial(our_step, model, length, device, compiled=False),
             "Fivefold packed": partial(
                 our_step, model, length, device, compiled=False, packed=True
             ),
-            "Fivefold compiled": partial(
-                our_step, model, length, device, compiled=True, packed=False
-            ),
+            "Fivefold compiled": partial(our_step, model, length, device, compiled=True),
         }
+        for recipe in RECIPES:
+            narrow = partial(our_step, model, length, device, recipe=recipe)
+            systems[f"Fivefold {recipe}"] = partial(narrow, compiled=False)
+            if not dry:
+                systems[f"Fivefold {recipe} compiled"] = partial(narrow, compiled=True)
         if not dry:
             systems["plain compiled"] = partial(plain_step, model, length, device, compiled=True)
         spec = StageSpec(False, tuple(range(LAYERS)), False)

@@ -115,7 +115,7 @@ def quantise(
     bits = bits.reshape(padded.shape)
     if any(padding):  # a copy, so that the padding is not kept with it
         bits = bits[:rows, :columns].clone(memory_format=torch.contiguous_format)
-    return Scaled(bits, scale.reciprocal(), block)
+    return Scaled(bits, _over(1.0, scale), block)
 
 
 def largest(blocks: Tensor) -> Tensor:
@@ -127,11 +127,16 @@ def largest(blocks: Tensor) -> Tensor:
 
 def scales(amax: Tensor, dtype: torch.dtype, *, powers_of_two: bool) -> Tensor:
     """The factor, in fp32, that takes each largest element to the largest number of a type."""
-    scale = torch.finfo(dtype).max / amax.clamp(min=TINY)
+    scale = _over(torch.finfo(dtype).max, amax.clamp(min=TINY))
     if not powers_of_two:
         return scale
     rounded = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
     return torch.where(scale.isnan(), scale, rounded)
+
+
+def _over(number: float, x: Tensor) -> Tensor:
+    """A number divided by each element, rounded once: Python's / multiplies by the reciprocal."""
+    return torch.div(x.new_full((), number), x)
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
