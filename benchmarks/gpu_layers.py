@@ -4,7 +4,8 @@
 
 Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
 are and compiled, with the row as one document and packed with many, and with linear layers in fp8
-by each recipe (their MFU is a share of the bf16 peak); and the same layers in plain PyTorch, which knows no documents. Prints a line of JSON for each. `--dry` runs small ones on a CPU.
+by each recipe (their MFU is a share of the bf16 peak); and the same layers in plain PyTorch, which
+knows no documents. Prints a line of JSON for each. `--dry` runs small ones on a CPU.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from fivefold.hardware import peak_flops
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.compiled import compile_layers
 from fivefold.model.eight_bit import EightBit, install_eight_bit
-from fivefold.model.fp8 import E5M2, RECIPES
+from fivefold.model.fp8 import RECIPES
 from fivefold.model.rope import RotaryTables
 from fivefold.model.shape import training_flops
 from fivefold.model.transformer import Stage
@@ -109,7 +110,7 @@ def our_step(
     """Forward and backward of Fivefold's layers, in 8 bits if there is a recipe."""
     stage = Stage(model, StageSpec(False, tuple(range(LAYERS)), False)).to(device, torch.bfloat16)
     if recipe is not None:
-        install_eight_bit(stage, EightBit(RECIPES[recipe], torch.bfloat16, E5M2), ())
+        install_eight_bit(stage, EightBit(RECIPES[recipe], torch.bfloat16), ())
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     if compiled:

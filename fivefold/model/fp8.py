@@ -163,7 +163,8 @@ def _has_kernel(a: Scaled, b: Scaled) -> bool:
         return capability >= (8, 9)
     if a.block[1] is None:
         return capability >= (9, 0)
-    return capability == (9, 0) and a.block[1] == 128
+    alike = a.bits.dtype == b.bits.dtype == E4M3
+    return capability == (9, 0) and a.block[1] == 128 and alike
 
 
 def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:

@@ -25,6 +25,12 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
             f"fp8_recipe = {recipe} {_NEEDS[recipe]}",
             works=[f"--fp8-recipe {name}" for name in TRAINED],
         )
+    if recipe == "blockwise" and training.fp8_format == "hybrid":
+        mistakes.add(
+            "no kernel multiplies e5m2 gradients (fp8_format hybrid) with a scale for each 128 "
+            "elements, which are narrow enough a range for e4m3",
+            works=["--fp8-format e4m3", "--fp8-recipe tensorwise"],
+        )
     if training.fp4_format is not None:
         mistakes.add(
             f"linear layers cannot multiply both 8 bits (fp8_format {training.fp8_format}) and 4 "

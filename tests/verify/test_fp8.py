@@ -100,6 +100,8 @@ def test_what_would_not_be_trained_as_it_says_is_refused() -> None:
     for recipe in ("delayed", "mxfp8"):
         refusal = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": recipe})
         assert f"fp8_recipe = {recipe}" in refusal and "--fp8-recipe blockwise" in refusal
+    blocks = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": "blockwise"})
+    assert "no kernel multiplies e5m2" in blocks and "works: --fp8-format e4m3" in blocks
     gathered = {"context_parallel_size": 2, "cp_comm_type": ("all_gather",)}
     assert "--cp-comm-type p2p" in _refusal(2, MODELS["latent"], flags() | gathered)
     moved = {"fine_grained_activation_offloading": True, "offload_modules": ()}
