@@ -77,6 +77,7 @@ TORCH_FREE = (
     "model.fp8_rules",
     "model.latent_operations",
     "model.operations",
+    "model.prediction_operations",
     "model.running",
     "model.shape",
     "context.balance",

@@ -25,11 +25,11 @@ from fivefold.model.operations import (
     CoreAttention,
     Norm,
     Operation,
-    PredictionInput,
     Residual,
     RowLinear,
     Weight,
 )
+from fivefold.model.prediction_operations import PredictionInput
 
 _SHARED_GATE = "mlp.shared_expert_gate.weight"
 OperationT = TypeVar("OperationT", bound=Operation)
