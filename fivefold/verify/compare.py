@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.data.packing import Microbatch
-from fivefold.data_parallel.policy import DTYPES
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.slices import Piece, piece_of
@@ -48,9 +47,8 @@ def compare(
         The report on rank 0, None on other ranks.
     """
     engine = Engine(layout, rank, device)
-    dtype = DTYPES[layout.config.training.precision]
     for stage in engine.model.stages.values():
-        scale_each_element(stage, layout.config, dtype)
+        scale_each_element(stage)
     if plant is not None:
         PLANTS[plant].install(engine)
     errors = joint_errors(baseline_differences(trace, baseline)) if baseline else None

@@ -16,8 +16,10 @@ from torch import Tensor
 from fivefold.config.config import Config
 from fivefold.context.install import shards_of
 from fivefold.model.batch import Batch, taken
-from fivefold.model.eight_bit import eight_bit, install_eight_bit
+from fivefold.model.eight_bit import EightBit, EightBitExperts
 from fivefold.model.fp8 import EACH_ELEMENT
+from fivefold.model.grouped import GroupedLinear
+from fivefold.model.layers import Linear
 from fivefold.model.routing import Router
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.transformer import Stage
@@ -43,17 +45,19 @@ def stand_in(model: Stage, config: Config) -> None:
     model.register_forward_pre_hook(lambda _, arguments: limit.see(arguments[1]))
 
 
-def scale_each_element(stage: Stage, config: Config, dtype: torch.dtype) -> None:
-    """Give each element of an 8-bit operand a scale of its own.
+def scale_each_element(stage: Stage) -> None:
+    """Give each element of an 8-bit operand a scale of its own, where layers have such operands.
 
     Elements that share a scale are multiplied on the same rank, so scales depend on how a layout
     cuts a tensor. A block of one element cannot be cut: everything else then is as in training, and
     all layouts round alike.
     """
-    products = eight_bit(config.training, dtype)
-    if products is not None:
-        alone = replace(products, recipe=EACH_ELEMENT)
-        install_eight_bit(stage, alone, config.memory.remade_modules)
+    for module in stage.modules():
+        if isinstance(module, Linear) and isinstance(module.multiply, EightBit):
+            module.multiply = replace(module.multiply, recipe=EACH_ELEMENT)
+        if isinstance(module, GroupedLinear) and isinstance(module.products, EightBitExperts):
+            alone = replace(module.products.each, recipe=EACH_ELEMENT)
+            module.products = EightBitExperts(alone)
 
 
 class _LimitByRank:
