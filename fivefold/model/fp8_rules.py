@@ -44,10 +44,13 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
             "within attention, where products have the compute dtype, not 8 bits",
             works=["--cp-comm-type p2p", "--fp8-format none"],
         )
-    moves = memory.fine_grained_activation_offloading
-    if moves and "dispatched_input" in memory.offload_tensors:
-        mistakes.add(
-            "offload_tensors dispatched_input would move nothing: 8-bit experts keep no dispatched "
-            "rows, only 8-bit copies",
-            works=["--offload-modules expert_fc1", "--fp8-format none"],
+    if memory.fine_grained_activation_offloading:
+        narrow = {"dispatched_input", "pre_mlp_layernorm_output"}.intersection(
+            memory.offload_tensors
         )
+        for name in sorted(narrow):
+            mistakes.add(
+                f"offload_tensors {name} would move what no 8-bit linear layer keeps: they keep an "
+                "8-bit copy of it",
+                works=["--offload-modules core_attn", "--fp8-format none"],
+            )

@@ -106,7 +106,9 @@ def test_what_would_not_be_trained_as_it_says_is_refused() -> None:
     assert "--cp-comm-type p2p" in _refusal(2, MODELS["latent"], flags() | gathered)
     moved = {"fine_grained_activation_offloading": True, "offload_modules": ()}
     moved |= {"offload_tensors": ("dispatched_input",)}
-    assert "--offload-modules expert_fc1" in _refusal(2, MIXTURE, named(ep=2, **moved))
+    assert "offload_tensors dispatched_input would move" in _refusal(
+        2, MIXTURE, named(ep=2, **moved)
+    )
     assert "--fp4-format none" in _refusal(1, MODELS["llama"], flags() | {"fp4_format": "e2m1"})
     assert "--precision fp64" in _refusal(1, MODELS["llama"], flags() | {"precision": "fp32"})
 
