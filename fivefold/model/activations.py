@@ -13,7 +13,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.description import describe, layer_kind
 from fivefold.model.latent_operations import LatentDown
 from fivefold.model.operations import Kept, Norm
-from fivefold.model.running import Running
+from fivefold.model.running import Running, scale_bytes
 from fivefold.model.shape import StageParts, has_final_norm
 
 
@@ -195,7 +195,7 @@ def bookkeeping_bytes(
     for layer in kept_whole:
         for item in kept_items(model, layer, running):
             if not {*running.remade} & {*item.remade_by}:
-                size += sum(running.scales(features) for features in item.scaled)
+                size += sum(scale_bytes(running, features) for features in item.scaled)
         for operation in describe(model, layer_kind(model, layer)).operations:
             if "a2a_overlap_attn" in {*running.remade}.intersection(operation.rerun_by):
                 continue

@@ -181,18 +181,6 @@ class Running:
         """Bytes per element of what it keeps of its input; arguments as in `narrows`."""
         return self.input_bytes if self.narrows(*unless) else self.element_bytes
 
-    def scales(self, features: float) -> float:
-        """Bytes per token of the scales of an 8-bit input with `features` on this rank.
-
-        Scales cover the whole input of a product, where ranks split its tokens before it, too.
-        """
-        if self.input_bytes >= self.element_bytes:
-            return 0.0
-        if not self.scale_rows:
-            return self.by_microbatch(_SCALE)
-        blocks = max(ceil(self.microbatch_tokens / self.scale_rows), 1)
-        return self.by_microbatch(_SCALE * blocks * features)
-
     @property
     def pads_rows(self) -> bool:
         """Whether the rows of every expert are padded to its capacity."""
@@ -218,6 +206,19 @@ class Running:
     def by_microbatch(self, size: float) -> float:
         """Bytes per token of a tensor with `size` bytes per microbatch."""
         return size / self.microbatch_tokens
+
+
+def scale_bytes(running: Running, features: float) -> float:
+    """Bytes per token of the scales of an 8-bit input with `features` on this rank.
+
+    Scales cover the whole input of a product, where ranks split its tokens before it, too.
+    """
+    if running.input_bytes >= running.element_bytes:
+        return 0.0
+    blocks = 1.0
+    if running.scale_rows:
+        blocks = features * max(ceil(running.microbatch_tokens / running.scale_rows), 1)
+    return running.by_microbatch(_SCALE * blocks)
 
 
 def flash_takes(features: int) -> bool:
