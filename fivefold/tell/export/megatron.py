@@ -159,7 +159,11 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     yield from set_flag("overlap_param_gather", gathers and parallel.overlap_grad_reduce)
     early = said["overlap_param_gather_with_optimizer_step"] and _gathers_early(layout, runs)
     yield from set_flag("overlap_param_gather_with_optimizer_step", early)
-    yield from flags(said, "grad_reduce_in_bf16", "ddp_reduce_scatter_with_fp32_accumulation")
+    if early:  # it does not go with distributed checkpoints
+        yield from flag("ckpt-format", "torch")
+    yield from flags(said, "grad_reduce_in_bf16")
+    wide = said["ddp_reduce_scatter_with_fp32_accumulation"] and grid.dp_replicate == 1
+    yield from set_flag("ddp_reduce_scatter_with_fp32_accumulation", wide)
     if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
         yield from flags(said, "ddp_bucket_size")
 
@@ -308,6 +312,11 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     sharded = parallel.sharding.splits_optimizer
     if sharded and parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield "overlap_param_gather was left out: it needs --overlap-grad-reduce"
+    if parallel.ddp_reduce_scatter_with_fp32_accumulation and layout.grid.dp_replicate > 1:
+        yield (
+            "ddp_reduce_scatter_with_fp32_accumulation was left out: it does not go with "
+            f"num_distributed_optimizer_instances = {layout.grid.dp_replicate}"
+        )
     if parallel.overlap_param_gather_with_optimizer_step and not _gathers_early(layout, runs):
         yield (
             "overlap_param_gather_with_optimizer_step was left out: it needs ZeRO-1, "
