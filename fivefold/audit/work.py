@@ -12,6 +12,7 @@ _PRODUCTS = {
     torch.ops.aten.mm.default: (0, 1),
     torch.ops.aten.mm.out: (0, 1),
     torch.ops.aten.addmm.default: (1, 2),
+    torch.ops.aten.addmm.out: (1, 2),
     torch.ops.aten.addmm_.default: (1, 2),
     torch.ops.aten.addmm.dtype_out: (1, 2),
     torch.ops.aten._grouped_mm.default: (0, 1),  # each row of the left by one matrix of the right
