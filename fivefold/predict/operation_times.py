@@ -70,7 +70,8 @@ class OperationTimes:
         self.etp = span(cluster, grid.etp, 1)
         self.share = config.experts.fixed_share(config.model, grid.ep)
         self.in_parts = self.parallel.tp_comm_overlap and self.parts > 1
-        self.defers = grid.pp > 1 and software.sends_dx_early(layout)
+        pipelined = self.parallel.pipeline_model_parallel_size > 1
+        self.defers = pipelined and software.eager_dx is not False
 
     @cached_property
     def hidden_bytes(self) -> float:

@@ -75,7 +75,7 @@ class Prediction:
     def simulation(self) -> Simulation:
         """An event-by-event simulation of the whole pipeline program."""
         program = self.layout.program(
-            eager=self.software.sends_dx_early(self.layout),
+            eager=sends_dx_early(self.layout, self.software),
             costs=self.costs,
         )
         return simulate(program, self.costs)
@@ -85,6 +85,11 @@ def precision_of(layout: Layout) -> str:
     """The precision of most multiplications."""
     training = layout.config.training
     return "fp4" if training.fp4_format else "fp8" if training.fp8_format else training.precision
+
+
+def sends_dx_early(layout: Layout, software: Software) -> bool:
+    """Whether a dX that is not in a pair is sent before its dW is computed."""
+    return layout.defers_weights if software.eager_dx is None else software.eager_dx
 
 
 def interval(layout: Layout, notes: Sequence[str]) -> float:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 
 
@@ -58,10 +57,6 @@ class Software:
     waits_for_hops: bool = False
     scatters_hops: bool = False
     imbalance: float = 1.0
-
-    def sends_dx_early(self, layout: Layout) -> bool:
-        """Whether a dX that is not in a pair is sent before its dW is computed."""
-        return layout.defers_weights if self.eager_dx is None else self.eager_dx
 
     def on(self, cluster: Cluster) -> Cluster:
         """The cluster with the attention rate that this software reaches."""

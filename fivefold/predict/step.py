@@ -27,6 +27,7 @@ from fivefold.predict.prediction import (
     TimePart,
     interval,
     precision_of,
+    sends_dx_early,
     unusual,
 )
 from fivefold.predict.software import Software
@@ -125,7 +126,7 @@ class _Predictor:
     @cached_property
     def clock(self) -> Clock:
         """The timer of the layout's pipeline program."""
-        return Clock.of(self.layout, eager=self.software.sends_dx_early(self.layout))
+        return Clock.of(self.layout, eager=sends_dx_early(self.layout, self.software))
 
     @cached_property
     def _ranks(self) -> Collection[tuple[int, ...]]:
