@@ -1,25 +1,23 @@
 """Column- and row-parallel linears against plain ones, in fp64."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.layers import Linear, Products, plain_column, plain_row
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
-from fivefold.tensor.exchange import Exchange, TokensInSharedMemory, exchange_of
+from fivefold.tensor.exchange import Exchange
 from fivefold.tensor.linear import ColumnParallel, RowParallel
 from tests.pool import run
+from tests.tensor.ways import WAYS, exchanging
 
 T, H, F = 8, 6, 12
-WAYS = ("tp", "sp", "parts", "shared memory")
 OPTIONS = list(product(WAYS, [False, True], [False, True]))
 NAMES = [
     f"{way}, {'bias' if bias else 'no bias'}, dW {'late' if late else 'now'}"
@@ -27,22 +25,8 @@ NAMES = [
 ]
 
 
-@contextmanager
-def _exchanging(way: str) -> Iterator[Exchange]:
-    """An exchange of all ranks; in shared memory with torch's own words for what it computes."""
-    group = dist.group.WORLD
-    assert group is not None
-    if way != "shared memory":
-        yield exchange_of(group, sequence_parallel=way != "tp", overlaps=way == "parts")
-        return
-    with torch.library._scoped_library("symm_mem", "IMPL") as library:
-        for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
-            library.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
-        yield TokensInSharedMemory(group)
-
-
 def _in_way(rank: int, world: int, test: Callable[..., None], way: str, *options: Any) -> None:
-    with _exchanging(way) as exchange:
+    with exchanging(way) as exchange:
         test(rank, world, exchange, *options)
 
 
@@ -200,7 +184,7 @@ def _both_ways(exchange: Exchange, later: bool) -> list[Tensor]:
 
 def _same_bits(rank: int, world: int) -> None:
     for way in WAYS:
-        with _exchanging(way) as exchange:
+        with exchanging(way) as exchange:
             now, late = (_both_ways(exchange, later) for later in (False, True))
         assert all(torch.equal(a, b) for a, b in zip(now, late, strict=True))
 
