@@ -69,7 +69,9 @@ class OperationTimes:
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
         self.share = config.experts.fixed_share(config.model, grid.ep)
-        self.in_parts = self.parallel.tp_comm_overlap and self.parts > 1
+        overlaps = self.parallel.tp_comm_overlap and self.parts > 1
+        self.in_parts = overlaps and software.hidden_tp is None
+        self.hidden_tp = (software.hidden_tp or 0.0) if overlaps else 0.0
         pipelined = self.parallel.pipeline_model_parallel_size > 1
         self.defers = pipelined and software.eager_dx is not False
 
@@ -224,7 +226,10 @@ class OperationTimes:
 
     def _beside(self, work: float, move: float) -> float:
         """Exposed seconds of a collective beside the multiplication that needs or makes it."""
-        return overlapped(self.gpu, self._others(work), move) if self.in_parts else move
+        if self.in_parts:
+            return overlapped(self.gpu, self._others(work), move)
+        hidden = self.hidden_tp * move
+        return move - hidden + overlapped(self.gpu, work, hidden)
 
     def _others(self, work: float) -> float:
         """Seconds of a multiplication in parts but for one: nothing has arrived when a gather's
