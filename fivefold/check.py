@@ -29,6 +29,7 @@ from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import (
     check_context,
     check_experts,
+    check_tensor_overlap,
     check_tensor_parallel,
 )
 from fivefold.pipeline.automatic_split import automatic_split
@@ -103,6 +104,7 @@ def _check(
     if not planned:
         _check_built(config, mistakes)
         check_routers(config, mistakes)
+        check_tensor_overlap(parallel, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
@@ -260,7 +262,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
     ("optimizer_cpu_offload", "an offloaded optimizer", False),
-    ("tp_comm_overlap", "overlapped tensor parallelism", False),
     ("fp8_format", "8-bit multiplications", None),
     ("fp4_format", "4-bit multiplications", None),
 )

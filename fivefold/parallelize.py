@@ -27,6 +27,7 @@ from fivefold.model.transformer import Stage
 from fivefold.pipeline.executor import Executor
 from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.exchange import TokensInParts, exchange_of
 from fivefold.tensor.install import install_deferral, install_tensor_parallel
 
 log = logging.getLogger(__name__)
@@ -195,15 +196,19 @@ def _install_tensor(
     deferred: DeferredWeights,
     records: dict[str, ParameterRecord],
 ) -> None:
-    sequence = layout.config.parallel.sequence_parallel
+    parallel = layout.config.parallel
+    sequence, overlaps = parallel.sequence_parallel, parallel.tp_comm_overlap
+    exchange = exchange_of(groups.tp, sequence_parallel=sequence, overlaps=overlaps)
     dims = {n: record.split_dim for n, record in records.items() if not record.experts}
     for stage in stages.values():
         if groups.tp is not None:
-            install_tensor_parallel(stage, groups, sequence, deferred, dims)
+            install_tensor_parallel(stage, groups, exchange, deferred, dims)
         elif layout.defers_weights:
             install_deferral(stage, deferred)
     if groups.tp is not None:
         log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")
+    if isinstance(exchange, TokensInParts):
+        log.info("tensor parallel: parts of products while others travel, by %s", exchange.by)
     if layout.defers_weights:
         log.info("pipeline: dX is sent before dW is computed")
 

@@ -8,6 +8,7 @@ _STEPS = "Fivefold counts optimizer steps"
 _BATCH = "global_batch_size = micro_batch_size x data-parallel ranks x accumulated microbatches"
 _KERNELS = "PyTorch's fused kernels run where they can; there is nothing to choose"
 _ZERO = "no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3, FSDP)"
+_OVERLAP = "one switch for gathers and sums, forward and backward"
 _FULL = "--data-parallel-sharding-strategy optim_grads_params"
 
 
@@ -55,6 +56,19 @@ FOREIGN = _table(
     ("--dp-replicate", "data_parallel_replicate_degree hsdp num_replicas", ""),
     ("--vpp | --chunks", "vp virtual_stages num_model_chunks vpp num_chunks", ""),
     ("--sequence-parallel", "sp sequence_parallelism", ""),
+    (
+        "--tp-comm-overlap",
+        "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad "
+        "tp_comm_bulk_wgrad async_tensor_parallel enable_async_tensor_parallel",
+        _OVERLAP,
+    ),
+    (
+        "--no-tp-comm-overlap",
+        "disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_split_ag "
+        "disable_tp_comm_split_rs disable_tp_comm_bulk_dgrad disable_tp_comm_bulk_wgrad",
+        _OVERLAP,
+    ),
+    ("--tp-comm-overlap", "tp_comm_overlap_cfg tp_comm_bootstrap_backend", "nothing to configure"),
     ("--data-parallel-sharding-strategy", "zero zero_stage sharding_strategy stage", _ZERO),
     (
         "--ddp-bucket-size",

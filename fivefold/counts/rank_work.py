@@ -192,8 +192,7 @@ class _Products:
     """Products with weights per token on one rank.
 
     PyTorch's checkpoint stops where nothing more is needed. That is before the last linear of a
-    region, unless it is one of our linears (which saves tensors for deferred weight gradients or
-    collectives), or a later operation saves tensors.
+    region, unless a later operation saves tensors.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -204,7 +203,6 @@ class _Products:
         tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
         self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
-        self._stops = layout.grid.tp == 1 and not layout.defers_weights
         self._remade = memory.remade_modules
 
     def of_layer(self, layer: int, *, again: bool, ends_group: bool) -> tuple[float, float]:
@@ -223,12 +221,12 @@ class _Products:
         tiled = [name for name in sizes if again and name.startswith(_MADE_AGAIN["mlp"])]
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []
-        passes += sum(sizes[name] for name in tiled if not self._left_out(name))
+        passes += sum(sizes[name] for name in tiled if not self._ends(name, "mlp"))
         if ends_group and not model.hidden_dropout and tiled:
             # The last tile's input is the last that is saved, so its forward is not repeated.
             passes -= self._last_tile * sum(sizes[name] for name in tiled)
         elif ends_group and not model.hidden_dropout:
-            passes -= sum(sizes[name] for name in sizes if self._left_out(name))
+            passes -= sum(sizes[name] for name in sizes if self._ends(name, "layer"))
         if gathers_latents(self._layout.config, layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
@@ -239,9 +237,7 @@ class _Products:
             once += got * sizes["self_attn.kv_b_proj.weight"]
         for module in self._remade:
             names = [name for name in sizes if name.startswith(_MADE_AGAIN.get(module, ()))]
-            last = "self_attn.o_proj.weight" if self._stops else ""
-            names = [name for name in names if name != last and not self._left_out(name)]
-            passes += sum(sizes[name] for name in names)
+            passes += sum(sizes[name] for name in names if not self._ends(name, module))
         return passes, once
 
     def of_experts(self, layer: int, *, again: bool) -> float:
@@ -259,11 +255,13 @@ class _Products:
             if weight.of_experts and weight.multiplies
         )
 
-    def _left_out(self, name: str) -> bool:
-        """Whether a recomputed region that ends with this linear stops before it."""
-        if name == "mlp.shared_experts.down_proj.weight":
-            return self._stops and not self._model.moe_shared_expert_gate
-        return self._stops and name == "mlp.down_proj.weight"
+    def _ends(self, name: str, region: str) -> bool:
+        """Whether recomputation of this module, or of a whole layer, stops before this linear."""
+        if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
+            return region == "shared_experts" or not self._model.moe_shared_expert_gate
+        if name == "self_attn.o_proj.weight":
+            return region != "layer"
+        return name == "mlp.down_proj.weight"
 
 
 _MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -23,17 +23,36 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class Products:
-    """The three products of a linear layer with W [F, H], in the dtype of its input."""
+    """The three products of a linear layer with W [F, H], in the dtype of its input.
 
-    def output(self, x_TH: Tensor, weight_FH: Tensor, bias_F: Tensor | None = None) -> Tensor:
-        """[T, H] -> [T, F]."""
-        return F.linear(x_TH, weight_FH, bias_F)
+    The first two are made of all tokens at once or of some at a time, with the same result.
+    """
+
+    def output(
+        self,
+        x_TH: Tensor,
+        weight_FH: Tensor,
+        bias_F: Tensor | None = None,
+        out_TF: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H] -> [T, F], written into `out_TF` if there is one."""
+        if out_TF is None:
+            return F.linear(x_TH, weight_FH, bias_F)
+        if bias_F is None:
+            return torch.mm(x_TH, weight_FH.t(), out=out_TF)
+        return torch.addmm(bias_F, x_TH, weight_FH.t(), out=out_TF)
 
     def input_gradient(
-        self, grad_TF: Tensor, weight_FH: Tensor, onto_TH: Tensor | None = None
+        self,
+        grad_TF: Tensor,
+        weight_FH: Tensor,
+        onto_TH: Tensor | None = None,
+        out_TH: Tensor | None = None,
     ) -> Tensor:
-        """[T, F] -> [T, H], added to `onto_TH` in place if there is one."""
-        return grad_TF @ weight_FH if onto_TH is None else onto_TH.addmm_(grad_TF, weight_FH)
+        """[T, F] -> [T, H], added to `onto_TH` or written into `out_TH` if there is one."""
+        if onto_TH is not None:
+            return onto_TH.addmm_(grad_TF, weight_FH)
+        return torch.mm(grad_TF, weight_FH, out=out_TH)
 
     def weight_gradient(self, grad_TF: Tensor, x_TH: Tensor) -> Tensor:
         """[F, H]."""

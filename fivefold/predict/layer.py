@@ -108,7 +108,7 @@ class LayerTimes(OperationTimes):
 
     def _degrees(self, kind: LayerKind) -> tuple[object, ...]:
         """The settings that a layer's operations depend on, for one model and cluster."""
-        attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
+        attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens, self.defers)
         if not kind.experts:
             return attention
         dispatcher = self.parallel.moe_token_dispatcher_type

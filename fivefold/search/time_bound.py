@@ -1,7 +1,7 @@
 """Lower bounds on the step time of a million layouts; `search.bound_tables` has the method."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import log, sqrt
@@ -287,7 +287,9 @@ def _cells(
         found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
         return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
 
-    columns = ("tp", "sp", "cp", "mbs", "memory")
+    pipelined = (space.columns["pp"] > 1).astype(np.int32)
+    space = replace(space, columns=space.columns | {"pipelined": pipelined})
+    columns = ("tp", "sp", "cp", "mbs", "memory", "pipelined")
     parts: list[Summand] = [(columns, ends), (columns, layers(False))]
     if model.num_experts is not None:
         parts.append(((*columns, "ep", "etp"), layers(True)))

@@ -25,21 +25,38 @@ class Work:
         parameters: parameters to whose `grad` it adds; the objects that the forward used, which
             FSDP2 replaces between forward and W.
         add: runs the computation.
+        start: starts messages that `add` waits for; None: there are none.
     """
 
     parameters: tuple[Tensor, ...]
     add: Callable[[], None]
+    start: Callable[[], None] | None = None
 
 
 def run_works(works: Sequence[Work]) -> Iterator[Tensor]:
     """Run postponed computations in order; yields each parameter after its `grad` was updated.
 
-    Autograd hooks do not see these gradients, so callers that wait for one use the yields.
+    Autograd hooks do not see these gradients, so callers that wait for one use the yields. The
+    messages of a computation travel while those since the last one with messages run, itself
+    included: at most two have started and not ended.
     """
+    starts = (work.start for work in works if work.start is not None)
+
+    def start_next() -> None:
+        with torch.no_grad():
+            next(starts, _nothing)()
+
+    start_next()
     for work in works:
+        if work.start is not None:
+            start_next()
         with torch.no_grad():
             work.add()
         yield from work.parameters
+
+
+def _nothing() -> None:
+    """No messages are left to be started."""
 
 
 class DeferredWeights:
@@ -53,9 +70,14 @@ class DeferredWeights:
         self.deferring = False
         self._works: list[Work] = []
 
-    def put(self, parameters: Sequence[Tensor], add: Callable[[], None]) -> None:
-        """Postpone a computation that adds to the `grad` of these parameters."""
-        self._works.append(Work(tuple(parameters), add))
+    def put(
+        self,
+        parameters: Sequence[Tensor],
+        add: Callable[[], None],
+        start: Callable[[], None] | None = None,
+    ) -> None:
+        """Postpone a computation that adds to the `grad` of these parameters; see `Work`."""
+        self._works.append(Work(tuple(parameters), add, start))
 
     def run_early(self) -> None:
         """Run the computations postponed so far, during the backward that postpones them."""

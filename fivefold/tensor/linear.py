@@ -7,24 +7,17 @@ et al. 2019). With sequence parallelism these are an all-gather and a reduce-sca
 (Korthikanti et al. 2022). Shapes: T tokens, t = T / tp, H input features, F local output features.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.mesh.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from fivefold.model.layers import Linear, Products, local
 from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
+from fivefold.tensor.exchange import Exchange, Factor
 
 Target = tuple[Tensor, Tensor | None]
 """(weight, bias) of a linear, the objects that its forward used."""
@@ -34,18 +27,17 @@ Target = tuple[Tensor, Tensor | None]
 class ColumnParallel:
     """The `column` seam: several linears of one input, each returning this rank's features.
 
-    The input is gathered once for all linears, and one collective sums their input gradients. It
-    overlaps with the weight gradients. Under sequence parallelism only the input's shard is saved,
-    and gathered again in the backward.
+    The input is gathered once for all linears, and one sum over the ranks completes their input
+    gradients. It overlaps with the weight gradients. Of split tokens only this rank's are saved,
+    and all are gathered again in the backward: while input gradients are computed, or if weight
+    gradients are deferred while earlier ones are.
 
     Attributes:
-        group: tensor-parallel group; None: one rank.
-        sequence_parallel: whether the input is sharded along the tokens.
+        exchange: how tokens are gathered and their gradients summed.
         deferred: receives weight gradients while a backward defers them.
     """
 
-    group: dist.ProcessGroup | None
-    sequence_parallel: bool
+    exchange: Exchange
     deferred: DeferredWeights
 
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
@@ -78,44 +70,63 @@ class _Column(torch.autograd.Function):
         weights, biases = tensors[: len(targets)], tensors[len(targets) :]
         ctx.save_for_backward(x, *weights)
         ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
-        x_TH = all_gather(x, column.group) if column.sequence_parallel else x
-        each = zip(products, weights, biases, strict=True)
-        return tuple(of.output(x_TH, weight, bias) for of, weight, bias in each)
+        factors = [Factor(*each) for each in zip(products, weights, biases, strict=True)]
+        _, outputs = column.exchange.gather_products(x, factors)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         column: ColumnParallel = ctx.column
-        group, deferring = column.group, column.deferred.deferring
-        gathers = column.sequence_parallel
-        again = start_all_gather(x, group) if gathers and not deferring else None
+        exchange, deferring = column.exchange, column.deferred.deferring
+        gathered = _Gathered(exchange, x)
+        if not deferring:
+            gathered.start()
         pending = None
         if ctx.needs_input_grad[0]:
-            (products, *first), *others = zip(ctx.products, grads_TF, weights, strict=True)
-            grad_TH = products.input_gradient(*first)
-            for products, grad, weight in others:
-                products.input_gradient(grad, weight, onto_TH=grad_TH)
-            start = start_reduce_scatter if gathers else start_all_reduce
-            pending = start(grad_TH, group)
+            terms = [
+                (grad, Factor(products, weight, of_gradient=True))
+                for grad, products, weight in zip(grads_TF, ctx.products, weights, strict=True)
+            ]
+            pending = exchange.start_sum(terms)
         grads_w: list[Tensor | None] = [None] * len(weights)
         grads_b: list[Tensor | None] = [None] * len(weights)
         if deferring:
             targets, rows, every = ctx.targets, ctx.rows, ctx.products
 
             def add() -> None:
-                x_TH = all_gather(x, group) if gathers else x
+                x_TH = gathered.wait()
                 each = zip(every, targets, rows, grads_TF, strict=True)
                 for products, target, part, grad in each:
                     _add_linear_grads(products, target, part, grad, x_TH)
 
-            column.deferred.put([p for target in targets for p in target if p is not None], add)
+            parameters = [p for target in targets for p in target if p is not None]
+            start = gathered.start if exchange.splits_tokens else None
+            column.deferred.put(parameters, add, start)
         else:
-            x_TH = again.wait() if again is not None else x
+            x_TH = gathered.wait()
             each = zip(ctx.products, ctx.targets, grads_TF, strict=True)
             for index, (products, target, grad) in enumerate(each):
                 grads_w[index], grads_b[index] = _linear_grads(products, target, grad, x_TH)
         grad_x = pending.wait() if pending is not None else None
         return grad_x, None, None, None, None, *grads_w, *grads_b
+
+
+class _Gathered:
+    """The tokens of all ranks, of which a backward keeps this rank's until it starts to gather."""
+
+    def __init__(self, exchange: Exchange, x: Tensor) -> None:
+        self._exchange, self._x = exchange, x
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        self._pending = self._exchange.start_gather(self._x)
+
+    def wait(self) -> Tensor:
+        """[T, H], once; started before unless there is nothing to gather."""
+        pending = self._pending or self._exchange.start_gather(self._x)
+        self._pending = None
+        return pending.wait()
 
 
 @dataclass(frozen=True)
@@ -125,51 +136,75 @@ class RowParallel:
     The bias is added once, after the sum. Attributes as in `ColumnParallel`.
     """
 
-    group: dist.ProcessGroup | None
-    sequence_parallel: bool
+    exchange: Exchange
     deferred: DeferredWeights
 
     def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
         """[T, F] -> [T or t, H]."""
-        how = self.deferred, (linear.weight, None), linear.multiply
-        product_TH = _RowProduct.apply(x_TF, local(linear.weight), *how)
-        y = sum_tokens(product_TH, self.group, self.sequence_parallel)
+        call = _RowCall(self, (linear.weight, None), Factor(linear.multiply, local(linear.weight)))
+        y: Tensor = _RowSum.apply(_RowInput.apply(x_TF, call.factor.weight_FH, call), call)
         return y if linear.bias is None else y + local(linear.bias)
 
 
-class _RowProduct(torch.autograd.Function):
-    """This rank's summand, in a function separate from the sum, which saves nothing.
+@dataclass
+class _RowCall:
+    """What the two functions of a row share.
 
-    Recomputation stops at the last saved tensor, so it does not repeat a block's last sum.
+    Attributes:
+        row: the seam.
+        target: the linear's weight; the bias is added outside.
+        factor: the weight that multiplies.
+        grad_TH: gradient of all tokens, between the backwards of both functions.
+    """
+
+    row: RowParallel
+    target: Target
+    factor: Factor
+    grad_TH: Tensor | None = None
+
+
+class _RowInput(torch.autograd.Function):
+    """Saves what dW needs, and computes it.
+
+    A function apart from the product and its sum, which save nothing: recomputation stops at the
+    last saved tensor, so it repeats neither where they end a block.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TF: Tensor,
-        weight: Tensor,
-        deferred: DeferredWeights,
-        target: Target,
-        products: Products,
-    ) -> Tensor:
-        ctx.save_for_backward(x_TF, weight)
-        ctx.deferred, ctx.parameter, ctx.products = deferred, target[0], products
-        return products.output(x_TF, weight)
+    def forward(ctx: Any, x_TF: Tensor, weight: Tensor, call: _RowCall) -> Tensor:
+        ctx.save_for_backward(x_TF)
+        ctx.call = call
+        return x_TF.view_as(x_TF)
 
     @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
-        x_TF, weight = ctx.saved_tensors
-        parameter, products = ctx.parameter, ctx.products
-        grad_weight = None
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Any, ...]:
+        (x_TF,) = ctx.saved_tensors
+        call: _RowCall = ctx.call
+        grad_TH, call.grad_TH = call.grad_TH, None
+        assert grad_TH is not None, "the sum's backward runs before"
+        parameter, products, deferred = call.target[0], call.factor.products, call.row.deferred
+        if not deferred.deferring:
+            return grad_TF, products.weight_gradient(grad_TH, x_TF), None
+        deferred.put(
+            [parameter], lambda: add_to_grad(parameter, products.weight_gradient(grad_TH, x_TF))
+        )
+        return grad_TF, None, None
 
-        def add() -> None:
-            add_to_grad(parameter, products.weight_gradient(grad_TH, x_TF))
 
-        if ctx.deferred.deferring:
-            ctx.deferred.put([parameter], add)
-        else:
-            grad_weight = products.weight_gradient(grad_TH, x_TF)
-        return products.input_gradient(grad_TH, weight), grad_weight, None, None, None
+class _RowSum(torch.autograd.Function):
+    """The product and its sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TF: Tensor, call: _RowCall) -> Tensor:
+        ctx.call = call
+        return call.row.exchange.start_sum([(x_TF, call.factor)]).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        call: _RowCall = ctx.call
+        factor = replace(call.factor, of_gradient=True)
+        call.grad_TH, (grad_TF,) = call.row.exchange.gather_products(grad, [factor])
+        return grad_TF, None
 
 
 def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> Tensor:

@@ -108,9 +108,11 @@ def _settings(random: Random, world: int) -> dict[str, Any]:
     hybrid = degrees["dp"] > 1 and sharding != "no_shard" and random.random() < 0.3
     microbatch = random.choice((1, 2))
     virtual = random.choice((1, 2)) if degrees["pp"] > 1 else 1
+    splits = degrees["tp"] > 1 and random.random() < 0.6
     return {
         "tensor_model_parallel_size": degrees["tp"],
-        "sequence_parallel": degrees["tp"] > 1 and random.random() < 0.6,
+        "sequence_parallel": splits,
+        "tp_comm_overlap": splits and microbatch == 2,
         "pipeline_model_parallel_size": degrees["pp"],
         "num_virtual_stages_per_pipeline_rank": virtual,
         "pipeline_schedule": random.choice(SCHEDULES[virtual if degrees["pp"] > 1 else 0]),
