@@ -198,7 +198,7 @@ def exchange_of(
 
 def _shares_memory(group: dist.ProcessGroup) -> bool:
     """Whether the ranks of a group read the memory of each other's GPUs; the same on all."""
-    if dist.get_backend(group) != "nccl":
+    if "nccl" not in dist.get_backend_config(group):
         return False
     device, rank, size = torch.cuda.current_device(), group.rank(), group.size()
     host = zlib.crc32(f"{platform.node()} {uuid.getnode()}".encode())
