@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from fivefold.data_parallel.buckets import buckets_of
 from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.collectives import Pending, start_all_reduce
 from fivefold.mesh.slices import laid_out_like, local_tensor
+from fivefold.model.leaves import when_accumulated
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Work, run_works
 
@@ -52,7 +54,7 @@ class ReplicatedStage:
         self._missing: list[int] = []
         self._started: set[int] = set()
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            when_accumulated(parameter, partial(self._arrived, parameter))
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
-from fivefold.model.layers import local
+from fivefold.model.leaves import local
 from fivefold.model.loss import token_weights
 from fivefold.model.transformer import Stage
 from fivefold.tensor.vocabulary import Entries, merge_statistics

@@ -20,7 +20,8 @@ from fivefold.model.batch import Documents
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HeadDropout
-from fivefold.model.layers import LayerBlock, Linear, RMSNorm, local
+from fivefold.model.layers import LayerBlock, Linear, RMSNorm
+from fivefold.model.leaves import local
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.varlen import Pieces, lacking_packed, packed_attention
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh.device import uses_gpu_kernels
-from fivefold.model.layers import local
+from fivefold.model.leaves import local
 
 
 class GroupedLinear(nn.Module):

@@ -11,15 +11,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.model.leaves import local
 from fivefold.model.traced import result
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Products:

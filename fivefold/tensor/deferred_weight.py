@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from fivefold.mesh.slices import laid_out_like
 
 
 @dataclass(frozen=True)
@@ -99,24 +96,3 @@ class DeferredWeights:
             self.deferring = False
             works.extend(self._works)
             self._works = []
-
-
-def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> None:
-    """Add a local gradient to `parameter.grad` as autograd would.
-
-    Args:
-        parameter: plain tensor or DTensor.
-        grad: gradient, shaped like the parameter's local part or its `rows`.
-        rows: rows of the local part that the gradient covers; None: all.
-    """
-    held = parameter.grad
-    if held is not None:
-        target = held.to_local() if isinstance(held, DTensor) else held
-        (target if rows is None else target[rows]).add_(grad)
-        return
-    if rows is not None:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        whole = grad.new_zeros(local.shape)
-        whole[rows] = grad
-        grad = whole
-    parameter.grad = laid_out_like(parameter, grad)

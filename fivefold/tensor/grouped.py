@@ -12,8 +12,8 @@ from fivefold.model.grouped import (
     grouped_linear,
     grouped_weight_gradient,
 )
-from fivefold.model.layers import local
-from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
+from fivefold.model.leaves import add_to_grad, local
+from fivefold.tensor.deferred_weight import DeferredWeights
 
 
 @dataclass(frozen=True)

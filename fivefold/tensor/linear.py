@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
-from fivefold.model.layers import Linear, Products, local
-from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
+from fivefold.model.layers import Linear, Products
+from fivefold.model.leaves import add_to_grad, local
+from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
 
 Target = tuple[Tensor, Tensor | None]
