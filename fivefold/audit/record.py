@@ -40,6 +40,9 @@ class RankRecord:
         any_packed: whether rows of any microbatch of the step held several documents.
         chosen: what the rank's tokens chose in layers with experts.
         peak_allocated: peak of device memory in the step; None on a CPU.
+        operations: operations that the step launched; None: not counted.
+        layer_operations: of these, how many a layer's forward and its backward launch for one
+            microbatch; None: no layer ran.
     """
 
     rank: Annotated[int, Meta(ge=0)]
@@ -54,6 +57,8 @@ class RankRecord:
     any_packed: bool = False
     chosen: StepChoices = field(default_factory=StepChoices)
     peak_allocated: Amount | None = None
+    operations: Amount | None = None
+    layer_operations: tuple[Amount, Amount] | None = None
 
 
 def write_record(folder: Path, record: RankRecord) -> None:

@@ -88,35 +88,41 @@ class RotaryTables:
 
     def rotate(self, x_BSND: Tensor, first: int = 0) -> Tensor:
         """Rotate feature pairs of each head, from feature `first` on, by its token's angle."""
-        rotated: Tensor = _Rotate.apply(x_BSND, self.cos, self.sin, first)
+        (rotated,) = _Rotate.apply(self.cos, self.sin, first, x_BSND)
         return rotated
+
+    def rotate_both(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        """`rotate` of queries and keys, for which autograd calls Python once each way."""
+        q, k = _Rotate.apply(self.cos, self.sin, 0, q_BSND, k_BSGD)
+        return q, k
 
 
 class _Rotate(torch.autograd.Function):
     """Saves no input: the gradient is rotated back by the same angle."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
+    def forward(ctx: Any, cos: Tensor, sin: Tensor, first: int, *heads: Any) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.first = first
-        return result(_turn(x_BSND, cos, sin, 1.0, first))
+        return tuple(result(_turn(x, cos, sin, 1.0, first)) for x in heads)
 
     @staticmethod
-    def backward(ctx: Any, grad_BSND: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad_BSND, cos, sin, -1.0, ctx.first), None, None, None
+        return None, None, None, *(_turn(grad, cos, sin, -1.0, ctx.first) for grad in grads)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:
     features = cos.shape[-1]
-    turned = slice(first, first + features)
     if features == x.shape[-1]:
         y = x * cos
+        pairs, y_pairs = x, y
     else:  # features outside the rotary ones stay unchanged
-        y = x.clone()
-        y[..., turned].mul_(cos)
-    one, other = x[..., turned].chunk(2, dim=-1)
-    y_one, y_other = y[..., turned].chunk(2, dim=-1)
+        y, turned = x.clone(), slice(first, first + features)
+        pairs, y_pairs = x[..., turned], y[..., turned]
+        y_pairs.mul_(cos)
+    one, other = pairs.chunk(2, dim=-1)
+    y_one, y_other = y_pairs.chunk(2, dim=-1)
     y_one.addcmul_(other, sin, value=-sign)
     y_other.addcmul_(one, sin, value=sign)
     return y
