@@ -49,9 +49,12 @@ class Products:
             return onto_TH.addmm_(grad_TF, weight_FH)
         return torch.mm(grad_TF, weight_FH, out=out_TH)
 
-    def weight_gradient(self, grad_TF: Tensor, x_TH: Tensor) -> Tensor:
-        """[F, H]."""
-        return grad_TF.t() @ x_TH
+    def weight_gradient(
+        self, grad_TF: Tensor, x_TH: Tensor, onto_FH: Tensor | None = None
+    ) -> Tensor:
+        """[F, H], added to `onto_FH` in place if there is one."""
+        grad_FT = grad_TF.t()
+        return grad_FT @ x_TH if onto_FH is None else onto_FH.addmm_(grad_FT, x_TH)
 
 
 class Linear(nn.Module):

@@ -33,6 +33,12 @@ def when_accumulated(parameter: Tensor, hook: Callable[[], None]) -> None:
         local(parameter).register_post_accumulate_grad_hook(lambda _: hook())
 
 
+def held_gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's part of `parameter.grad`, without autograd; None if there is no gradient yet."""
+    held = parameter.grad
+    return held.to_local() if isinstance(held, DTensor) else held
+
+
 def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> None:
     """Add a local gradient to `parameter.grad` as autograd would.
 
@@ -41,10 +47,9 @@ def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> N
         grad: gradient, shaped like the parameter's local part or its `rows`.
         rows: rows of the local part that the gradient covers; None: all.
     """
-    held = parameter.grad
+    held = held_gradient(parameter)
     if held is not None:
-        target = held.to_local() if isinstance(held, DTensor) else held
-        (target if rows is None else target[rows]).add_(grad)
+        (held if rows is None else held[rows]).add_(grad)
         return
     if rows is not None:
         whole = grad.new_zeros(local(parameter).shape)

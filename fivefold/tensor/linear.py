@@ -8,6 +8,7 @@ et al. 2019). With sequence parallelism these are an all-gather and a reduce-sca
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from fivefold.model.layers import Linear, Products
-from fivefold.model.leaves import add_to_grad, local
+from fivefold.model.leaves import add_to_grad, held_gradient, local
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
 
@@ -106,9 +107,10 @@ class _Column(torch.autograd.Function):
             column.deferred.put(parameters, add, start)
         else:
             x_TH = gathered.wait()
-            each = zip(ctx.products, ctx.targets, grads_TF, strict=True)
-            for index, (products, target, grad) in enumerate(each):
-                grads_w[index], grads_b[index] = _linear_grads(products, target, grad, x_TH)
+            each = zip(ctx.products, ctx.targets, ctx.rows, grads_TF, strict=True)
+            for index, (products, (weight, bias), part, grad) in enumerate(each):
+                grads_w[index] = _weight_gradient(products, weight, part, grad, x_TH)
+                grads_b[index] = None if bias is None else grad.sum(0)
         grad_x = pending.wait() if pending is not None else None
         return grad_x, None, None, None, None, *grads_w, *grads_b
 
@@ -185,10 +187,9 @@ class _RowInput(torch.autograd.Function):
         assert grad_TH is not None, "the sum's backward runs before"
         parameter, products, deferred = call.target[0], call.factor.products, call.row.deferred
         if not deferred.deferring:
-            return grad_TF, products.weight_gradient(grad_TH, x_TF), None
-        deferred.put(
-            [parameter], lambda: add_to_grad(parameter, products.weight_gradient(grad_TH, x_TF))
-        )
+            return grad_TF, _weight_gradient(products, parameter, None, grad_TH, x_TF), None
+        add = partial(_add_weight_gradient, products, parameter, None, grad_TH, x_TF)
+        deferred.put([parameter], add)
         return grad_TF, None, None
 
 
@@ -315,17 +316,32 @@ def _part(parameter: Tensor, rows: slice | None) -> Tensor:
     return parameter if rows is None else parameter[rows]
 
 
-def _linear_grads(
-    products: Products, target: Target, grad_TF: Tensor, x_TH: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of weight and bias."""
-    bias = None if target[1] is None else grad_TF.sum(0)
-    return products.weight_gradient(grad_TF, x_TH), bias
+def _weight_gradient(
+    products: Products, weight: Tensor, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
+) -> Tensor | None:
+    """Gradient of the weight's rows; None: added to that of earlier microbatches.
+
+    The product adds it in its own kernel, as Megatron-LM's gradient accumulation fusion does.
+    """
+    onto = held_gradient(weight)
+    if onto is None:
+        return products.weight_gradient(grad_TF, x_TH)
+    products.weight_gradient(grad_TF, x_TH, onto if rows is None else onto[rows])
+    return None
+
+
+def _add_weight_gradient(
+    products: Products, weight: Tensor, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
+) -> None:
+    grad_weight = _weight_gradient(products, weight, rows, grad_TF, x_TH)
+    if grad_weight is not None:
+        add_to_grad(weight, grad_weight, rows)
 
 
 def _add_linear_grads(
     products: Products, target: Target, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
 ) -> None:
-    for parameter, grad in zip(target, _linear_grads(products, target, grad_TF, x_TH), strict=True):
-        if parameter is not None and grad is not None:
-            add_to_grad(parameter, grad, rows)
+    weight, bias = target
+    _add_weight_gradient(products, weight, rows, grad_TF, x_TH)
+    if bias is not None:
+        add_to_grad(bias, grad_TF.sum(0), rows)

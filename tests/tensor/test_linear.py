@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.audit.launches import Launches
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.layers import Linear, Products, plain_column, plain_row
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
@@ -195,6 +196,23 @@ def test_weight_gradients_put_off_are_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(now, late, strict=True))
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_later_microbatches_add_their_weight_gradients_in_the_product(later: bool) -> None:
+    deferred = DeferredWeights()
+    column, row = ColumnParallel(None, False, deferred), RowParallel(None, False, deferred)
+    up, gate, down = (
+        _linear(n, *size, False) for n, size in ((6, (H, F)), (7, (H, F)), (8, (F, H)))
+    )
+    launched = []
+    for microbatch in range(3):
+        x = _random(120 + microbatch, T, H).requires_grad_()
+        y, grad = row(torch.mul(*column(x, up, gate)), down), _random(130, T, H)
+        with Launches() as seen:
+            _backward(deferred, later, [y], [grad])
+        launched.append(seen.count)
+    assert launched[0] == launched[1] == launched[2]
+
+
 class _Sevenfold(Products):
     """Products of another arithmetic: W stands for 7 W."""
 
@@ -204,8 +222,10 @@ class _Sevenfold(Products):
     def input_gradient(self, grad_TF: Tensor, weight_FH: Tensor, **into: Tensor | None) -> Tensor:
         return super().input_gradient(grad_TF, 7 * weight_FH, **into)
 
-    def weight_gradient(self, grad_TF: Tensor, x_TH: Tensor) -> Tensor:
-        return 7 * super().weight_gradient(grad_TF, x_TH)
+    def weight_gradient(
+        self, grad_TF: Tensor, x_TH: Tensor, onto_FH: Tensor | None = None
+    ) -> Tensor:
+        return super().weight_gradient(7 * grad_TF, x_TH, onto_FH)
 
 
 def _every_product_goes_through_the_seam(rank: int, world: int, exchange: Exchange) -> None:
