@@ -135,8 +135,8 @@ def main() -> None:
             shown = "{:.0f} + {:.0f}".format(*(launched[way] for way in WAYS))
             times = "{:.0f} + {:.0f}".format(*(taken[way] for way in WAYS))
             print(f"tp {tp}, {name:<14}{shown:>20}{times:>20}{numbers['ratio'] or '':>13}")
-    if asked.into is not None:
-        asked.into.write_text(json.dumps(results, indent=2) + "\n")
+        if asked.into is not None:
+            asked.into.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
