@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
+from fivefold.mesh.device import runs_triton
 from fivefold.model.layers import local
 from fivefold.model.loss import token_weights
 from fivefold.model.transformer import Stage
@@ -199,7 +199,7 @@ class _Linear(torch.autograd.Function):
 
 def runs_kernels(logits: Tensor) -> bool:
     """Whether Triton's kernels compute the loss of these logits."""
-    return logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None
+    return runs_triton(logits) and logits.dtype != torch.float64
 
 
 def _statistics(entries: Entries, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:

@@ -99,10 +99,10 @@ class TransformerLayer(nn.Module):
         """`forward` without what differs between layers by name; compiled once for all of them."""
         drop = context.layer
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        sum_TH = x_TH + _dropped(attended_TH, drop.attended, self.dropout)
+        sum_TH = _added(x_TH, attended_TH, drop.attended, self.dropout)
         read_TH = x_TH if self.side_by_side else sum_TH
         made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
-        return sum_TH + _dropped(made_TH, drop.made, self.dropout)
+        return _added(sum_TH, made_TH, drop.made, self.dropout)
 
     def _dropout(self, dropout: Dropout) -> LayerDropout:
         heads = self.self_attn.head_dropout(dropout)
@@ -112,12 +112,12 @@ class TransformerLayer(nn.Module):
         return LayerDropout(attended, made, heads)
 
 
-def _dropped(x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:
-    return x_TH if drop is None or not rate else drop(x_TH, rate)
+def _added(sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:
+    return sum_TH + x_TH if drop is None or not rate else drop(x_TH, rate, sum_TH)
 
 
 def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:
-    return _dropped(x_TH, None if dropout is None else dropout.at(site), rate)
+    return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
 
 
 def _make_layer(
