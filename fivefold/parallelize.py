@@ -22,6 +22,7 @@ from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import piece_of
 from fivefold.model.compiled import compile_layers
+from fivefold.model.fusions import install_fusions
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.executor import Executor
@@ -165,6 +166,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     if groups.cp is not None:
         _install_context(layout, groups, stages)
     _install_memory(layout, groups, stages, device)
+    for stage in stages.values():
+        install_fusions(stage, config.training)
     if config.training.compile:
         for stage in stages.values():
             compile_layers(stage, config.training.compile_backend)

@@ -17,7 +17,7 @@ def uses_gpu_kernels(x: Tensor) -> bool:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether a Triton kernel of ours runs for `x`; while torch.compile traces, it makes its own."""
+    """Whether a Triton kernel of ours runs for `x`; what torch.compile traces makes its own."""
     return x.is_cuda and not torch.compiler.is_compiling() and _has_triton()
 
 

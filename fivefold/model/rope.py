@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.mesh.device import runs_triton
 from fivefold.model.traced import result
 
 
@@ -73,22 +74,26 @@ class RotaryTables:
     Attributes:
         cos: [B, S, 1, R].
         sin: [B, S, 1, R/2].
+        fused: whether one kernel of a GPU turns all features (`rope_fusion`).
     """
 
     cos: Tensor
     sin: Tensor
+    fused: bool = False
 
     @staticmethod
-    def at(model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> "RotaryTables":
+    def at(
+        model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype, fused: bool = False
+    ) -> "RotaryTables":
         """The tables for these positions."""
         angles = positions_BS[:, :, None, None] * frequencies(model, positions_BS.device)
         scale = rotary_scale(model)
         cos, sin = angles.cos().mul_(scale), angles.sin().mul_(scale)
-        return RotaryTables(cos.to(dtype).repeat(1, 1, 1, 2), sin.to(dtype))
+        return RotaryTables(cos.to(dtype).repeat(1, 1, 1, 2), sin.to(dtype), fused)
 
     def rotate(self, x_BSND: Tensor, first: int = 0) -> Tensor:
         """Rotate feature pairs of each head, from feature `first` on, by its token's angle."""
-        rotated: Tensor = _Rotate.apply(x_BSND, self.cos, self.sin, first)
+        rotated: Tensor = _Rotate.apply(x_BSND, self.cos, self.sin, first, self.fused)
         return rotated
 
 
@@ -96,18 +101,31 @@ class _Rotate(torch.autograd.Function):
     """Saves no input: the gradient is rotated back by the same angle."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
+    def forward(
+        ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor, first: int, fused: bool
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.first = first
-        return result(_turn(x_BSND, cos, sin, 1.0, first))
+        ctx.first, ctx.fused = first, fused
+        return result(_turn(x_BSND, cos, sin, 1.0, first, fused=fused))
 
     @staticmethod
-    def backward(ctx: Any, grad_BSND: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_BSND: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad_BSND, cos, sin, -1.0, ctx.first), None, None, None
+        grad_x = _turn(grad_BSND, cos, sin, -1.0, ctx.first, fused=ctx.fused)
+        return grad_x, None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:
+def _turn(
+    x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int, *, fused: bool = False
+) -> Tensor:
+    if fused and runs_triton(x):
+        from fivefold.model import rotary_kernels
+
+        return rotary_kernels.turn(x, cos, sin, sign, first)
+    return _turn_plainly(x, cos, sin, sign, first)
+
+
+def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:
     features = cos.shape[-1]
     turned = slice(first, first + features)
     if features == x.shape[-1]:

@@ -153,6 +153,7 @@ class Stage(nn.Module):
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
         shard_tokens: seam that takes this rank's part of per-token values [T], to match the
             residual stream.
+        fuses_rope, fuses_dropout: as in `model.fusions`.
     """
 
     embed_tokens: Embedding | None
@@ -199,6 +200,7 @@ class Stage(nn.Module):
         self.head_loss: HeadLoss = plain_head_loss
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
+        self.fuses_rope = self.fuses_dropout = False
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
@@ -293,7 +295,7 @@ class Stage(nn.Module):
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
         rotary = None
         if self.model.position_embedding_type == "rope":
-            rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
+            rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype, self.fuses_rope)
         routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),
@@ -337,7 +339,7 @@ class Stage(nn.Module):
         if not (self.training and drops):
             return None
         rows_T = self.shard_tokens(batch.own_token_ids.flatten())
-        return Dropout(self.seed, batch.step, rows_T, batch.token_ids)
+        return Dropout(self.seed, batch.step, rows_T, batch.token_ids, self.fuses_dropout)
 
 
 HeadLoss = Callable[[Stage, Tensor, Tensor, Tensor | None], Tensor]
