@@ -120,6 +120,13 @@ def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -
     return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
 
 
+def _rotary(
+    model: ModelConfig, batch: Batch, dtype: torch.dtype, fused: bool
+) -> RotaryTables | None:
+    rotates = model.position_embedding_type == "rope"
+    return RotaryTables.at(model, batch.positions, dtype, fused) if rotates else None
+
+
 def _make_layer(
     model: ModelConfig, rules: tuple[ExpertsConfig, int], layer: int
 ) -> TransformerLayer:
@@ -293,13 +300,10 @@ class Stage(nn.Module):
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
-        rotary = None
-        if self.model.position_embedding_type == "rope":
-            rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype, self.fuses_rope)
         routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),
-            rotary,
+            _rotary(self.model, batch, x_TH.dtype, self.fuses_rope),
             batch.packing,
             dropout,
             batch.part,
