@@ -46,6 +46,9 @@ class TrainingConfig:
     bias_dropout_fusion: bool = option(
         True, "make a dropout mask, drop, and add to the residual stream in one kernel of a GPU"
     )
+    gradient_accumulation_fusion: bool = option(
+        True, "let products add weight gradients to those of earlier microbatches, in fp32"
+    )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
     mtp_loss_scaling_factor: float = option(
         0.1, "weight of the mean loss of further predictions (multi-token prediction)"

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
 from fivefold.mesh.device import runs_triton
-from fivefold.model.layers import local
+from fivefold.model.layers import add_product, local
 from fivefold.model.loss import token_weights
 from fivefold.model.transformer import Stage
 from fivefold.tensor.vocabulary import Entries, merge_statistics
@@ -188,8 +188,8 @@ class _Linear(torch.autograd.Function):
                 if wide_cH is None:
                     torch.mm(grad_tc.t(), x_tH, out=grad_weight[rows])
                 else:
-                    _add_product(wide_cH, grad_tc.t(), x_tH)
-                _add_product(wide_TH[at], grad_tc, weight_cH)
+                    add_product(wide_cH, grad_tc.t(), x_tH)
+                add_product(wide_TH[at], grad_tc, weight_cH)
             if wide_cH is not None:
                 grad_weight[rows] = wide_cH
         start = start_reduce_scatter if on.sequence_parallel else start_all_reduce
@@ -219,15 +219,6 @@ def _gradient(
     from fivefold.memory import loss_kernels
 
     return loss_kernels.overwrite(entries, logits_Tv, labels_T, lse_T, scale_T)
-
-
-def _add_product(sum_TH: Tensor, grad_Tc: Tensor, weight_cH: Tensor) -> None:
-    """Add a product to a sum in a wider dtype; on CUDA in one kernel."""
-    if grad_Tc.is_cuda and sum_TH.dtype != grad_Tc.dtype:
-        add: Any = torch.ops.aten.addmm.dtype_out
-        add(sum_TH, grad_Tc, weight_cH, sum_TH.dtype, out=sum_TH)
-    else:
-        sum_TH += grad_Tc @ weight_cH
 
 
 def _pieces(size: int, each: int) -> Iterator[slice]:

@@ -8,6 +8,7 @@ et al. 2019). With sequence parallelism these are an all-gather and a reduce-sca
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,16 +99,21 @@ class _Column(torch.autograd.Function):
                 x_TH = gathered.wait()
                 each = zip(every, targets, rows, grads_TF, strict=True)
                 for products, target, part, grad in each:
-                    _add_linear_grads(products, target, part, grad, x_TH)
+                    make = partial(products.weight_gradient, grad, x_TH)
+                    column.deferred.add(target[0], make, part)
+                    if target[1] is not None:
+                        add_to_grad(target[1], grad.sum(0), part)
 
             parameters = [p for target in targets for p in target if p is not None]
             start = gathered.start if exchange.splits_tokens else None
             column.deferred.put(parameters, add, start)
         else:
             x_TH = gathered.wait()
-            each = zip(ctx.products, ctx.targets, grads_TF, strict=True)
-            for index, (products, target, grad) in enumerate(each):
-                grads_w[index], grads_b[index] = _linear_grads(products, target, grad, x_TH)
+            each = zip(ctx.products, ctx.targets, ctx.rows, grads_TF, strict=True)
+            for index, (products, target, part, grad) in enumerate(each):
+                make = partial(products.weight_gradient, grad, x_TH)
+                grads_w[index] = column.deferred.made(target[0], make, part)
+                grads_b[index] = None if target[1] is None else grad.sum(0)
         grad_x = pending.wait() if pending is not None else None
         return grad_x, None, None, None, None, *grads_w, *grads_b
 
@@ -182,12 +188,11 @@ class _RowInput(torch.autograd.Function):
         call: _RowCall = ctx.call
         grad_TH, call.grad_TH = call.grad_TH, None
         assert grad_TH is not None, "the sum's backward runs before"
-        parameter, products, deferred = call.target[0], call.factor.products, call.row.deferred
+        parameter, deferred = call.target[0], call.row.deferred
+        make = partial(call.factor.products.weight_gradient, grad_TH, x_TF)
         if not deferred.deferring:
-            return grad_TF, products.weight_gradient(grad_TH, x_TF), None
-        deferred.put(
-            [parameter], lambda: add_to_grad(parameter, products.weight_gradient(grad_TH, x_TF))
-        )
+            return grad_TF, deferred.made(parameter, make), None
+        deferred.put([parameter], lambda: deferred.add(parameter, make))
         return grad_TF, None, None
 
 
@@ -312,19 +317,3 @@ class _WholeRows(torch.autograd.Function):
 
 def _part(parameter: Tensor, rows: slice | None) -> Tensor:
     return parameter if rows is None else parameter[rows]
-
-
-def _linear_grads(
-    products: Products, target: Target, grad_TF: Tensor, x_TH: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of weight and bias."""
-    bias = None if target[1] is None else grad_TF.sum(0)
-    return products.weight_gradient(grad_TF, x_TH), bias
-
-
-def _add_linear_grads(
-    products: Products, target: Target, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
-) -> None:
-    for parameter, grad in zip(target, _linear_grads(products, target, grad_TF, x_TH), strict=True):
-        if parameter is not None and grad is not None:
-            add_to_grad(parameter, grad, rows)

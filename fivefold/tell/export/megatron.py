@@ -238,7 +238,7 @@ def _training(said: Settings) -> Iterator[str]:
         "no_check_for_nan_in_loss_and_grad", not said["check_for_nan_in_loss_and_grad"]
     )
     yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
-    for name in ("rope_fusion", "bias_dropout_fusion"):
+    for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
         yield from set_flag(f"no_{name}", not said[name])
     yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode")
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
