@@ -67,6 +67,8 @@ def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int | Tensor) -> Ten
 class Mask:
     """Which elements of x [B, N, q, k] are dropped: of N heads, at q rows and k columns.
 
+    Or of x [q, k], with B = 1 and one head, the first.
+
     Attributes:
         ids_Bq: int64 ids of the tokens that rows stand for.
         ids_Bk: int64 ids of columns; None: 0 .. k - 1.
@@ -85,36 +87,43 @@ class Mask:
     first_head: int = 0
     all_heads: int = 1
 
-    def drop(self, x_BNqk: Tensor, onto_BNqk: Tensor | None = None) -> Tensor:
-        """`x_BNqk` without what is dropped, the rest rescaled, and added to `onto_BNqk`."""
-        y: Tensor = _Drop.apply(x_BNqk, onto_BNqk, self.ids_Bq, self.ids_Bk, self.key, self)
+    def drop(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """`x` without what is dropped, the rest rescaled, and added to `onto`."""
+        y: Tensor = _Drop.apply(x, onto, self.ids_Bq, self.ids_Bk, self.key, self)
         return y
 
-    def dropped(self, x_BNqk: Tensor, onto_BNqk: Tensor | None) -> Tensor:
+    def dropped(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """`drop` without autograd; on a CPU a part at a time, which stays in its cache."""
-        if self.fused and runs_triton(x_BNqk):
+        if self.fused and runs_triton(x):
             from fivefold.model import dropout_kernels
 
             names = self.ids_Bq, self.ids_Bk, self.key
             numbers = threshold(self.p), 1.0 / (1.0 - self.p), (self.first_head, self.all_heads)
-            return dropout_kernels.drop(x_BNqk, onto_BNqk, *names, *numbers)
-        heads, rows, columns = x_BNqk.shape[1:]
-        every = torch.arange(columns, device=x_BNqk.device)
-        columns_Bk = every[None] if self.ids_Bk is None else self.ids_Bk
-        heads_N1 = torch.arange(heads, device=x_BNqk.device)[:, None] + self.first_head
-        rows_BNq = self.ids_Bq[:, None] * self.all_heads + heads_N1
-        whole = (rows_BNq[..., None], columns_Bk[:, None, None], x_BNqk, onto_BNqk)
-        if torch.compiler.is_compiling() or x_BNqk.is_cuda or x_BNqk.numel() <= AT_A_TIME:
-            return self._plainly(*whole)
-        y_BNqk = torch.empty_like(x_BNqk)
-        step = max(AT_A_TIME // columns, 1)
-        for b, n, start in product(range(len(x_BNqk)), range(heads), range(0, rows, step)):
-            few = slice(start, start + step)
-            onto = None if onto_BNqk is None else onto_BNqk[b, n, few]
-            column_ids = columns_Bk[b if len(columns_Bk) > 1 else 0]
-            arguments = rows_BNq[b, n, few, None], column_ids, x_BNqk[b, n, few], onto
-            y_BNqk[b, n, few] = self._plainly(*arguments)
-        return y_BNqk
+            return dropout_kernels.drop(x, onto, *names, *numbers)
+        rows, columns = self._ids(x)
+        if torch.compiler.is_compiling() or x.is_cuda or x.numel() <= AT_A_TIME:
+            return self._plainly(rows, columns, x, onto)
+        y, (q, k) = torch.empty(x.shape, dtype=x.dtype), x.shape[-2:]
+        rows, columns = rows.expand(*x.shape[:-1], 1), columns.expand(*x.shape[:-2], 1, k)
+        rows, columns = rows.reshape(-1, q, 1), columns.reshape(-1, 1, k)
+        x, found = x.reshape(-1, q, k), y.view(-1, q, k)
+        onto = None if onto is None else onto.reshape(-1, q, k)
+        step = max(AT_A_TIME // k, 1)
+        for matrix, start in product(range(len(x)), range(0, q, step)):
+            part = matrix, slice(start, start + step)
+            rest = None if onto is None else onto[part]
+            found[part] = self._plainly(rows[part], columns[matrix], x[part], rest)
+        return y
+
+    def _ids(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids of rows [.., q, 1] and columns [.., k], each as wide as it differs."""
+        columns = torch.arange(x.shape[-1], device=x.device)
+        if self.ids_Bk is not None:
+            columns = self.ids_Bk[:, None, None]
+        if x.dim() == 2:
+            return self.ids_Bq[0, :, None], columns
+        heads_N1 = torch.arange(x.shape[1], device=x.device)[:, None] + self.first_head
+        return (self.ids_Bq[:, None] * self.all_heads + heads_N1)[..., None], columns
 
     def _plainly(self, rows: Tensor, columns: Tensor, x: Tensor, onto: Tensor | None) -> Tensor:
         kept = drop_mask(rows, columns, self.p, self.key).logical_not_()
@@ -128,8 +137,8 @@ class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x_BNqk: Tensor,
-        onto_BNqk: Tensor | None,
+        x: Tensor,
+        onto: Tensor | None,
         ids_Bq: Tensor,
         ids_Bk: Tensor | None,
         key: Tensor,
@@ -137,14 +146,14 @@ class _Drop(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids_Bq, ids_Bk, key)
         ctx.rest = mask.p, mask.fused, mask.first_head, mask.all_heads
-        return mask.dropped(x_BNqk, onto_BNqk)
+        return mask.dropped(x, onto)
 
     @staticmethod
-    def backward(ctx: Any, grad_BNqk: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ids_Bq, ids_Bk, key = ctx.saved_tensors
         p, *rest = ctx.rest
-        onto = grad_BNqk if ctx.needs_input_grad[1] else None
-        grad_x = Mask(ids_Bq, ids_Bk, p, key, *rest).dropped(grad_BNqk, None)
+        onto = grad if ctx.needs_input_grad[1] else None
+        grad_x = Mask(ids_Bq, ids_Bk, p, key, *rest).dropped(grad, None)
         return grad_x, onto, None, None, None, None
 
 
@@ -205,8 +214,7 @@ class HiddenDropout:
     def __call__(self, x_TH: Tensor, p: float, onto_TH: Tensor | None = None) -> Tensor:
         """Drop features with probability `p`, rescale the rest, and add it to `onto_TH`."""
         mask = Mask(self.rows_T[None], None, p, self.key, self.fused)
-        onto = None if onto_TH is None else onto_TH[None, None]
-        return mask.drop(x_TH[None, None], onto)[0, 0]
+        return mask.drop(x_TH, onto_TH)
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ ROWS, COLUMNS = 16, 256
 
 
 def drop(
-    x_BNqk: Tensor,
-    onto_BNqk: Tensor | None,
+    x: Tensor,
+    onto: Tensor | None,
     ids_Bq: Tensor,
     ids_Bk: Tensor | None,
     key: Tensor,
@@ -23,11 +23,11 @@ def drop(
     scale: float,
     heads: tuple[int, int],
 ) -> Tensor:
-    """`x_BNqk` where its random bits reach the threshold, times `scale`, added to `onto_BNqk`.
+    """`x` where its random bits reach the threshold, times `scale`, added to `onto`.
 
     Args:
-        x_BNqk: in any floating dtype; computed in at least fp32.
-        onto_BNqk: what is added to, of the same shape and dtype; None: nothing.
+        x: [B, N, q, k] or [q, k] in any floating dtype; computed in at least fp32.
+        onto: what is added to, of the same shape and dtype; None: nothing.
         ids_Bq: int64 ids of rows.
         ids_Bk: int64 ids of columns; None: 0 .. k - 1.
         key: int64 scalar.
@@ -35,11 +35,11 @@ def drop(
         scale: factor of what stays.
         heads: index of the first head, and the heads of the model.
     """
-    x = x_BNqk.contiguous()
-    onto = x if onto_BNqk is None else onto_BNqk.contiguous()
+    x, adds = x.contiguous(), onto is not None
+    onto = x if onto is None else onto.contiguous()
     columns = ids_Bq if ids_Bk is None else ids_Bk
     y = torch.empty_like(x)
-    batch, num_heads, rows, features = x.shape
+    (batch, num_heads), (rows, features) = x.shape[:-2] or (1, 1), x.shape[-2:]
     grid = triton.cdiv(rows, ROWS), triton.cdiv(features, COLUMNS), batch * num_heads
     _drop[grid](
         x,
@@ -54,7 +54,7 @@ def drop(
         columns.stride(1),
         *(threshold, *heads, num_heads, rows, features),
         scale=scale,  # a constant, since Triton makes fp32 of numbers that it is given
-        adds=onto_BNqk is not None,
+        adds=adds,
         named=ids_Bk is not None,
         wide=tl.float64 if x.dtype == torch.float64 else tl.float32,
         num_rows=ROWS,
