@@ -1,8 +1,9 @@
 """The one list of techniques: what is installed around the plain model, in the one right order."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import piece_of
 from fivefold.model.compiled import compile_layers
+from fivefold.model.fusions import install_fusions
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.executor import Executor
@@ -165,6 +167,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     if groups.cp is not None:
         _install_context(layout, groups, stages)
     _install_memory(layout, groups, stages, device)
+    for stage in stages.values():
+        install_fusions(stage, config.training)
     if config.training.compile:
         for stage in stages.values():
             compile_layers(stage, config.training.compile_backend)
@@ -173,6 +177,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         index: _install_data_parallel(layout, groups, stage, policy, device, records)
         for index, stage in stages.items()
     }
+    if layout.fuses_accumulation:
+        deferred.main_gradient = partial(_main_gradient, [*gradients.values()])
+        log.info("weight gradients of a step are added up by the products that make them")
     executor = Executor(
         stages,
         gradients,
@@ -189,6 +196,14 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     return ParallelModel(layout, groups, stages, gradients, records, executor)
 
 
+def _main_gradient(
+    stages: Sequence[ShardedStage | ReplicatedStage], parameter: torch.Tensor
+) -> torch.Tensor | None:
+    """The sum of a parameter's gradients, which its stage knows."""
+    found = (stage.main_gradient(parameter) for stage in stages)
+    return next((main for main in found if main is not None), None)
+
+
 def _install_tensor(
     layout: Layout,
     groups: Groups,
@@ -203,7 +218,7 @@ def _install_tensor(
     for stage in stages.values():
         if groups.tp is not None:
             install_tensor_parallel(stage, groups, exchange, deferred, dims)
-        elif layout.defers_weights:
+        elif layout.owns_linears:
             install_deferral(stage, deferred)
     if groups.tp is not None:
         log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")

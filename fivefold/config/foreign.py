@@ -196,8 +196,7 @@ FOREIGN = _table(
     (
         "",
         "use_mcore_models transformer_impl use_flash_attn use_flash_attention attention_backend "
-        "attn_implementation attention_softmax_in_fp32 no_masked_softmax_fusion "
-        "no_bias_swiglu_fusion no_rope_fusion",
+        "attn_implementation attention_softmax_in_fp32",
         _KERNELS,
     ),
     (

@@ -79,10 +79,13 @@ def kept_activations(
     copies = sum(_copies(layout, layer, joined) for layer in kept_whole)
     kept = total(saved).kept + small + running.element_bytes * copies
     every = (*parts.layers, *further)
-    if layout.grid.cp > 1 and _repeats(layout, every, len(kept_whole) < len(every)):
-        # Indices of this rank's tokens, which a recomputed dropout or router needs.
-        kept += 8.0 * (bool(model.hidden_dropout) + (model.num_experts is not None))
-    return tokens * (kept + (total(saved).offloaded if on_host else 0.0))
+    # Places of dropout, each of which keeps the key of its mask.
+    places = parts.embedding + parts.mtp + 2 * len(kept_whole) if model.hidden_dropout else 0
+    if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
+        repeats = _repeats(layout, every, len(kept_whole) < len(every))
+        kept += 8.0 * (places > 0 or (repeats and model.hidden_dropout > 0))
+        kept += 8.0 * (repeats and model.num_experts is not None)
+    return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
 
 
 def _repeats(layout: Layout, layers: Sequence[int], whole: bool) -> bool:

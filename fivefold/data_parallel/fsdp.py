@@ -79,6 +79,7 @@ class ShardedStage:
                 shard_placement_fn=partial(_split_dim, shards=mesh.size(-1)),
             )
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
+        self._held: dict[torch.Tensor, Any] = {}  # by whole parameter, what FSDP2 knows of it
         self._root = self._units[0]
         self._gathers: list[UnshardHandle] = []
         # The end of a stage's last backward would wait for its reductions; `finish` does.
@@ -144,7 +145,21 @@ class ShardedStage:
                 group.post_backward()
         self._end_of_backward()
 
+    def main_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The sum of a parameter's gradients so far; None: there is none, or it is not ours."""
+        held = self._held.get(parameter)
+        if held is None:
+            return None
+        main = held.unsharded_accumulated_grad
+        main = parameter.grad if main is None else main
+        return None if main is None else local_tensor(main)
+
     def _set(self, reduces: bool, *, last: bool, reshards: bool) -> None:
+        if not self._every:
+            every = (group for unit in self._units for group in _parameter_groups(unit))
+            each = (held for group in every for held in group.fsdp_params)
+            gathered = (held for held in each if hasattr(held, "_unsharded_param"))
+            self._held = {held.unsharded_param: held for held in gathered}
         self._root.set_requires_gradient_sync(reduces)
         self._root.set_requires_all_reduce(last)
         self._root.set_reshard_after_backward(reshards)

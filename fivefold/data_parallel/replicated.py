@@ -51,6 +51,8 @@ class ReplicatedStage:
         self._bucket_of: dict[Tensor, int] = {
             p: index for index, bucket in enumerate(self._buckets) for p in bucket.parameters
         }
+        self._own = {parameter for _, parameter in named}
+        self._hooks_count = False
         self._missing: list[int] = []
         self._started: set[int] = set()
         for parameter in self._bucket_of:
@@ -59,6 +61,7 @@ class ReplicatedStage:
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""
         counts = whole and last and self._in_hooks
+        self._hooks_count = counts and bool(self._buckets)
         self._missing = [len(b.parameters) for b in self._buckets] if counts else []
 
     def after_backward(self, *, last: bool) -> None:
@@ -66,7 +69,7 @@ class ReplicatedStage:
 
     def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
         """Run deferred weight gradients; the step's last call starts each completed bucket."""
-        self._missing = []
+        self._missing, self._hooks_count = [], False
         if last and self._in_hooks:
             summed = [p for work in works for p in work.parameters if p in self._bucket_of]
             awaited = Counter(self._bucket_of[p] for p in summed)
@@ -93,6 +96,16 @@ class ReplicatedStage:
     def waiting_gradients(self) -> Iterator[Tensor]:
         """None: they are on the parameters."""
         return iter(())
+
+    def main_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The sum of a parameter's gradients so far; None: there is none, or it is not ours.
+
+        None, too, while hooks count gradients: they see only those that autograd adds.
+        """
+        held = parameter.grad
+        if held is None or self._hooks_count or parameter not in self._own:
+            return None
+        return local_tensor(held)
 
     def unshard(self) -> None:
         """Nothing is ever gathered."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh.device import uses_gpu_kernels
+from fivefold.model.layers import add_product
 from fivefold.model.leaves import local
 
 
@@ -83,11 +84,24 @@ def grouped_linear(
 
 
 def grouped_weight_gradient(
-    grad_TF: Tensor, x_TH: Tensor, rows_E: Tensor, ends: list[int] | None
+    grad_TF: Tensor,
+    x_TH: Tensor,
+    rows_E: Tensor,
+    ends: list[int] | None,
+    onto_EFH: Tensor | None = None,
 ) -> Tensor:
-    """Weight gradient [E, F, H], zero for empty groups; `ends` is from `group_ends`."""
+    """Weight gradient [E, F, H], zero for empty groups; `ends` is from `group_ends`.
+
+    Added to `onto_EFH` in place, in its dtype, if there is one: by the products themselves where
+    there is no kernel for all groups.
+    """
     if ends is None:
-        return torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
+        grad = torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
+        return grad if onto_EFH is None else onto_EFH.add_(grad)
+    if onto_EFH is not None:
+        for one, start, end in zip(onto_EFH, [0, *ends], ends, strict=False):
+            add_product(one, grad_TF[start:end].t(), x_TH[start:end])
+        return onto_EFH
     grad = x_TH.new_empty(len(ends), grad_TF.shape[1], x_TH.shape[1])
     for one, start, end in zip(grad, [0, *ends], ends, strict=False):
         torch.mm(grad_TF[start:end].t(), x_TH[start:end], out=one)

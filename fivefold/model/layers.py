@@ -52,9 +52,19 @@ class Products:
     def weight_gradient(
         self, grad_TF: Tensor, x_TH: Tensor, onto_FH: Tensor | None = None
     ) -> Tensor:
-        """[F, H], added to `onto_FH` in place if there is one."""
-        grad_FT = grad_TF.t()
-        return grad_FT @ x_TH if onto_FH is None else onto_FH.addmm_(grad_FT, x_TH)
+        """[F, H], added to `onto_FH` in place, in its dtype, if there is one."""
+        return grad_TF.t() @ x_TH if onto_FH is None else add_product(onto_FH, grad_TF.t(), x_TH)
+
+
+def add_product(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add a product to a sum, of the same or a wider dtype; in one kernel but for CPUs' narrow."""
+    if onto.dtype == left.dtype:
+        return onto.addmm_(left, right)
+    if not left.is_cuda:
+        return onto.add_(left @ right)
+    add: Any = torch.ops.aten.addmm.dtype_out
+    added: Tensor = add(onto, left, right, onto.dtype, out=onto)
+    return added
 
 
 class Linear(nn.Module):

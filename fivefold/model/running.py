@@ -32,6 +32,7 @@ class Running:
             expected rows.
         fused_attention: whether attention avoids the S x S matrix; dropout of probabilities needs
             the matrix.
+        keeps_masks: whether dropout keeps a byte per value, instead of making its mask again.
         memory: settings of recomputation, offloading and fusion.
         microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
             parallelism splits them; decides which tensors are too small to be offloaded.
@@ -53,6 +54,7 @@ class Running:
     routed: LayerRows | None = None
     imbalance: float = 1.0
     fused_attention: bool = True
+    keeps_masks: bool = True
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     microbatch_tokens: float = inf
     microbatch_rows: int = 1
@@ -60,7 +62,12 @@ class Running:
 
     @classmethod
     def of(
-        cls, config: Config, *, imbalance: float = 1.0, fused_attention: bool = True
+        cls,
+        config: Config,
+        *,
+        imbalance: float = 1.0,
+        fused_attention: bool = True,
+        keeps_masks: bool = False,
     ) -> "Running":
         """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
@@ -84,6 +91,7 @@ class Running:
             routed=_padded(config, tokens),
             imbalance=imbalance,
             fused_attention=fused_attention,
+            keeps_masks=keeps_masks,
             memory=config.memory,
             microbatch_tokens=tokens,
             microbatch_rows=training.micro_batch_size,
@@ -121,6 +129,11 @@ class Running:
     def tiles(self, rerun_by: tuple[str, ...]) -> bool:
         """Whether an operation that these recomputed modules rerun runs in tiles of the tokens."""
         return "mlp" in rerun_by and self.memory.tiled_mlp_num_shards > 1
+
+    @property
+    def mask_bytes(self) -> float:
+        """Bytes kept for each value that can be dropped."""
+        return 1.0 if self.keeps_masks else 0.0
 
     @property
     def token_parts(self) -> int:

@@ -107,7 +107,8 @@ def peak_memory(
             before it computes dW if it can.
         imbalance: tokens of the busiest rank's experts, relative to an even share.
     """
-    running = Running.of(layout.config, imbalance=imbalance)
+    others = policy is not None
+    running = Running.of(layout.config, imbalance=imbalance, keeps_masks=others)
     splits = policy is None and layout.defers_weights
     policy = policy or engine_policy(layout.config)
     kinds, known = [], {}

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fivefold.model.leaves import add_to_grad
+
 
 @dataclass(frozen=True)
 class Work:
@@ -57,14 +59,18 @@ def _nothing() -> None:
 
 
 class DeferredWeights:
-    """Collects the postponed dW computations of one rank.
+    """Collects the postponed dW computations of one rank, and knows where gradients are summed.
 
     Attributes:
         deferring: whether the running backward postpones dW.
+        main_gradient: function from a parameter to the sum of its gradients so far, local, to which
+            a product adds (Megatron-LM's gradient accumulation fusion); None: there is none, or
+            autograd adds.
     """
 
     def __init__(self) -> None:
         self.deferring = False
+        self.main_gradient: Callable[[Tensor], Tensor | None] = _none
         self._works: list[Work] = []
 
     def put(
@@ -96,3 +102,32 @@ class DeferredWeights:
             self.deferring = False
             works.extend(self._works)
             self._works = []
+
+    def made(
+        self, parameter: Tensor, make: Callable[..., Tensor], rows: slice | None = None
+    ) -> Tensor | None:
+        """A weight's gradient for autograd to add; None if it was added to the parameter's sum.
+
+        Args:
+            parameter: the object that the forward used.
+            make: computes the gradient; given a tensor, adds it there instead.
+            rows: rows of the local part that the gradient covers; None: all.
+        """
+        main = self.main_gradient(parameter)
+        if main is None:
+            return make()
+        make(main if rows is None else main[rows])
+        return None
+
+    def add(
+        self, parameter: Tensor, make: Callable[..., Tensor], rows: slice | None = None
+    ) -> None:
+        """Add a weight's gradient to the parameter's sum; arguments as for `made`."""
+        grad = self.made(parameter, make, rows)
+        if grad is not None:
+            add_to_grad(parameter, grad, rows)
+
+
+def _none(parameter: Tensor) -> Tensor | None:
+    """No parameter has a sum that products add to."""
+    return None

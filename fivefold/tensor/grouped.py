@@ -1,6 +1,7 @@
 """Grouped linears with deferrable weight gradients. Shapes as in `model.grouped`."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fivefold.model.grouped import (
     grouped_linear,
     grouped_weight_gradient,
 )
-from fivefold.model.leaves import add_to_grad, local
+from fivefold.model.leaves import local
 from fivefold.tensor.deferred_weight import DeferredWeights
 
 
@@ -51,15 +52,12 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Any, ...]:
         x_TH, weight_EFH, rows_E = ctx.saved_tensors
-        parameter, ends, grad_weight = ctx.parameter, ctx.ends, None
-
-        def weight_gradient() -> Tensor:
-            return grouped_weight_gradient(grad_TF, x_TH, rows_E, ends)
-
-        if ctx.deferred.deferring:
-            ctx.deferred.put([parameter], lambda: add_to_grad(parameter, weight_gradient()))
+        parameter, deferred, ends, grad_weight = ctx.parameter, ctx.deferred, ctx.ends, None
+        make = partial(grouped_weight_gradient, grad_TF, x_TH, rows_E, ends)
+        if deferred.deferring:
+            deferred.put([parameter], lambda: deferred.add(parameter, make))
         else:
-            grad_weight = weight_gradient()
+            grad_weight = deferred.made(parameter, make)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grouped_linear(grad_TF, weight_EFH.transpose(1, 2), rows_E, ends)

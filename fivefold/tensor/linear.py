@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
 from fivefold.model.layers import Linear, Products
-from fivefold.model.leaves import add_to_grad, held_gradient, local
+from fivefold.model.leaves import add_to_grad, local
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
 
@@ -100,7 +100,10 @@ class _Column(torch.autograd.Function):
                 x_TH = gathered.wait()
                 each = zip(every, targets, rows, grads_TF, strict=True)
                 for products, target, part, grad in each:
-                    _add_linear_grads(products, target, part, grad, x_TH)
+                    make = partial(products.weight_gradient, grad, x_TH)
+                    column.deferred.add(target[0], make, part)
+                    if target[1] is not None:
+                        add_to_grad(target[1], grad.sum(0), part)
 
             parameters = [p for target in targets for p in target if p is not None]
             start = gathered.start if exchange.splits_tokens else None
@@ -108,9 +111,10 @@ class _Column(torch.autograd.Function):
         else:
             x_TH = gathered.wait()
             each = zip(ctx.products, ctx.targets, ctx.rows, grads_TF, strict=True)
-            for index, (products, (weight, bias), part, grad) in enumerate(each):
-                grads_w[index] = _weight_gradient(products, weight, part, grad, x_TH)
-                grads_b[index] = None if bias is None else grad.sum(0)
+            for index, (products, target, part, grad) in enumerate(each):
+                make = partial(products.weight_gradient, grad, x_TH)
+                grads_w[index] = column.deferred.made(target[0], make, part)
+                grads_b[index] = None if target[1] is None else grad.sum(0)
         grad_x = pending.wait() if pending is not None else None
         return grad_x, None, None, None, None, *grads_w, *grads_b
 
@@ -185,11 +189,11 @@ class _RowInput(torch.autograd.Function):
         call: _RowCall = ctx.call
         grad_TH, call.grad_TH = call.grad_TH, None
         assert grad_TH is not None, "the sum's backward runs before"
-        parameter, products, deferred = call.target[0], call.factor.products, call.row.deferred
+        parameter, deferred = call.target[0], call.row.deferred
+        make = partial(call.factor.products.weight_gradient, grad_TH, x_TF)
         if not deferred.deferring:
-            return grad_TF, _weight_gradient(products, parameter, None, grad_TH, x_TF), None
-        add = partial(_add_weight_gradient, products, parameter, None, grad_TH, x_TF)
-        deferred.put([parameter], add)
+            return grad_TF, deferred.made(parameter, make), None
+        deferred.put([parameter], lambda: deferred.add(parameter, make))
         return grad_TF, None, None
 
 
@@ -314,34 +318,3 @@ class _WholeRows(torch.autograd.Function):
 
 def _part(parameter: Tensor, rows: slice | None) -> Tensor:
     return parameter if rows is None else parameter[rows]
-
-
-def _weight_gradient(
-    products: Products, weight: Tensor, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
-) -> Tensor | None:
-    """Gradient of the weight's rows; None: added to that of earlier microbatches.
-
-    The product adds it in its own kernel, as Megatron-LM's gradient accumulation fusion does.
-    """
-    onto = held_gradient(weight)
-    if onto is None:
-        return products.weight_gradient(grad_TF, x_TH)
-    products.weight_gradient(grad_TF, x_TH, onto if rows is None else onto[rows])
-    return None
-
-
-def _add_weight_gradient(
-    products: Products, weight: Tensor, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
-) -> None:
-    grad_weight = _weight_gradient(products, weight, rows, grad_TF, x_TH)
-    if grad_weight is not None:
-        add_to_grad(weight, grad_weight, rows)
-
-
-def _add_linear_grads(
-    products: Products, target: Target, rows: slice | None, grad_TF: Tensor, x_TH: Tensor
-) -> None:
-    weight, bias = target
-    _add_weight_gradient(products, weight, rows, grad_TF, x_TH)
-    if bias is not None:
-        add_to_grad(bias, grad_TF.sum(0), rows)

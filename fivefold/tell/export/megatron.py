@@ -119,10 +119,11 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
         yield "--quick-geglu"
     elif model.activation_func == "gelu" and model.add_bias_linear:
         yield "--no-bias-gelu-fusion"
+    fuses = said["bias_swiglu_fusion"]
     if said["glu_linear_offset"]:
         yield from flags(said, "glu_linear_offset")
-        if model.activation_func != "quick_gelu":
-            yield "--no-bias-swiglu-fusion"
+        fuses = fuses and model.activation_func == "quick_gelu"
+    yield from set_flag("no_bias_swiglu_fusion", not fuses)
     yield from flags(said, "activation_func_clamp_value")
     if not said["add_bias_linear"]:
         yield "--disable-bias-linear"
@@ -237,6 +238,8 @@ def _training(said: Settings) -> Iterator[str]:
         "no_check_for_nan_in_loss_and_grad", not said["check_for_nan_in_loss_and_grad"]
     )
     yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
+    for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
+        yield from set_flag(f"no_{name}", not said[name])
     yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode")
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
