@@ -261,7 +261,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("fp8_format", "8-bit multiplications", None),
     ("fp4_format", "4-bit multiplications", None),
 )

@@ -56,6 +56,7 @@ class ShardedStage:
     ) -> None:
         self._policy, self._by_hand = policy, by_hand
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch
+        self._stage = stage
         types = MixedPrecisionPolicy(cast_forward_inputs=False)
         if policy.compute_dtype != policy.master_dtype:
             types = MixedPrecisionPolicy(
@@ -93,6 +94,18 @@ class ShardedStage:
                 _without_hooks(unit)
         if not by_hand:
             _set_prefetch(self._units, policy.overlap_param_gather)
+
+    def keep_gradients_wide(self) -> None:
+        """Reduce into the master's dtype, also where the master is on the host.
+
+        There the parameter on the device has the compute dtype, to which FSDP2 would round.
+        """
+        self._root._get_fsdp_state()._lazy_init()
+        for unit in self._units:
+            for group in _parameter_groups(unit):
+                group._orig_dtype = self._policy.master_dtype
+        for parameter in self._stage.parameters():
+            parameter.grad_dtype = self._policy.master_dtype
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Set what the coming backward does with gradients.
