@@ -28,7 +28,7 @@ class HostAdamW:
         counted: for each name, whether this rank counts the gradient in the global norm.
         config: as for `AdamW`.
         dtype: dtype of masters, moments and gradients.
-        link: copies to and from the host.
+        link: copies to and from the host, and counts their bytes.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HostAdamW:
         dtype: torch.dtype,
         link: HostLink,
     ) -> None:
-        self._parameters, self._counted, self._link = parameters, counted, link
+        self._parameters, self._counted, self.link = parameters, counted, link
         # Gradients arrive from the last layer to the first.
         self._buckets = [
             _Bucket(bucket, config, dtype, link)
@@ -69,12 +69,13 @@ class HostAdamW:
         """
         parameter, host = self._parameters[name], self._bucket_of[name].gradients[name]
         assert parameter.grad is not None
-        grad, link = local_tensor(parameter.grad), self._link
+        grad, link = local_tensor(parameter.grad), self.link
         parameter.grad = None
         if name in self._left:
             earlier = torch.empty_like(grad)
             link.wait(link.back(host, earlier, after=self._left[name][1]))
             grad.add_(earlier)
+            del self._left[name]  # what leaves last is last
         departed = Departed.of(grad, counts=self._counted[name])
         self._left[name] = departed, link.out(grad, host)[1]
 
@@ -90,7 +91,7 @@ class HostAdamW:
 
     def gradient(self, name: str) -> Tensor:
         """This rank's part of a gradient that has left, on the host."""
-        self._link.arrive(self._left[name][1])
+        self.link.arrive(self._left[name][1])
         return self._bucket_of[name].gradients[name]
 
     def step(self, lr: float, norm: float, max_norm: float) -> None:
@@ -102,22 +103,23 @@ class HostAdamW:
             max_norm: norm above which gradients are scaled; 0: never.
         """
         on_the_way: list[Mark] = []
+        place = {name: place for place, name in enumerate(self._left)}
         for bucket in self._buckets:
-            gradients = {name: self.gradient(name) for name in bucket.gradients}
+            self.gradient(max(bucket.gradients, key=place.__getitem__))  # the last to arrive
             if max_norm > 0:
                 exact = torch.tensor(norm, dtype=torch.float64)
-                clip_(list(gradients.values()), exact, max_norm)
+                clip_([*bucket.gradients.values()], exact, max_norm)
             bucket.update(lr)
-            on_the_way += bucket.send(self._parameters, self._link)
+            on_the_way += bucket.send(self._parameters, self.link)
         for mark in on_the_way:
-            self._link.wait(mark)
+            self.link.wait(mark)
         self._left = {}
 
     def publish(self) -> None:
         """Copy the masters to the device, after they were initialised or loaded."""
         for bucket in self._buckets:
-            for mark in bucket.send(self._parameters, self._link):
-                self._link.wait(mark)
+            for mark in bucket.send(self._parameters, self.link):
+                self.link.wait(mark)
 
     def forget(self) -> None:
         """Drop the gradients that have left."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
-from fivefold.counts.state import model_state, num_expert_shards, num_shards
-from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.counts.parameters import shards_of
+from fivefold.counts.state import model_state
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
@@ -145,10 +145,9 @@ def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
     """Bytes of weights, moments and host memory on this rank, and what theory says."""
     engine = _engine(settings, rank, world)
     layout, optimizer = engine.layout, engine.optimizer
+    shard, expert_shard = shards_of(layout, rank)
     at = layout.grid.coordinates(rank)
-    shard = at["dp_shard"] * layout.grid.cp + at["cp"] if num_shards(layout) > 1 else 0
-    expert_at = layout.grid.coordinates(rank, EXPERT_AXES)["edp"] % num_expert_shards(layout)
-    state = model_state(layout, at["pp"], shard, expert_shard=expert_at)
+    state = model_state(layout, at["pp"], shard, expert_shard=expert_shard)
     weights = sum(local_tensor(p).nbytes for p in engine.parameters.values())
     moments = sum(piece.local.nbytes for piece in optimizer.device.state_tensors().values())
     return weights, moments, optimizer.host.nbytes, state.masters, state.optimizer, state.host
