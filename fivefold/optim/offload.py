@@ -51,10 +51,12 @@ class HostAdamW:
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in host memory."""
-        return sum(bucket.nbytes for bucket in self._buckets)
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is in host memory: masters, moments, and room for gradients."""
+        for bucket in self._buckets:
+            yield from (local_tensor(master) for master in bucket.masters.values())
+            yield from (piece.local for piece in bucket.adamw.state_tensors().values())
+            yield from bucket.gradients.values()
 
     def leave_when_reduced(self, name: str) -> None:
         """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it."""
@@ -176,13 +178,6 @@ class _Bucket:
         parts = link.room(sum(sizes), dtype).split(sizes)
         self._rooms = dict(zip(shapes, parts, strict=True))
         self.gradients = {name: room.view(shapes[name]) for name, room in self._rooms.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of masters, moments and gradients."""
-        moments = (piece.local for piece in self.adamw.state_tensors().values())
-        held = (*self.masters.values(), *moments, *self.gradients.values())
-        return sum(tensor.nbytes for tensor in held)
 
     def update(self, lr: float) -> None:
         """Update the masters by the gradients."""
