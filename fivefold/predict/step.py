@@ -254,7 +254,7 @@ class _Predictor:
         if not self.parallel.overlap_param_gather_with_optimizer_step:
             return self._exposed(move, work, pieces, self.parallel.overlap_param_gather)
         first, gpu = move / pieces, self.cluster.gpu
-        update = self._optimizer() * (1 - 1 / pieces)
+        update = self._optimizer()[0] * (1 - 1 / pieces)
         return overlapped(gpu, update, first) + overlapped(gpu, work, move - first)
 
     def _exposed(self, move: float, work: float, pieces: int, overlaps: bool) -> float:

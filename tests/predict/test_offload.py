@@ -52,6 +52,13 @@ def test_a_layout_must_fit_into_host_memory_too() -> None:
         assert peak_memory(layout(**ZERO3), cluster).fits
 
 
+def test_what_the_host_sends_is_not_gathered_before_it_is_there() -> None:
+    early = {"overlap_param_gather_with_optimizer_step": True}
+    with pytest.raises(ConfigError, match="on their way from the host"):
+        layout(data_parallel_sharding_strategy="optim", **early, **AWAY)
+    assert layout(data_parallel_sharding_strategy="optim", **early)
+
+
 def test_shares_of_a_node() -> None:
     node = preset("H100", 16)
     assert node.host_share == 2e12 / 8
