@@ -19,7 +19,7 @@ from fivefold.verify.batches import global_batch, microbatches, rows_of
 from tests.pool import Pool
 from tests.verify.cases import LLAMA, MIXTURE, MODELS, STAGES, config, named
 
-STEPS = 3
+STEPS = 2
 AWAY = {"optimizer_cpu_offload": True}
 HERE = {"optimizer_cpu_offload": False, "optimizer_offload_fraction": 1.0}
 
