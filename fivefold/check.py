@@ -137,8 +137,20 @@ def _check(
 
 
 def _check_gathers(layout: Layout, mistakes: Mistakes) -> None:
-    """Add layers that one half of a pair would free while the other half needs them."""
-    parallel = layout.config.parallel
+    """Add layers that would be gathered before their weights are there, or freed before their use.
+
+    The former if they come from the host, the latter by one half of a pair whose other needs them.
+    """
+    parallel, memory = layout.config.parallel, layout.config.memory
+    if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_cpu_offload:
+        mistakes.add(
+            "overlap_param_gather_with_optimizer_step gathers what the device has updated, while "
+            "optimizer_cpu_offload still has weights on their way from the host",
+            works=[
+                "--no-overlap-param-gather-with-optimizer-step",
+                "--no-optimizer-cpu-offload",
+            ],
+        )
     if (
         parallel.sharding.splits_parameters
         and parallel.pipeline_max_unsharded_stages is None
@@ -261,7 +273,6 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
 
 
 NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("optimizer_cpu_offload", "an offloaded optimizer", False),
     ("fp8_format", "8-bit multiplications", None),
     ("fp4_format", "4-bit multiplications", None),
 )

@@ -1,7 +1,7 @@
 """The one list of techniques: what is installed around the plain model, in the one right order."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from fivefold.context.install import install_context_parallel
 from fivefold.counts.parameters import ParameterRecord, parameter_records
+from fivefold.counts.state import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
@@ -21,7 +22,7 @@ from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
-from fivefold.mesh.slices import piece_of
+from fivefold.mesh.slices import Piece
 from fivefold.model.compiled import compile_layers
 from fivefold.model.fusions import install_fusions
 from fivefold.model.init import init_slice
@@ -46,6 +47,7 @@ class ParallelModel:
         gradients: data parallelism of each stage.
         records: what is known of each parameter, by its name.
         executor: runs programs on the stages.
+        on_host: names of the parameters whose masters and moments are in host memory.
     """
 
     layout: Layout
@@ -54,6 +56,7 @@ class ParallelModel:
     gradients: dict[int, ShardedStage | ReplicatedStage]
     records: dict[str, ParameterRecord]
     executor: Executor
+    on_host: frozenset[str]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All of this rank's parameters by the name they have in the whole model."""
@@ -100,12 +103,11 @@ class ParallelModel:
         for stage in self.stages.values():
             stage.train(mode)
 
-    def initialise(self) -> None:
-        """Give every parameter its initial value, which no layout changes."""
+    def initialise(self, weights: Mapping[str, Piece]) -> None:
+        """Give every parameter's weight its initial value, which no layout changes."""
         config = self.layout.config
         with torch.no_grad():
-            for name, parameter in self._named():
-                piece = piece_of(parameter)
+            for name, piece in weights.items():
                 values = init_slice(
                     name,
                     tuple(piece.shape),
@@ -161,6 +163,11 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
             for index, parts in layout.stages_of(pp_rank).items()
         }
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
+    on_host = _on_host(layout, pp_rank, records)
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            if name in on_host:
+                parameter.data = parameter.data.to(policy.compute_dtype)
     _install_tensor(layout, groups, stages, deferred, records)
     meanwhile = turns.give_way if layout.overlaps_pairs else None
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
@@ -193,7 +200,19 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         states_into=layout.states_into,
         lines=groups.pp_lines,
     )
-    return ParallelModel(layout, groups, stages, gradients, records, executor)
+    return ParallelModel(layout, groups, stages, gradients, records, executor, on_host)
+
+
+def _on_host(
+    layout: Layout, pp_rank: int, records: Mapping[str, ParameterRecord]
+) -> frozenset[str]:
+    """Names of the parameters whose masters and moments are in host memory."""
+    units = units_on_host(layout, pp_rank)
+    found = frozenset(n for n, record in records.items() if (record.stage, unit_of(n)) in units)
+    if found:
+        share = f"{len(found)} of {len(records)} parameters"
+        log.info("optimizer in host memory: %s, gradients leave as they are reduced", share)
+    return found
 
 
 def _main_gradient(

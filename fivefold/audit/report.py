@@ -173,6 +173,7 @@ def audit(
         _compare("weights", pairs, lambda r: r.parameters),
         _compare("gradients", pairs, lambda r: r.gradients),
         _compare("optimizer state", pairs, lambda r: r.optimizer),
+        *_on_host(layout, pairs),
         *_activations(layout, pairs),
         _products(layout, pairs),
         *_operations(records, layer_operations),
@@ -246,6 +247,14 @@ def _sent(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
 
 def _sent_over(axis: str, record: RankRecord) -> float:
     return record.sent.get(axis, 0.0)
+
+
+def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
+    """The findings of an optimizer in host memory."""
+    if layout.config.memory.optimizer_cpu_offload:
+        yield _compare("optimizer in host memory", pairs, lambda r: r.host)
+        yield _compare("copied to the host", pairs, lambda r: r.to_host)
+        yield _compare("copied from the host", pairs, lambda r: r.from_host)
 
 
 def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:

@@ -150,7 +150,26 @@ FOREIGN = _table(
         "the microbatch in its backward counts, too, and others repeat their stage as a whole",
     ),
     ("--compile", "torch_compile use_compile", ""),
-    ("--optimizer-cpu-offload", "cpu_offload offload_optimizer zero_offload", ""),
+    (
+        "--optimizer-cpu-offload",
+        "cpu_offload offload_optimizer zero_offload optimizer_offload grad_offload",
+        "it takes masters, moments, and gradients as they are reduced",
+    ),
+    (
+        "--optimizer-cpu-offload",
+        "param_offload offload_param offload_params zero_infinity",
+        "weights stay on the device, in the type in which it computes",
+    ),
+    (
+        "",
+        "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d",
+        "the host always updates with torch's AdamW while copies go on: there is nothing to choose",
+    ),
+    (
+        "",
+        "no_pin_cpu_grads no_pin_cpu_params pin_cpu_grads pin_cpu_params",
+        "host memory that is copied is always pinned",
+    ),
     # Model
     ("--model", "model_name model_name_or_path model_path pretrained hf_model checkpoint_path", ""),
     ("--num-layers", "n_layer n_layers num_hidden_layers depth layers", ""),

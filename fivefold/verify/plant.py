@@ -299,8 +299,11 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
         ),
         "double-experts": Plant(
             "double the gradients of experts",
-            "experts",
-            lambda layout: layout.config.model.num_experts is not None,
+            "experts, and an optimizer on the device, where their gradients stay",
+            lambda layout: (
+                layout.config.model.num_experts is not None
+                and not layout.config.memory.optimizer_cpu_offload
+            ),
             _double_experts,
         ),
         "skip-edp-sum": Plant(

@@ -70,6 +70,11 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
     {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
 )
+ON_HOST: tuple[dict[str, Any], ...] = (
+    {},
+    {"optimizer_cpu_offload": True},
+    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+)
 
 
 def random_layouts(seed: int) -> Iterator[Layout]:
@@ -128,6 +133,7 @@ def _settings(random: Random, world: int) -> dict[str, Any]:
         "micro_batch_size": microbatch,
         "global_batch_size": microbatch * degrees["dp"] * random.choice((2, 4)),
         **random.choice(MEMORY),
+        **random.choice(ON_HOST),
     }
 
 

@@ -41,6 +41,11 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         },
     ),
     "context": ("debug-llama", 2, {"context_parallel_size": 2}),
+    "optimizer on the host": (
+        "debug-llama",
+        2,
+        {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True},
+    ),
     "experts": (
         "debug-mixtral",
         4,
