@@ -3,9 +3,12 @@
     python -m benchmarks.gpu_layers [--dry]
 
 Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
-are and compiled, with the row as one document and packed with many, and with linear layers in fp8
-by each recipe (their MFU is a share of the bf16 peak); and the same layers in plain PyTorch, which
-knows no documents. Prints a line of JSON for each. `--dry` runs small ones on a CPU.
+Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
+are, without fused kernels, with dropout and compiled, with the row as one document and packed with
+many, and with linear layers in fp8 by each recipe (their MFU is a share of the bf16 peak); and the
+same layers in plain PyTorch, which knows no documents.
+
+Prints a line of JSON for each. `--dry` runs small ones on a CPU.
 """
 
 import argparse
@@ -24,11 +27,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
+from fivefold.config.training import TrainingConfig
 from fivefold.hardware import peak_flops
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.compiled import compile_layers
 from fivefold.model.eight_bit import EightBit, install_eight_bit
 from fivefold.model.fp8 import RECIPES
+from fivefold.model.fusions import install_fusions
 from fivefold.model.rope import RotaryTables
 from fivefold.model.shape import training_flops
 from fivefold.model.transformer import Stage
@@ -103,8 +108,9 @@ def our_step(
     length: int,
     device: torch.device,
     *,
-    compiled: bool,
+    compiled: bool = False,
     packed: bool = False,
+    fused: bool = True,
     recipe: str | None = None,
 ) -> Step:
     """Forward and backward of Fivefold's layers, in 8 bits if there is a recipe."""
@@ -113,6 +119,8 @@ def our_step(
         install_eight_bit(stage, EightBit(RECIPES[recipe], torch.bfloat16), ())
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
+    if fused:
+        install_fusions(stage, TrainingConfig())
     if compiled:
         compile_layers(stage, "inductor" if device.type == "cuda" else "aot_eager")
     (batch,) = on_device([_batch(length, packed)], device)
@@ -193,17 +201,19 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
     name = "cpu" if dry else torch.cuda.get_device_name()
     peak = peak_flops(name, "bf16")
     for shape, (model, length) in (DRY_SHAPES if dry else SHAPES).items():
+        dropping = replace(model, hidden_dropout=0.1)
         systems: dict[str, Callable[[], Step]] = {
             "plain": partial(plain_step, model, length, device, compiled=False),
-            "Fivefold": partial(our_step, model, length, device, compiled=False),
-            "Fivefold packed": partial(
-                our_step, model, length, device, compiled=False, packed=True
-            ),
+            "Fivefold": partial(our_step, model, length, device),
+            "Fivefold unfused": partial(our_step, model, length, device, fused=False),
+            "Fivefold dropping": partial(our_step, dropping, length, device),
+            "Fivefold dropping unfused": partial(our_step, dropping, length, device, fused=False),
+            "Fivefold packed": partial(our_step, model, length, device, packed=True),
             "Fivefold compiled": partial(our_step, model, length, device, compiled=True),
         }
         for recipe in RECIPES:
             narrow = partial(our_step, model, length, device, recipe=recipe)
-            systems[f"Fivefold {recipe}"] = partial(narrow, compiled=False)
+            systems[f"Fivefold {recipe}"] = narrow
             if not dry:
                 systems[f"Fivefold {recipe} compiled"] = partial(narrow, compiled=True)
         if not dry:

@@ -29,6 +29,7 @@ from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import (
     check_context,
     check_experts,
+    check_tensor_overlap,
     check_tensor_parallel,
 )
 from fivefold.model.fp8_rules import check_eight_bit
@@ -104,6 +105,7 @@ def _check(
     if not planned:
         _check_built(config, mistakes)
         check_routers(config, mistakes)
+        check_tensor_overlap(parallel, mistakes)
     check_tensor_parallel(config, parallel, mistakes)
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
@@ -136,8 +138,20 @@ def _check(
 
 
 def _check_gathers(layout: Layout, mistakes: Mistakes) -> None:
-    """Add layers that one half of a pair would free while the other half needs them."""
-    parallel = layout.config.parallel
+    """Add layers that would be gathered before their weights are there, or freed before their use.
+
+    The former if they come from the host, the latter by one half of a pair whose other needs them.
+    """
+    parallel, memory = layout.config.parallel, layout.config.memory
+    if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_cpu_offload:
+        mistakes.add(
+            "overlap_param_gather_with_optimizer_step gathers what the device has updated, while "
+            "optimizer_cpu_offload still has weights on their way from the host",
+            works=[
+                "--no-overlap-param-gather-with-optimizer-step",
+                "--no-optimizer-cpu-offload",
+            ],
+        )
     if (
         parallel.sharding.splits_parameters
         and parallel.pipeline_max_unsharded_stages is None
@@ -260,11 +274,7 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             )
 
 
-NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("optimizer_cpu_offload", "an offloaded optimizer", False),
-    ("tp_comm_overlap", "overlapped tensor parallelism", False),
-    ("fp4_format", "4-bit multiplications", None),
-)
+NOT_BUILT: tuple[tuple[str, str, Any], ...] = (("fp4_format", "4-bit multiplications", None),)
 
 
 def _check_profile(config: Config, world_size: int, mistakes: Mistakes) -> None:

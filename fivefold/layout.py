@@ -63,6 +63,25 @@ class Layout:
         return delays or self.grid.pp > 1 or any(act.kind is Kind.B for act in alone)
 
     @property
+    def fuses_accumulation(self) -> bool:
+        """Whether products add weight gradients to those of earlier microbatches."""
+        if self.config.parallel.sharding.splits_gradients:
+            return False  # which leave with every microbatch
+        backwards = self.num_microbatches * self.config.parallel.num_sequence_slices
+        return self.config.training.gradient_accumulation_fusion and backwards > 1
+
+    @property
+    def owns_linears(self) -> bool:
+        """Whether linears without tensor parallelism are autograd functions of ours.
+
+        They defer weight gradients, or add them up. For the latter alone neither a graph of
+        torch.compile is broken, nor a product recomputed that PyTorch's own linears save.
+        """
+        training, memory = self.config.training, self.config.memory
+        free = not training.compile and memory.recompute_granularity is None
+        return self.defers_weights or (self.fuses_accumulation and free)
+
+    @property
     def runs_pairs(self) -> bool:
         """Whether the schedule pairs forwards with backwards."""
         return self.known.pairs

@@ -1,8 +1,9 @@
 """The one list of techniques: what is installed around the plain model, in the one right order."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from fivefold.config.config import Config
 from fivefold.context.install import install_context_parallel
 from fivefold.counts.parameters import ParameterRecord, parameter_records
+from fivefold.counts.state import unit_of, units_on_host
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import Policy, make_policy
 from fivefold.data_parallel.replicated import ReplicatedStage, local_grad
@@ -21,14 +23,16 @@ from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
-from fivefold.mesh.slices import piece_of
+from fivefold.mesh.slices import Piece
 from fivefold.model.compiled import compile_layers
 from fivefold.model.eight_bit import eight_bit, install_eight_bit
+from fivefold.model.fusions import install_fusions
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.executor import Executor
 from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.exchange import TokensInParts, exchange_of
 from fivefold.tensor.install import install_deferral, install_tensor_parallel
 
 log = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ class ParallelModel:
         gradients: data parallelism of each stage.
         records: what is known of each parameter, by its name.
         executor: runs programs on the stages.
+        on_host: names of the parameters whose masters and moments are in host memory.
     """
 
     layout: Layout
@@ -53,6 +58,7 @@ class ParallelModel:
     gradients: dict[int, ShardedStage | ReplicatedStage]
     records: dict[str, ParameterRecord]
     executor: Executor
+    on_host: frozenset[str]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All of this rank's parameters by the name they have in the whole model."""
@@ -99,12 +105,11 @@ class ParallelModel:
         for stage in self.stages.values():
             stage.train(mode)
 
-    def initialise(self) -> None:
-        """Give every parameter its initial value, which no layout changes."""
+    def initialise(self, weights: Mapping[str, Piece]) -> None:
+        """Give every parameter's weight its initial value, which no layout changes."""
         config = self.layout.config
         with torch.no_grad():
-            for name, parameter in self._named():
-                piece = piece_of(parameter)
+            for name, piece in weights.items():
                 values = init_slice(
                     name,
                     tuple(piece.shape),
@@ -160,6 +165,11 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
             for index, parts in layout.stages_of(pp_rank).items()
         }
     records = {record.name: record for record in parameter_records(layout, groups.rank)}
+    on_host = _on_host(layout, pp_rank, records)
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            if name in on_host:
+                parameter.data = parameter.data.to(policy.compute_dtype)
     _install_tensor(layout, groups, stages, deferred, records)
     meanwhile = turns.give_way if layout.overlaps_pairs else None
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
@@ -167,6 +177,8 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         _install_context(layout, groups, stages)
     _install_eight_bit(config, policy, stages)
     _install_memory(layout, groups, stages, device)
+    for stage in stages.values():
+        install_fusions(stage, config.training)
     if config.training.compile:
         for stage in stages.values():
             compile_layers(stage, config.training.compile_backend)
@@ -175,6 +187,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         index: _install_data_parallel(layout, groups, stage, policy, device, records)
         for index, stage in stages.items()
     }
+    if layout.fuses_accumulation:
+        deferred.main_gradient = partial(_main_gradient, [*gradients.values()])
+        log.info("weight gradients of a step are added up by the products that make them")
     executor = Executor(
         stages,
         gradients,
@@ -188,7 +203,27 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         states_into=layout.states_into,
         lines=groups.pp_lines,
     )
-    return ParallelModel(layout, groups, stages, gradients, records, executor)
+    return ParallelModel(layout, groups, stages, gradients, records, executor, on_host)
+
+
+def _on_host(
+    layout: Layout, pp_rank: int, records: Mapping[str, ParameterRecord]
+) -> frozenset[str]:
+    """Names of the parameters whose masters and moments are in host memory."""
+    units = units_on_host(layout, pp_rank)
+    found = frozenset(n for n, record in records.items() if (record.stage, unit_of(n)) in units)
+    if found:
+        share = f"{len(found)} of {len(records)} parameters"
+        log.info("optimizer in host memory: %s, gradients leave as they are reduced", share)
+    return found
+
+
+def _main_gradient(
+    stages: Sequence[ShardedStage | ReplicatedStage], parameter: torch.Tensor
+) -> torch.Tensor | None:
+    """The sum of a parameter's gradients, which its stage knows."""
+    found = (stage.main_gradient(parameter) for stage in stages)
+    return next((main for main in found if main is not None), None)
 
 
 def _install_tensor(
@@ -198,15 +233,19 @@ def _install_tensor(
     deferred: DeferredWeights,
     records: dict[str, ParameterRecord],
 ) -> None:
-    sequence = layout.config.parallel.sequence_parallel
+    parallel = layout.config.parallel
+    sequence, overlaps = parallel.sequence_parallel, parallel.tp_comm_overlap
+    exchange = exchange_of(groups.tp, sequence_parallel=sequence, overlaps=overlaps)
     dims = {n: record.split_dim for n, record in records.items() if not record.experts}
     for stage in stages.values():
         if groups.tp is not None:
-            install_tensor_parallel(stage, groups, sequence, deferred, dims)
-        elif layout.defers_weights:
+            install_tensor_parallel(stage, groups, exchange, deferred, dims)
+        elif layout.owns_linears:
             install_deferral(stage, deferred)
     if groups.tp is not None:
         log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")
+    if isinstance(exchange, TokensInParts):
+        log.info("tensor parallel: parts of products while others travel, by %s", exchange.by)
     if layout.defers_weights:
         log.info("pipeline: dX is sent before dW is computed")
 

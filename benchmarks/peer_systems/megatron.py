@@ -1,69 +1,35 @@
-"""megatron-core with its local layers, made to run on CPU by the shim below.
+"""megatron-core with its local layers, made to run on CPU by `megatron_cpu`.
 
-It has no CPU path: tensors are created on `torch.cuda.current_device()`, and random states are
-those of the CUDA device. The shim answers for that device with the CPU, and for its streams with
-one that is always done; it changes no arithmetic. Numbers of rows become numpy arrays, as they do
-on their way from a GPU. Experts are its `SequentialMLP`, one after the other: the grouped ones need
-CUDA kernels. gloo gathers even parts only, so that experts are not split. Without Transformer
-Engine the attention is the unfused one, AdamW is PyTorch's, and its `torch.compile` decorators are
-off (TORCHDYNAMO_DISABLE=1), which otherwise cost tens of seconds at start-up.
+Numbers of rows become numpy arrays, as they do on their way from a GPU. Experts are its
+`SequentialMLP`, one after the other: the grouped ones need CUDA kernels. gloo gathers even parts
+only, so that experts are not split. Without Transformer Engine the attention is the unfused one,
+AdamW is PyTorch's, and its `torch.compile` decorators are off (TORCHDYNAMO_DISABLE=1), which
+otherwise cost tens of seconds at start-up.
 """
-
-import contextlib
-import functools
-import types
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.peer_systems import megatron_cpu  # noqa: F401
 
-def on_cpu(create):
-    @functools.wraps(create)
-    def call(*values, **options):
-        if options.get("device") == "cuda":
-            options["device"] = "cpu"
-        return create(*values, **options)
-
-    return call
-
-
-torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-stream = types.SimpleNamespace(
-    wait_stream=lambda _: None,
-    record_event=lambda: types.SimpleNamespace(synchronize=lambda: None),
-)
-torch.cuda.Stream = lambda *_, **__: stream  # type: ignore[assignment, misc]
-torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
-torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
-torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
-torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
-torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # type: ignore[assignment]
-tensor_type = torch.Tensor.type
-torch.Tensor.type = lambda self, *to, **options: (  # type: ignore[method-assign, assignment]
-    tensor_type(self, *to, **options) if to else tensor_type(self).replace("torch.", "torch.cuda.")
-)
-torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
-for name in ("tensor", "ones", "zeros", "empty", "triu"):
-    setattr(torch, name, on_cpu(getattr(torch, name)))
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
+# isort: split
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel import random  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-from benchmarks.peer_systems.common import (  # noqa: E402
+from benchmarks.peer_systems.common import (
     ADAMW,
     BATCH,
     EXPERT_FFN,
@@ -82,7 +48,8 @@ from benchmarks.peer_systems.common import (  # noqa: E402
     initial,
     main,
 )
-from benchmarks.peer_systems.rows import Row  # noqa: E402
+from benchmarks.peer_systems.megatron_parts import FlashAttention
+from benchmarks.peer_systems.rows import Row
 
 moe_utils.te_general_gemm = (
     None  # it asks for this name, and imports it only from Transformer Engine
@@ -92,16 +59,6 @@ token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: 
 )
 random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
 random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-
-
-def rms_norm(_, config: TransformerConfig, hidden_size: int, eps: float, **__) -> torch.nn.RMSNorm:
-    """What WrappedTorchNorm makes, marked so that its gradient is summed under SP."""
-    norm = torch.nn.RMSNorm(hidden_size, eps)
-    norm.weight.sequence_parallel = config.sequence_parallel
-    return norm
-
-
-WrappedTorchNorm.__new__ = rms_norm
 
 
 def supports(row: Row) -> bool:
@@ -184,18 +141,6 @@ def build(row: Row) -> Job:
         return torch.stack([part["loss"] for part in done]).mean() if last else None
 
     return Job(step, parallel_state.get_data_parallel_rank())
-
-
-class FlashAttention(torch.nn.Module):
-    """PyTorch's fused causal attention, in the place that Transformer Engine's has on a GPU."""
-
-    def __init__(self, *_, **__) -> None:
-        super().__init__()
-
-    def forward(self, q_SBND: Tensor, k_SBND: Tensor, v_SBND: Tensor, *_, **__) -> Tensor:
-        q_BNSD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (q_SBND, k_SBND, v_SBND))
-        out_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BNSD, v_BNSD, is_causal=True)
-        return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
 
 def configuration(row: Row) -> TransformerConfig:

@@ -27,6 +27,9 @@ _OPS: Mapping[str, tuple[str, int | None]] = {
 }
 """The name of an operation, and the place of the tensors of which `wire_bytes` counts the bytes;
 None: nothing is sent."""
+FUSED_GATHER = "symm_mem::fused_all_gather_matmul"
+FUSED_SCATTER = "symm_mem::fused_matmul_reduce_scatter"
+"""Products of matrices that gather rows before, or sum them over the ranks after."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
     if not is_call(func):
         return None
     name = func.name().partition(".")[0]
+    if name in (FUSED_GATHER, FUSED_SCATTER):
+        return _fused(name, args)
     if name not in _OPS:
         raise FivefoldError(f"no wire model is known for {name}")
     op, whole = _OPS[name]
@@ -95,9 +100,19 @@ def call_of(func: Any, args: tuple[Any, ...]) -> Call | None:
     )
 
 
+def _fused(name: str, args: tuple[Any, ...]) -> Call:
+    """The collective in a product of rows [T, F], whose group is given by name."""
+    rows, gathers = args[0], name == FUSED_GATHER
+    group = dist.distributed_c10d._resolve_process_group(args[3 if gathers else 4])
+    features = rows.shape[1] * group.size() if gathers else args[1].shape[1]
+    size = len(rows) * features * rows.element_size()
+    op = "all_gather" if gathers else "reduce_scatter"
+    return Call(op, group, (rows,), (), size, (), None, 0)
+
+
 def is_call(func: Any) -> bool:
     """Whether an operation is one of torch.distributed."""
-    return func.namespace in ("c10d", "_c10d_functional")
+    return func.namespace in ("c10d", "_c10d_functional", "symm_mem")
 
 
 def bytes_of(tensor: Tensor) -> int:

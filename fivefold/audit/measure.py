@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fivefold.audit.kept import KeptActivations
+from fivefold.audit.launches import LayerLaunches
 from fivefold.audit.record import RankRecord, write_record
 from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import Traffic, axes_of
@@ -54,8 +55,12 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     traffic, work = Traffic(axes_of(engine.groups)), Multiplications()
     kept = KeptActivations(dict(engine.model.stages))
     chosen = ChosenExperts(engine.model.stages, engine.groups)
+    stages = engine.model.stages.values()
+    launched = LayerLaunches([layer for stage in stages for layer in stage.transformer_layers])
+    host = engine.optimizer.host
+    out, back = host.link.out_bytes, host.link.back_bytes
     try:
-        with torch.compiler.set_stance("force_eager"), chosen, kept, work, traffic:
+        with torch.compiler.set_stance("force_eager"), chosen, kept, work, traffic, launched:
             yield
     finally:
         hook.remove()
@@ -65,12 +70,17 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         sent=traffic.by_axis,
         parameters=sum(local_tensor(p).nbytes for p in engine.parameters.values()),
         gradients=gradients,
-        optimizer=sum(piece.local.nbytes for piece in engine.optimizer.state_tensors().values()),
+        optimizer=sum(p.local.nbytes for p in engine.optimizer.device.state_tensors().values()),
         activations=kept.sizes,
         multiplications=work.flops,
         packed=kept.packed,
         any_packed=kept.any_packed,
         chosen=chosen.choices,
+        operations=launched.count,
+        layer_operations=launched.of_a_layer,
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
+        host=sum(tensor.nbytes for tensor in host.tensors()),
+        to_host=host.link.out_bytes - out,
+        from_host=host.link.back_bytes - back,
     )
     write_record(folder, record)

@@ -10,14 +10,15 @@ from msgspec import Meta
 
 from fivefold.config.config import Config
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.counts.offload import host_traffic
+from fivefold.counts.parameters import shards_of
 from fivefold.counts.rank_work import kept_activations, multiplications
 from fivefold.counts.routed import StepChoices, rows_of_choices
-from fivefold.counts.state import model_state, num_expert_shards, num_shards, stages_held
+from fivefold.counts.state import engine_policy, model_state, stages_held
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
 from fivefold.layout import Layout
-from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.running import flash_takes
 
 Amount = Annotated[float, Meta(ge=0)]
@@ -31,15 +32,21 @@ class RankRecord:
         rank: number of the rank.
         step: number of the step, counted from 1.
         sent: bytes sent, by mesh axis.
-        parameters: bytes of the parameters that the optimizer updates.
+        parameters: bytes of the parameters that the optimizer updates, or for which the host does.
         gradients: bytes of the gradients that the optimizer gets after all reductions.
-        optimizer: bytes of the optimizer's moments.
+        optimizer: bytes of the optimizer's moments on the device.
         activations: bytes kept between forward and backward of one microbatch, by stage.
         multiplications: FLOPs of matrix products, without those of attention.
         packed: whether rows of the microbatch of `activations` held several documents.
         any_packed: whether rows of any microbatch of the step held several documents.
         chosen: what the rank's tokens chose in layers with experts.
         peak_allocated: peak of device memory in the step; None on a CPU.
+        operations: operations that the step launched; None: not counted.
+        layer_operations: of these, how many a layer's forward and its backward launch for one
+            microbatch; None: no layer ran.
+        host: bytes of the optimizer's state in host memory.
+        to_host: bytes copied to the host for the optimizer.
+        from_host: bytes copied back to the device for it.
     """
 
     rank: Annotated[int, Meta(ge=0)]
@@ -54,6 +61,11 @@ class RankRecord:
     any_packed: bool = False
     chosen: StepChoices = field(default_factory=StepChoices)
     peak_allocated: Amount | None = None
+    operations: Amount | None = None
+    layer_operations: tuple[Amount, Amount] | None = None
+    host: Amount = 0.0
+    to_host: Amount = 0.0
+    from_host: Amount = 0.0
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
@@ -97,9 +109,8 @@ def expected_record(
     if every:
         rows = rows_of_choices(layout, measured.rank, [record.chosen for record in every])
     at = layout.grid.coordinates(measured.rank)
-    shard = at["dp_shard"] * layout.grid.cp + at["cp"] if num_shards(layout) > 1 else 0
-    expert_at = layout.grid.coordinates(measured.rank, EXPERT_AXES)["edp"]
-    expert_shard = expert_at % num_expert_shards(layout)
+    shard, expert_shard = shards_of(layout, measured.rank)
+    traffic = host_traffic(layout, measured.rank)
     state = model_state(layout, at["pp"], shard, expert_shard=expert_shard)
     on_gpu, count = measured.peak_allocated is not None, len(layout.split.stages)
     joined = measured.packed and not (on_gpu and _in_one_call(layout.config))
@@ -113,8 +124,11 @@ def expected_record(
         measured,
         sent=by_axis(step_volumes(layout, measured.rank, rows)),
         parameters=state.masters,
-        gradients=state.masters,  # after reduction they have the masters' size
+        gradients=state.updated * engine_policy(layout.config).gradient,
         optimizer=state.optimizer,
+        host=state.host,
+        to_host=traffic.out,
+        from_host=traffic.back,
         activations={
             s: kept_activations(
                 layout, measured.rank, s % count, rows, joined=joined, on_host=not on_gpu

@@ -154,6 +154,7 @@ def audit(
     records: Sequence[RankRecord],
     seconds: float | None,
     outlook: Outlook | None,
+    layer_operations: tuple[float, float] | None = None,
 ) -> AuditReport:
     """Compare what every rank did with theory.
 
@@ -163,6 +164,8 @@ def audit(
         records: records of all ranks.
         seconds: measured time of a usual step; None if there was none.
         outlook: the planner's prediction; None without a cluster.
+        layer_operations: operations that the planner takes a layer's forward and its backward to
+            launch; None: not asked for.
     """
     pairs = [(expected_record(layout, record, records), record) for record in records]
     findings = [
@@ -170,8 +173,10 @@ def audit(
         _compare("weights", pairs, lambda r: r.parameters),
         _compare("gradients", pairs, lambda r: r.gradients),
         _compare("optimizer state", pairs, lambda r: r.optimizer),
+        *_on_host(layout, pairs),
         *_activations(layout, pairs),
         _products(layout, pairs),
+        *_operations(records, layer_operations),
         *_peaks(layout, records, outlook),
         _step_time(seconds, outlook),
     ]
@@ -244,6 +249,14 @@ def _sent_over(axis: str, record: RankRecord) -> float:
     return record.sent.get(axis, 0.0)
 
 
+def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
+    """The findings of an optimizer in host memory."""
+    if layout.config.memory.optimizer_cpu_offload:
+        yield _compare("optimizer in host memory", pairs, lambda r: r.host)
+        yield _compare("copied to the host", pairs, lambda r: r.to_host)
+        yield _compare("copied from the host", pairs, lambda r: r.from_host)
+
+
 def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     """A finding for the activations of each stage, over all ranks that hold it."""
     note = "what autograd keeps is not what model/activations.py counts"
@@ -276,6 +289,22 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
         note=note if told else "",
         judged=not told,
     )
+
+
+def _operations(
+    records: Sequence[RankRecord], predicted: tuple[float, float] | None
+) -> Iterator[Finding]:
+    """Findings for the operations launched by a layer and by the step, where they are most."""
+    of_layers = [(r.layer_operations, r.rank) for r in records if r.layer_operations is not None]
+    for index, way in enumerate(("forward", "backward") if of_layers else ()):
+        measured, rank = max((both[index], rank) for both, rank in of_layers)
+        expected = None if predicted is None else predicted[index]
+        name = f"launches of a layer's {way}"
+        yield Finding(name, expected, measured, None, rank, 0, "{:,.0f}".format)
+    counted = [(r.operations, r.rank) for r in records if r.operations is not None]
+    if counted:
+        measured, rank = max(counted)
+        yield Finding("launches of the step", None, measured, None, rank, 0, "{:,.0f}".format)
 
 
 def _kept_by(stage: int, record: RankRecord) -> float:

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from fivefold.audit.calls import call_of
 from fivefold.audit.watch import Watch
 
 _PRODUCTS = {
     torch.ops.aten.mm.default: (0, 1),
     torch.ops.aten.mm.out: (0, 1),
     torch.ops.aten.addmm.default: (1, 2),
+    torch.ops.aten.addmm.out: (1, 2),
     torch.ops.aten.addmm_.default: (1, 2),
     torch.ops.aten.addmm.dtype_out: (1, 2),
     torch.ops.aten._scaled_mm_v2.default: (0, 1),
@@ -36,4 +38,15 @@ class Multiplications(Watch):
         if func in _PRODUCTS:
             left, right = (args[place] for place in _PRODUCTS[func])
             self.flops += 2 * prod(left.shape) * right.shape[-1]
+        elif func.namespace == "symm_mem":
+            self.flops += _fused_flops(func, args)
         return super()._run(func, args, kwargs)
+
+
+def _fused_flops(func: Any, args: tuple[Any, ...]) -> int:
+    """Of a product whose rows are gathered, by several matrices, or are summed over ranks."""
+    call, rows = call_of(func, args), args[0]
+    assert call is not None, "one of torch.distributed"
+    gathers = call.op == "all_gather"
+    columns = sum(matrix.shape[1] for matrix in args[1]) if gathers else args[1].shape[1]
+    return 2 * prod(rows.shape) * columns * (call.group.size() if gathers else 1)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from fivefold.audit.record import read_records
 from fivefold.audit.report import Outlook, audit, usual_seconds
@@ -13,8 +14,11 @@ from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
 from fivefold.layout import Layout
+from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import load_cluster
+from fivefold.predict.layer import forward_operations
 from fivefold.predict.memory import peak_memory
+from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.verify.report import describe
 
@@ -52,8 +56,17 @@ def run(argv: Sequence[str]) -> int:
         records,
         usual_seconds(folder / "metrics.jsonl", step),
         None if options.cluster is None else outlook(layout, options.cluster),
+        layer_operations(layout),
     )
     return tell(report, as_json=options.json)
+
+
+def layer_operations(layout: Layout) -> tuple[float, float]:
+    """What the planner's times take a layer to launch, forward and backward: the usual layer."""
+    model = layout.config.model
+    kinds = [layer_kind(model, layer) for layer in range(model.num_layers)]
+    forward = median(forward_operations(layout, kind, Software()) for kind in kinds)
+    return forward, 2 * forward
 
 
 def outlook(layout: Layout, name: str) -> Outlook:

@@ -222,6 +222,7 @@ def _speed() -> Iterator[HealthLine]:
         "bf16 matmul",
         f"{human_flops(bf16)}/s, {bf16 / fp32:.1f} x fp32{advice}",
     )
+    yield _launches(device)
     yield _fused_adamw(device)
     yield _attention(device)
 
@@ -243,6 +244,25 @@ def _matmul_speed(dtype: "torch.dtype", size: int, device: str) -> float:
 
 def _nothing() -> None:
     """Do nothing: a CPU has finished when the call returns."""
+
+
+def _launches(device: str) -> HealthLine:
+    """What the host needs to launch an operation, and so at least for a layer."""
+    import torch
+
+    from fivefold.predict.layer import DENSE_OPERATIONS
+
+    x, calls = torch.zeros(8, device=device), 1000
+    seconds = []
+    for _ in range(6):
+        began = time.perf_counter()
+        for _ in range(calls):
+            x.add_(1.0)
+        seconds.append((time.perf_counter() - began) / calls)
+    layer = 3 * DENSE_OPERATIONS
+    least = human_seconds(layer * min(seconds))
+    text = f"{human_seconds(min(seconds))} of the host each; a dense layer has some {layer} for a"
+    return HealthLine("ok", "launches", f"{text} microbatch, at least {least}")
 
 
 def _fused_adamw(device: str) -> HealthLine:

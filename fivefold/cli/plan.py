@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +15,7 @@ from fivefold.config.settings import argument
 from fivefold.config.sources import Loaded, load_with_origins
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.files import write_atomic
+from fivefold.hardware import GB
 from fivefold.predict.cluster import load_cluster
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class Options:
     cluster: str = option("H100", "kind of GPU, or path of a cluster's .toml file")
     gpus: int | None = option(
         None, "number of GPUs (default: that of the cluster's file, or one node)"
+    )
+    host_memory: float | None = option(
+        None, "GB of memory of a node's hosts (default: those of the cluster)"
     )
     top: int = option(10, "number of layouts to show, the best of each mesh")
     why: str | None = option(
@@ -149,6 +153,9 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
     for name, value in (("--gpus", options.gpus), ("--top", options.top)):
         if value is not None and value < 1:
             mistakes.add(f"{name} must be at least 1, not {value}")
+    room = options.host_memory
+    if room is not None and not 0 < room < inf:
+        mistakes.add(f"--host-memory must be a positive number of GB, not {room}")
     if tokens is not None and not 1 <= tokens < inf:
         mistakes.add(
             f"--train-tokens must be a number of tokens, not {options.train_tokens!r}",
@@ -163,6 +170,8 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
         cluster = load_cluster(options.cluster, options.gpus)
     mistakes.raise_if_any()
     assert cluster is not None
+    if room is not None:
+        cluster = replace(cluster, host_memory_bytes=room * GB)
     return request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
 
 

@@ -76,6 +76,14 @@ DEPENDENTS = (
         refused=False,
     ),
     Dependents(
+        ("tp_comm_overlap",),
+        "sequence_parallel",
+        lambda c: c.parallel.sequence_parallel,
+        "hides the gathers and scatters of split tokens",
+        ("--sequence-parallel",),
+        refused=False,
+    ),
+    Dependents(
         (
             "decoder_first_pipeline_num_layers",
             "decoder_last_pipeline_num_layers",

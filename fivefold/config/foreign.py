@@ -8,6 +8,7 @@ _STEPS = "Fivefold counts optimizer steps"
 _BATCH = "global_batch_size = micro_batch_size x data-parallel ranks x accumulated microbatches"
 _KERNELS = "PyTorch's fused kernels run where they can; there is nothing to choose"
 _ZERO = "no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3, FSDP)"
+_OVERLAP = "one switch for gathers and sums, forward and backward"
 _FULL = "--data-parallel-sharding-strategy optim_grads_params"
 
 
@@ -55,6 +56,19 @@ FOREIGN = _table(
     ("--dp-replicate", "data_parallel_replicate_degree hsdp num_replicas", ""),
     ("--vpp | --chunks", "vp virtual_stages num_model_chunks vpp num_chunks", ""),
     ("--sequence-parallel", "sp sequence_parallelism", ""),
+    (
+        "--tp-comm-overlap",
+        "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad "
+        "tp_comm_bulk_wgrad async_tensor_parallel enable_async_tensor_parallel",
+        _OVERLAP,
+    ),
+    (
+        "--no-tp-comm-overlap",
+        "disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_split_ag "
+        "disable_tp_comm_split_rs disable_tp_comm_bulk_dgrad disable_tp_comm_bulk_wgrad",
+        _OVERLAP,
+    ),
+    ("--tp-comm-overlap", "tp_comm_overlap_cfg tp_comm_bootstrap_backend", "nothing to configure"),
     ("--data-parallel-sharding-strategy", "zero zero_stage sharding_strategy stage", _ZERO),
     (
         "--ddp-bucket-size",
@@ -136,7 +150,26 @@ FOREIGN = _table(
         "the microbatch in its backward counts, too, and others repeat their stage as a whole",
     ),
     ("--compile", "torch_compile use_compile", ""),
-    ("--optimizer-cpu-offload", "cpu_offload offload_optimizer zero_offload", ""),
+    (
+        "--optimizer-cpu-offload",
+        "cpu_offload offload_optimizer zero_offload optimizer_offload grad_offload",
+        "it takes masters, moments, and gradients as they are reduced",
+    ),
+    (
+        "--optimizer-cpu-offload",
+        "param_offload offload_param offload_params zero_infinity",
+        "weights stay on the device, in the type in which it computes",
+    ),
+    (
+        "",
+        "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d",
+        "the host always updates with torch's AdamW while copies go on: there is nothing to choose",
+    ),
+    (
+        "",
+        "no_pin_cpu_grads no_pin_cpu_params pin_cpu_grads pin_cpu_params",
+        "host memory that is copied is always pinned",
+    ),
     # Model
     ("--model", "model_name model_name_or_path model_path pretrained hf_model checkpoint_path", ""),
     ("--num-layers", "n_layer n_layers num_hidden_layers depth layers", ""),
@@ -182,8 +215,7 @@ FOREIGN = _table(
     (
         "",
         "use_mcore_models transformer_impl use_flash_attn use_flash_attention attention_backend "
-        "attn_implementation attention_softmax_in_fp32 no_masked_softmax_fusion "
-        "no_bias_swiglu_fusion no_rope_fusion",
+        "attn_implementation attention_softmax_in_fp32",
         _KERNELS,
     ),
     (

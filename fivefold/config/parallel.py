@@ -121,7 +121,8 @@ class ParallelConfig:
     )
     tp_comm_overlap: bool = option(
         False,
-        "overlap tensor-parallel gathers and scatters with the multiplications that need them",
+        "overlap tensor-parallel gathers and scatters with the multiplications that need them; "
+        "needs sequence_parallel",
     )
     data_parallel_shard_size: int = option(
         -1, "data-parallel ranks in one sharding group; -1: all ranks that other degrees leave"

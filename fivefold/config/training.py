@@ -39,6 +39,16 @@ class TrainingConfig:
     compile_backend: Literal["inductor", "aot_eager"] = option(
         "inductor", "backend of torch.compile; aot_eager leaves the operations unchanged"
     )
+    bias_swiglu_fusion: bool = option(
+        True, "compute a gated activation in one kernel of a GPU, and its backward in another"
+    )
+    rope_fusion: bool = option(True, "rotate queries, and keys, in one kernel of a GPU each")
+    bias_dropout_fusion: bool = option(
+        True, "make a dropout mask, drop, and add to the residual stream in one kernel of a GPU"
+    )
+    gradient_accumulation_fusion: bool = option(
+        True, "let products add weight gradients to those of earlier microbatches, in fp32"
+    )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
     mtp_loss_scaling_factor: float = option(
         0.1, "weight of the mean loss of further predictions (multi-token prediction)"

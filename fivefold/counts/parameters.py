@@ -81,6 +81,14 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
     return tuple(records)
 
 
+def shards_of(layout: Layout, rank: int) -> tuple[int, int]:
+    """A rank's index among those that share the state of dense parameters, and that of experts."""
+    at, grid = layout.grid.coordinates(rank), layout.grid
+    shard = at["dp_shard"] * grid.cp + at["cp"] if num_shards(layout) > 1 else 0
+    expert_at = grid.coordinates(rank, EXPERT_AXES)["edp"]
+    return shard, expert_at % num_expert_shards(layout)
+
+
 def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
     """Sets of pipeline ranks that hold copies of the embedding; only sets of several ranks.
 

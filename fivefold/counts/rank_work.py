@@ -79,10 +79,13 @@ def kept_activations(
     copies = sum(_copies(layout, layer, joined) for layer in kept_whole)
     kept = total(saved).kept + small + running.element_bytes * copies
     every = (*parts.layers, *further)
-    if layout.grid.cp > 1 and _repeats(layout, every, len(kept_whole) < len(every)):
-        # Indices of this rank's tokens, which a recomputed dropout or router needs.
-        kept += 8.0 * (bool(model.hidden_dropout) + (model.num_experts is not None))
-    return tokens * (kept + (total(saved).offloaded if on_host else 0.0))
+    # Places of dropout, each of which keeps the key of its mask.
+    places = parts.embedding + parts.mtp + 2 * len(kept_whole) if model.hidden_dropout else 0
+    if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
+        repeats = _repeats(layout, every, len(kept_whole) < len(every))
+        kept += 8.0 * (places > 0 or (repeats and model.hidden_dropout > 0))
+        kept += 8.0 * (repeats and model.num_experts is not None)
+    return tokens * (kept + (total(saved).offloaded if on_host else 0.0)) + 8.0 * places
 
 
 def _repeats(layout: Layout, layers: Sequence[int], whole: bool) -> bool:
@@ -192,8 +195,8 @@ class _Products:
     """Products with weights per token on one rank.
 
     PyTorch's checkpoint stops where nothing more is needed. That is before the last linear of a
-    region, unless it is one of our linears (which saves tensors for deferred weight gradients,
-    collectives or 8-bit products), or a later operation saves tensors.
+    region, unless that is of the plain model in 8 bits (which multiplies before it saves), or a
+    later operation saves tensors.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -205,7 +208,7 @@ class _Products:
         self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
         eight_bit = layout.config.training.fp8_format is not None
-        self._stops = layout.grid.tp == 1 and not layout.defers_weights and not eight_bit
+        self._stops = layout.grid.tp > 1 or layout.owns_linears or not eight_bit
         self._remade = memory.remade_modules
 
     def of_layer(self, layer: int, *, again: bool, ends_group: bool) -> tuple[float, float]:
@@ -224,12 +227,12 @@ class _Products:
         tiled = [name for name in sizes if again and name.startswith(_MADE_AGAIN["mlp"])]
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []
-        passes += sum(sizes[name] for name in tiled if not self._left_out(name))
+        passes += sum(sizes[name] for name in tiled if not self._ends(name, "mlp"))
         if ends_group and not model.hidden_dropout and tiled:
             # The last tile's input is the last that is saved, so its forward is not repeated.
             passes -= self._last_tile * sum(sizes[name] for name in tiled)
         elif ends_group and not model.hidden_dropout:
-            passes -= sum(sizes[name] for name in sizes if self._left_out(name))
+            passes -= sum(sizes[name] for name in sizes if self._ends(name, "layer"))
         if gathers_latents(self._layout.config, layer):
             _, got = seen_shares(self._layout, self._cp_rank, model.window_of(layer))
             # Of all latents, in the forward; the backward projects again for dX and dW.
@@ -240,9 +243,7 @@ class _Products:
             once += got * sizes["self_attn.kv_b_proj.weight"]
         for module in self._remade:
             names = [name for name in sizes if name.startswith(_MADE_AGAIN.get(module, ()))]
-            last = "self_attn.o_proj.weight" if self._stops else ""
-            names = [name for name in names if name != last and not self._left_out(name)]
-            passes += sum(sizes[name] for name in names)
+            passes += sum(sizes[name] for name in names if not self._ends(name, module))
         return passes, once
 
     def of_experts(self, layer: int, *, again: bool) -> float:
@@ -260,11 +261,15 @@ class _Products:
             if weight.of_experts and weight.multiplies
         )
 
-    def _left_out(self, name: str) -> bool:
-        """Whether a recomputed region that ends with this linear stops before it."""
-        if name == "mlp.shared_experts.down_proj.weight":
-            return self._stops and not self._model.moe_shared_expert_gate
-        return self._stops and name == "mlp.down_proj.weight"
+    def _ends(self, name: str, region: str) -> bool:
+        """Whether recomputation of this module, or of a whole layer, stops before this linear."""
+        if not self._stops:
+            return False
+        if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
+            return region == "shared_experts" or not self._model.moe_shared_expert_gate
+        if name == "self_attn.o_proj.weight":
+            return region != "layer"
+        return name == "mlp.down_proj.weight"
 
 
 _MADE_AGAIN: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -5,8 +5,10 @@ layout. Planner, audit and the table of derived numbers all use these counts.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import gcd, prod
 
 from fivefold.config.config import Config
@@ -36,8 +38,8 @@ class StatePolicy:
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
         compute: bytes of a weight in the compute dtype.
-        offloaded: share of the parameters whose master and moments are in host memory, with a
-            buffer there for their gradient; the device keeps them in the compute dtype.
+        offloaded: share of the parameters whose master and moments are in host memory, to which
+            gradients leave when they are reduced; the device keeps them in the compute dtype.
     """
 
     copy: float
@@ -68,14 +70,14 @@ class StatePolicy:
     def device_stand_ins(self) -> float:
         """Bytes of compute-dtype weights that replace offloaded masters, averaged over parameters.
 
-        0 if a permanent copy exists anyway.
+        FSDP2 gathers from them, and where copies are permanent keeps both.
         """
-        return self.offloaded * self.compute if self.splits_copy or not self.copy else 0.0
+        return self.offloaded * self.compute
 
     @property
-    def host(self) -> float:
-        """Bytes in host memory, averaged over all parameters."""
-        return self.offloaded * (self.master + self.moments + self.gradient)
+    def device_gradient(self) -> float:
+        """Bytes of gradient shards on the device, averaged over all parameters."""
+        return (1 - self.offloaded) * self.gradient
 
 
 def engine_policy(config: Config) -> StatePolicy:
@@ -124,12 +126,13 @@ class ModelState:
 
     Attributes:
         parameters: number of parameters on the rank after tensor and pipeline parallelism.
-        masters: bytes of the weights that the optimizer updates.
+        masters: bytes of the weights that the optimizer updates, or for which the host does.
         copies: bytes of permanent compute-dtype copies of weights.
         gradients: bytes of accumulated gradients.
         optimizer: bytes of optimizer moments.
         gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only.
-        host: bytes in host memory: offloaded masters and moments, and buffers for their gradients.
+        host: bytes in host memory: offloaded masters and moments, and room for their gradients.
+        updated: number of parameters that the rank updates, here or on the host.
     """
 
     parameters: int
@@ -139,6 +142,7 @@ class ModelState:
     optimizer: float
     gathered: float
     host: float = 0.0
+    updated: int = 0
 
     @property
     def weights(self) -> float:
@@ -263,32 +267,106 @@ def model_state(
         expert_shard: index among the ranks that share the state of experts.
     """
     policy = policy or engine_policy(layout.config)
-    shards, expert_shards = num_shards(layout), num_expert_shards(layout)
+    at = _Shard(num_shards(layout), shard, num_expert_shards(layout), expert_shard)
     whole = gathered = own = 0
     for index in stages_held(layout, pp_rank):
         ends, *layers = stage_blocks(layout, layout.split.stages[index])
         for block in (ends, *layers):
             whole += block.count * block.size
-            own += block.count * sum(held(shape, shards, shard) for shape in block.dense)
-            own += block.count * sum(
-                held_of_experts(shape, expert_shards, expert_shard) for shape in block.experts
-            )
+            own += block.count * at.held(block)
         largest = max((block.size for block in layers), default=0)
         gathered = max(gathered, ends.size + policy.in_flight * largest)
     optimizer = own if policy.splits_optimizer else whole
+    away = optimizer
+    if policy.offloaded < 1:
+        away = sum(at.held(block) for block in units_on_host(layout, pp_rank).values())
+    here = optimizer - away
     gradients = (own if policy.splits_gradient else whole) * policy.gradient
+    if policy.splits_gradient and not _holds_partial_sums(layout):
+        gradients = here * policy.gradient
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
     return ModelState(
         parameters=whole,
-        masters=optimizer * policy.device_masters,
-        copies=(0 if policy.splits_copy else whole * policy.copy)
-        + optimizer * policy.device_stand_ins,
+        masters=here * policy.master + away * policy.compute,
+        copies=0 if policy.splits_copy else whole * policy.copy,
         gradients=gradients,
-        optimizer=optimizer * policy.device_moments,
+        optimizer=here * policy.moments,
         gathered=gathered * policy.copy if policy.splits_copy else 0,
-        host=optimizer * policy.host,
+        host=away * (policy.master + policy.moments + policy.gradient),
+        updated=optimizer,
     )
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A rank's place among those that share the state of dense parameters, and of experts."""
+
+    shards: int
+    shard: int
+    expert_shards: int
+    expert_shard: int
+
+    def held(self, block: GatheredBlock) -> int:
+        """Elements of one block that the rank keeps."""
+        dense = sum(held(shape, self.shards, self.shard) for shape in block.dense)
+        return dense + sum(
+            held_of_experts(shape, self.expert_shards, self.expert_shard) for shape in block.experts
+        )
+
+
+def _holds_partial_sums(layout: Layout) -> bool:
+    """Whether sums of gradients over microbatches wait on the device for those of replicas."""
+    return layout.grid.dp_replicate > 1 and layout.num_microbatches > 1
+
+
+def units_on_host(layout: Layout, pp_rank: int) -> dict[tuple[int, str], GatheredBlock]:
+    """What of a rank's state is in host memory: (stage, "layers.3", "mtp.0", or "" for the ends).
+
+    Whole layers, the last ones first, since their gradients come first, and the ends of the stages
+    after all of them, until the share is at least `optimizer_offload_fraction`.
+    """
+    share = engine_policy(layout.config).offloaded
+    shards, expert_shards = num_shards(layout), num_expert_shards(layout)
+    units = [
+        ((index, name), block)
+        for index, stage in reversed(layout.stages_of(pp_rank).items())
+        for name, block in _stage_units(layout, stage)
+    ]
+    units.sort(key=lambda unit: _ORDER.index(unit[0][1].partition(".")[0]))
+    sizes = [
+        sum(map(prod, block.dense)) / shards + sum(map(prod, block.experts)) / expert_shards
+        for _, block in units
+    ]
+    before = accumulate(sizes, initial=0.0)
+    return {
+        unit: block
+        for (unit, block), moved in zip(units, before, strict=False)
+        if moved < share * sum(sizes)
+    }
+
+
+_ORDER = ("layers", "mtp", "")
+
+
+def _stage_units(layout: Layout, stage: StageParts) -> Iterator[tuple[str, GatheredBlock]]:
+    """The blocks of a stage one by one, by the start of their names, last layers first."""
+    ends, *blocks = stage_blocks(layout, stage)
+    model = layout.config.model
+    if stage.mtp:
+        yield from ((f"mtp.{depth}", blocks[0]) for depth in reversed(range(stage.mtp)))
+        blocks = blocks[1:]
+    kinds = dict.fromkeys(layer_kind(model, layer) for layer in stage.layers)
+    of = dict(zip(kinds, blocks, strict=True))
+    for layer in reversed(stage.layers):
+        yield f"layers.{layer}", of[layer_kind(model, layer)]
+    yield "", ends
+
+
+def unit_of(name: str) -> str:
+    """The unit of `units_on_host` that a parameter belongs to."""
+    kind, _, rest = name.partition(".")
+    return f"{kind}.{rest.partition('.')[0]}" if kind in _ORDER[:2] else ""
 
 
 def _distinct_weights(layout: Layout, pp_rank: int) -> int:

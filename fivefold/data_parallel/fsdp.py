@@ -30,6 +30,8 @@ from fivefold.tensor.deferred_weight import Work, run_works
 class ShardedStage:
     """A stage whose parameters FSDP2 holds.
 
+    One class because every act of a step sets the same switches of the same units of FSDP2.
+
     FSDP2 units are each layer (with its norms and projection if it is a multi-token prediction
     layer), the experts of each layer on a mesh of their own, and the stage itself with both ends.
 
@@ -56,6 +58,7 @@ class ShardedStage:
     ) -> None:
         self._policy, self._by_hand = policy, by_hand
         self._in_hooks, self._every = reduces_in_hooks, policy.reduces_every_microbatch
+        self._stage = stage
         types = MixedPrecisionPolicy(cast_forward_inputs=False)
         if policy.compute_dtype != policy.master_dtype:
             types = MixedPrecisionPolicy(
@@ -79,6 +82,7 @@ class ShardedStage:
                 shard_placement_fn=partial(_split_dim, shards=mesh.size(-1)),
             )
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
+        self._held: dict[torch.Tensor, Any] = {}  # by whole parameter, what FSDP2 knows of it
         self._root = self._units[0]
         self._gathers: list[UnshardHandle] = []
         # The end of a stage's last backward would wait for its reductions; `finish` does.
@@ -93,6 +97,18 @@ class ShardedStage:
                 _without_hooks(unit)
         if not by_hand:
             _set_prefetch(self._units, policy.overlap_param_gather)
+
+    def keep_gradients_wide(self) -> None:
+        """Reduce into the master's dtype, also where the master is on the host.
+
+        There the parameter on the device has the compute dtype, to which FSDP2 would round.
+        """
+        self._root._get_fsdp_state()._lazy_init()
+        for unit in self._units:
+            for group in _parameter_groups(unit):
+                group._orig_dtype = self._policy.master_dtype
+        for parameter in self._stage.parameters():
+            parameter.grad_dtype = self._policy.master_dtype
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Set what the coming backward does with gradients.
@@ -144,7 +160,21 @@ class ShardedStage:
                 group.post_backward()
         self._end_of_backward()
 
+    def main_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The sum of a parameter's gradients so far; None: there is none, or it is not ours."""
+        held = self._held.get(parameter)
+        if held is None:
+            return None
+        main = held.unsharded_accumulated_grad
+        main = parameter.grad if main is None else main
+        return None if main is None else local_tensor(main)
+
     def _set(self, reduces: bool, *, last: bool, reshards: bool) -> None:
+        if not self._every:
+            every = (group for unit in self._units for group in _parameter_groups(unit))
+            each = (held for group in every for held in group.fsdp_params)
+            gathered = (held for held in each if hasattr(held, "_unsharded_param"))
+            self._held = {held.unsharded_param: held for held in gathered}
         self._root.set_requires_gradient_sync(reduces)
         self._root.set_requires_all_reduce(last)
         self._root.set_reshard_after_backward(reshards)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from fivefold.data_parallel.buckets import buckets_of
 from fivefold.data_parallel.policy import Policy
 from fivefold.mesh.collectives import Pending, start_all_reduce
 from fivefold.mesh.slices import laid_out_like, local_tensor
+from fivefold.model.leaves import when_accumulated
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Work, run_works
 
@@ -49,14 +51,17 @@ class ReplicatedStage:
         self._bucket_of: dict[Tensor, int] = {
             p: index for index, bucket in enumerate(self._buckets) for p in bucket.parameters
         }
+        self._own = {parameter for _, parameter in named}
+        self._hooks_count = False
         self._missing: list[int] = []
         self._started: set[int] = set()
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            when_accumulated(parameter, partial(self._arrived, parameter))
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""
         counts = whole and last and self._in_hooks
+        self._hooks_count = counts and bool(self._buckets)
         self._missing = [len(b.parameters) for b in self._buckets] if counts else []
 
     def after_backward(self, *, last: bool) -> None:
@@ -64,7 +69,7 @@ class ReplicatedStage:
 
     def run_weights(self, works: Sequence[Work], *, last: bool) -> None:
         """Run deferred weight gradients; the step's last call starts each completed bucket."""
-        self._missing = []
+        self._missing, self._hooks_count = [], False
         if last and self._in_hooks:
             summed = [p for work in works for p in work.parameters if p in self._bucket_of]
             awaited = Counter(self._bucket_of[p] for p in summed)
@@ -91,6 +96,16 @@ class ReplicatedStage:
     def waiting_gradients(self) -> Iterator[Tensor]:
         """None: they are on the parameters."""
         return iter(())
+
+    def main_gradient(self, parameter: Tensor) -> Tensor | None:
+        """The sum of a parameter's gradients so far; None: there is none, or it is not ours.
+
+        None, too, while hooks count gradients: they see only those that autograd adds.
+        """
+        held = parameter.grad
+        if held is None or self._hooks_count or parameter not in self._own:
+            return None
+        return local_tensor(held)
 
     def unshard(self) -> None:
         """Nothing is ever gathered."""

@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from fivefold.config.memory import LOSS_TOKENS, MemoryConfig, vocab_split_sizes
 from fivefold.mesh.collectives import all_gather, start_all_reduce, start_reduce_scatter
-from fivefold.model.layers import local
+from fivefold.mesh.device import runs_triton
+from fivefold.model.layers import add_product
+from fivefold.model.leaves import local
 from fivefold.model.loss import token_weights
 from fivefold.model.transformer import Stage
 from fivefold.tensor.vocabulary import Entries, merge_statistics
@@ -188,8 +189,8 @@ class _Linear(torch.autograd.Function):
                 if wide_cH is None:
                     torch.mm(grad_tc.t(), x_tH, out=grad_weight[rows])
                 else:
-                    _add_product(wide_cH, grad_tc.t(), x_tH)
-                _add_product(wide_TH[at], grad_tc, weight_cH)
+                    add_product(wide_cH, grad_tc.t(), x_tH)
+                add_product(wide_TH[at], grad_tc, weight_cH)
             if wide_cH is not None:
                 grad_weight[rows] = wide_cH
         start = start_reduce_scatter if on.sequence_parallel else start_all_reduce
@@ -199,7 +200,7 @@ class _Linear(torch.autograd.Function):
 
 def runs_kernels(logits: Tensor) -> bool:
     """Whether Triton's kernels compute the loss of these logits."""
-    return logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None
+    return runs_triton(logits) and logits.dtype != torch.float64
 
 
 def _statistics(entries: Entries, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
@@ -219,15 +220,6 @@ def _gradient(
     from fivefold.memory import loss_kernels
 
     return loss_kernels.overwrite(entries, logits_Tv, labels_T, lse_T, scale_T)
-
-
-def _add_product(sum_TH: Tensor, grad_Tc: Tensor, weight_cH: Tensor) -> None:
-    """Add a product to a sum in a wider dtype; on CUDA in one kernel."""
-    if grad_Tc.is_cuda and sum_TH.dtype != grad_Tc.dtype:
-        add: Any = torch.ops.aten.addmm.dtype_out
-        add(sum_TH, grad_Tc, weight_cH, sum_TH.dtype, out=sum_TH)
-    else:
-        sum_TH += grad_Tc @ weight_cH
 
 
 def _pieces(size: int, each: int) -> Iterator[slice]:

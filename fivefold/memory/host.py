@@ -1,5 +1,6 @@
 """Copies between device and host memory that overlap with compute."""
 
+import weakref
 from functools import cached_property
 
 import torch
@@ -17,34 +18,60 @@ class HostLink:
 
     Args:
         device: device of the tensors.
+
+    Attributes:
+        out_bytes: bytes copied to the host so far.
+        back_bytes: bytes copied to the device so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.out_bytes = self.back_bytes = 0
 
-    def out(self, tensor: Tensor) -> tuple[Tensor, Mark]:
-        """Start copying a device tensor to the host.
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] of host memory that stays for the run: on CUDA pinned where it is.
+
+        torch's own pinned allocator rounds up to powers of two, which may double a large room.
+        """
+        room = torch.empty(numel, dtype=dtype)
+        if self._outward is not None and numel:
+            driver, address = torch.cuda.cudart(), room.data_ptr()
+            torch.cuda.check_error(driver.cudaHostRegister(address, room.nbytes, 0))
+            weakref.finalize(room.untyped_storage(), driver.cudaHostUnregister, address)
+        return room
+
+    def out(self, tensor: Tensor, onto: Tensor | None = None) -> tuple[Tensor, Mark]:
+        """Start copying a device tensor to the host: onto new memory, or a tensor in a `room`.
 
         The caller may drop the tensor at once: its memory is reused only after the copy.
         """
         pinned = self._outward is not None
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-        mark = self._copy(self._outward, tensor, host)
+        if onto is None:
+            onto = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        mark = self._copy(self._outward, tensor, onto)
+        self.out_bytes += tensor.nbytes
         if self._outward is not None:
             tensor.record_stream(self._outward)
-        return host, mark
+        return onto, mark
 
     def back(self, host: Tensor, onto: Tensor, after: Mark = None) -> Mark:
         """Start copying host tensor `host` to device tensor `onto`, once `after` has passed."""
         if after is not None:
             assert self._homeward is not None
             self._homeward.wait_event(after)
+        self.back_bytes += onto.nbytes
         return self._copy(self._homeward, host, onto)
 
     def wait(self, mark: Mark) -> None:
         """Make later work on the device wait for the end of a copy."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
+
+    @staticmethod
+    def arrive(mark: Mark) -> None:
+        """Wait on the host for the end of a copy."""
+        if mark is not None:
+            mark.synchronize()
 
     @cached_property
     def _outward(self) -> torch.cuda.Stream | None:

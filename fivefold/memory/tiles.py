@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.config.memory import MemoryConfig
-from fivefold.model.layers import local
+from fivefold.model.leaves import local
 from fivefold.model.mlp import MLP
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import ColumnParallel, RowParallel

@@ -7,7 +7,7 @@ reproducible. gloo's all-reduce is the better one. `benchmarks/collectives.py` m
 Groups may be None, which means a group of one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,12 +109,18 @@ def start_reduce_scatter(
         if not in_pairs:
             return torch.sum(received, 0, dtype=x.dtype, out=result)
         rows = [sent[r] if r == rank else received[r] for r in range(size)]
-        torch.add(rows[0].to(x.dtype), rows[1], out=result)
-        for row in rows[2:]:
-            result.add_(row)
-        return result
+        return sum_in_order(rows, result)
 
     return Pending(works, finish)
+
+
+def sum_in_order(rows: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """The sum of at least two tensors, first to last, in the type of `out` (default: theirs)."""
+    first = rows[0] if out is None else rows[0].to(out.dtype)
+    total = torch.add(first, rows[1], out=out)
+    for row in rows[2:]:
+        total.add_(row)
+    return total
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:

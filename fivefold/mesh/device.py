@@ -1,5 +1,9 @@
 """Which kernels and collectives are taken for a tensor: those of GPUs, or those of CPUs."""
 
+from functools import cache
+from importlib.util import find_spec
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,6 +14,16 @@ REHEARSED_GPUS = "rehearsed_gpus"
 def uses_gpu_kernels(x: Tensor) -> bool:
     """Whether `x` is on a GPU, or has a shape only and stands for a tensor on one."""
     return x.is_cuda or getattr(getattr(x, "fake_mode", None), "stands_for_gpu", False)
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether a Triton kernel of ours runs for `x`; what torch.compile traces makes its own."""
+    return x.is_cuda and not torch.compiler.is_compiling() and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def exchanges_in_pairs(x: Tensor, group: dist.ProcessGroup) -> bool:

@@ -87,6 +87,17 @@ def check_tensor_parallel(config: Config, parallel: ParallelConfig, mistakes: Mi
         )
 
 
+def check_tensor_overlap(parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Check that messages of tensor-parallel ranks can be hidden behind their own products."""
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        ranks = "--tensor-model-parallel-size 2 " * (parallel.tensor_model_parallel_size == 1)
+        mistakes.add(
+            "tp_comm_overlap hides the gathers and scatters of split tokens, and "
+            "sequence_parallel is off",
+            works=[f"{ranks}--sequence-parallel", "--no-tp-comm-overlap"],
+        )
+
+
 def check_experts(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
     """Check that expert parallelism divides the experts, and its mesh the ranks of a stage.
 

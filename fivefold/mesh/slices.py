@@ -36,14 +36,8 @@ def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
     """A tensor with the layout of another, DTensor or plain tensor, and this local part."""
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    # As FSDP2 does it; the public `from_local` takes the host eight times as long.
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def global_shape(tensor: Tensor) -> torch.Size:

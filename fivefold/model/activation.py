@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.mesh.device import runs_triton
 from fivefold.model.traced import result
 
 _SLOPES: Mapping[str, float] = MappingProxyType({"silu": 1.0, "quick_gelu": 1.702})
@@ -19,7 +20,11 @@ _SLOPES: Mapping[str, float] = MappingProxyType({"silu": 1.0, "quick_gelu": 1.70
 
 
 def activated(
-    model: ModelConfig, inner: Sequence[Tensor], weights_T: Tensor | None = None
+    model: ModelConfig,
+    inner: Sequence[Tensor],
+    weights_T: Tensor | None = None,
+    *,
+    fused: bool = False,
 ) -> Tensor:
     """activation(gate) * (up + offset), or activation(up) if ungated, times each row's weight.
 
@@ -27,9 +32,10 @@ def activated(
         model: names the activation and its settings.
         inner: [T, F] each: gate and up, or up alone.
         weights_T: weight of each row, in a dtype at least as wide as `inner`; None: all 1.
+        fused: whether one kernel of a GPU computes a gated activation (`bias_swiglu_fusion`).
     """
     if len(inner) == 2 and model.activation_func in _SLOPES:
-        return _gated(model, inner[0], inner[1], weights_T)
+        return _gated(model, inner[0], inner[1], weights_T, fused=fused)
     y_TF = _function(model, inner[0])
     if len(inner) == 2:
         y_TF = y_TF * inner[1]
@@ -38,12 +44,18 @@ def activated(
     return (y_TF * weights_T[:, None]).to(y_TF.dtype)
 
 
-def _gated(model: ModelConfig, gate: Tensor, up: Tensor, weights_T: Tensor | None) -> Tensor:
+def _gated(
+    model: ModelConfig, gate: Tensor, up: Tensor, weights_T: Tensor | None, *, fused: bool
+) -> Tensor:
     """The gated activation as one autograd function, which saves only its inputs."""
     bound, offset = model.activation_func_clamp_value, model.glu_linear_offset
+    slope = _SLOPES[model.activation_func]
     y: Tensor
+    if fused and runs_triton(gate):
+        from fivefold.model import gate_kernels
+
+        return gate_kernels.gated(gate, up, weights_T, slope, bound, offset)
     if model.activation_func == "quick_gelu" or bound is not None or offset:
-        slope = _SLOPES[model.activation_func]
         y = _BoundedGate.apply(gate, up, weights_T, slope, bound, offset)
         return y
     if weights_T is None:

@@ -102,6 +102,7 @@ def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
 def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     """Bytes per token that the input embedding keeps: token ids, and a dropout mask."""
     mask = model.hidden_size / running.token_parts if model.hidden_dropout else 0.0
+    mask *= running.mask_bytes
     return {"tokens": Saved(kept=8.0), "embedding_dropout": Saved(kept=mask)}
 
 
@@ -115,10 +116,11 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
     if not parts.mtp:
         return {}
     around = model.hidden_size / running.token_parts
+    mask = running.mask_bytes * around * parts.mtp if model.hidden_dropout else 0.0
     states = 0 if parts.head else 1 + parts.mtp
     return {
         "further_tokens": Saved(kept=8.0 * parts.mtp),
-        "further_dropout": Saved(kept=around * parts.mtp if model.hidden_dropout else 0.0),
+        "further_dropout": Saved(kept=mask),
         "states": Saved(kept=running.element_bytes * around * states),
     }
 

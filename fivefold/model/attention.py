@@ -20,7 +20,8 @@ from fivefold.model.batch import Documents
 from fivefold.model.blockwise import local_attention
 from fivefold.model.context import Context
 from fivefold.model.dropout import Dropout, HeadDropout
-from fivefold.model.layers import LayerBlock, Linear, RMSNorm, local
+from fivefold.model.layers import LayerBlock, Linear, RMSNorm
+from fivefold.model.leaves import local
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.varlen import Pieces, lacking_packed, packed_attention
 
@@ -296,7 +297,7 @@ class Attention(AttentionBlock):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotary is not None:
-            q, k = context.rotary.rotate(q), context.rotary.rotate(k)
+            q, k = context.rotary.rotate_both(q, k)
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)

@@ -5,11 +5,18 @@ whole run and the column a feature or a key token, so recomputation also drops t
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fivefold.mesh.device import runs_triton
 from fivefold.model.seeds import derive_seed
+from fivefold.model.traced import result
+
+AT_A_TIME = 1 << 18
+"""Elements whose mask a CPU makes at a time: 2 MiB of random bits."""
 
 
 def _signed(constant: int) -> int:
@@ -33,6 +40,17 @@ def hash64(x: Tensor, key: int | Tensor = 0) -> Tensor:
     return _xor_shift_(x, 31)
 
 
+def _mixed(rows: Tensor, columns: Tensor, key: int | Tensor) -> Tensor:
+    """64 random bits for each row and column, as int64."""
+    mixed = hash64(rows, key) ^ hash64(columns)
+    return _xor_shift_(mixed.mul_(_MULTIPLY_1), 32).mul_(_MULTIPLY_2)
+
+
+def threshold(p: float) -> int:
+    """The number below which, as int64, a share `p` of all random bits is."""
+    return round(p * 2**64) - 2**63
+
+
 def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int | Tensor) -> Tensor:
     """True, with probability `p`, where an element is dropped.
 
@@ -42,9 +60,101 @@ def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int | Tensor) -> Ten
         p: probability in [0, 1).
         key: int64 scalar that identifies the site and step; different keys give independent masks.
     """
-    mixed = hash64(rows, key) ^ hash64(columns)
-    mixed = _xor_shift_(mixed.mul_(_MULTIPLY_1), 32).mul_(_MULTIPLY_2)
-    return mixed < round(p * 2**64) - 2**63
+    return _mixed(rows, columns, key) < threshold(p)
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """Which elements of x [B, N, q, k] are dropped: of N heads, at q rows and k columns.
+
+    Or of x [q, k], with B = 1 and one head, the first.
+
+    Attributes:
+        ids_Bq: int64 ids of the tokens that rows stand for.
+        ids_Bk: int64 ids of columns; None: 0 .. k - 1.
+        p: drop probability.
+        key: int64 scalar that identifies the site and step.
+        fused: whether one kernel makes the mask and drops, where there is one.
+        first_head: index in the model of the first head.
+        all_heads: heads of the model.
+    """
+
+    ids_Bq: Tensor
+    ids_Bk: Tensor | None
+    p: float
+    key: Tensor
+    fused: bool
+    first_head: int = 0
+    all_heads: int = 1
+
+    def drop(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """`x` without what is dropped, the rest rescaled, and added to `onto`."""
+        y: Tensor = _Drop.apply(x, onto, self.ids_Bq, self.ids_Bk, self.key, self)
+        return y
+
+    def dropped(self, x: Tensor, onto: Tensor | None) -> Tensor:
+        """`drop` without autograd; on a CPU a part at a time, which stays in its cache."""
+        if self.fused and runs_triton(x):
+            from fivefold.model import dropout_kernels
+
+            names = self.ids_Bq, self.ids_Bk, self.key
+            numbers = threshold(self.p), 1.0 / (1.0 - self.p), (self.first_head, self.all_heads)
+            return dropout_kernels.drop(x, onto, *names, *numbers)
+        rows, columns = self._ids(x)
+        if torch.compiler.is_compiling() or x.is_cuda or x.numel() <= AT_A_TIME:
+            return self._plainly(rows, columns, x, onto)
+        y, (q, k) = torch.empty(x.shape, dtype=x.dtype), x.shape[-2:]
+        rows, columns = rows.expand(*x.shape[:-1], 1), columns.expand(*x.shape[:-2], 1, k)
+        rows, columns = rows.reshape(-1, q, 1), columns.reshape(-1, 1, k)
+        x, found = x.reshape(-1, q, k), y.view(-1, q, k)
+        onto = None if onto is None else onto.reshape(-1, q, k)
+        step = max(AT_A_TIME // k, 1)
+        for matrix, start in product(range(len(x)), range(0, q, step)):
+            part = matrix, slice(start, start + step)
+            rest = None if onto is None else onto[part]
+            found[part] = self._plainly(rows[part], columns[matrix], x[part], rest)
+        return y
+
+    def _ids(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids of rows [.., q, 1] and columns [.., k], each as wide as it differs."""
+        columns = torch.arange(x.shape[-1], device=x.device)
+        if self.ids_Bk is not None:
+            columns = self.ids_Bk[:, None, None]
+        if x.dim() == 2:
+            return self.ids_Bq[0, :, None], columns
+        heads_N1 = torch.arange(x.shape[1], device=x.device)[:, None] + self.first_head
+        return (self.ids_Bq[:, None] * self.all_heads + heads_N1)[..., None], columns
+
+    def _plainly(self, rows: Tensor, columns: Tensor, x: Tensor, onto: Tensor | None) -> Tensor:
+        kept = drop_mask(rows, columns, self.p, self.key).logical_not_()
+        y = (x * kept.to(x.dtype)).mul_(1.0 / (1.0 - self.p))
+        return result(y if onto is None else y.add_(onto))
+
+
+class _Drop(torch.autograd.Function):
+    """Saves no mask: the backward makes it again from the same names."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        onto: Tensor | None,
+        ids_Bq: Tensor,
+        ids_Bk: Tensor | None,
+        key: Tensor,
+        mask: Mask,
+    ) -> Tensor:
+        ctx.save_for_backward(ids_Bq, ids_Bk, key)
+        ctx.rest = mask.p, mask.fused, mask.first_head, mask.all_heads
+        return mask.dropped(x, onto)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ids_Bq, ids_Bk, key = ctx.saved_tensors
+        p, *rest = ctx.rest
+        onto = grad if ctx.needs_input_grad[1] else None
+        grad_x = Mask(ids_Bq, ids_Bk, p, key, *rest).dropped(grad, None)
+        return grad_x, onto, None, None, None, None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,27 +166,29 @@ class Dropout:
         step: optimizer step.
         rows_T: run-wide ids of this rank's tokens in the residual stream.
         token_ids_BL: run-wide ids of the L tokens attended to; the queries are the last S.
+        fused: whether kernels of a GPU make masks where they drop (`bias_dropout_fusion`).
     """
 
     seed: int
     step: int
     rows_T: Tensor
     token_ids_BL: Tensor
+    fused: bool = False
 
     def at(self, site: str) -> "HiddenDropout":
         """The dropout of the residual stream's features at `site`, a place in the model."""
-        return HiddenDropout(self.rows_T, self._key(site))
+        return HiddenDropout(self.rows_T, self._key(site), self.fused)
 
     def uniform(self, features: int, site: str) -> Tensor:
         """Uniform random numbers in [0, 1) for the residual stream, [T, features] fp64."""
         columns_H = torch.arange(features, device=self.rows_T.device)
-        mixed = hash64(self.rows_T[:, None], self._key(site)) ^ hash64(columns_H)
-        mixed = _xor_shift_(mixed.mul_(_MULTIPLY_1), 32).mul_(_MULTIPLY_2)
+        mixed = _mixed(self.rows_T[:, None], columns_H, self._key(site))
         return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
     def heads(self, p: float, site: str, first_head: int, all_heads: int) -> "HeadDropout":
         """The dropout of attention probabilities for this rank's heads."""
-        return HeadDropout(self.token_ids_BL, p, self._key(site), first_head, all_heads)
+        numbers = first_head, all_heads, self.fused
+        return HeadDropout(self.token_ids_BL, p, self._key(site), *numbers)
 
     def _key(self, site: str) -> Tensor:
         # A tensor, because torch.compile would compile a layer anew for every number; filled on
@@ -92,16 +204,17 @@ class HiddenDropout:
     Attributes:
         rows_T: run-wide ids of this rank's tokens in the residual stream.
         key: int64 scalar that identifies the place and step.
+        fused: as in `Dropout`.
     """
 
     rows_T: Tensor
     key: Tensor
+    fused: bool
 
-    def __call__(self, x_TH: Tensor, p: float) -> Tensor:
-        """Drop features with probability `p`, and rescale the rest."""
-        columns_H = torch.arange(x_TH.shape[1], device=x_TH.device)
-        mask_TH = drop_mask(self.rows_T[:, None], columns_H, p, self.key)
-        return x_TH.masked_fill(mask_TH, 0.0) * (1.0 / (1.0 - p))
+    def __call__(self, x_TH: Tensor, p: float, onto_TH: Tensor | None = None) -> Tensor:
+        """Drop features with probability `p`, rescale the rest, and add it to `onto_TH`."""
+        mask = Mask(self.rows_T[None], None, p, self.key, self.fused)
+        return mask.drop(x_TH, onto_TH)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +227,7 @@ class HeadDropout:
         key: int64 scalar that identifies the layer and step.
         first_head: index in the model of the first query head given.
         all_heads: query heads of the model.
+        fused: as in `Dropout`.
     """
 
     token_ids_BL: Tensor
@@ -121,6 +235,7 @@ class HeadDropout:
     key: Tensor
     first_head: int
     all_heads: int
+    fused: bool
 
     def __call__(self, x_BNSL: Tensor) -> Tensor:
         """Drop probabilities of the last S of L tokens."""
@@ -128,11 +243,8 @@ class HeadDropout:
 
     def between(self, x_BNqk: Tensor, ids_Bq: Tensor, ids_Bk: Tensor) -> Tensor:
         """Drop probabilities between queries and keys with these token ids."""
-        last_head = self.first_head + x_BNqk.shape[1]
-        heads_N11 = torch.arange(self.first_head, last_head, device=x_BNqk.device)[:, None, None]
-        rows_BNq1 = ids_Bq[:, None, :, None] * self.all_heads + heads_N11
-        mask_BNqk = drop_mask(rows_BNq1, ids_Bk[:, None, None, :], self.p, self.key)
-        return x_BNqk.masked_fill(mask_BNqk, 0.0) * (1.0 / (1.0 - self.p))
+        heads = self.first_head, self.all_heads
+        return Mask(ids_Bq, ids_Bk, self.p, self.key, self.fused, *heads).drop(x_BNqk)
 
     def after(self, heads: int) -> "HeadDropout":
         """The same dropout, starting `heads` heads later."""

@@ -7,6 +7,7 @@ that read it. Shapes: T tokens, H input features, F output features, E groups of
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,20 +46,16 @@ class EightBit(Products):
         products: tuple[Tensor, ...] = _Multiplied.apply(x_TH, self, *weights)
         return _with_biases(products, biases)
 
-    def forward(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor, ...], Kept]:
-        """The results [T, F], and the input for dW: its bits [T, H], and their scales."""
+    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
+        """Bits [T, H] and scales: for the results, and for dW unless that takes the input."""
         x = self._quantised(x_TH, self._across, E4M3)
-        products = tuple(
-            multiply(x, self._weight(weight), self.dtype, fast=True) for weight in weights
-        )
-        outputs = _with_biases(products, biases)
+        taken = x.bits, x.inverse
         if self.keeps_input:
-            return outputs, (x_TH,)
-        if not self.recipe.reads_both_ways:
-            x = self._quantised(x_TH, self._along, E4M3)
-        return outputs, (x.bits, x.inverse)
+            return taken, (x_TH,)
+        if self.recipe.reads_both_ways:
+            return taken, taken
+        x = self._quantised(x_TH, self._along, E4M3)
+        return taken, (x.bits, x.inverse)
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """Its bits and scales, if one pair serves dX and dW."""
@@ -67,20 +64,38 @@ class EightBit(Products):
         grad = self._quantised(grad_TF, self._across, self.gradients)
         return grad.bits, grad.inverse
 
-    def input_gradient(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
-        """The sum over the linear layers, [T, H]."""
-        total = None
-        for grad, weight_FH in zip(grads, weights, strict=True):
-            left = self._read(grad, self._across, self.gradients)
-            one_TH = multiply(left, self._weight(weight_FH.t()), self.dtype)
-            total = one_TH if total is None else total.add_(one_TH)
-        assert total is not None, "no linear layer"
-        return total
+    def output(
+        self,
+        x: Kept,
+        weight_FH: Tensor,
+        bias_F: Tensor | None = None,
+        out_TF: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H] -> [T, F]."""
+        assert out_TF is None, "some of the tokens have other scales than all of them"
+        left = self._read(x, self._across, E4M3)
+        y_TF = multiply(left, self._weight(weight_FH), self.dtype, fast=True)
+        return y_TF if bias_F is None else y_TF + bias_F
 
-    def weight_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """[F, H]."""
+    def input_gradient(
+        self,
+        grad: Kept,
+        weight_FH: Tensor,
+        onto_TH: Tensor | None = None,
+        out_TH: Tensor | None = None,
+    ) -> Tensor:
+        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
+        assert out_TH is None, "some of the tokens have other scales than all of them"
+        left = self._read(grad, self._across, self.gradients)
+        grad_TH = multiply(left, self._weight(weight_FH.t()), self.dtype)
+        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
+        """[F, H], added to `onto_FH` in place, in its dtype, if there is one."""
         x = self._read(kept, self._along, E4M3)
-        return multiply(self._read(grad, self._along, self.gradients).t(), x.t(), self.dtype)
+        left = self._read(grad, self._along, self.gradients).t()
+        grad_FH = multiply(left, x.t(), self.dtype)
+        return grad_FH if onto_FH is None else onto_FH.add_(grad_FH)
 
     @property
     def _across(self) -> Block:
@@ -125,30 +140,31 @@ class EightBitGroups(Products):
         ys: tuple[Tensor, ...] = _Multiplied.apply(x_TH, self, *weights)
         return ys
 
-    def forward(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor, ...], Kept]:
-        """The results [T, F], and what each group keeps of its rows."""
-        none = (None,) * len(weights)
-        groups = zip(self._split(x_TH), zip(*weights, strict=True), strict=True)
-        found = [self.each.forward(x, of_one, none) for x, of_one in groups]
-        outputs = (torch.cat(ys) for ys in zip(*(ys for ys, _ in found), strict=True))
-        return tuple(outputs), tuple(kept for _, of_one in found for kept in of_one)
+    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
+        """What `each` takes of the rows of each group, one after the other."""
+        taken, kept = zip(*map(self.each.input, self._split(x_TH)), strict=True)
+        return tuple(chain(*taken)), tuple(chain(*kept))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """What the products of each group take, one after the other."""
-        return tuple(kept for grad in self._split(grad_TF) for kept in self.each.gradient(grad))
+        return tuple(chain(*map(self.each.gradient, self._split(grad_TF))))
 
-    def input_gradient(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
-        """The sum over the linear layers, [T, H]."""
-        taken = zip(*map(self._groups, grads), strict=True)
-        groups = zip(taken, zip(*weights, strict=True), strict=True)
-        return torch.cat([self.each.input_gradient(grad, of_one) for grad, of_one in groups])
+    def output(self, x: Kept, weight_EFH: Tensor, *_: Tensor | None) -> Tensor:
+        """[T, H] -> [T, F], without a bias."""
+        return torch.cat(list(map(self.each.output, self._groups(x), weight_EFH)))
 
-    def weight_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """[E, F, H], zero for groups without rows."""
-        each = zip(self._groups(grad), self._groups(kept), strict=True)
-        return torch.stack([self.each.weight_gradient(taken, x) for taken, x in each])
+    def input_gradient(
+        self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
+    ) -> Tensor:
+        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
+        grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weight_EFH)))
+        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
+        """[E, F, H], zero for groups without rows; added to `onto_EFH` if there is one."""
+        each = map(self.each.weight_gradient, self._groups(grad), self._groups(kept))
+        grad_EFH = torch.stack(list(each))
+        return grad_EFH if onto_EFH is None else onto_EFH.add_(grad_EFH)
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.tensor_split(self.ends)[: len(self.ends)]
@@ -215,7 +231,8 @@ _NOT_AFTER_THE_NORM = frozenset({"o_proj", "down_proj", "q_b_proj", "kv_b_proj"}
 class _Multiplied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, products: Products, *weights: Tensor) -> tuple[Tensor, ...]:
-        outputs, kept = products.forward(x, weights, (None,) * len(weights))
+        taken, kept = products.input(x)
+        outputs = products.outputs(taken, weights, (None,) * len(weights))
         ctx.save_for_backward(*weights, *kept)
         ctx.products, ctx.count = products, len(weights)
         return outputs
@@ -225,7 +242,7 @@ class _Multiplied(torch.autograd.Function):
         products, saved = ctx.products, ctx.saved_tensors
         weights, kept = saved[: ctx.count], saved[ctx.count :]
         taken = [products.gradient(grad) for grad in grads]
-        grad_x = products.input_gradient(taken, weights) if ctx.needs_input_grad[0] else None
+        grad_x = products.input_gradients(taken, weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, *(products.weight_gradient(grad, kept) for grad in taken)
 
 

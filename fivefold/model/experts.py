@@ -32,6 +32,7 @@ class Experts(nn.Module):
         second: seam around the activation and the last linear layer.
         adds_bias: whether this rank adds the output bias: where ranks split each expert, only the
             first one does.
+        fuses_gate: as in `model.fusions`.
     """
 
     gate_proj: GroupedLinear | None
@@ -47,6 +48,7 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(experts, inner, hidden, bias)
         self.model = model
         self.second: Second = plain_second
+        self.fuses_gate = False
         self.adds_bias = True
 
     def forward(self, x_RH: Tensor, weights_R: Tensor, rows_E: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ class Experts(nn.Module):
 
     def activate(self, inner: Sequence[Tensor], weights_R: Tensor) -> Tensor:
         """Activation of [R, F] tensors, times the rows' weights: [R, F]."""
-        return activated(self.model, inner, weights_R)
+        return activated(self.model, inner, weights_R, fused=self.fuses_gate)
 
     def last(self, x_RF: Tensor, weights_R: Tensor, rows_E: Tensor) -> Tensor:
         """The last linear layer: [R, F] -> [R, H]."""

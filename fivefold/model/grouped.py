@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.mesh.device import uses_gpu_kernels
-from fivefold.model.layers import Kept, Products, local
+from fivefold.model.layers import Kept, Products, add_product
+from fivefold.model.leaves import local
 
 
 class GroupedLinear(nn.Module):
@@ -98,32 +99,27 @@ class GroupedProducts(Products):
     ) -> tuple[Tensor, ...]:
         """[T, H] -> one [T, F] per weight, under autograd; biases are added elsewhere."""
         if self.ends is None:
-            return self.forward(x_TH, weights, biases)[0]
+            return self.outputs((x_TH,), weights, biases)
         rows = x_TH.tensor_split(self.ends)[: len(self.ends)]
         return tuple(
             torch.cat([x @ one.t() for x, one in zip(rows, weight_EFH.unbind(), strict=True)])
             for weight_EFH in weights
         )
 
-    def forward(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor, ...], Kept]:
-        """The results [T, F], and the input."""
-        outputs = (grouped_linear(x_TH, weight, self.rows_E, self.ends) for weight in weights)
-        return tuple(outputs), (x_TH,)
+    def output(self, x: Kept, weight_EFH: Tensor, *_: Tensor | None) -> Tensor:
+        """[T, H] -> [T, F], without a bias."""
+        return grouped_linear(x[0], weight_EFH, self.rows_E, self.ends)
 
-    def input_gradient(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
-        """The sum over the linear layers, [T, H]."""
-        total = None
-        for (grad_TF,), weight in zip(grads, weights, strict=True):
-            one = grouped_linear(grad_TF, weight.transpose(1, 2), self.rows_E, self.ends)
-            total = one if total is None else total.add_(one)
-        assert total is not None, "no linear layer"
-        return total
+    def input_gradient(
+        self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
+    ) -> Tensor:
+        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
+        grad_TH = grouped_linear(grad[0], weight_EFH.transpose(1, 2), self.rows_E, self.ends)
+        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
 
-    def weight_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """[E, F, H]."""
-        return grouped_weight_gradient(grad[0], kept[0], self.rows_E, self.ends)
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
+        """[E, F, H], added to `onto_EFH` in place, in its dtype, if there is one."""
+        return grouped_weight_gradient(grad[0], kept[0], self.rows_E, self.ends, onto_EFH)
 
 
 def grouped_products(x_TH: Tensor, rows_E: Tensor) -> GroupedProducts:
@@ -149,11 +145,24 @@ def grouped_linear(
 
 
 def grouped_weight_gradient(
-    grad_TF: Tensor, x_TH: Tensor, rows_E: Tensor, ends: list[int] | None
+    grad_TF: Tensor,
+    x_TH: Tensor,
+    rows_E: Tensor,
+    ends: list[int] | None,
+    onto_EFH: Tensor | None = None,
 ) -> Tensor:
-    """Weight gradient [E, F, H], zero for empty groups; `ends` as in `GroupedProducts`."""
+    """Weight gradient [E, F, H], zero for empty groups; `ends` as in `GroupedProducts`.
+
+    Added to `onto_EFH` in place, in its dtype, if there is one: by the products themselves where
+    there is no kernel for all groups.
+    """
     if ends is None:
-        return torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
+        grad = torch._grouped_mm(grad_TF.t(), x_TH, offs=_ends(rows_E))
+        return grad if onto_EFH is None else onto_EFH.add_(grad)
+    if onto_EFH is not None:
+        for one, start, end in zip(onto_EFH, [0, *ends], ends, strict=False):
+            add_product(one, grad_TF[start:end].t(), x_TH[start:end])
+        return onto_EFH
     grad = x_TH.new_empty(len(ends), grad_TF.shape[1], x_TH.shape[1])
     for one, start, end in zip(grad, [0, *ends], ends, strict=False):
         torch.mm(grad_TF[start:end].t(), x_TH[start:end], out=one)

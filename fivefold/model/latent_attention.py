@@ -19,7 +19,8 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.attention import AttentionBlock, Scope
 from fivefold.model.context import Context
 from fivefold.model.dropout import HeadDropout
-from fivefold.model.layers import LayerNorm, Linear, RMSNorm, local, make_norm
+from fivefold.model.layers import LayerNorm, Linear, RMSNorm, make_norm
+from fivefold.model.leaves import local
 from fivefold.model.rope import score_scale
 
 Heads = tuple[Tensor, Tensor, Tensor]

@@ -11,52 +11,100 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.model.leaves import local
 from fivefold.model.traced import result
 
 Kept = tuple[Tensor, ...]
 """What a product takes of an operand."""
 
 
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 class Products:
-    """The three products of linear layers [F, H] of one input, in the dtype of that input."""
+    """The three products of a linear layer with W [F, H], in the dtype of its input.
+
+    Each takes its operands as they were read: what another arithmetic makes of them is made once,
+    for all linear layers of an input and for both products of a gradient. The first two products
+    are made of all tokens at once or of some at a time, with the same result.
+
+    Attributes:
+        keeps_input: whether dW takes the input itself.
+    """
+
+    keeps_input: bool = True
 
     def apply(
         self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
         """[T, H] -> one [T, F] per weight, under autograd."""
-        return self.forward(x_TH, weights, biases)[0]
+        return self.outputs((x_TH,), weights, biases)
 
-    def forward(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor, ...], Kept]:
-        """The results [T, F], and what `weight_gradient` needs of the input: first its rows."""
-        each = zip(weights, biases, strict=True)
-        return tuple(F.linear(x_TH, weight_FH, bias) for weight_FH, bias in each), (x_TH,)
+    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
+        """What `output` takes of an input, and what `weight_gradient` does: first its rows."""
+        return (x_TH,), (x_TH,)
 
     def gradient(self, grad_TF: Tensor) -> Kept:
-        """What the two products of a backward take of the gradient of a result."""
+        """What both products of a backward take of the gradient of a result."""
         return (grad_TF,)
 
-    def input_gradient(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
-        """The sum over the linear layers, [T, H]."""
-        ((first_TF,), *others), (weight_FH, *rest) = grads, weights
-        grad_TH = first_TF @ weight_FH
-        for (grad_TF,), weight in zip(others, rest, strict=True):
-            grad_TH.addmm_(grad_TF, weight)
-        return grad_TH
+    def output(
+        self,
+        x: Kept,
+        weight_FH: Tensor,
+        bias_F: Tensor | None = None,
+        out_TF: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H] -> [T, F], written into `out_TF` if there is one."""
+        (x_TH,) = x
+        if out_TF is None:
+            return F.linear(x_TH, weight_FH, bias_F)
+        if bias_F is None:
+            return torch.mm(x_TH, weight_FH.t(), out=out_TF)
+        return torch.addmm(bias_F, x_TH, weight_FH.t(), out=out_TF)
 
-    def weight_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        """[F, H]."""
+    def input_gradient(
+        self,
+        grad: Kept,
+        weight_FH: Tensor,
+        onto_TH: Tensor | None = None,
+        out_TH: Tensor | None = None,
+    ) -> Tensor:
+        """[T, F] -> [T, H], added to `onto_TH` or written into `out_TH` if there is one."""
+        (grad_TF,) = grad
+        if onto_TH is not None:
+            return onto_TH.addmm_(grad_TF, weight_FH)
+        return torch.mm(grad_TF, weight_FH, out=out_TH)
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
+        """[F, H], added to `onto_FH` in place, in its dtype, if there is one."""
         (grad_TF,), (x_TH,) = grad, kept
-        return grad_TF.t() @ x_TH
+        return grad_TF.t() @ x_TH if onto_FH is None else add_product(onto_FH, grad_TF.t(), x_TH)
+
+    def outputs(
+        self, x: Kept, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """One [T, F] per weight."""
+        each = zip(weights, biases, strict=True)
+        return tuple(self.output(x, weight_FH, bias_F) for weight_FH, bias_F in each)
+
+    def input_gradients(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
+        """The sum over the linear layers of an input, [T, H]."""
+        (first, *others), (weight, *rest) = grads, weights
+        total_TH = self.input_gradient(first, weight)
+        for grad, weight_FH in zip(others, rest, strict=True):
+            self.input_gradient(grad, weight_FH, onto_TH=total_TH)
+        return total_TH
+
+
+def add_product(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add a product to a sum, of the same or a wider dtype; in one kernel but for CPUs' narrow."""
+    if onto.dtype == left.dtype:
+        return onto.addmm_(left, right)
+    if not left.is_cuda:
+        return onto.add_(left @ right)
+    add: Any = torch.ops.aten.addmm.dtype_out
+    added: Tensor = add(onto, left, right, onto.dtype, out=onto)
+    return added
 
 
 class Linear(nn.Module):

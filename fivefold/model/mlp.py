@@ -9,7 +9,11 @@ from fivefold.model.layers import LayerBlock, Linear
 
 
 class MLP(LayerBlock):
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+
+    Attributes:
+        fuses_gate: as in `model.fusions`.
+    """
 
     recomputed_as = "mlp"
     gate_proj: Linear | None
@@ -21,6 +25,7 @@ class MLP(LayerBlock):
         self.up_proj = Linear(hidden, inner, bias)
         self.down_proj = Linear(inner, hidden, bias)
         self.model = model
+        self.fuses_gate = False
 
     def forward(self, x_TH: Tensor, context: Context | None = None) -> Tensor:
         """[T, H] -> [T, H], independently for each token."""
@@ -29,7 +34,7 @@ class MLP(LayerBlock):
     def inner(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, F], after the activation."""
         linears = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        return activated(self.model, self.column(x_TH, *linears))
+        return activated(self.model, self.column(x_TH, *linears), fused=self.fuses_gate)
 
     def outer(self, x_TF: Tensor) -> Tensor:
         """[T, F] -> [T, H]."""

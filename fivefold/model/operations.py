@@ -182,8 +182,8 @@ class Residual(Operation):
     mask: str
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
-        """One byte per value that can be dropped."""
-        size = self.features / running.token_parts if self.dropout else 0.0
+        """The mask, where it is kept."""
+        size = running.mask_bytes * self.features / running.token_parts if self.dropout else 0.0
         return (Kept(self.mask, (size,)),)
 
 
@@ -335,7 +335,9 @@ class CoreAttention(Operation):
             narrower = running.input_bytes < element
             output = element * model.attention_size if narrower else 0.0
             return (max(LOG_SUM_EXP, element) * heads + output) / running.tensor_parallel
-        per_score = element + (element + 1 if model.attention_dropout else 0)
+        per_score = element
+        if model.attention_dropout:
+            per_score += element + running.mask_bytes
         return per_score * heads * running.seq_length / running.tensor_parallel
 
     def _keeps_matrix(self, running: Running) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.mesh.device import runs_triton
 from fivefold.model.traced import result
 
 
@@ -73,50 +74,73 @@ class RotaryTables:
     Attributes:
         cos: [B, S, 1, R].
         sin: [B, S, 1, R/2].
+        fused: whether one kernel of a GPU turns all features (`rope_fusion`).
     """
 
     cos: Tensor
     sin: Tensor
+    fused: bool = False
 
     @staticmethod
-    def at(model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype) -> "RotaryTables":
+    def at(
+        model: ModelConfig, positions_BS: Tensor, dtype: torch.dtype, fused: bool = False
+    ) -> "RotaryTables":
         """The tables for these positions."""
         angles = positions_BS[:, :, None, None] * frequencies(model, positions_BS.device)
         scale = rotary_scale(model)
         cos, sin = angles.cos().mul_(scale), angles.sin().mul_(scale)
-        return RotaryTables(cos.to(dtype).repeat(1, 1, 1, 2), sin.to(dtype))
+        return RotaryTables(cos.to(dtype).repeat(1, 1, 1, 2), sin.to(dtype), fused)
 
     def rotate(self, x_BSND: Tensor, first: int = 0) -> Tensor:
         """Rotate feature pairs of each head, from feature `first` on, by its token's angle."""
-        rotated: Tensor = _Rotate.apply(x_BSND, self.cos, self.sin, first)
+        (rotated,) = _Rotate.apply(self.cos, self.sin, first, self.fused, x_BSND)
         return rotated
+
+    def rotate_both(self, q_BSND: Tensor, k_BSGD: Tensor) -> tuple[Tensor, Tensor]:
+        """`rotate` of queries and keys, for which autograd calls Python once each way."""
+        q, k = _Rotate.apply(self.cos, self.sin, 0, self.fused, q_BSND, k_BSGD)
+        return q, k
 
 
 class _Rotate(torch.autograd.Function):
     """Saves no input: the gradient is rotated back by the same angle."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSND: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
+    def forward(
+        ctx: Any, cos: Tensor, sin: Tensor, first: int, fused: bool, *heads: Any
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.first = first
-        return result(_turn(x_BSND, cos, sin, 1.0, first))
+        ctx.first, ctx.fused = first, fused
+        return tuple(result(_turn(x, cos, sin, 1.0, first, fused=fused)) for x in heads)
 
     @staticmethod
-    def backward(ctx: Any, grad_BSND: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(grad_BSND, cos, sin, -1.0, ctx.first), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (cos, sin), first, fused = ctx.saved_tensors, ctx.first, ctx.fused
+        turned = (_turn(grad, cos, sin, -1.0, first, fused=fused) for grad in grads)
+        return None, None, None, None, *turned
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:
+def _turn(
+    x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int, *, fused: bool = False
+) -> Tensor:
+    if fused and runs_triton(x):
+        from fivefold.model import rotary_kernels
+
+        return rotary_kernels.turn(x, cos, sin, sign, first)
+    return _turn_plainly(x, cos, sin, sign, first)
+
+
+def _turn_plainly(x: Tensor, cos: Tensor, sin: Tensor, sign: float, first: int) -> Tensor:
     features = cos.shape[-1]
-    turned = slice(first, first + features)
     if features == x.shape[-1]:
         y = x * cos
+        pairs, y_pairs = x, y
     else:  # features outside the rotary ones stay unchanged
-        y = x.clone()
-        y[..., turned].mul_(cos)
-    one, other = x[..., turned].chunk(2, dim=-1)
-    y_one, y_other = y[..., turned].chunk(2, dim=-1)
+        y, turned = x.clone(), slice(first, first + features)
+        pairs, y_pairs = x[..., turned], y[..., turned]
+        y_pairs.mul_(cos)
+    one, other = pairs.chunk(2, dim=-1)
+    y_one, y_other = y_pairs.chunk(2, dim=-1)
     y_one.addcmul_(other, sin, value=-sign)
     y_other.addcmul_(one, sin, value=sign)
     return y

@@ -16,7 +16,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.balance import Load, attach, balancing_loss, sinkhorn, z_loss
 from fivefold.model.capacity import with_ties, within
 from fivefold.model.context import Context
-from fivefold.model.layers import local
+from fivefold.model.leaves import local
 from fivefold.model.permutation import number_of_each
 
 Over = Callable[[Tensor], Tensor]

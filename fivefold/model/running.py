@@ -24,8 +24,7 @@ class Running:
         seq_length: keys that a token can attend to; matters only for unfused attention.
         element_bytes: bytes per element of the compute dtype.
         input_bytes: bytes per element of a linear layer's kept input; fewer in fp8 or fp4.
-        scale_rows: rows of such an input that share a scale for each feature; inf: all of them; 0:
-            it has one scale, or none.
+        scale_rows: rows of it that share a scale for each feature; inf: all; 0: one scale or none.
         tensor_parallel: ranks that split heads, MLPs and vocabulary.
         sequence_parallel: whether these ranks split the tokens of everything else.
         expert_parallel: ranks that hold the experts of a layer, equally many each.
@@ -38,6 +37,7 @@ class Running:
             expected rows.
         fused_attention: whether attention avoids the S x S matrix; dropout of probabilities needs
             the matrix.
+        keeps_masks: whether dropout keeps a byte per value, instead of making its mask again.
         memory: settings of recomputation, offloading and fusion.
         microbatch_tokens: tokens that pass a layer at once on this rank, before sequence
             parallelism splits them; decides which tensors are too small to be offloaded.
@@ -60,6 +60,7 @@ class Running:
     routed: LayerRows | None = None
     imbalance: float = 1.0
     fused_attention: bool = True
+    keeps_masks: bool = True
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     microbatch_tokens: float = inf
     microbatch_rows: int = 1
@@ -67,7 +68,12 @@ class Running:
 
     @classmethod
     def of(
-        cls, config: Config, *, imbalance: float = 1.0, fused_attention: bool = True
+        cls,
+        config: Config,
+        *,
+        imbalance: float = 1.0,
+        fused_attention: bool = True,
+        keeps_masks: bool = False,
     ) -> "Running":
         """From a configuration whose tensor-parallel degrees are set."""
         training, parallel = config.training, config.parallel
@@ -92,6 +98,7 @@ class Running:
             routed=_padded(config, tokens),
             imbalance=imbalance,
             fused_attention=fused_attention,
+            keeps_masks=keeps_masks,
             memory=config.memory,
             microbatch_tokens=tokens,
             microbatch_rows=training.micro_batch_size,
@@ -129,6 +136,11 @@ class Running:
     def tiles(self, rerun_by: tuple[str, ...]) -> bool:
         """Whether an operation that these recomputed modules rerun runs in tiles of the tokens."""
         return "mlp" in rerun_by and self.memory.tiled_mlp_num_shards > 1
+
+    @property
+    def mask_bytes(self) -> float:
+        """Bytes kept for each value that can be dropped."""
+        return 1.0 if self.keeps_masks else 0.0
 
     @property
     def token_parts(self) -> int:
@@ -173,8 +185,7 @@ class Running:
         return expected.times(1 / self.token_parts)
 
     def narrows(self, *unless: str) -> bool:
-        """Whether a linear layer keeps an 8-bit copy of its input: not where one of these modules
-        is made again, which keeps or remakes the input itself."""
+        """Whether a linear layer keeps 8 bits of its input: not if one of these is made again."""
         return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
 
     def input_size(self, *unless: str) -> float:

@@ -99,10 +99,10 @@ class TransformerLayer(nn.Module):
         """`forward` without what differs between layers by name; compiled once for all of them."""
         drop = context.layer
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
-        sum_TH = x_TH + _dropped(attended_TH, drop.attended, self.dropout)
+        sum_TH = _added(x_TH, attended_TH, drop.attended, self.dropout)
         read_TH = x_TH if self.side_by_side else sum_TH
         made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
-        return sum_TH + _dropped(made_TH, drop.made, self.dropout)
+        return _added(sum_TH, made_TH, drop.made, self.dropout)
 
     def _dropout(self, dropout: Dropout) -> LayerDropout:
         heads = self.self_attn.head_dropout(dropout)
@@ -112,12 +112,19 @@ class TransformerLayer(nn.Module):
         return LayerDropout(attended, made, heads)
 
 
-def _dropped(x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:
-    return x_TH if drop is None or not rate else drop(x_TH, rate)
+def _added(sum_TH: Tensor, x_TH: Tensor, drop: HiddenDropout | None, rate: float) -> Tensor:
+    return sum_TH + x_TH if drop is None or not rate else drop(x_TH, rate, sum_TH)
 
 
 def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -> Tensor:
-    return _dropped(x_TH, None if dropout is None else dropout.at(site), rate)
+    return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
+
+
+def _rotary(
+    model: ModelConfig, batch: Batch, dtype: torch.dtype, fused: bool
+) -> RotaryTables | None:
+    rotates = model.position_embedding_type == "rope"
+    return RotaryTables.at(model, batch.positions, dtype, fused) if rotates else None
 
 
 def _make_layer(
@@ -153,6 +160,7 @@ class Stage(nn.Module):
         cross_entropy: seam around the loss, with the signature of `loss.cross_entropy`.
         shard_tokens: seam that takes this rank's part of per-token values [T], to match the
             residual stream.
+        fuses_rope, fuses_dropout: as in `model.fusions`.
     """
 
     embed_tokens: Embedding | None
@@ -199,6 +207,7 @@ class Stage(nn.Module):
         self.head_loss: HeadLoss = plain_head_loss
         self.cross_entropy: Callable[..., Tensor] = cross_entropy
         self.shard_tokens: Callable[[Tensor], Tensor] = lambda values_T: values_T
+        self.fuses_rope = self.fuses_dropout = False
 
     @property
     def transformer_layers(self) -> list[TransformerLayer]:
@@ -291,13 +300,10 @@ class Stage(nn.Module):
         if self.embed_tokens is not None:
             x_TH = self._embed(batch, dropout)
         assert x_TH is not None, "a stage without the embedding needs the hidden states before it"
-        rotary = None
-        if self.model.position_embedding_type == "rope":
-            rotary = RotaryTables.at(self.model, batch.positions, x_TH.dtype)
         routes = self.model.num_experts is not None
         context = Context(
             len(batch.tokens),
-            rotary,
+            _rotary(self.model, batch, x_TH.dtype, self.fuses_rope),
             batch.packing,
             dropout,
             batch.part,
@@ -337,7 +343,7 @@ class Stage(nn.Module):
         if not (self.training and drops):
             return None
         rows_T = self.shard_tokens(batch.own_token_ids.flatten())
-        return Dropout(self.seed, batch.step, rows_T, batch.token_ids)
+        return Dropout(self.seed, batch.step, rows_T, batch.token_ids, self.fuses_dropout)
 
 
 HeadLoss = Callable[[Stage, Tensor, Tensor, Tensor | None], Tensor]

@@ -10,6 +10,7 @@ from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
+Block = tuple[Sequence[nn.Parameter], Callable[[], None]]
 
 
 class AdamW:
@@ -29,7 +30,7 @@ class AdamW:
         self,
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
-        blocks: Sequence[tuple[Sequence[nn.Parameter], Callable[[], None]]] = (),
+        blocks: Sequence[Block] = (),
     ) -> None:
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}

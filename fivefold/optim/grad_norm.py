@@ -1,6 +1,7 @@
 """The exact norm of a gradient distributed over all ranks, and gradient clipping."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,29 @@ from fivefold.mesh.slices import local_tensor
 _PIECE = 1 << 15  # elements
 
 
+@dataclass(frozen=True)
+class Departed:
+    """What the norm needs of a gradient that has left the device.
+
+    Attributes:
+        term: what it adds to the sum of squares, 1-D fp64: as many sums as `_squares` makes of it
+            if this rank counts it; if not, a zero, or a NaN if it is not finite.
+    """
+
+    term: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, grad: Tensor, *, counts: bool) -> "Departed":
+        """Measure a gradient before it leaves."""
+        if not counts:
+            return cls(zero_if_finite([grad], grad.device).reshape(1))
+        return cls(_squares([grad])[0] if grad.numel() else grad.new_zeros(0, dtype=torch.float64))
+
+
 @torch.no_grad()
 def global_grad_norm(
-    grads: Sequence[tuple[Tensor, bool]],
+    grads: Sequence[tuple[Tensor | Departed, bool]],
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     *,
@@ -26,20 +47,24 @@ def global_grad_norm(
     that the norm does not depend on the sharding.
 
     Args:
-        grads: (local reduced gradient, whether this rank counts it) pairs.
+        grads: (local reduced gradient, or what is known of one that has left, whether this rank
+            counts it) pairs.
         group: ranks that together hold the gradient, each rank once; None: this rank alone.
         device: device of the result (default: that of the first gradient).
         vouches: further tensors to check: the norm is NaN on every rank if one of these, or of the
             uncounted gradients, is not finite on any rank. None: check counted gradients only.
     """
-    counted = [local_tensor(grad) for grad, counts in grads if counts and grad.numel()]
-    device = device or (grads[0][0].device if grads else "cpu")
+    terms, uncounted = _terms(grads)
+    device = device or (terms[0].device if terms else "cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if counted:
-        total += _sum_of_squares(counted, total.device)
+    if terms:
+        total += torch.cat(terms).sum().to(device)
     if vouches is not None:
-        uncounted = [local_tensor(grad) for grad, counts in grads if not counts]
-        total += zero_if_finite([*uncounted, *vouches], total.device)
+        there = [grad for grad in uncounted if isinstance(grad, Tensor)]
+        total += zero_if_finite([*there, *vouches], total.device)
+        for grad in uncounted:
+            if isinstance(grad, Departed):
+                total += grad.term[0]
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt()
@@ -60,14 +85,34 @@ def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([norm.to(device, torch.float64) for norm in largest]).mul_(0.0).sum()
 
 
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares, fp64 scalar. On the CPU in cache-sized pieces, which is twice as fast."""
+def _terms(
+    grads: Sequence[tuple[Tensor | Departed, bool]],
+) -> tuple[list[Tensor], list[Tensor | Departed]]:
+    """The terms of the sum of squares in order, and what this rank does not count."""
+    local = [(g if isinstance(g, Departed) else local_tensor(g), counts) for g, counts in grads]
+    full = [g for g, counts in local if counts and isinstance(g, Tensor) and g.numel()]
+    squares = iter(_squares(full) if full else [])
+    terms = []
+    for grad, counts in local:
+        if counts and isinstance(grad, Departed):
+            terms.append(grad.term)
+        elif counts and isinstance(grad, Tensor) and grad.numel():
+            terms.append(next(squares))
+    return terms, [grad for grad, counts in local if not counts]
+
+
+def _squares(tensors: list[Tensor]) -> list[Tensor]:
+    """Sums of squares of each tensor, 1-D fp64, which together are its own.
+
+    On the CPU of cache-sized pieces, which is twice as fast.
+    """
     if uses_gpu_kernels(tensors[0]):
         norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
-        return torch.stack([norm.to(device) for norm in norms]).square().sum()
-    pieces = [piece for tensor in tensors for piece in tensor.reshape(-1).split(_PIECE)]
-    wide = (piece.double() for piece in pieces)
-    return torch.stack([torch.dot(piece, piece) for piece in wide]).sum().to(device)
+        return list(torch.stack(list(norms)).square().split(1))
+    return [
+        torch.stack([torch.dot(wide, wide) for wide in map(Tensor.double, pieces)])
+        for pieces in (tensor.reshape(-1).split(_PIECE) for tensor in tensors)
+    ]
 
 
 @torch.no_grad()

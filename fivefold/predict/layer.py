@@ -22,6 +22,23 @@ from fivefold.predict.stage_times import Times, repeated
 TimesCache = dict[tuple[object, ...], dict[str, Times]]
 """Times of layers and operations, by the kinds and degrees that they depend on."""
 
+DENSE_OPERATIONS = 25
+"""Operations of a dense layer's forward whose elementwise kernels are fused."""
+
+
+def forward_operations(layout: Layout, kind: LayerKind, software: Software) -> int:
+    """Operations that the host issues for a layer's forward; a backward takes twice as many.
+
+    `fivefold audit` shows them beside those that it has counted.
+    """
+    operations = DENSE_OPERATIONS if software.fused else 45
+    if kind.experts:
+        training = layout.config.training
+        narrow = bool(training.fp4_format or training.fp8_format)
+        local = (layout.config.model.num_experts or 0) // layout.grid.ep
+        operations += 100 + local * (8 if narrow else 4)
+    return operations
+
 
 class LayerTimes(OperationTimes):
     """The times of a layout's layers, embedding and head on a cluster; each is computed once.
@@ -41,6 +58,7 @@ class LayerTimes(OperationTimes):
         known: TimesCache | None = None,
     ) -> None:
         super().__init__(layout, cluster, software)
+        self.layout = layout
         self._known: dict[tuple[LayerKind, bool], Times] = {}
         self._times_cache = {} if known is None else known
 
@@ -80,12 +98,7 @@ class LayerTimes(OperationTimes):
 
     def host(self, kind: LayerKind) -> float:
         """Seconds in which the host issues a layer's forward; a backward takes twice that."""
-        operations = 25 if self.software.fused else 45
-        if kind.experts:
-            narrow = self.precision in ("fp8", "fp4")
-            local = (self.model.num_experts or 0) // self.grid.ep
-            operations += 100 + local * (8 if narrow else 4)
-        return operations * self.cluster.host_operation
+        return forward_operations(self.layout, kind, self.software) * self.cluster.host_operation
 
     def _issued(self, times: Times, kind: LayerKind) -> Times:
         """The times, with each phase at least as long as the host needs to issue it."""
@@ -109,7 +122,7 @@ class LayerTimes(OperationTimes):
 
     def _degrees(self, kind: LayerKind) -> tuple[object, ...]:
         """The settings that a layer's operations depend on, for one model and cluster."""
-        attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens)
+        attention = (self.grid.tp, self.parts, self.grid.cp, self.tokens, self.defers)
         if not kind.experts:
             return attention
         dispatcher = self.parallel.moe_token_dispatcher_type

@@ -9,6 +9,7 @@ device.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,11 +60,13 @@ class MemoryPrediction:
         ranks: ranks in order.
         reserved: bytes of the device that the driver, NCCL and fragmentation keep.
         capacity: bytes of the device.
+        host_capacity: bytes of host memory for each device; infinite if not known.
     """
 
     ranks: tuple[RankMemory, ...]
     reserved: float
     capacity: float
+    host_capacity: float = inf
 
     @cached_property
     def worst(self) -> RankMemory:
@@ -87,8 +90,18 @@ class MemoryPrediction:
 
     @property
     def fits(self) -> bool:
-        """Whether no device runs out of memory."""
-        return self.device_total <= self.capacity
+        """Whether neither a device nor its host runs out of memory."""
+        return self.missing <= 0 and self.missing_on_host <= 0
+
+    @property
+    def missing(self) -> float:
+        """Bytes by which the fullest device is too small; negative if it is not."""
+        return self.device_total - self.capacity
+
+    @property
+    def missing_on_host(self) -> float:
+        """Bytes by which a device's share of host memory is too small; negative if it is not."""
+        return self.host - self.host_capacity
 
 
 def peak_memory(
@@ -107,7 +120,8 @@ def peak_memory(
             before it computes dW if it can.
         imbalance: tokens of the busiest rank's experts, relative to an even share.
     """
-    running = Running.of(layout.config, imbalance=imbalance)
+    others = policy is not None
+    running = Running.of(layout.config, imbalance=imbalance, keeps_masks=others)
     splits = policy is None and layout.defers_weights
     policy = policy or engine_policy(layout.config)
     kinds, known = [], {}
@@ -125,7 +139,9 @@ def peak_memory(
         if held not in states:
             states[held] = model_state(layout, pp_rank, policy=policy)
         ranks.append(_rank_peak(layout, pp_rank, found, states[held], sizes))
-    return MemoryPrediction(tuple(ranks), cluster.reserved_bytes, cluster.gpu.memory_bytes)
+    return MemoryPrediction(
+        tuple(ranks), cluster.reserved_bytes, cluster.gpu.memory_bytes, cluster.host_share
+    )
 
 
 def _rank_peak(

@@ -4,7 +4,8 @@ Times are for one microbatch and split by cause. Multiplications follow from the
 layer, transfers from the process groups of `mesh.grid`.
 """
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 
 from fivefold.counts.context import gathers_latents
 from fivefold.layout import Layout
@@ -38,9 +39,6 @@ from fivefold.predict.stage_times import Times
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 UNFUSED_TRAFFIC = 2.0  # bytes moved by unfused elementwise kernels, relative to a fused one
-TP_OVERLAP = 0.6
-"""Share of a collective that can be hidden by cutting it and its multiplication into pieces: the
-first piece overlaps with nothing, and small pieces run slower."""
 
 
 class OperationTimes:
@@ -71,6 +69,11 @@ class OperationTimes:
         self.ep = span(cluster, grid.ep, grid.etp)
         self.etp = span(cluster, grid.etp, 1)
         self.share = config.experts.fixed_share(config.model, grid.ep)
+        overlaps = self.parallel.tp_comm_overlap and self.parts > 1
+        self.in_parts = overlaps and software.hidden_tp is None
+        self.hidden_tp = (software.hidden_tp or 0.0) if overlaps else 0.0
+        pipelined = self.parallel.pipeline_model_parallel_size > 1
+        self.defers = pipelined and software.eager_dx is not False
 
     @cached_property
     def hidden_bytes(self) -> float:
@@ -86,21 +89,21 @@ class OperationTimes:
             case Residual():
                 return self._residual()
             case ColumnLinear():
-                return self._column(self._joined([rows for rows, _ in weights], self.tokens))
+                rows = [rows for rows, _ in weights]
+                return self._column(lambda tokens: self._joined(rows, tokens))
             case LatentDown():
                 own = self.tokens // self.parts
-                linears = (self._linear(weight, own) for weight in weights)
-                return self._column(sum(linears, Phases()))
+                return Times(sum((self._linear(weight, own) for weight in weights), Phases()))
             case LatentUp():
-                return self._latent_up(weights)
+                return self._latent_up(op, weights)
             case CoreAttention():
                 return self._core_attention()
             case PredictionInput():
                 (weight,) = weights
-                return self._norm() * 3 + self._projection(self._linear(weight, self.tokens))
+                return self._norm() * 3 + self._projection(weight)
             case RowLinear():
                 (weight,) = weights
-                return self._row(self._linear(weight, self.tokens))
+                return self._row(weight)
             case Activation():
                 if not op.copies:
                     return self._activation(self.tokens * (op.features // self.grid.tp))
@@ -138,15 +141,22 @@ class OperationTimes:
             dx += elementwise(gpu, cast * batch * tokens * n)
         return Phases(forward, dx, dw)
 
-    def _latent_up(self, weights: list[tuple[int, ...]]) -> Times:
-        """Projections to heads: of queries, then of keys and values. Where latents are gathered,
-        these are made of all tokens, and once more in the backward."""
+    def _latent_up(self, op: LatentUp, weights: list[tuple[int, ...]]) -> Times:
+        """Projections to heads, column-parallel layers of their latents: of queries, then of keys
+        and values. Where context-parallel ranks gather latents, keys and values are made of all
+        tokens, and once more in the backward."""
         *queries, keys = weights
-        own = sum((self._linear(weight, self.tokens) for weight in queries), Phases())
+        hidden = self.model.hidden_size
+        times = Times()
+        for weight in queries:
+            times += self._column(partial(self._linear, weight), weight[1] / hidden)
+        read = (keys[1] + op.shared) / hidden
         if not gathers_latents(self.config, 0):
-            return Times(own + self._linear(keys, self.tokens))
+            return times + self._column(partial(self._linear, keys), read)
         every = self._linear(keys, self.tokens * self.grid.cp)
-        return Times(own + every, recompute=Phases(0.0, every.forward))
+        moved = gather(self.cluster, self.tp, read * self.hidden_bytes) if self.parts > 1 else 0.0
+        again = Phases(0.0, every.forward)
+        return times + Times(every, recompute=again, tp=Phases(moved, moved))
 
     def _joined(self, rows: list[int], tokens: int) -> Phases:
         """Linear layers of the hidden state with these numbers of output rows, joined or not."""
@@ -154,38 +164,47 @@ class OperationTimes:
         hidden = self.model.hidden_size
         return sum((self._linear((n, hidden), tokens) for n in parts), Phases())
 
-    def _projection(self, linear: Phases) -> Times:
+    def _projection(self, weight: tuple[int, ...]) -> Times:
         """Of two hidden states to one: as a column-parallel layer, whose features are gathered, or
         exchanged for tokens."""
-        times = self._column(linear, inputs=2)
+        times = self._column(partial(self._linear, weight), inputs=2)
         if self.grid.tp == 1:
             return times
         moved = gather(self.cluster, self.tp, self.hidden_bytes / self.parts)
         return times + Times(tp=Phases(moved, moved if self.parallel.sequence_parallel else 0.0))
 
-    def _column(self, linear: Phases, inputs: int = 1) -> Times:
+    def _column(self, linear_on: Callable[[int], Phases], inputs: float = 1) -> Times:
         """A column-parallel linear layer: X is gathered before it, dX is reduced after.
 
-        `inputs`: hidden states that X is made of.
+        A deferred dW is no work beside which dX could be reduced; its X is gathered ahead, while
+        another dW is computed, which is taken to be as long.
+
+        Args:
+            linear_on: gives the times of the layer on a number of tokens.
+            inputs: hidden states that X is made of.
         """
+        linear = self._multiplied(linear_on)
         if self.grid.tp == 1:
             return Times(linear)
         whole = inputs * self.hidden_bytes
         if self.parallel.sequence_parallel:
             move = gather(self.cluster, self.tp, whole)
-            forward = self._beside(linear.forward, move)
+            forward, dx = (self._beside(work, move) for work in (linear.forward, linear.dx))
             if not self.software.overlaps_backward_tp:
-                return Times(linear, tp=Phases(forward, self._beside(linear.dx, move)))
-            again = overlapped(self.gpu, linear.dx, move)  # X, gathered again for dW
-            back = overlapped(self.gpu, linear.dw, move)
-            return Times(linear, tp=Phases(forward, again + back))
+                return Times(linear, tp=Phases(forward, dx))
+            free = linear.dw
+            if not self.defers:
+                dx = overlapped(self.gpu, linear.dx, move)  # X, gathered again for dW
+                free += max(0.0, self._others(linear.dx) - move)
+            return Times(linear, tp=Phases(forward, dx, overlapped(self.gpu, free, move)))
         back = all_reduce(self.cluster, self.tp, whole)
-        if self.software.overlaps_backward_tp:
+        if self.software.overlaps_backward_tp and not self.defers:
             back = overlapped(self.gpu, linear.dw, back)
         return Times(linear, tp=Phases(0.0, back))
 
-    def _row(self, linear: Phases) -> Times:
+    def _row(self, weight: tuple[int, ...]) -> Times:
         """A row-parallel linear layer: the result is reduced, dY is gathered for the backward."""
+        linear = self._multiplied(partial(self._linear, weight))
         if self.grid.tp == 1:
             return Times(linear)
         whole = self.hidden_bytes
@@ -197,12 +216,25 @@ class OperationTimes:
             )
         return Times(linear, tp=Phases(all_reduce(self.cluster, self.tp, whole)))
 
+    def _multiplied(self, linear_on: Callable[[int], Phases]) -> Phases:
+        """A linear layer on all tokens, of which forward and dX may be cut into each rank's."""
+        whole = linear_on(self.tokens)
+        if not self.in_parts:
+            return whole
+        part = linear_on(self.tokens // self.grid.tp) * self.grid.tp
+        return Phases(part.forward, part.dx, whole.dw)
+
     def _beside(self, work: float, move: float) -> float:
-        """Exposed seconds of a collective that may be cut up to overlap its multiplication."""
-        if not self.parallel.tp_comm_overlap:
-            return move
-        hidden = TP_OVERLAP * move
+        """Exposed seconds of a collective beside the multiplication that needs or makes it."""
+        if self.in_parts:
+            return overlapped(self.gpu, self._others(work), move)
+        hidden = self.hidden_tp * move
         return move - hidden + overlapped(self.gpu, work, hidden)
+
+    def _others(self, work: float) -> float:
+        """Seconds of a multiplication in parts but for one: nothing has arrived when a gather's
+        first is computed that could be multiplied beside the last message, and so for a sum."""
+        return work * (1 - 1 / self.grid.tp) if self.in_parts else 0.0
 
     def _elementwise(self, forward: float, backward: float) -> Times:
         """Elementwise kernels that read and write these numbers of bytes."""
@@ -301,13 +333,12 @@ class OperationTimes:
         entries = model.padded_vocab_size // self.grid.tp
         logits = float(self.tokens) * entries
         # 8-bit recipes leave the output layer alone.
-        linear = self._linear(
-            (entries, model.hidden_size), self.tokens, precision=self.training.precision
-        )
+        weight, precision = (entries, model.hidden_size), self.training.precision
+        column = self._column(lambda tokens: self._linear(weight, tokens, precision=precision))
         loss = self._elementwise((8 if fusion else 24) * logits, (6 if fusion else 10) * logits)
-        once = self._norm() + self._column(linear) + loss
+        once = self._norm() + column + loss
         if fusion and self.memory.cross_entropy_fusion_impl == "linear":
-            once = once + Times(recompute=Phases(0.0, linear.forward))
+            once = once + Times(recompute=Phases(0.0, column.compute.forward))
         return once * (1 + model.mtp_num_layers)
 
     def every_second(self) -> Times:
@@ -320,7 +351,7 @@ class OperationTimes:
         local = {name: weight.local(self.grid.tp) for name, weight in layer.items()}
         up = local["mlp.up_proj.weight"]
         again = (local["self_attn.k_proj.weight"], up)
-        gathered = (self._column(self._linear(weight, self.tokens)) for weight in again)
+        gathered = (self._column(partial(self._linear, weight)) for weight in again)
         output = Times()
         if self.grid.tp == 1:
             output = Times(self._linear(local["self_attn.o_proj.weight"], self.tokens))

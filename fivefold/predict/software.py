@@ -18,6 +18,8 @@ class Software:
         overlaps_backward_tp: whether the backward of column-parallel layers gathers X again in
             parallel to dX, and reduces dX in parallel to dW; otherwise X is kept whole, and the
             reduction is exposed.
+        hidden_tp: share of a tensor-parallel collective that `tp_comm_overlap` can hide beside its
+            multiplication; None: as in Fivefold, in a part for each rank.
         eager_dx: whether the gradient of a stage's input is sent before those of its weights are
             computed; None: as in the layout (`Layout.defers_weights`).
         gradient_bytes: bytes of a gradient element on the wire; None: as in the settings.
@@ -46,6 +48,7 @@ class Software:
     fused: bool = True
     attention: Literal["best", "flash2", "flash1", "scores"] = "best"
     overlaps_backward_tp: bool = True
+    hidden_tp: float | None = None
     eager_dx: bool | None = None
     gradient_bytes: float | None = None
     reduces_once: bool = False

@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from math import exp, log, prod, sqrt
+from math import exp, inf, log, prod, sqrt
 
 from fivefold.config.sharding import SHARDING, Sharding
+from fivefold.counts.offload import times_reduced
 from fivefold.counts.state import engine_policy, stage_blocks, stages_held
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, layer_kind
@@ -33,7 +34,7 @@ from fivefold.predict.prediction import (
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 from fivefold.predict.transfers import Moves, data_groups, moves
-from fivefold.predict.update import offload_seconds, update_seconds
+from fivefold.predict.update import leaving_seconds, offload_seconds, update_seconds
 
 
 def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:
@@ -253,7 +254,7 @@ class _Predictor:
         if not self.parallel.overlap_param_gather_with_optimizer_step:
             return self._exposed(move, work, pieces, self.parallel.overlap_param_gather)
         first, gpu = move / pieces, self.cluster.gpu
-        update = self._optimizer() * (1 - 1 / pieces)
+        update = self._optimizer()[0] * (1 - 1 / pieces)
         return overlapped(gpu, update, first) + overlapped(gpu, work, move - first)
 
     def _exposed(self, move: float, work: float, pieces: int, overlaps: bool) -> float:
@@ -263,11 +264,14 @@ class _Predictor:
         alone = move / pieces
         return alone + overlapped(self.cluster.gpu, work, move - alone)
 
-    def _optimizer(self) -> float:
-        """Seconds of the gradient norm and of AdamW on the fullest rank's shard."""
+    def _optimizer(self) -> tuple[float, float]:
+        """Seconds of the gradient norm and of AdamW for the fullest rank's shard.
+
+        Those of the device, and those of the host for what is in its memory.
+        """
         shard, _, expert = data_groups(self.layout, self.cluster)
         sharded = self.policy.splits_optimizer
-        worst, most = 0.0, 0
+        worst, most, backward = 0.0, 0, inf
         for own in self._ranks:
             dense = experts = tensors = 0
             for stage in own:
@@ -276,12 +280,17 @@ class _Predictor:
                     experts += block.count * sum(map(prod, block.experts))
                     tensors += block.count * (len(block.dense) + len(block.experts))
             share = dense / shard.size + experts / expert.size if sharded else dense + experts
+            work = sum((self.stages[s].total for s in own), Phases())
+            backward = min(backward, work.dx + work.dw)
             worst, most = max(worst, share), max(most, tensors)
         host = 0.0
         if self.software.by_tensor:
             host = most * _TENSOR_OPERATIONS * self.cluster.host_operation
-        here = update_seconds(self.cluster, self.policy, worst)
-        return max(here, host) + offload_seconds(self.cluster, self.policy, worst)
+        cluster, policy = self.cluster, self.policy
+        here = update_seconds(cluster, policy, worst)
+        times = times_reduced(self.layout)
+        late = leaving_seconds(cluster, policy, worst, backward, times)
+        return max(here, host), late + offload_seconds(cluster, policy, worst)
 
     def prediction(self, whole: float, still: float) -> Prediction:
         """The prediction of a step.
@@ -301,13 +310,13 @@ class _Predictor:
         flops *= training.global_batch_size * training.seq_length
         peak = self.cluster.gpu.peak.of(precision_of(layout))
         ideal = flops / grid.world_size / peak
-        around, optimizer = self._around(), self._optimizer()
+        around, (optimizer, on_host) = self._around(), self._optimizer()
         jitter = self.cluster.jitter * sqrt(2 * log(grid.world_size)) * whole
         parts = (
             TimePart("ideal", ideal),
             TimePart("kernel efficiency", each.compute.total - ideal),
             TimePart("recompute", each.recompute.total + repeated),
-            TimePart("offloading", each.offload.total),
+            TimePart("offloading", each.offload.total + on_host),
             TimePart("bubble", still - busy),
             TimePart("TP communication", each.tp.total),
             TimePart("CP communication", each.cp.total),

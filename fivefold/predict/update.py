@@ -1,9 +1,8 @@
 """Predicts the time of the optimizer update, on the device and with state in host memory.
 
-The update is limited by memory bandwidth: that of the device, or a GPU's share of the host's. This
-share is assumed to equal the bandwidth of the GPU's link, which is nearly true in current machines:
-in a DGX H100 with 614 GB/s of DDR5, each GPU has a share of 77 GB/s, of which an update reaches two
-thirds, and a link of 50 GB/s.
+The update is limited by memory bandwidth: that of the device, or a GPU's share of the host's. On
+the host it begins when the norm is known, and weights are copied back while it goes on. Gradients
+leave during the backward, over the link. All rates are of data sheets; see `predict.cluster`.
 """
 
 from fivefold.counts.state import StatePolicy
@@ -34,12 +33,28 @@ def update_seconds(
 
 
 def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
-    """Seconds to copy a rank's gradients to the host, update there, and copy the weights back.
+    """Seconds of a rank's update on the host, while weights that are updated are copied back.
 
-    The three do not overlap, as in Megatron-LM by default.
+    The gradients are there. Clipping reads and writes them, AdamW reads them and reads and writes
+    masters and moments, and weights are written in the compute type from the masters.
     """
     state = policy.master + policy.moments
-    moved = policy.gradient + policy.compute
-    touched = policy.gradient + 2 * state + policy.compute
-    share = parameters * policy.offloaded
-    return share * (moved + touched) / cluster.host_bandwidth
+    touched = 3 * policy.gradient + 2 * state + policy.master + policy.compute
+    slower = max(touched / cluster.host_rate, policy.compute / cluster.host_bandwidth)
+    return parameters * policy.offloaded * slower
+
+
+def leaving_seconds(
+    cluster: Cluster, policy: StatePolicy, parameters: float, backward: float, times: int
+) -> float:
+    """Seconds by which gradients arrive on the host after the backward that computes them.
+
+    Args:
+        cluster: the hardware.
+        policy: the model state per parameter, and where it is kept.
+        parameters: number of parameters whose state the rank keeps.
+        backward: seconds of a backward, during which they leave.
+        times: how often they do; from the second time on, the sum comes back meanwhile.
+    """
+    copied = parameters * policy.offloaded * policy.gradient / cluster.host_bandwidth
+    return times * max(0.0, copied - backward)

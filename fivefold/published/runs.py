@@ -25,6 +25,9 @@ from fivefold.published.row import OUT_OF_MEMORY, PublishedRow, cluster_of, mode
 from fivefold.search.partitions import balanced_layout
 
 _TERA = 1e12
+_HIDDEN_TP = 0.6
+"""Share of a collective that others hide by cutting it and its multiplication into pieces: the
+first piece overlaps with nothing, and small pieces run slower."""
 
 
 def software_of(row: PublishedRow) -> Software:
@@ -44,6 +47,7 @@ def software_of(row: PublishedRow) -> Software:
         waits_for_hops=deepspeed,
         scatters_hops=row.is_old_megatron and not deepspeed,
         overlaps_backward_tp=row.text("flops_conv") != "hfu96" and framework.overlaps_backward_tp,
+        hidden_tp=_HIDDEN_TP,
         eager_dx=False,
         gradient_bytes=2.0 if row.text("prec") == "fp16" else None,
         reduces_once=True,

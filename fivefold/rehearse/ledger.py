@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from fivefold.audit.calls import Call, bytes_of, call_of
 from fivefold.audit.watch import Watch
 from fivefold.pipeline.ir import COMPUTE, Act
-from fivefold.rehearse.script import ACTIVATIONS, MESSAGES, WORKING, Issued
+from fivefold.rehearse.script import ACTIVATIONS, HOST, MESSAGES, WORKING, Issued
 
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 
@@ -57,6 +57,14 @@ class Holdings:
             key = tensor.untyped_storage()._cdata
             if key in self._alive and only in (None, self._alive[key][1]):
                 self._move(key, kind)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Stop counting tensors in host memory, and forget the peak that they were part of."""
+        self.count_as(HOST, tensors)
+        for key, (_, kind, _) in [*self._alive.items()]:
+            if kind == HOST:
+                self._resize(key, 0)
+        self.peak, self.at_peak = self.total, dict(self._by_kind)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Take note of a storage's new size."""

@@ -70,7 +70,8 @@ def watched_step(layout: Layout, rank: int, *, started: float | None = None) -> 
     ledger = StepLedger()
     with ledger:
         engine = Engine(layout, rank, torch.device("cpu"), initialises=False)
-        moments = engine.optimizer.state_tensors().values()
+        ledger.holdings.leave_out(engine.optimizer.host.tensors())
+        moments = engine.optimizer.device.state_tensors().values()
         ledger.holdings.count_as(OPTIMIZER, [piece.local for piece in moments])
         ledger.account = partial(_account, ledger.holdings, engine)
         ledger.account()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 WORKING, MESSAGES, ACTIVATIONS = "working set", "messages", "activations"
-WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+WEIGHTS, GRADIENTS, OPTIMIZER, HOST = "weights", "gradients", "optimizer", "host"
 
 
 @dataclass(frozen=True, slots=True)

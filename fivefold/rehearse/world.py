@@ -21,7 +21,9 @@ def pretended_world(rank: int, size: int, *, gpus: bool) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if gpus and not hasattr(dist.Backend, REHEARSED_GPUS.upper()):
-        dist.Backend.register_backend(REHEARSED_GPUS, _group, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(
+            REHEARSED_GPUS, _group, extended_api=True, devices=["cpu", "cuda"]
+        )
     options = _fake_group().Options()
     backend = REHEARSED_GPUS if gpus else "fake"
     dist.init_process_group(

@@ -279,7 +279,8 @@ def module_parameters(config: Config) -> list[float]:
 
 
 def one_stage(config: Config) -> Layout:
-    """A layout of the ranks that share one microbatch: a layer's cost depends on no others."""
+    """A layout of the ranks that share one microbatch: a layer's cost depends on no others, but
+    for whether there are any in a pipeline, which the configuration tells."""
     model, parallel = config.model, config.parallel
     split = split_layers(model.num_layers, 1, mtp_num_layers=model.mtp_num_layers)
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size

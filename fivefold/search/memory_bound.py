@@ -1,5 +1,8 @@
 """Lower bounds on the memory of a million layouts at once; `search.bound_tables` has the method."""
 
+from dataclasses import replace
+from math import ceil
+
 import numpy as np
 
 from fivefold.config.config import Config
@@ -102,11 +105,13 @@ class _State:
         for number, sharding in enumerate(SHARDINGS):
             asked = config.with_values(data_parallel_sharding_strategy=sharding.name)
             policy = engine_policy(asked)
+            # A share is rounded up to whole layers.
+            policy = replace(policy, offloaded=ceil(policy.offloaded))
             optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
             whole = 0.0 if policy.splits_copy else policy.copy
             split = optimizer if policy.splits_optimizer else 0.0
             whole += 0.0 if policy.splits_optimizer else optimizer
-            split += policy.gradient if policy.splits_gradient else 0.0
+            split += policy.device_gradient if policy.splits_gradient else 0.0
             whole += 0.0 if policy.splits_gradient else policy.gradient
             each[0][number], each[1][number] = whole, split
         strategy_column = self.space.columns["strategy"]

@@ -1,7 +1,7 @@
 """Lower bounds on the step time of a million layouts; `search.bound_tables` has the method."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import log, sqrt
@@ -263,8 +263,7 @@ def _cells(
     space: Space, cluster: Cluster, software: Software, times_cache: TimesCache | None
 ) -> Cells:
     """The `_NUMBERS` of each kind of module for one microbatch, and the bytes of its message."""
-    model = space.config.model
-    known: TimesCache = {} if times_cache is None else times_cache
+    model, known = space.config.model, {} if times_cache is None else times_cache
 
     def times(config: Config) -> LayerTimes:
         return LayerTimes(one_stage(config), cluster, software, known)
@@ -287,7 +286,9 @@ def _cells(
         found = {EMBEDDING: _numbers(of.embedding()), HEAD: _numbers(of.head())}
         return _in_order(found, of.hidden_bytes / of.parts / config.parallel.num_sequence_slices)
 
-    columns = ("tp", "sp", "cp", "mbs", "memory")
+    deferred = {"pipelined": (space.columns["pp"] > 1).astype(np.int32)}
+    space = replace(space, columns=space.columns | deferred)
+    columns = ("tp", "sp", "cp", "mbs", "memory", "pipelined")
     parts: list[Summand] = [(columns, ends), (columns, layers(False))]
     if model.num_experts is not None:
         parts.append(((*columns, "ep", "etp"), layers(True)))
@@ -360,7 +361,6 @@ class _DataParallel:
         """Seconds to gather a rank's parameters, and to reduce its gradients."""
         held = ranks.held[self.space.columns["partition"], which]
         dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
-
         # Each layer is one transfer, and so is each end of the model.
         layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
         with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts

@@ -41,14 +41,22 @@ def signed_seconds(seconds: float) -> str:
 
 
 def shortfall(memory: MemoryPrediction) -> str:
-    """By how much a layout exceeds the fullest device, and the largest parts of its memory."""
+    """By how much a layout exceeds the fullest device, and the largest parts of its memory.
+
+    If only host memory is too small, by how much.
+    """
     worst = memory.worst
-    missing = memory.device_total - memory.capacity
+    if memory.missing <= 0 < memory.missing_on_host:
+        return (
+            f"needs {human_bytes(memory.host)} of host memory for each GPU, "
+            f"{human_bytes(memory.missing_on_host)} more than its share of "
+            f"{human_bytes(memory.host_capacity)} (--host-memory)"
+        )
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
     made_of = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
     return (
         f"needs {human_bytes(memory.device_total)} on pipeline rank {worst.pp_rank}, "
-        f"{human_bytes(missing)} more than the device has: {made_of}"
+        f"{human_bytes(memory.missing)} more than the device has: {made_of}"
     )
 
 
@@ -201,16 +209,17 @@ def binding(result: SearchResult) -> str:
     if not faster:
         return f"{time}; more device memory would not allow a faster layout"
     least = min(faster, key=lambda c: c.memory.device_total)
-    missing = least.memory.device_total - least.memory.capacity
     return (
-        f"device memory: with {human_bytes(missing)} more, {summary(least.layout)} would be "
+        f"device memory: with {human_bytes(least.memory.missing)} more, "
+        f"{summary(least.layout)} would be "
         f"{1 - least.seconds / best.seconds:.1%} faster; {time}"
     )
 
 
 def missed(result: SearchResult) -> list[Candidate]:
-    """Layouts that do not fit and would be faster than the best: the smallest and the fastest."""
-    faster = [c for c in result.rejected if c.bound < result.best.seconds]
+    """Layouts too large for a device and faster than the best: the smallest and the fastest."""
+    large = [c for c in result.rejected if c.memory.missing > 0]
+    faster = [c for c in large if c.bound < result.best.seconds]
     nearest = sorted(faster, key=lambda c: c.memory.device_total)[:SOME]
     promising = sorted(faster, key=lambda c: c.bound)[:SOME]
     return list({id(candidate): candidate for candidate in (*nearest, *promising)}.values())

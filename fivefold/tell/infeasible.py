@@ -19,17 +19,18 @@ from fivefold.pipeline.schedules.registry import SCHEDULES
 from fivefold.predict.context import legal_ways
 from fivefold.search.candidate import Candidate, capacity
 from fivefold.search.request import Request
-from fivefold.search.search import SearchResult, smallest_layouts
+from fivefold.search.search import SearchResult, search, smallest_layouts
 from fivefold.search.space import FIELDS
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import shortfall
-from fivefold.units import human_bytes
+from fivefold.units import human_bytes, human_seconds
 
 GROWTH = (2, 4, 8, 16, 32, 64)  # multiples of the GPUs to try if nothing fits
 SUGGESTIONS = 4
 COMPLETIONS = 200  # configurations to check when searching for the one that is nearest to legal
 Change = dict[str, Any]
 """Values of further flags, by the name of the setting or "num_gpus"."""
+ON_HOST: Change = {"optimizer_cpu_offload": True}
 
 
 def why_nothing(result: SearchResult) -> ConfigError:
@@ -47,15 +48,43 @@ def why_nothing(result: SearchResult) -> ConfigError:
         why = [line for rule in rules for line in (rule.what, *(f"  {each}" for each in rule.why))]
     if fixed:
         why.append(f"fixed: {fixed}")
-    works = islice(_works(request, rules, legal=bool(result.legal)), SUGGESTIONS)
-    return ConfigError(Mistake(what, tuple(why), tuple(works)))
+    works = tuple(islice(_works(request, rules, legal=bool(result.legal)), SUGGESTIONS))
+    for change in _on_host_ways(request):
+        if _typed(change) in works:
+            why.append(_on_host(_typed(change), search(request.but(**change))))
+            break
+    return ConfigError(Mistake(what, tuple(why), works))
+
+
+def _on_host_ways(request: Request) -> Iterator[Change]:
+    """Ways to have the optimizer in host memory, which the search does not try by itself.
+
+    On one rank it does not try ZeRO-3 either, which then keeps no second copy of the weights.
+    """
+    yield ON_HOST
+    if request.world == 1 and "data_parallel_sharding_strategy" not in request.given:
+        yield ON_HOST | {"data_parallel_sharding_strategy": "optim_grads_params"}
+
+
+def _on_host(flags: str, result: SearchResult) -> str:
+    """What an optimizer in host memory would make fit, and how slow that is."""
+    best = result.best
+    assert best.prediction is not None
+    waits = next(part for part in best.prediction.parts if part.name == "offloading")
+    return (
+        f"with {flags}: {summary(best.layout)}, "
+        f"{human_seconds(best.seconds)} a step ({best.prediction.mfu:.1%} MFU), "
+        f"{waits.seconds / best.seconds:.0%} of it for the host, "
+        f"{human_bytes(best.memory.device_total)} of each GPU and "
+        f"{human_bytes(best.memory.host)} of host memory for it"
+    )
 
 
 def _needs(result: SearchResult) -> Iterator[str]:
     """The memory that the smallest layouts need, and the memory that there is."""
     request = result.request
     candidates = [*result.rejected, *smallest_layouts(request)]
-    nearest = min(candidates, key=lambda c: c.memory.device_total)
+    nearest = min(candidates, key=lambda c: (c.memory.missing_on_host > 0, c.memory.device_total))
     room = f"{human_bytes(capacity(request))} available on one {request.cluster.gpu.name}"
     if result.smallest > capacity(request):
         yield (
@@ -159,7 +188,7 @@ def _has_plan(request: Request, change: Change) -> bool:
 
 def _techniques(request: Request) -> Iterator[Change]:
     """Memory techniques that the search does not try by itself."""
-    yield {"optimizer_cpu_offload": True}
+    yield from _on_host_ways(request)
     if "recompute_granularity" in request.given:
         yield {"recompute_granularity": "full", "recompute_method": "uniform"}
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from textwrap import wrap
 
 from fivefold.model.shape import count_parameters
@@ -126,6 +126,8 @@ def memory_table(candidate: Candidate) -> list[str]:
     rows.append(("peak", *(human_bytes(ranks[rank].peak) for rank in shown)))
     worst, host = candidate.memory.worst, candidate.memory.host
     offloaded = f"in host memory: at most {human_bytes(host)} per GPU"
+    if candidate.memory.host_capacity < inf:
+        offloaded += f", of its share of {human_bytes(candidate.memory.host_capacity)}"
     return [
         *table(rows, right=range(1, len(shown) + 1)),
         f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",

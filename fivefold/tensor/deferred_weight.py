@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fivefold.mesh.slices import laid_out_like
+from fivefold.model.leaves import add_to_grad
 
 
 @dataclass(frozen=True)
@@ -25,37 +24,63 @@ class Work:
         parameters: parameters to whose `grad` it adds; the objects that the forward used, which
             FSDP2 replaces between forward and W.
         add: runs the computation.
+        start: starts messages that `add` waits for; None: there are none.
     """
 
     parameters: tuple[Tensor, ...]
     add: Callable[[], None]
+    start: Callable[[], None] | None = None
 
 
 def run_works(works: Sequence[Work]) -> Iterator[Tensor]:
     """Run postponed computations in order; yields each parameter after its `grad` was updated.
 
-    Autograd hooks do not see these gradients, so callers that wait for one use the yields.
+    Autograd hooks do not see these gradients, so callers that wait for one use the yields. The
+    messages of a computation travel while those since the last one with messages run, itself
+    included: at most two have started and not ended.
     """
+    starts = (work.start for work in works if work.start is not None)
+
+    def start_next() -> None:
+        with torch.no_grad():
+            next(starts, _nothing)()
+
+    start_next()
     for work in works:
+        if work.start is not None:
+            start_next()
         with torch.no_grad():
             work.add()
         yield from work.parameters
 
 
+def _nothing() -> None:
+    """No messages are left to be started."""
+
+
 class DeferredWeights:
-    """Collects the postponed dW computations of one rank.
+    """Collects the postponed dW computations of one rank, and knows where gradients are summed.
 
     Attributes:
         deferring: whether the running backward postpones dW.
+        main_gradient: function from a parameter to the sum of its gradients so far, local, to which
+            a product adds (Megatron-LM's gradient accumulation fusion); None: there is none, or
+            autograd adds.
     """
 
     def __init__(self) -> None:
         self.deferring = False
+        self.main_gradient: Callable[[Tensor], Tensor | None] = _none
         self._works: list[Work] = []
 
-    def put(self, parameters: Sequence[Tensor], add: Callable[[], None]) -> None:
-        """Postpone a computation that adds to the `grad` of these parameters."""
-        self._works.append(Work(tuple(parameters), add))
+    def put(
+        self,
+        parameters: Sequence[Tensor],
+        add: Callable[[], None],
+        start: Callable[[], None] | None = None,
+    ) -> None:
+        """Postpone a computation that adds to the `grad` of these parameters; see `Work`."""
+        self._works.append(Work(tuple(parameters), add, start))
 
     def run_early(self) -> None:
         """Run the computations postponed so far, during the backward that postpones them."""
@@ -78,23 +103,31 @@ class DeferredWeights:
             works.extend(self._works)
             self._works = []
 
+    def made(
+        self, parameter: Tensor, make: Callable[..., Tensor], rows: slice | None = None
+    ) -> Tensor | None:
+        """A weight's gradient for autograd to add; None if it was added to the parameter's sum.
 
-def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> None:
-    """Add a local gradient to `parameter.grad` as autograd would.
+        Args:
+            parameter: the object that the forward used.
+            make: computes the gradient; given a tensor, adds it there instead.
+            rows: rows of the local part that the gradient covers; None: all.
+        """
+        main = self.main_gradient(parameter)
+        if main is None:
+            return make()
+        make(main if rows is None else main[rows])
+        return None
 
-    Args:
-        parameter: plain tensor or DTensor.
-        grad: gradient, shaped like the parameter's local part or its `rows`.
-        rows: rows of the local part that the gradient covers; None: all.
-    """
-    held = parameter.grad
-    if held is not None:
-        target = held.to_local() if isinstance(held, DTensor) else held
-        (target if rows is None else target[rows]).add_(grad)
-        return
-    if rows is not None:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        whole = grad.new_zeros(local.shape)
-        whole[rows] = grad
-        grad = whole
-    parameter.grad = laid_out_like(parameter, grad)
+    def add(
+        self, parameter: Tensor, make: Callable[..., Tensor], rows: slice | None = None
+    ) -> None:
+        """Add a weight's gradient to the parameter's sum; arguments as for `made`."""
+        grad = self.made(parameter, make, rows)
+        if grad is not None:
+            add_to_grad(parameter, grad, rows)
+
+
+def _none(parameter: Tensor) -> Tensor | None:
+    """No parameter has a sum that products add to."""
+    return None

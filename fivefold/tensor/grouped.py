@@ -1,14 +1,16 @@
 """Grouped linears with deferrable weight gradients. Shapes as in `model.grouped`."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fivefold.model.grouped import GroupedLinear
-from fivefold.model.layers import Products, local
-from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
+from fivefold.model.layers import Products
+from fivefold.model.leaves import local
+from fivefold.tensor.deferred_weight import DeferredWeights
 
 
 @dataclass(frozen=True)
@@ -40,25 +42,28 @@ class _Grouped(torch.autograd.Function):
         targets: tuple[Tensor, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        outputs, kept = products.forward(x_TH, weights, (None,) * len(weights))
+        taken, kept = products.input(x_TH)
+        outputs = products.outputs(taken, weights, (None,) * len(weights))
         ctx.save_for_backward(*weights, *kept)
         ctx.products, ctx.deferred, ctx.targets = products, deferred, targets
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        products, targets, saved = ctx.products, ctx.targets, ctx.saved_tensors
+        products, deferred, targets = ctx.products, ctx.deferred, ctx.targets
+        saved = ctx.saved_tensors
         weights, kept = saved[: len(targets)], saved[len(targets) :]
         grads = [products.gradient(grad) for grad in grads_TF]
+        makes = [partial(products.weight_gradient, grad, kept) for grad in grads]
 
         def add() -> None:
-            for parameter, grad in zip(targets, grads, strict=True):
-                add_to_grad(parameter, products.weight_gradient(grad, kept))
+            for parameter, make in zip(targets, makes, strict=True):
+                deferred.add(parameter, make)
 
         grads_w: list[Tensor | None] = [None] * len(targets)
-        if ctx.deferred.deferring:
-            ctx.deferred.put(targets, add)
+        if deferred.deferring:
+            deferred.put(targets, add)
         else:
-            grads_w = [products.weight_gradient(grad, kept) for grad in grads]
-        grad_x = products.input_gradient(grads, weights) if ctx.needs_input_grad[0] else None
+            grads_w = list(map(deferred.made, targets, makes))
+        grad_x = products.input_gradients(grads, weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, *grads_w

@@ -10,13 +10,15 @@ from torch.distributed.tensor.placement_types import Placement
 from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.exchange import Exchange
 from fivefold.tensor.linear import ColumnParallel, RowParallel, SpreadTokens, WholeRows
 from fivefold.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 
 def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
     """Make dW deferrable in a stage without tensor parallelism."""
-    column, row = ColumnParallel(None, False, deferred), RowParallel(None, False, deferred)
+    alone = Exchange(None)
+    column, row = ColumnParallel(alone, deferred), RowParallel(alone, deferred)
     stage.column = column
     for block in stage.blocks:
         block.column, block.row, block.whole = column, row, column
@@ -30,7 +32,7 @@ def install_deferral(stage: Stage, deferred: DeferredWeights) -> None:
 def install_tensor_parallel(
     stage: Stage,
     groups: Groups,
-    sequence_parallel: bool,
+    exchange: Exchange,
     deferred: DeferredWeights,
     dims: Mapping[str, int | None],
 ) -> None:
@@ -41,16 +43,16 @@ def install_tensor_parallel(
     Args:
         stage: stage without parallelism installed.
         groups: process groups of this rank.
-        sequence_parallel: whether norms and residuals process only this rank's tokens.
+        exchange: how linears gather tokens and sum products over the tp axis; if it splits tokens,
+            norms and residuals process only this rank's.
         deferred: receives deferred weight gradients.
         dims: by parameter name, the dim that ranks split; None: each rank holds the whole
             parameter. Parameters that are missing stay unchanged.
     """
-    group = groups.tp
+    group, sequence_parallel = groups.tp, exchange.splits_tokens
     assert group is not None, "one rank needs no tensor parallelism"
-    column = ColumnParallel(group, sequence_parallel, deferred)
-    row = RowParallel(group, sequence_parallel, deferred)
-    whole = ColumnParallel(None, False, deferred)
+    column, row = ColumnParallel(exchange, deferred), RowParallel(exchange, deferred)
+    whole = ColumnParallel(Exchange(None), deferred)
     spread = SpreadTokens(group, sequence_parallel)
     rank, size = group.rank(), group.size()
     for block in stage.blocks:
@@ -67,7 +69,8 @@ def install_tensor_parallel(
 
 def _install_vocabulary(stage: Stage, group: dist.ProcessGroup, column: ColumnParallel) -> None:
     for embedding in stage.embeddings:
-        embedding.lookup = VocabularyLookup(group, column.sequence_parallel, column.deferred)
+        sequence_parallel = column.exchange.splits_tokens
+        embedding.lookup = VocabularyLookup(group, sequence_parallel, column.deferred)
     if stage.embed_positions is not None:
         stage.embed_positions.lookup = VocabularyLookup(None, False, column.deferred)
     if stage.lm_head is not None:

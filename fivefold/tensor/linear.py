@@ -7,24 +7,19 @@ et al. 2019). With sequence parallelism these are an all-gather and a reduce-sca
 (Korthikanti et al. 2022). Shapes: T tokens, t = T / tp, H input features, F local output features.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.mesh.collectives import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from fivefold.model.layers import Linear, Products, local
-from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
+from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
+from fivefold.model.layers import Kept, Linear, Products
+from fivefold.model.leaves import add_to_grad, local
+from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.exchange import Exchange, Factor
 
 Target = tuple[Tensor, Tensor | None]
 """(weight, bias) of a linear, the objects that its forward used."""
@@ -34,18 +29,17 @@ Target = tuple[Tensor, Tensor | None]
 class ColumnParallel:
     """The `column` seam: several linears of one input, each returning this rank's features.
 
-    The input is gathered once for all linears, and one collective sums their input gradients. It
-    overlaps with the weight gradients. Under sequence parallelism only the input's shard is saved,
-    as the products want it (in 8 bits, for example), and gathered again in the backward.
+    The input is gathered once for all linears, and one sum over the ranks completes their input
+    gradients. It overlaps with the weight gradients. Of split tokens only this rank's are saved, as
+    the products want them (in 8 bits, for example), and all are gathered again in the backward:
+    while input gradients are computed, or if weight gradients are deferred while earlier ones are.
 
     Attributes:
-        group: tensor-parallel group; None: one rank.
-        sequence_parallel: whether the input is sharded along the tokens.
+        exchange: how tokens are gathered and their gradients summed.
         deferred: receives weight gradients while a backward defers them.
     """
 
-    group: dist.ProcessGroup | None
-    sequence_parallel: bool
+    exchange: Exchange
     deferred: DeferredWeights
 
     def __call__(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
@@ -63,12 +57,6 @@ class ColumnParallel:
         outputs: tuple[Tensor, ...] = _Column.apply(x_TH, *how, *weights, *biases)
         return outputs
 
-    def own(self, kept_TH: Tensor) -> Tensor:
-        """What this rank keeps of what was made of the whole input: the rows of its own tokens."""
-        if self.group is None or not self.sequence_parallel:
-            return kept_TH
-        return kept_TH.chunk(self.group.size())[self.group.rank()].clone()
-
 
 class _Column(torch.autograd.Function):
     @staticmethod
@@ -82,12 +70,13 @@ class _Column(torch.autograd.Function):
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(targets)], tensors[len(targets) :]
-        x_TH = all_gather(x, column.group) if column.sequence_parallel else x
-        outputs, (kept_TH, *rest) = products.forward(x_TH, weights, biases)
-        own = x if kept_TH is x_TH else column.own(kept_TH)
+        exchange = column.exchange
+        factors = [Factor(products, *each) for each in zip(weights, biases, strict=True)]
+        (kept_TH, *rest), outputs = exchange.gather_products(x, factors)
+        own = x if products.keeps_input else exchange.own(kept_TH)
         ctx.save_for_backward(own, *weights, *rest)
         ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
@@ -95,39 +84,62 @@ class _Column(torch.autograd.Function):
         weights, rest = weights[: len(ctx.targets)], weights[len(ctx.targets) :]
         column: ColumnParallel = ctx.column
         products: Products = ctx.products
-        group, deferring = column.group, column.deferred.deferring
-        gathers = column.sequence_parallel
-        again = start_all_gather(own, group) if gathers and not deferring else None
+        exchange, deferring = column.exchange, column.deferred.deferring
+        gathered = _Gathered(exchange, own)
+        if not deferring:
+            gathered.start()
         pending = None
         grads = [products.gradient(grad) for grad in grads_TF]
         if ctx.needs_input_grad[0]:
-            start = start_reduce_scatter if gathers else start_all_reduce
-            pending = start(products.input_gradient(grads, weights), group)
-        grads_w: list[Tensor | None] = [None] * len(weights)
-        grads_b: list[Tensor | None] = [None] * len(weights)
+            factors = [Factor(products, weight, of_gradient=True) for weight in weights]
+            pending = exchange.start_sum(list(zip(grads, factors, strict=True)))
         with_bias = [
             grad if target[1] is not None else None
             for grad, target in zip(grads_TF, ctx.targets, strict=True)
         ]
+        grads_w: list[Tensor | None] = [None] * len(weights)
+        grads_b: list[Tensor | None] = [None] * len(weights)
         if deferring:
             targets, rows = ctx.targets, ctx.rows
 
             def add() -> None:
-                kept = (all_gather(own, group) if gathers else own, *rest)
+                kept = gathered.wait(), *rest
                 each = zip(targets, rows, grads, with_bias, strict=True)
                 for target, part, grad, grad_TF in each:
-                    add_to_grad(target[0], products.weight_gradient(grad, kept), part)
-                    if grad_TF is not None and target[1] is not None:
+                    make = partial(products.weight_gradient, grad, kept)
+                    column.deferred.add(target[0], make, part)
+                    if grad_TF is not None:
                         add_to_grad(target[1], grad_TF.sum(0), part)
 
-            column.deferred.put([p for target in targets for p in target if p is not None], add)
+            parameters = [p for target in targets for p in target if p is not None]
+            start = gathered.start if exchange.splits_tokens else None
+            column.deferred.put(parameters, add, start)
         else:
-            kept = (again.wait() if again is not None else own, *rest)
-            for index, (grad, grad_TF) in enumerate(zip(grads, with_bias, strict=True)):
-                grads_w[index] = products.weight_gradient(grad, kept)
+            kept = gathered.wait(), *rest
+            each = zip(ctx.targets, ctx.rows, grads, with_bias, strict=True)
+            for index, (target, part, grad, grad_TF) in enumerate(each):
+                make = partial(products.weight_gradient, grad, kept)
+                grads_w[index] = column.deferred.made(target[0], make, part)
                 grads_b[index] = None if grad_TF is None else grad_TF.sum(0)
         grad_x = pending.wait() if pending is not None else None
         return grad_x, None, None, None, None, *grads_w, *grads_b
+
+
+class _Gathered:
+    """The tokens of all ranks, of which a backward keeps this rank's until it starts to gather."""
+
+    def __init__(self, exchange: Exchange, x: Tensor) -> None:
+        self._exchange, self._x = exchange, x
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        self._pending = self._exchange.start_gather(self._x)
+
+    def wait(self) -> Tensor:
+        """[T, H], once; started before unless there is nothing to gather."""
+        pending = self._pending or self._exchange.start_gather(self._x)
+        self._pending = None
+        return pending.wait()
 
 
 @dataclass(frozen=True)
@@ -137,52 +149,79 @@ class RowParallel:
     The bias is added once, after the sum. Attributes as in `ColumnParallel`.
     """
 
-    group: dist.ProcessGroup | None
-    sequence_parallel: bool
+    exchange: Exchange
     deferred: DeferredWeights
 
     def __call__(self, x_TF: Tensor, linear: Linear) -> Tensor:
         """[T, F] -> [T or t, H]."""
-        how = self.deferred, (linear.weight, None), linear.multiply
-        product_TH = _RowProduct.apply(x_TF, local(linear.weight), *how)
-        y = sum_tokens(product_TH, self.group, self.sequence_parallel)
+        call = _RowCall(self, (linear.weight, None), Factor(linear.multiply, local(linear.weight)))
+        y: Tensor = _RowSum.apply(_RowInput.apply(x_TF, call.factor.weight_FH, call), call)
         return y if linear.bias is None else y + local(linear.bias)
 
 
-class _RowProduct(torch.autograd.Function):
-    """This rank's summand, in a function separate from the sum, which saves nothing.
+@dataclass
+class _RowCall:
+    """What the two functions of a row share.
 
-    Recomputation stops at the last saved tensor, so it does not repeat a block's last sum.
+    Attributes:
+        row: the seam.
+        target: the linear's weight; the bias is added outside.
+        factor: the weight that multiplies.
+        taken: what it takes of the input, between the forwards of both functions.
+        grad: what dW takes of the gradient of all tokens, between their backwards.
+    """
+
+    row: RowParallel
+    target: Target
+    factor: Factor
+    taken: Kept | None = None
+    grad: Kept | None = None
+
+
+class _RowInput(torch.autograd.Function):
+    """Saves what dW needs, and computes it.
+
+    A function apart from the product and its sum, which save nothing: recomputation stops at the
+    last saved tensor, so it repeats neither where they end a block.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TF: Tensor,
-        weight: Tensor,
-        deferred: DeferredWeights,
-        target: Target,
-        products: Products,
-    ) -> Tensor:
-        (product_TH,), kept = products.forward(x_TF, (weight,), (None,))
-        ctx.save_for_backward(weight, *kept)
-        ctx.deferred, ctx.parameter, ctx.products = deferred, target[0], products
-        return product_TH
+    def forward(ctx: Any, x_TF: Tensor, weight: Tensor, call: _RowCall) -> Tensor:
+        call.taken, kept = call.factor.products.input(x_TF)
+        ctx.save_for_backward(*kept)
+        ctx.call = call
+        return x_TF.view_as(x_TF)
 
     @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Any, ...]:
-        weight, *kept = ctx.saved_tensors
-        parameter, products = ctx.parameter, ctx.products
-        grad, grad_weight = products.gradient(grad_TH), None
+    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Any, ...]:
+        kept = ctx.saved_tensors
+        call: _RowCall = ctx.call
+        grad, call.grad = call.grad, None
+        assert grad is not None, "the sum's backward runs before"
+        parameter, deferred = call.target[0], call.row.deferred
+        make = partial(call.factor.products.weight_gradient, grad, kept)
+        if not deferred.deferring:
+            return grad_TF, deferred.made(parameter, make), None
+        deferred.put([parameter], lambda: deferred.add(parameter, make))
+        return grad_TF, None, None
 
-        def add() -> None:
-            add_to_grad(parameter, products.weight_gradient(grad, kept))
 
-        if ctx.deferred.deferring:
-            ctx.deferred.put([parameter], add)
-        else:
-            grad_weight = products.weight_gradient(grad, kept)
-        return products.input_gradient([grad], [weight]), grad_weight, None, None, None
+class _RowSum(torch.autograd.Function):
+    """The product and its sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TF: Tensor, call: _RowCall) -> Tensor:
+        ctx.call = call
+        taken, call.taken = call.taken, None
+        assert taken is not None, "the input is read before"
+        return call.row.exchange.start_sum([(taken, call.factor)]).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        call: _RowCall = ctx.call
+        factor = replace(call.factor, of_gradient=True)
+        call.grad, (grad_TF,) = call.row.exchange.gather_products(grad, [factor])
+        return grad_TF, None
 
 
 def sum_tokens(x_TH: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> Tensor:

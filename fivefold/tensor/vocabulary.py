@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fivefold.mesh.collectives import all_gather
-from fivefold.model.layers import Embedding, local
+from fivefold.model.layers import Embedding
+from fivefold.model.leaves import add_to_grad, local
 from fivefold.model.loss import IGNORED
-from fivefold.tensor.deferred_weight import DeferredWeights, add_to_grad
+from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import Target, sum_tokens
 
 

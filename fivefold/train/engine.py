@@ -14,11 +14,12 @@ from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups, build_groups
-from fivefold.mesh.slices import local_tensor
+from fivefold.mesh.slices import Piece, local_tensor
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.prediction import valid_by_depth, with_further
-from fivefold.optim.adamw import MOMENTS, AdamW
-from fivefold.optim.grad_norm import clip_, global_grad_norm, zero_if_finite
+from fivefold.optim.adamw import MOMENTS
+from fivefold.optim.build import build_optimizer
+from fivefold.optim.grad_norm import Departed, clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize
 from fivefold.pipeline.ir import Program
@@ -129,13 +130,11 @@ class Engine:
             expert_shards=num_expert_shards(layout) if layout.config.model.num_experts else None,
         )
         self.model: ParallelModel = parallelize(layout, self.groups, device)
-        if initialises:
-            self.model.initialise()
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
-        early = layout.config.parallel.overlap_param_gather_with_optimizer_step
-        self.optimizer = AdamW(
-            self.parameters, layout.config.optimizer, [*self.model.blocks()] if early else ()
-        )
+        self.optimizer = build_optimizer(self.model, device)
+        if initialises:
+            self.model.initialise(self.optimizer.weights())
+            self.optimizer.host.publish()
         self._routers = Routers(layout, self.model.stages)
         self._programs: dict[tuple[int, bool], Program] = {}
 
@@ -170,6 +169,7 @@ class Engine:
             tokens.clamp_min(1).double().reciprocal(),
         )
         self.model.finish_gradients()
+        self.optimizer.host.leave_all()
         optimizer, training = self.layout.config.optimizer, self.layout.config.training
         norm = global_grad_norm(
             self._counted_grads(),
@@ -186,7 +186,7 @@ class Engine:
         return DeviceResult(loss, norm, tokens.flatten()[0], votes, lr, extra, routing)
 
     def apply(self, found: DeviceResult) -> StepResult:
-        """Clip the gradients by their norm and step the optimizer.
+        """Clip the gradients by their norm and step the optimizer, on the device and then the host.
 
         Where something is not finite, and that is checked, the device leaves weights, moments and
         gradients as they are: the host learns of it only afterwards.
@@ -197,11 +197,12 @@ class Engine:
         if limit > 0:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
             clip_(grads, found.grad_norm, limit, found_inf)
-        self.optimizer.step(found.lr, found_inf)
+        self.optimizer.device.step(found.lr, found_inf)
         result = self.read(found)
         if checks and not result.finite:
             self.optimizer.steps -= 1
         else:
+            self.optimizer.host.step(found.lr, result.grad_norm, limit)
             self._routers.update(found.routing)
             self.optimizer.zero_grad()
         return result
@@ -228,24 +229,27 @@ class Engine:
 
     def sound(self) -> bool:
         """Whether weights and moments are finite on every rank; collective."""
-        moments = [piece.local for piece in self.optimizer.state_tensors().values()]
-        zero = zero_if_finite([*self._weights(), *moments], self.device)
+        parts = (self.optimizer.device.state_tensors(), self.optimizer.host.state_tensors())
+        here, away = ([piece.local for piece in part.values()] for part in parts)
+        zero = zero_if_finite([*self._weights(), *here], self.device)
+        zero += zero_if_finite(away, self.device)
         return bool(all_reduce(zero, self.groups.world) == 0)
 
-    def stored_tensors(self) -> dict[str, object]:
+    def stored_tensors(self) -> dict[str, Tensor | Piece]:
         """Weights and optimizer state by the names of the whole model, for a checkpoint."""
         kept = self._by_stored_name(record for record in self._records if record.loaded)
         return kept | self.model.buffers(copies=True)
 
-    def written_tensors(self) -> dict[str, object]:
+    def written_tensors(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without second copies, which another rank writes."""
         kept = self._by_stored_name(record for record in self._records if record.written)
         return kept | self.model.buffers(copies=False)
 
-    def _by_stored_name(self, records: Iterable[ParameterRecord]) -> dict[str, object]:
+    def _by_stored_name(self, records: Iterable[ParameterRecord]) -> dict[str, Tensor | Piece]:
         names = {record.stored: record.name for record in records}
-        moments = self.optimizer.state_tensors()
-        return {stored: self.parameters[name] for stored, name in names.items()} | {
+        weights, moments = self.optimizer.weights(), self.optimizer.state_tensors()
+        found: dict[str, Tensor | Piece] = {s: weights[name] for s, name in names.items()}
+        return found | {
             f"optim.{moment}.{stored}": moments[f"optim.{moment}.{name}"]
             for stored, name in names.items()
             for moment in MOMENTS
@@ -254,13 +258,14 @@ class Engine:
     def after_load(self, steps: int) -> None:
         """Finish loading into `stored_tensors`: step count, and copies of tied weights."""
         state = {n: piece.local for n, piece in self.optimizer.state_tensors().items()}
-        state |= {n: local_tensor(p) for n, p in self.parameters.items()}
+        state |= {n: piece.local for n, piece in self.optimizer.weights().items()}
         source = {record.stored: record.name for record in self._records if record.loaded}
         for record in self._records:
             if not record.loaded:
                 for kind in ("", *(f"optim.{moment}." for moment in MOMENTS)):
                     state[kind + record.name].copy_(state[kind + source[record.stored]])
         self.optimizer.steps = steps
+        self.optimizer.host.publish()
 
     def _program(self, num_microbatches: int, *, forward_only: bool = False) -> Program:
         """The lowered program, made once; the first rank sees that it keeps every rule."""
@@ -318,12 +323,9 @@ class Engine:
         """What lies here of every parameter."""
         return [local_tensor(parameter) for parameter in self.parameters.values()]
 
-    def _counted_grads(self) -> list[tuple[Tensor, bool]]:
-        counted = []
-        for name, parameter in self.parameters.items():
-            assert parameter.grad is not None, f"{name} got no gradient"
-            counted.append((local_tensor(parameter.grad), self.model.records[name].counted))
-        return counted
+    def _counted_grads(self) -> list[tuple[Tensor | Departed, bool]]:
+        records = self.model.records
+        return [(self.optimizer.measurable(n), records[n].counted) for n in self.parameters]
 
 
 def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:

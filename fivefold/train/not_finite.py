@@ -58,9 +58,7 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
     if in_state := locate_in_state(engine):
         return in_state, False
     gradients = {
-        f"gradient of {name}": local_tensor(parameter.grad)
-        for name, parameter in engine.parameters.items()
-        if parameter.grad is not None
+        f"gradient of {name}": engine.optimizer.gradient(name) for name in engine.parameters
     }
     spoilt = _lines(engine, _gather(engine, _spoilt(gradients)))
     sights, finite = _repeat(engine, microbatches)

@@ -53,8 +53,10 @@ def choose_bindings(
         sysfs: where the kernel tells what the machine is made of.
 
     Raises:
-        ConfigError: a GPU's node has no processor for its ranks.
+        ConfigError: a GPU's node has no processor for its ranks, or the system binds none.
     """
+    if not hasattr(os, "sched_getaffinity"):
+        raise _impossible("this system does not bind processes to processors")
     usable = os.sched_getaffinity(0) if allowed is None else allowed
     nodes = _nodes(sysfs, frozenset(usable))
     near = [_node_of(address, sysfs) for address in gpus]

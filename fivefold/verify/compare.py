@@ -110,9 +110,8 @@ def _gradient_differences(
     # A gradient that is zero up to rounding (a key's bias) is compared to the largest one.
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
     for name, parameter in engine.parameters.items():
-        assert parameter.grad is not None, f"{name} got no gradient"
         stored = engine.model.records[name].stored
-        piece = piece_of(parameter.grad)
+        piece = piece_of(parameter).like(engine.optimizer.gradient(name))
         yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)
 
 

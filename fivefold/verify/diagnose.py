@@ -14,7 +14,7 @@ from torch import Tensor
 from fivefold.config.config import Config
 from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.mesh.collectives import all_reduce
-from fivefold.mesh.slices import local_slices, local_tensor
+from fivefold.mesh.slices import local_slices
 from fivefold.model.prediction import valid_by_depth
 from fivefold.model.shape import EMBEDDING
 from fivefold.model.transformer import Stage
@@ -76,7 +76,7 @@ def _explanations(
 ) -> dict[str, set[str]]:
     """Stored name -> hypotheses that hold for this rank's part of the gradient."""
     named = engine.parameters.items()
-    own = {name: local_tensor(p.grad).cpu().double() for name, p in named if p.grad is not None}
+    own = {name: engine.optimizer.gradient(name).cpu().double() for name, _ in named}
     partial = dict(_gradients_of_samples(engine, step, reference))
     if engine.groups.experts is not None:
         plain = _plain(engine.layout.config, reference)

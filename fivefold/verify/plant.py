@@ -21,7 +21,8 @@ from fivefold.data_parallel.replicated import local_grad
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.experts import Beside, Dispatcher, RunExperts
-from fivefold.model.layers import LayerBlock, Linear, local
+from fivefold.model.layers import LayerBlock, Linear
+from fivefold.model.leaves import local
 from fivefold.model.routing import ExpertChoice
 from fivefold.model.transformer import Stage
 from fivefold.train.engine import Engine
@@ -298,8 +299,11 @@ PLANTS: Mapping[str, Plant] = MappingProxyType(
         ),
         "double-experts": Plant(
             "double the gradients of experts",
-            "experts",
-            lambda layout: layout.config.model.num_experts is not None,
+            "experts, and an optimizer on the device, where their gradients stay",
+            lambda layout: (
+                layout.config.model.num_experts is not None
+                and not layout.config.memory.optimizer_cpu_offload
+            ),
             _double_experts,
         ),
         "skip-edp-sum": Plant(

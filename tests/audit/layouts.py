@@ -70,6 +70,11 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
     {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
 )
+ON_HOST: tuple[dict[str, Any], ...] = (
+    {},
+    {"optimizer_cpu_offload": True},
+    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+)
 
 
 def random_layouts(seed: int) -> Iterator[Layout]:
@@ -108,9 +113,11 @@ def _settings(random: Random, world: int) -> dict[str, Any]:
     hybrid = degrees["dp"] > 1 and sharding != "no_shard" and random.random() < 0.3
     microbatch = random.choice((1, 2))
     virtual = random.choice((1, 2)) if degrees["pp"] > 1 else 1
+    splits = degrees["tp"] > 1 and random.random() < 0.6
     return {
         "tensor_model_parallel_size": degrees["tp"],
-        "sequence_parallel": degrees["tp"] > 1 and random.random() < 0.6,
+        "sequence_parallel": splits,
+        "tp_comm_overlap": splits and microbatch == 2,
         "pipeline_model_parallel_size": degrees["pp"],
         "num_virtual_stages_per_pipeline_rank": virtual,
         "pipeline_schedule": random.choice(SCHEDULES[virtual if degrees["pp"] > 1 else 0]),
@@ -126,6 +133,7 @@ def _settings(random: Random, world: int) -> dict[str, Any]:
         "micro_batch_size": microbatch,
         "global_batch_size": microbatch * degrees["dp"] * random.choice((2, 4)),
         **random.choice(MEMORY),
+        **random.choice(ON_HOST),
     }
 
 

@@ -84,6 +84,24 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
             "recompute_modules": ("layernorm", "mlp"),
         },
     ),
+    "recomputed, one rank": (
+        1,
+        "llama",
+        "tensorwise",
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    ),
+    "layers recomputed in tiles": (
+        2,
+        "llama",
+        "rowwise",
+        SEQUENCE
+        | {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "tiled_mlp_num_shards": 3,
+        },
+    ),
     "offloaded, ring": (
         2,
         "llama",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.audit.traffic import Traffic, axes_of
+from fivefold.audit.work import Multiplications
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
@@ -18,8 +19,12 @@ from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
 from fivefold.errors import FivefoldError
 from fivefold.layout import Layout
+from fivefold.model.layers import Linear
+from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.linear import ColumnParallel, RowParallel
 from fivefold.train.engine import Engine
 from tests.pool import run
+from tests.tensor.ways import WAYS, exchanging
 from tests.verify.cases import chosen, shared_groups
 
 # Sizes that sharding over 2 or 4 ranks has to pad.
@@ -294,3 +299,18 @@ def test_a_step_sends_exactly_what_the_formulas_say(name: str) -> None:
     for rank, steps in enumerate(run(world, _measure, settings)):
         for measured in steps:
             assert measured == by_axis(step_volumes(layout, rank)), f"rank {rank}"
+
+
+def _sent_and_multiplied(rank: int, world: int, way: str) -> tuple[float, int]:
+    deferred = DeferredWeights()
+    with exchanging(way) as exchange, Traffic({}) as traffic, Multiplications() as work:
+        column, row = ColumnParallel(exchange, deferred), RowParallel(exchange, deferred)
+        linears = [Linear(3, 4), Linear(3, 4), Linear(4, 3)]
+        x_tH = torch.ones(2, 3, requires_grad=True)
+        row(torch.mul(*column(x_tH, *linears[:2])), linears[2]).sum().backward()
+    return sum(traffic.sent.values()), work.flops
+
+
+def test_tokens_in_parts_are_as_many_bytes_and_products() -> None:
+    whole, *others = (run(2, _sent_and_multiplied, way) for way in WAYS if way != "tp")
+    assert others == [whole, whole]

@@ -8,7 +8,7 @@ import torch
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.counts.state import model_state
+from fivefold.counts.state import model_state, unit_of, units_on_host
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from tests.pool import Pool
@@ -67,3 +67,38 @@ def test_bytes_per_parameter(strategy: str, precision: str, per_parameter: float
     values = {"data_parallel_sharding_strategy": strategy, "precision": precision}
     state = model_state(check(config("debug-llama").with_values(**values), 4), 0)
     assert state.total - state.gathered == per_parameter * state.parameters
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "per_parameter", "on_host"),
+    [
+        ("no_shard", "bf16", 2 + 2 + 4, 16),
+        ("no_shard", "fp32", 4 + 4, 16),
+        ("optim", "bf16", 2 + 4 + 2 / 4, 16 / 4),
+        ("optim_grads", "bf16", 2 + 2 / 4, 16 / 4),
+        ("optim_grads_params", "bf16", 2 / 4, 16 / 4),
+        ("optim_grads_params", "fp64", 8 / 4, 32 / 4),
+    ],
+)
+def test_bytes_per_parameter_with_the_optimizer_on_the_host(
+    strategy: str, precision: str, per_parameter: float, on_host: float
+) -> None:
+    values = {"data_parallel_sharding_strategy": strategy, "precision": precision}
+    settings = config("debug-llama").with_values(**values, optimizer_cpu_offload=True)
+    state = model_state(check(settings, 4), 0)
+    assert state.total - state.gathered == per_parameter * state.parameters
+    assert state.host == on_host * state.parameters
+
+
+def test_a_share_is_of_whole_layers_the_last_first_and_the_ends_after_them() -> None:
+    settings = config("debug-llama", pipeline_model_parallel_size=2, optimizer_cpu_offload=True)
+
+    def away(share: float, pp_rank: int) -> list[str]:
+        asked = settings.with_values(optimizer_offload_fraction=share)
+        return [unit for _, unit in units_on_host(check(asked, 2), pp_rank)]
+
+    assert away(0.01, 1) == away(0.3, 1) == ["layers.3"]
+    assert away(0.4, 0) == ["layers.1", "layers.0"]
+    assert away(1, 1) == ["layers.3", "layers.2", ""]
+    assert unit_of("layers.12.mlp.experts.w") == "layers.12" and unit_of("norm.weight") == ""
+    assert unit_of("mtp.0.layer.mlp.up_proj.weight") == "mtp.0"

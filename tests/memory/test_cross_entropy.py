@@ -20,6 +20,7 @@ from fivefold.mesh.collectives import all_gather
 from fivefold.model.batch import Batch
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import DeferredWeights
+from fivefold.tensor.exchange import exchange_of
 from fivefold.tensor.linear import ColumnParallel
 from tests.model.models import LLAMA, batch_of, build
 from tests.pool import run
@@ -83,7 +84,9 @@ def _split(rank: int, world: int, impl: str, smoothing: float, sequence: bool) -
     plain, stage = (build(MODEL, label_smoothing=smoothing) for _ in range(2))
     assert stage.lm_head is not None and plain.lm_head is not None
     stage.lm_head.weight.data = stage.lm_head.weight.data.chunk(world)[rank].clone()
-    stage.column = ColumnParallel(dist.group.WORLD, sequence, DeferredWeights())
+    stage.column = ColumnParallel(
+        exchange_of(dist.group.WORLD, sequence_parallel=sequence), DeferredWeights()
+    )
     _fuse(stage, impl, dist.group.WORLD, sequence)
     x, own = _hidden(), _hidden().detach()
     own = (own.chunk(world)[rank] if sequence else own).requires_grad_()

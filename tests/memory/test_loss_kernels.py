@@ -85,7 +85,7 @@ def test_losses_by_kernels_are_the_loss(
 
 
 def test_a_sum_in_the_products_kernel_is_counted() -> None:
-    """`_add_product` on CUDA, by shapes alone."""
+    """`add_product` on CUDA, by shapes alone."""
     left, right = (torch.empty(*shape, device="meta").bfloat16() for shape in ((3, 4), (4, 5)))
     total = torch.empty(3, 5, device="meta")
     with Multiplications() as work:

@@ -44,6 +44,7 @@ def test_activation_bytes_are_what_a_layer_saves(model: ModelConfig) -> None:
         known.update(t.untyped_storage().data_ptr() for t in vars(arguments[1].rotary).values())
 
     known = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+    known.add(batch.token_ids.untyped_storage().data_ptr())
     for layer in stage.layers.values():
         layer.register_forward_pre_hook(spy)
     x = torch.randn(64, model.hidden_size, requires_grad=True)
@@ -54,9 +55,10 @@ def test_activation_bytes_are_what_a_layer_saves(model: ModelConfig) -> None:
     measured = sum(
         t.untyped_storage().nbytes() for pointer, t in saved.items() if pointer not in known
     )
-    predicted = 64 * kept(model, Running(64, element_bytes=4, input_bytes=4))
+    running = Running(64, element_bytes=4, input_bytes=4, keeps_masks=False)
     scales_of_norms = 64 * 4 * (2 + (6 if model.qk_layernorm else 0))
-    assert measured == predicted + scales_of_norms
+    keys_of_masks = 2 * 8 if model.hidden_dropout else 0
+    assert measured == 64 * kept(model, running) + scales_of_norms + keys_of_masks
 
 
 def test_activation_bytes_follow_the_published_formula() -> None:
@@ -232,7 +234,13 @@ def test_settings_become_numbers() -> None:
         tensor_model_parallel_size=8, sequence_parallel=True, fp8_format="hybrid", seq_length=8192
     )
     expected = Running(
-        8192, 2, 1, tensor_parallel=8, sequence_parallel=True, microbatch_tokens=8192
+        8192,
+        2,
+        1,
+        tensor_parallel=8,
+        sequence_parallel=True,
+        keeps_masks=False,
+        microbatch_tokens=8192,
     )
     assert Running.of(config) == expected
     cut = config.with_values(micro_batch_size=3, context_parallel_size=4, num_sequence_slices=2)
@@ -270,6 +278,7 @@ def test_the_loss_keeps_what_is_counted() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         stage(x, batch)
     known = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+    known.add(batch.token_ids.untyped_storage().data_ptr())
     measured = sum(t.untyped_storage().nbytes() for p, t in saved.items() if p not in known)
     predicted = 64 * total(loss_bytes(LLAMA, Running(64, 8, 8))).kept
     labels_weights_and_scales = 64 * (8 + 8 + 8)

@@ -29,7 +29,23 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "precision": "bf16"},
     ),
+    "tensor in parts": (
+        "debug-llama",
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "tp_comm_overlap": True,
+            "precision": "bf16",
+            **PIPELINE,
+        },
+    ),
     "context": ("debug-llama", 2, {"context_parallel_size": 2}),
+    "optimizer on the host": (
+        "debug-llama",
+        2,
+        {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True},
+    ),
     "experts": (
         "debug-mixtral",
         4,
@@ -92,7 +108,13 @@ def test_a_rehearsal_is_the_run(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("experts", marks=pytest.mark.exhaustive), "tensor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor in parts",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("experts", "tensor")),
+    ],
+)
 def test_the_paths_of_gpus_send_the_same(name: str) -> None:
     layout = small(name)
     report = make_report(

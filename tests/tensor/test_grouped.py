@@ -11,7 +11,7 @@ from fivefold.tensor.grouped import GroupedMultiply
 
 H, F_OUT = 6, 10
 ROWS = [[3, 0, 5, 1], [0, 9, 0, 0], [0, 0, 0, 0]]
-WAYS = ["plain", "now", "later"]
+WAYS = ["plain", "now", "later", "now, onto the sum", "later, onto the sum"]
 
 
 def _random(seed: int, *shape: int) -> Tensor:
@@ -25,6 +25,8 @@ def test_every_group_has_its_own_linear(way: str) -> None:
     linear.weight.data.copy_(_random(1, 4, F_OUT, H))
     if way != "plain":
         linear.multiply = GroupedMultiply(deferred)
+    if way.endswith("onto the sum"):
+        deferred.main_gradient = lambda parameter: parameter.grad
     weight = linear.weight.detach().clone().requires_grad_()
     for microbatch, rows in enumerate(ROWS):  # each adds to the gradients of those before
         x, true_x = (_random(2 + microbatch, sum(rows), H).requires_grad_() for _ in range(2))
@@ -35,7 +37,7 @@ def test_every_group_has_its_own_linear(way: str) -> None:
         torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
         true.backward(upstream)
         before = None if linear.weight.grad is None else linear.weight.grad.clone()
-        if way == "later":
+        if way.startswith("later"):
             with deferred.collect() as works:
                 ours.backward(upstream)
             after = linear.weight.grad

@@ -1,25 +1,35 @@
 """Column- and row-parallel linears against plain ones, in fp64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.audit.launches import Launches
 from fivefold.mesh.collectives import all_reduce
 from fivefold.model.layers import Kept, Linear, Products, plain_column, plain_row
+from fivefold.model.leaves import held_gradient
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
+from fivefold.tensor.exchange import Exchange
 from fivefold.tensor.linear import ColumnParallel, RowParallel
 from tests.pool import run
+from tests.tensor.ways import WAYS, exchanging
 
 T, H, F = 8, 6, 12
-OPTIONS = list(product([False, True], [False, True], [False, True]))
+OPTIONS = list(product(WAYS, [False, True], [False, True]))
 NAMES = [
-    f"{'sp' if sequence else 'tp'}, {'bias' if bias else 'no bias'}, dW {'late' if late else 'now'}"
-    for sequence, bias, late in OPTIONS
+    f"{way}, {'bias' if bias else 'no bias'}, dW {'late' if late else 'now'}"
+    for way, bias, late in OPTIONS
 ]
+
+
+def _in_way(rank: int, world: int, test: Callable[..., None], way: str, *options: Any) -> None:
+    with exchanging(way) as exchange:
+        test(rank, world, exchange, *options)
 
 
 def _random(seed: int, *shape: int) -> Tensor:
@@ -67,9 +77,9 @@ def _grads(linears: Sequence[Linear]) -> list[Tensor | None]:
     return [parameter.grad for linear in linears for parameter in linear.parameters()]
 
 
-def _column(rank: int, world: int, sequence: bool, bias: bool, later: bool) -> None:
-    deferred = DeferredWeights()
-    column = ColumnParallel(dist.group.WORLD, sequence, deferred)
+def _column(rank: int, world: int, exchange: Exchange, bias: bool, later: bool) -> None:
+    deferred, sequence = DeferredWeights(), exchange.splits_tokens
+    column = ColumnParallel(exchange, deferred)
     plain = [_linear(1, H, F, bias), _linear(2, H, 2 * F, bias)]
     parts = [_part_of(linear, rank, world, 0) for linear in plain]
     for microbatch in range(2):  # the second adds to the gradients of the first
@@ -89,13 +99,13 @@ def _column(rank: int, world: int, sequence: bool, bias: bool, later: bool) -> N
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-def test_columns(options: tuple[bool, bool, bool]) -> None:
-    run(2, _column, *options)
+def test_columns(options: tuple[str, bool, bool]) -> None:
+    run(2, _in_way, _column, *options)
 
 
-def _row(rank: int, world: int, sequence: bool, bias: bool, later: bool) -> None:
-    deferred = DeferredWeights()
-    row = RowParallel(dist.group.WORLD, sequence, deferred)
+def _row(rank: int, world: int, exchange: Exchange, bias: bool, later: bool) -> None:
+    deferred, sequence = DeferredWeights(), exchange.splits_tokens
+    row = RowParallel(exchange, deferred)
     plain = _linear(3, F, H, bias)
     part = _part_of(plain, rank, world, 1)
     for microbatch in range(2):
@@ -118,16 +128,16 @@ def _row(rank: int, world: int, sequence: bool, bias: bool, later: bool) -> None
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-def test_rows(options: tuple[bool, bool, bool]) -> None:
-    run(2, _row, *options)
+def test_rows(options: tuple[str, bool, bool]) -> None:
+    run(2, _in_way, _row, *options)
 
 
-def _shared_heads(rank: int, world: int, sequence: bool, bias: bool, later: bool) -> None:
+def _shared_heads(rank: int, world: int, exchange: Exchange, bias: bool, later: bool) -> None:
     """Two key heads over four ranks: all hold both, each uses the rows of one."""
-    deferred, D = DeferredWeights(), 3
+    deferred, D, sequence = DeferredWeights(), 3, exchange.splits_tokens
     head = rank * 2 // world
     rows = slice(head * D, (head + 1) * D)
-    column = ColumnParallel(dist.group.WORLD, sequence, deferred)
+    column = ColumnParallel(exchange, deferred)
     plain = [_linear(4, H, F, bias), _linear(5, H, 2 * D, bias)]
     parts = [_part_of(plain[0], rank, world, 0), _part_of(plain[1], 0, 1, 0)]
     parts[1].used = rows
@@ -157,14 +167,13 @@ def _shared_heads(rank: int, world: int, sequence: bool, bias: bool, later: bool
 
 
 @pytest.mark.parametrize("options", OPTIONS[1::2], ids=NAMES[1::2])
-def test_key_heads_that_ranks_share(options: tuple[bool, bool, bool]) -> None:
-    run(4, _shared_heads, *options)
+def test_key_heads_that_ranks_share(options: tuple[str, bool, bool]) -> None:
+    run(4, _in_way, _shared_heads, *options)
 
 
-def _both_ways(group: dist.ProcessGroup | None, sequence: bool, later: bool) -> list[Tensor]:
+def _both_ways(exchange: Exchange, later: bool) -> list[Tensor]:
     deferred = DeferredWeights()
-    column = ColumnParallel(group, sequence, deferred)
-    row = RowParallel(group, sequence, deferred)
+    column, row = ColumnParallel(exchange, deferred), RowParallel(exchange, deferred)
     up, gate, down = _linear(6, H, F, True), _linear(7, H, F, False), _linear(8, F, H, True)
     results = []
     for microbatch in range(3):
@@ -176,38 +185,59 @@ def _both_ways(group: dist.ProcessGroup | None, sequence: bool, later: bool) -> 
 
 
 def _same_bits(rank: int, world: int) -> None:
-    for sequence in (False, True):
-        now, late = (_both_ways(dist.group.WORLD, sequence, later) for later in (False, True))
+    for way in WAYS:
+        with exchanging(way) as exchange:
+            now, late = (_both_ways(exchange, later) for later in (False, True))
         assert all(torch.equal(a, b) for a, b in zip(now, late, strict=True))
 
 
 def test_weight_gradients_put_off_are_the_same_bits() -> None:
     run(2, _same_bits)
-    now, late = (_both_ways(None, False, later) for later in (False, True))
+    now, late = (_both_ways(Exchange(None), later) for later in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(now, late, strict=True))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_later_microbatches_add_their_weight_gradients_in_the_product(later: bool) -> None:
+    deferred = DeferredWeights()
+    deferred.main_gradient = held_gradient
+    column, row = (kind(Exchange(None), deferred) for kind in (ColumnParallel, RowParallel))
+    up, gate, down = (
+        _linear(n, *size, False) for n, size in ((6, (H, F)), (7, (H, F)), (8, (F, H)))
+    )
+    launched = []
+    for microbatch in range(3):
+        x = _random(120 + microbatch, T, H).requires_grad_()
+        y, grad = row(torch.mul(*column(x, up, gate)), down), _random(130, T, H)
+        with Launches() as seen:
+            _backward(deferred, later, [y], [grad])
+        launched.append(seen.count)
+    assert launched[0] == launched[1] == launched[2]
 
 
 class _Sevenfold(Products):
     """Products of another arithmetic: W stands for 7 W."""
 
-    def forward(
-        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor, ...], Kept]:
-        outputs, _ = super().forward(x_TH, [7 * weight for weight in weights], biases)
-        return outputs, (x_TH / 2, torch.tensor(2.0))  # a part of each rank, and one that all hold
+    keeps_input = False
+
+    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
+        return (x_TH,), (x_TH / 2, torch.tensor(2.0))  # a part of each rank, and one that all hold
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         return (7 * grad_TF,)
 
-    def weight_gradient(self, grad: Kept, kept: Kept) -> Tensor:
-        return super().weight_gradient(grad, (kept[0] * kept[1],))
+    def output(self, x: Kept, weight_FH: Tensor, *into: Tensor | None) -> Tensor:
+        return super().output(x, 7 * weight_FH, *into)
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
+        return super().weight_gradient(grad, (kept[0] * kept[1],), onto_FH)
 
 
-def _every_product_goes_through_the_seam(rank: int, world: int) -> None:
-    for sequence, later in product((False, True), repeat=2):
+def _every_product_goes_through_the_seam(rank: int, world: int, exchange: Exchange) -> None:
+    sequence = exchange.splits_tokens
+    for later in (False, True):
         deferred = DeferredWeights()
-        column = ColumnParallel(dist.group.WORLD, sequence, deferred)
-        row = RowParallel(dist.group.WORLD, sequence, deferred)
+        column, row = ColumnParallel(exchange, deferred), RowParallel(exchange, deferred)
         found = []
         for sevenfold in (False, True):
             parts = [_part_of(_linear(n, H, F, True), rank, world, 0) for n in (6, 7)]
@@ -226,12 +256,13 @@ def _every_product_goes_through_the_seam(rank: int, world: int) -> None:
             _close(ours, true)
 
 
-def test_every_product_goes_through_the_seam() -> None:
-    run(2, _every_product_goes_through_the_seam)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_product_goes_through_the_seam(way: str) -> None:
+    run(2, _in_way, _every_product_goes_through_the_seam, way)
 
 
-def _no_gradient_of_the_input(rank: int, world: int) -> None:
-    column = ColumnParallel(dist.group.WORLD, True, DeferredWeights())
+def _no_gradient_of_the_input(rank: int, world: int, exchange: Exchange) -> None:
+    column = ColumnParallel(exchange, DeferredWeights())
     part = _part_of(_linear(9, H, F, False), rank, world, 0)
     x = _random(140, T, H)
     (y,) = column(x.chunk(world)[rank], part)
@@ -241,4 +272,4 @@ def _no_gradient_of_the_input(rank: int, world: int) -> None:
 
 
 def test_an_input_that_needs_no_gradient_gets_none() -> None:
-    run(2, _no_gradient_of_the_input)
+    run(2, _in_way, _no_gradient_of_the_input, "parts")

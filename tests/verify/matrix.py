@@ -76,6 +76,8 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "2": {TP: 2},
         "2 split": {TP: 2, "sequence_parallel": True},
         "4 split": {TP: 4, "sequence_parallel": True},  # more than a llama's key/value heads
+        "2 split: in parts": {TP: 2, "sequence_parallel": True, "tp_comm_overlap": True},
+        "4 split: in parts": {TP: 4, "sequence_parallel": True, "tp_comm_overlap": True},
     },
     "pipeline": {
         "one": {},

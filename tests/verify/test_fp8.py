@@ -49,6 +49,16 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
             "min_offloaded_tensor_size": 1,
         },
     ),
+    "tiles": (
+        2,
+        MODELS["llama tied"],
+        flags(tp=2, sequence=True)
+        | {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "mlp"),
+            "tiled_mlp_num_shards": 3,
+        },
+    ),
     "experts": (4, MIXED, named(ep=2, tp=2, strategy="optim")),
     "experts deferred and recomputed": (
         4,
@@ -109,6 +119,8 @@ def test_what_would_not_be_trained_as_it_says_is_refused() -> None:
     assert "offload_tensors dispatched_input would move" in _refusal(
         2, MIXTURE, named(ep=2, **moved)
     )
+    parts = flags(tp=2, sequence=True) | {"tp_comm_overlap": True}
+    assert "works: --no-tp-comm-overlap" in _refusal(2, MODELS["llama tied"], parts)
     assert "--fp4-format none" in _refusal(1, MODELS["llama"], flags() | {"fp4_format": "e2m1"})
     assert "--precision fp64" in _refusal(1, MODELS["llama"], flags() | {"precision": "fp32"})
 

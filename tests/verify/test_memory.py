@@ -27,7 +27,20 @@ MOVED = {
 }
 LINEAR = NATIVE | {"cross_entropy_fusion_impl": "linear"}
 EVERYTHING = _selective("core_attn", "mlp", "layernorm")
+ON_HOST = {"optimizer_cpu_offload": True}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "the optimizer on the host, ZeRO-2, tied over stages, half": (
+        4,
+        "gpt",
+        flags(pp=2, stages=STAGES[2, 1], strategy="optim_grads")
+        | ON_HOST
+        | {"optimizer_offload_fraction": 0.5},
+    ),
+    "the optimizer on the host, ZeRO-3, tensor parallel": (
+        4,
+        "llama",
+        flags(tp=2, sequence=True, strategy="optim_grads_params") | ON_HOST,
+    ),
     "each layer, dropout": (1, "gpt", flags() | _full()),
     "pairs of layers, ZeRO-3": (
         2,
@@ -150,6 +163,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "case",
     chosen(
         CASES,
+        "the optimizer on the host, ZeRO-3, tensor parallel",
         "key/value heads fewer than ranks",
         "every module, deferred weights",
         "moved and recomputed, tensor parallel, deferred weights",

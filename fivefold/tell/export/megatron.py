@@ -119,10 +119,11 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
         yield "--quick-geglu"
     elif model.activation_func == "gelu" and model.add_bias_linear:
         yield "--no-bias-gelu-fusion"
+    fuses = said["bias_swiglu_fusion"]
     if said["glu_linear_offset"]:
         yield from flags(said, "glu_linear_offset")
-        if model.activation_func != "quick_gelu":
-            yield "--no-bias-swiglu-fusion"
+        fuses = fuses and model.activation_func == "quick_gelu"
+    yield from set_flag("no_bias_swiglu_fusion", not fuses)
     yield from flags(said, "activation_func_clamp_value")
     if not said["add_bias_linear"]:
         yield "--disable-bias-linear"
@@ -159,7 +160,11 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     yield from set_flag("overlap_param_gather", gathers and parallel.overlap_grad_reduce)
     early = said["overlap_param_gather_with_optimizer_step"] and _gathers_early(layout, runs)
     yield from set_flag("overlap_param_gather_with_optimizer_step", early)
-    yield from flags(said, "grad_reduce_in_bf16", "ddp_reduce_scatter_with_fp32_accumulation")
+    if early:  # it does not go with distributed checkpoints
+        yield from flag("ckpt-format", "torch")
+    yield from flags(said, "grad_reduce_in_bf16")
+    wide = said["ddp_reduce_scatter_with_fp32_accumulation"] and grid.dp_replicate == 1
+    yield from set_flag("ddp_reduce_scatter_with_fp32_accumulation", wide)
     if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
         yield from flags(said, "ddp_bucket_size")
 
@@ -233,6 +238,8 @@ def _training(said: Settings) -> Iterator[str]:
         "no_check_for_nan_in_loss_and_grad", not said["check_for_nan_in_loss_and_grad"]
     )
     yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
+    for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
+        yield from set_flag(f"no_{name}", not said[name])
     yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode")
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
@@ -308,6 +315,11 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     sharded = parallel.sharding.splits_optimizer
     if sharded and parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield "overlap_param_gather was left out: it needs --overlap-grad-reduce"
+    if parallel.ddp_reduce_scatter_with_fp32_accumulation and layout.grid.dp_replicate > 1:
+        yield (
+            "ddp_reduce_scatter_with_fp32_accumulation was left out: it does not go with "
+            f"num_distributed_optimizer_instances = {layout.grid.dp_replicate}"
+        )
     if parallel.overlap_param_gather_with_optimizer_step and not _gathers_early(layout, runs):
         yield (
             "overlap_param_gather_with_optimizer_step was left out: it needs ZeRO-1, "

@@ -1,0 +1,1 @@
+"""Layers of Fivefold and of its peers, one module each, for benchmarks/host.py."""

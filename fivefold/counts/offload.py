@@ -1,0 +1,60 @@
+"""Bytes that a step copies between the device and the host for an optimizer in host memory."""
+
+from dataclasses import dataclass
+
+from fivefold.counts.parameters import parameter_records, shards_of
+from fivefold.counts.state import (
+    engine_policy,
+    held,
+    held_of_experts,
+    num_expert_shards,
+    num_shards,
+    unit_of,
+    units_on_host,
+)
+from fivefold.layout import Layout
+
+
+@dataclass(frozen=True)
+class HostTraffic:
+    """Bytes copied in a step.
+
+    Attributes:
+        out: to the host: gradients, each time that they are reduced.
+        back: to the device: updated weights, and sums of gradients to which more is added.
+    """
+
+    out: float = 0.0
+    back: float = 0.0
+
+
+def host_traffic(layout: Layout, rank: int) -> HostTraffic:
+    """The bytes that a step copies for the optimizer of a rank; 0 without offloading."""
+    units = units_on_host(layout, layout.grid.coordinates(rank)["pp"])
+    policy = engine_policy(layout.config)
+    shards, expert_shards = num_shards(layout), num_expert_shards(layout)
+    shard, expert_shard = shards_of(layout, rank)
+    out = back = 0.0
+    for record in parameter_records(layout, rank):
+        if (record.stage, unit_of(record.name)) in units:
+            if record.experts:
+                size = held_of_experts(record.shape, expert_shards, expert_shard)
+            else:
+                size = held(record.shape, shards, shard)
+            times = 1 if len(record.sums) > 1 else times_reduced(layout, experts=record.experts)
+            out += size * times * policy.gradient
+            back += size * (policy.compute + (times - 1) * policy.gradient)
+    return HostTraffic(out, back)
+
+
+def times_reduced(layout: Layout, *, experts: bool = False) -> int:
+    """How often in a step a gradient is complete over the ranks that share its parameter's state.
+
+    Replicas of shards are summed once, at the end, and what is not reduced in every microbatch too.
+    """
+    grid, parallel = layout.grid, layout.config.parallel
+    replicas = grid.edp // num_expert_shards(layout) if experts else grid.dp_replicate
+    if replicas > 1:
+        return 1
+    backwards = layout.num_microbatches // layout.num_copies * parallel.num_sequence_slices
+    return parallel.sharding.reductions(backwards)

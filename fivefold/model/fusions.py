@@ -1,0 +1,26 @@
+"""Elementwise operations as kernels of their own on a GPU, switched by Megatron's flags.
+
+A fusion decides how, not what, is computed: it takes the kernel where tensors are on a GPU and
+Triton is installed, and the plain operations elsewhere. While torch.compile traces it takes the
+plain ones, too, which the compiler fuses with their neighbours: no kernel breaks a graph.
+"""
+
+from fivefold.config.training import TrainingConfig
+from fivefold.model.experts import Experts
+from fivefold.model.mlp import MLP
+from fivefold.model.transformer import Stage
+
+
+def install_fusions(stage: Stage, training: TrainingConfig) -> None:
+    """Switch on what the settings fuse.
+
+    `bias_swiglu_fusion`: a gated activation, forward and backward, is one kernel each
+    (`gate_kernels`); `rope_fusion`: so is the rotation of queries or keys (`rotary_kernels`);
+    `bias_dropout_fusion`: so are a dropout mask, what it drops, and the sum with the residual
+    stream (`dropout_kernels`).
+    """
+    stage.fuses_rope = training.rope_fusion
+    stage.fuses_dropout = training.bias_dropout_fusion
+    for module in stage.modules():
+        if isinstance(module, MLP | Experts):
+            module.fuses_gate = training.bias_swiglu_fusion

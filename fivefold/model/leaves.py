@@ -1,0 +1,73 @@
+"""This rank's part of a parameter as a leaf of autograd, and the way of its gradient back.
+
+Layers compute on plain tensors. `DTensor.to_local` would give them one, but each of its calls, the
+DTensor that its backward makes, and autograd's sum of DTensors cost the host more than the layer's
+own operations. So a parameter that is a DTensor gets a leaf, made once: a plain tensor in its
+memory. A gradient that arrives there is moved to `parameter.grad`, where everybody looks for it.
+"""
+
+from collections.abc import Callable
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fivefold.mesh.slices import laid_out_like, local_tensor
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter to compute with; its gradient arrives at `parameter.grad`."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():  # a compiler sees through DTensors, and through no hook
+        return parameter.to_local()
+    leaf: Tensor | None = getattr(parameter, "_leaf", None)
+    return _make_leaf(parameter) if leaf is None else leaf
+
+
+def when_accumulated(parameter: Tensor, hook: Callable[[], None]) -> None:
+    """Call `hook` each time a backward has added to `parameter.grad`, whichever way it came."""
+    parameter.register_post_accumulate_grad_hook(lambda _: hook())
+    if isinstance(parameter, DTensor):
+        local(parameter).register_post_accumulate_grad_hook(lambda _: hook())
+
+
+def held_gradient(parameter: Tensor) -> Tensor | None:
+    """This rank's part of `parameter.grad`, without autograd; None if there is no gradient yet."""
+    held = parameter.grad
+    return held.to_local() if isinstance(held, DTensor) else held
+
+
+def add_to_grad(parameter: Tensor, grad: Tensor, rows: slice | None = None) -> None:
+    """Add a local gradient to `parameter.grad` as autograd would.
+
+    Args:
+        parameter: plain tensor or DTensor.
+        grad: gradient, shaped like the parameter's local part or its `rows`.
+        rows: rows of the local part that the gradient covers; None: all.
+    """
+    held = held_gradient(parameter)
+    if held is not None:
+        (held if rows is None else held[rows]).add_(grad)
+        return
+    if rows is not None:
+        whole = grad.new_zeros(local(parameter).shape)
+        whole[rows] = grad
+        grad = whole
+    parameter.grad = laid_out_like(parameter, grad)
+
+
+def _make_leaf(parameter: DTensor) -> Tensor:
+    """The leaf, from now on an attribute of the parameter: FSDP2 makes parameters of its own."""
+    leaf = local_tensor(parameter).requires_grad_(parameter.requires_grad)
+    owner = ref(parameter)  # autograd's hooks are hidden from the collector of cycles
+
+    def move(leaf: Tensor) -> None:
+        grad, leaf.grad, parameter = leaf.grad, None, owner()
+        if grad is not None and parameter is not None:  # none arrives where a backward defers it
+            add_to_grad(parameter, grad)
+
+    leaf.register_post_accumulate_grad_hook(move)
+    parameter._leaf = leaf  # type: ignore[attr-defined]
+    return leaf

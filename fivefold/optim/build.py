@@ -1,0 +1,33 @@
+"""Builds the optimizer of a rank: which of its state is where, and when gradients leave."""
+
+import torch
+
+from fivefold.data_parallel.fsdp import ShardedStage
+from fivefold.data_parallel.policy import make_policy
+from fivefold.memory.host import HostLink
+from fivefold.optim.offload import HostAdamW, Optimizer
+from fivefold.parallelize import ParallelModel
+
+
+def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
+    """The optimizer of a rank's parameters.
+
+    A gradient that FSDP2 has reduced leaves for the host at once, unless further sums follow.
+    """
+    config, parameters = model.layout.config, model.parameters()
+    away = {name: p for name, p in parameters.items() if name in model.on_host}
+    host = HostAdamW(
+        away,
+        {name: model.records[name].counted for name in away},
+        config.optimizer,
+        make_policy(config.parallel, config.training.precision).master_dtype,
+        HostLink(device),
+    )
+    for index, gradients in model.gradients.items():
+        if away and isinstance(gradients, ShardedStage):
+            gradients.keep_gradients_wide()
+            for name, _ in model.stages[index].named_parameters():
+                if name in away and len(model.records[name].sums) == 1:
+                    host.leave_when_reduced(name)
+    early = config.parallel.overlap_param_gather_with_optimizer_step
+    return Optimizer(parameters, config.optimizer, host, [*model.blocks()] if early else ())

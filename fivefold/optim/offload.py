@@ -1,0 +1,268 @@
+"""AdamW of which a part is in host memory: masters, moments, and gradients as soon as reduced.
+
+As in ZeRO-Offload (Ren et al., USENIX ATC 2021): the device keeps weights in the type in which it
+computes, a gradient leaves it as soon as it is reduced, and the host updates and sends back weights
+bucket by bucket, while later gradients still arrive and earlier weights are on their way.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fivefold.config.training import OptimizerConfig
+from fivefold.memory.host import HostLink, Mark
+from fivefold.mesh.slices import Piece, local_tensor, piece_of
+from fivefold.optim.adamw import AdamW, Block
+from fivefold.optim.grad_norm import Departed, clip_
+
+BUCKET_BYTES = 32 << 20
+
+
+class HostAdamW:
+    """AdamW on the host for parameters whose weights are on the device.
+
+    Args:
+        parameters: parameters by global name, in the order of the forward; plain tensors or
+            DTensors on their device.
+        counted: for each name, whether this rank counts the gradient in the global norm.
+        config: as for `AdamW`.
+        dtype: dtype of masters, moments and gradients.
+        link: copies to and from the host, and counts their bytes.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        counted: Mapping[str, bool],
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+        link: HostLink,
+    ) -> None:
+        self._parameters, self._counted, self.link = parameters, counted, link
+        # Gradients arrive from the last layer to the first.
+        self._buckets = [
+            _Bucket(bucket, config, dtype, link)
+            for bucket in _in_buckets({n: parameters[n] for n in reversed([*parameters])}, dtype)
+        ]
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.gradients}
+        self._left: dict[str, tuple[Departed, Mark]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is in host memory: masters, moments, and room for gradients."""
+        for bucket in self._buckets:
+            yield from (local_tensor(master) for master in bucket.masters.values())
+            yield from (piece.local for piece in bucket.adamw.state_tensors().values())
+            yield from bucket.gradients.values()
+
+    def leave_when_reduced(self, name: str) -> None:
+        """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it."""
+        parameter = self._parameters[name]
+        parameter.register_post_accumulate_grad_hook(lambda _: self.leave(name))
+
+    @torch.no_grad()
+    def leave(self, name: str) -> None:
+        """Start copying a reduced gradient to the host, added to what has left in this step.
+
+        The host's sum is fetched for that: a device adds faster than hosts.
+        """
+        parameter, host = self._parameters[name], self._bucket_of[name].gradients[name]
+        assert parameter.grad is not None
+        grad, link = local_tensor(parameter.grad), self.link
+        parameter.grad = None
+        if name in self._left:
+            earlier = torch.empty_like(grad)
+            link.wait(link.back(host, earlier, after=self._left[name][1]))
+            grad.add_(earlier)
+            del self._left[name]  # what leaves last is last
+        departed = Departed.of(grad, counts=self._counted[name])
+        self._left[name] = departed, link.out(grad, host)[1]
+
+    def leave_all(self) -> None:
+        """Let go of what has not left by a hook; afterwards no gradient is on the device."""
+        for name in self._bucket_of:
+            if self._parameters[name].grad is not None:
+                self.leave(name)
+
+    def departed(self, name: str) -> Departed:
+        """What the norm needs of a gradient."""
+        return self._left[name][0]
+
+    def gradient(self, name: str) -> Tensor:
+        """This rank's part of a gradient that has left, on the host."""
+        self.link.arrive(self._left[name][1])
+        return self._bucket_of[name].gradients[name]
+
+    def step(self, lr: float, norm: float, max_norm: float) -> None:
+        """Clip, update and send back, bucket by bucket; no gradient is left afterwards.
+
+        Args:
+            lr: learning rate.
+            norm: global norm of all gradients.
+            max_norm: norm above which gradients are scaled; 0: never.
+        """
+        on_the_way: list[Mark] = []
+        place = {name: place for place, name in enumerate(self._left)}
+        for bucket in self._buckets:
+            self.gradient(max(bucket.gradients, key=place.__getitem__))  # the last to arrive
+            if max_norm > 0:
+                exact = torch.tensor(norm, dtype=torch.float64)
+                clip_([*bucket.gradients.values()], exact, max_norm)
+            bucket.update(lr)
+            on_the_way += bucket.send(self._parameters, self.link)
+        for mark in on_the_way:
+            self.link.wait(mark)
+        self._left = {}
+
+    def publish(self) -> None:
+        """Copy the masters to the device, after they were initialised or loaded."""
+        for bucket in self._buckets:
+            for mark in bucket.send(self._parameters, self.link):
+                self.link.wait(mark)
+
+    def forget(self) -> None:
+        """Drop the gradients that have left."""
+        self._left = {}
+
+    def set_steps(self, steps: int) -> None:
+        """Set the number of steps taken, after a load."""
+        for bucket in self._buckets:
+            bucket.adamw.steps = steps
+
+    def masters(self) -> dict[str, Piece]:
+        """The weights that are updated, laid out like their parameters."""
+        return self._laid_out(
+            {name: local_tensor(m) for b in self._buckets for name, m in b.masters.items()}
+        )
+
+    def state_tensors(self) -> dict[str, Piece]:
+        """The moments, named as by `AdamW.state_tensors`."""
+        found = {}
+        for bucket in self._buckets:
+            for name, piece in bucket.adamw.state_tensors().items():
+                of = name.split(".", 2)[2]  # optim.MOMENT.NAME
+                found[name] = piece_of(self._parameters[of]).like(piece.local)
+        return found
+
+    def _laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        return {n: piece_of(self._parameters[n]).like(tensor) for n, tensor in tensors.items()}
+
+
+class _Bucket:
+    """Parameters that are updated together, in host memory.
+
+    Their gradients are in one room, in which weights wait for their way back after the update.
+
+    Attributes:
+        masters: weights that are updated, by name.
+        gradients: where their gradients arrive.
+        adamw: their optimizer, with the moments.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+        link: HostLink,
+    ) -> None:
+        shapes = {name: local_tensor(p).shape for name, p in parameters.items()}
+        self.masters = {
+            name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, shape in shapes.items()
+        }
+        self.adamw = AdamW(self.masters, config)
+        sizes = [shape.numel() for shape in shapes.values()]
+        parts = link.room(sum(sizes), dtype).split(sizes)
+        self._rooms = dict(zip(shapes, parts, strict=True))
+        self.gradients = {name: room.view(shapes[name]) for name, room in self._rooms.items()}
+
+    def update(self, lr: float) -> None:
+        """Update the masters by the gradients."""
+        for name, master in self.masters.items():
+            master.grad = self.gradients[name]
+        self.adamw.step(lr)
+        self.adamw.zero_grad()
+
+    @torch.no_grad()
+    def send(self, parameters: Mapping[str, nn.Parameter], link: HostLink) -> Iterator[Mark]:
+        """Start copying the masters to the device, in its type; gradients are overwritten."""
+        for name, master in self.masters.items():
+            weight = local_tensor(parameters[name])
+            waiting = self._rooms[name].view(weight.dtype)[: weight.numel()].view(weight.shape)
+            yield link.back(waiting.copy_(master), weight)
+
+
+class Optimizer:
+    """AdamW, on the device for some parameters and in host memory for the others.
+
+    Args:
+        parameters: all parameters of this rank by global name.
+        config: betas, epsilon and weight decay.
+        host: those whose state is in host memory.
+        blocks: as for `AdamW`, of the device's parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        host: HostAdamW,
+        blocks: Sequence[Block] = (),
+    ) -> None:
+        self._parameters, self.host = parameters, host
+        self.device = AdamW({n: p for n, p in parameters.items() if n not in host}, config, blocks)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, which the bias correction needs; set it after loading a state."""
+        return self.device.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.device.steps = steps
+        self.host.set_steps(steps)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self.host.forget()
+
+    def weights(self) -> dict[str, Piece]:
+        """The weights that are updated, wherever they are, by name in the given order."""
+        masters = self.host.masters()
+        return {n: masters[n] if n in masters else piece_of(p) for n, p in self._parameters.items()}
+
+    def gradient(self, name: str) -> Tensor:
+        """This rank's part of a reduced gradient, wherever it is."""
+        if name in self.host:
+            return self.host.gradient(name)
+        grad = self._parameters[name].grad
+        assert grad is not None, f"{name} got no gradient"
+        return local_tensor(grad)
+
+    def measurable(self, name: str) -> Tensor | Departed:
+        """What the norm needs of a reduced gradient."""
+        return self.host.departed(name) if name in self.host else self.gradient(name)
+
+    def state_tensors(self) -> dict[str, Piece]:
+        """The moments, wherever they are, named as by `AdamW.state_tensors`."""
+        return self.device.state_tensors() | self.host.state_tensors()
+
+
+def _in_buckets(
+    parameters: Mapping[str, nn.Parameter], dtype: torch.dtype
+) -> Iterator[dict[str, nn.Parameter]]:
+    bucket: dict[str, nn.Parameter] = {}
+    size = 0
+    for name, parameter in parameters.items():
+        bucket[name] = parameter
+        size += local_tensor(parameter).numel() * dtype.itemsize
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = {}, 0
+    if bucket:
+        yield bucket

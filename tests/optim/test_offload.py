@@ -1,0 +1,163 @@
+"""An optimizer in host memory does what the one on the device does, to the bit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fivefold.check import check
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.config.config import Config
+from fivefold.counts.parameters import shards_of
+from fivefold.counts.state import model_state
+from fivefold.mesh.slices import local_tensor
+from fivefold.train.engine import Engine
+from fivefold.verify.batches import global_batch, microbatches, rows_of
+from tests.pool import Pool
+from tests.verify.cases import LLAMA, MIXTURE, MODELS, STAGES, config, named
+
+STEPS = 2
+AWAY = {"optimizer_cpu_offload": True}
+HERE = {"optimizer_cpu_offload": False, "optimizer_offload_fraction": 1.0}
+
+
+def _engine(settings: Config, rank: int, world: int) -> Engine:
+    return Engine(check(settings, world), rank, torch.device("cpu"))
+
+
+def _step(engine: Engine, step: int) -> tuple[float, float]:
+    settings, grid = engine.layout.config, engine.layout.grid
+    rows = rows_of(settings, grid.dp_rank(engine.groups.rank), grid.dp)
+    result = engine.step(microbatches(settings, global_batch(settings, step), rows))
+    return result.loss, result.grad_norm
+
+
+def _state(engine: Engine) -> dict[str, Tensor]:
+    """Weights that are updated, moments, and those with which the device computes."""
+    kept = engine.optimizer.weights() | engine.optimizer.state_tensors()
+    found = {name: piece.local.clone() for name, piece in kept.items()}
+    return found | {f"on device: {n}": local_tensor(p) for n, p in engine.parameters.items()}
+
+
+def _both_ways(rank: int, world: int, settings: Config) -> None:
+    plain = _engine(settings.with_values(**HERE), rank, world)
+    away = _engine(settings, rank, world)
+    for step in range(STEPS):
+        assert _step(plain, step) == _step(away, step)
+        true, held = _state(plain), _state(away)
+        for name, tensor in true.items():
+            assert torch.equal(tensor.to(held[name].dtype), held[name]), (step, name)
+    assert plain.steps == away.steps == STEPS
+    moved = [n for n in away.parameters if n in away.optimizer.host]
+    assert moved and not any(away.parameters[name].grad is not None for name in moved)
+
+
+ZERO1, ZERO2, ZERO3 = "optim", "optim_grads", "optim_grads_params"
+CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "one rank": (1, MODELS["gpt"], {}),
+    "replicated": (2, LLAMA, {"optimizer_offload_fraction": 0.5}),
+    "replicated, fp32": (2, LLAMA, {"precision": "fp32"}),
+    "ZeRO-1, half": (2, LLAMA, {"strategy": ZERO1, "optimizer_offload_fraction": 0.5}),
+    "ZeRO-2, tp, tied": (
+        4,
+        MODELS["llama tied"],
+        {"strategy": ZERO2, "tp": 2, "clip_grad": 0.01},
+    ),
+    "ZeRO-3, one microbatch": (2, LLAMA, {"strategy": ZERO3, "global_batch_size": 2}),
+    "ZeRO-3, replicas, after the backward": (
+        4,
+        LLAMA,
+        {"strategy": ZERO3, "replicas": 2, "overlap_grad_reduce": False},
+    ),
+    "ZeRO-3, cp, fp64": (4, LLAMA, {"strategy": ZERO3, "cp": 2, "precision": "fp64"}),
+    "deferred weights, tied over stages": (
+        4,
+        MODELS["gpt"],
+        {
+            "strategy": ZERO2,
+            "pp": 2,
+            "pipeline_model_parallel_layout": STAGES[2, 1],
+            "pipeline_schedule": "zb_h1",
+        },
+    ),
+    "two copies of the model": (
+        4,
+        MODELS["llama tied"],
+        {
+            "strategy": ZERO1,
+            "pp": 2,
+            "pipeline_model_parallel_layout": STAGES[2, 1],
+            "pipeline_schedule": "dualpipe",
+        },
+    ),
+    "experts on two meshes, half": (
+        4,
+        MIXTURE,
+        {"strategy": ZERO3, "ep": 2, "tp": 2, "optimizer_offload_fraction": 0.4},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_trains_to_the_same_bits(pool: Pool, case: str) -> None:
+    ranks, model, values = CASES[case]
+    settings = config(model, ranks, **({"precision": "bf16"} | named(**values) | AWAY))
+    pool.run(ranks, _both_ways, settings)
+
+
+def _refused_saved_and_loaded(rank: int, world: int, settings: Config, folder: Path) -> None:
+    here, away = settings.with_values(**HERE), settings
+    first = _engine(away, rank, world)
+    _step(first, 0)
+    before = _state(first)
+    grid = first.layout.grid
+    rows = rows_of(settings, grid.dp_rank(rank), grid.dp)
+    found = first.gradients(microbatches(settings, global_batch(settings, 1), rows))
+    result = first.apply(replace(found, grad_norm=found.grad_norm * torch.nan))
+    assert not result.finite and first.steps == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in _state(first).items())
+    assert first.optimizer.gradient("layers.0.mlp.up_proj.weight").isfinite().all()
+    first.optimizer.zero_grad()
+
+    second, third = _engine(here, rank, world), _engine(away, rank, world)
+    for number, (giver, taker) in enumerate(((first, second), (second, third))):
+        files = Checkpointer(folder / str(number))
+        files.save(giver.steps, giver.written_tensors(), {})
+        files.load(None, taker.stored_tensors())
+        taker.after_load(giver.steps)
+        assert _step(giver, giver.steps) == _step(taker, taker.steps)
+        true, held = _state(giver), _state(taker)
+        for name, tensor in true.items():
+            assert torch.equal(tensor.to(held[name].dtype), held[name].to(tensor.dtype)), name
+
+
+def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
+    pool: Pool, tmp_path: Path
+) -> None:
+    values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7, **AWAY)
+    pool.run(2, _refused_saved_and_loaded, config(MODELS["llama tied"], 2, **values), tmp_path)
+
+
+def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
+    """Bytes of weights, moments and host memory on this rank, and what theory says."""
+    engine = _engine(settings, rank, world)
+    layout, optimizer = engine.layout, engine.optimizer
+    shard, expert_shard = shards_of(layout, rank)
+    at = layout.grid.coordinates(rank)
+    state = model_state(layout, at["pp"], shard, expert_shard=expert_shard)
+    weights = sum(local_tensor(p).nbytes for p in engine.parameters.values())
+    moments = sum(piece.local.nbytes for piece in optimizer.device.state_tensors().values())
+    host = sum(tensor.nbytes for tensor in optimizer.host.tensors())
+    return weights, moments, host, state.masters, state.optimizer, state.host
+
+
+@pytest.mark.parametrize("case", ["replicated", "two copies of the model", *list(CASES)[-1:]])
+def test_bytes_here_and_on_the_host_are_what_the_formula_says(pool: Pool, case: str) -> None:
+    ranks, model, values = CASES[case]
+    settings = config(model, ranks, **({"precision": "bf16"} | named(**values) | AWAY))
+    for weights, moments, host, *expected in pool.run(ranks, _held, settings):
+        assert [weights, moments, host] == expected
+        assert host

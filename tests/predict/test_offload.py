@@ -1,0 +1,119 @@
+"""What the planner knows of an optimizer in host memory."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.counts.offload import host_traffic
+from fivefold.counts.state import engine_policy
+from fivefold.errors import ConfigError
+from fivefold.layout import Layout
+from fivefold.predict.cluster import HOST_EFFICIENCY, Cluster, preset
+from fivefold.predict.memory import peak_memory
+from fivefold.predict.step import predict
+from fivefold.predict.update import leaving_seconds, offload_seconds
+from fivefold.search.request import request
+from fivefold.search.search import search
+from fivefold.tell.explain import shortfall
+from fivefold.tell.infeasible import why_nothing
+
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+AWAY = {"optimizer_cpu_offload": True}
+
+
+def layout(**values: object) -> Layout:
+    settings: dict[str, object] = {"global_batch_size": 8, "micro_batch_size": 1, "seq_length": 512}
+    return check(Config(PRESETS["llama3-8b"]).with_values(**(settings | values)), 8)
+
+
+def test_what_leaves_the_device_is_in_host_memory() -> None:
+    cluster = preset("H100")
+    here, away = (
+        peak_memory(layout(**ZERO3), cluster),
+        peak_memory(layout(**ZERO3, **AWAY), cluster),
+    )
+    shard = here.worst.parts["weights"] / 4  # fp32
+    assert here.worst.parts["optimizer"] == 8 * shard and here.host == 0
+    assert away.worst.parts["weights"] == 2 * shard and away.host == 16 * shard
+    assert not {"optimizer", "gradients"} & away.worst.parts.keys()
+
+
+def test_a_layout_must_fit_into_host_memory_too() -> None:
+    needed = peak_memory(layout(**ZERO3, **AWAY), preset("H100")).host
+    for room, fits in ((8 * needed, True), (8 * needed - 8, False), (None, True)):
+        cluster = replace(preset("H100"), host_memory_bytes=room)
+        memory = peak_memory(layout(**ZERO3, **AWAY), cluster)
+        assert memory.fits == fits
+        assert fits or "more than its share" in shortfall(memory)
+        assert peak_memory(layout(**ZERO3), cluster).fits
+
+
+def test_what_the_host_sends_is_not_gathered_before_it_is_there() -> None:
+    early = {"overlap_param_gather_with_optimizer_step": True}
+    with pytest.raises(ConfigError, match="on their way from the host"):
+        layout(data_parallel_sharding_strategy="optim", **early, **AWAY)
+    assert layout(data_parallel_sharding_strategy="optim", **early)
+
+
+def test_shares_of_a_node() -> None:
+    node = preset("H100", 16)
+    assert node.host_share == 2e12 / 8
+    assert node.host_rate == HOST_EFFICIENCY * 614.4e9 / 8
+    alone = replace(node, num_gpus=1)
+    assert alone.host_share == 2e12 and alone.host_rate == 8 * node.host_rate
+    unknown = replace(node, host_memory_bytes=None, host_memory_bandwidth=None)
+    assert unknown.host_share == inf and unknown.host_rate == unknown.host_bandwidth
+
+
+def _on_host(cluster: Cluster, **values: object) -> float:
+    parts = {part.name: part.seconds for part in predict(layout(**values), cluster).parts}
+    return parts["offloading"]
+
+
+def test_the_update_takes_the_traffic_of_host_memory_and_late_gradients_their_copies() -> None:
+    cluster, policy = preset("H100"), engine_policy(layout(**AWAY).config)
+    assert offload_seconds(cluster, policy, 1e9) == pytest.approx(42e9 / cluster.host_rate)
+    fast = replace(cluster, host_memory_bandwidth=1e15)
+    assert offload_seconds(fast, policy, 1e9) == pytest.approx(2e9 / cluster.host_bandwidth)
+    copy = 4e9 / cluster.host_bandwidth
+    assert leaving_seconds(cluster, policy, 1e9, copy / 2, 3) == pytest.approx(1.5 * copy)
+    assert leaving_seconds(cluster, policy, 1e9, 2 * copy, 3) == 0
+    half = _on_host(cluster, **ZERO3, **AWAY, optimizer_offload_fraction=0.5)
+    assert _on_host(cluster, **ZERO3) == 0 < half < _on_host(cluster, **ZERO3, **AWAY)
+
+
+def test_gradients_leave_as_often_as_they_are_reduced() -> None:
+    once, thrice = (layout(**ZERO3, **AWAY, global_batch_size=n) for n in (8, 24))
+    one, three = host_traffic(once, 0), host_traffic(thrice, 0)
+    assert three.out == 3 * one.out and three.back == one.back + 2 * one.out
+    assert host_traffic(layout(**ZERO3), 0).out == 0
+    replicas = {"num_distributed_optimizer_instances": 2, "global_batch_size": 24}
+    assert host_traffic(layout(**ZERO3, **AWAY, **replicas), 0).out == 2 * one.out
+
+
+def test_nothing_fits_but_with_the_optimizer_on_the_host() -> None:
+    model = replace(
+        PRESETS["gpt2"],
+        num_layers=48,
+        hidden_size=1600,
+        num_attention_heads=25,
+        ffn_hidden_size=6400,
+    )
+    settings = Config(model).with_values(global_batch_size=8)
+    asked = request(settings, preset("RTX 4090", 1), by_flag=["global_batch_size"])
+    found = search(asked)
+    assert not found.found
+    (mistake,) = why_nothing(found).mistakes
+    assert "--optimizer-cpu-offload" in mistake.works
+    (told,) = (line for line in mistake.why if line.startswith("with --optimizer-cpu-offload:"))
+    best = search(asked.but(**AWAY)).best
+    assert best.memory.fits and best.memory.host > 0
+    assert "of host memory" in told and f"{best.prediction.mfu:.1%} MFU" in told
+    tight = replace(asked, cluster=replace(asked.cluster, host_memory_bytes=10e9))
+    assert not search(tight.but(**AWAY)).found
+    with pytest.raises(ConfigError, match="of host memory for each GPU"):
+        raise why_nothing(search(tight.but(**AWAY)))

@@ -1,0 +1,29 @@
+"""Every way in which tensor-parallel ranks exchange tokens, on CPUs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from fivefold.tensor.exchange import Exchange, TokensInSharedMemory, exchange_of
+
+WAYS = ("tp", "sp", "parts", "shared memory")
+
+
+@contextmanager
+def exchanging(way: str) -> Iterator[Exchange]:
+    """An exchange of all ranks.
+
+    Symmetric memory is for GPUs: here its operations do what torch says that they stand for.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    if way != "shared memory":
+        yield exchange_of(group, sequence_parallel=way != "tp", overlaps=way == "parts")
+        return
+    with torch.library._scoped_library("symm_mem", "IMPL") as library:
+        for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+            library.impl(name, getattr(symmetric_memory, f"_{name}_fallback"), "CPU")
+        yield TokensInSharedMemory(group)
