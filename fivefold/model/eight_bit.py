@@ -185,9 +185,14 @@ class EightBitExperts:
 
     each: EightBit
 
-    def __call__(self, x_TH: Tensor, rows_E: Tensor) -> EightBitGroups:
-        """The products of these rows; the host waits for their numbers."""
-        return EightBitGroups(self.each, group_ends(rows_E))
+    def ends(self, x_TH: Tensor, rows_E: Tensor) -> list[int]:
+        """End row of each group; the host waits for it."""
+        return group_ends(rows_E)
+
+    def products(self, rows_E: Tensor, ends: list[int] | None) -> EightBitGroups:
+        """The products of these groups."""
+        assert ends is not None
+        return EightBitGroups(self.each, ends)
 
 
 def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:

@@ -22,7 +22,7 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
     recipe = training.fp8_recipe
     if recipe not in TRAINED:
         mistakes.add(
-            f"fp8_recipe = {recipe} {_NEEDS[recipe]}",
+            f"with fp8_format {training.fp8_format}, fp8_recipe = {recipe} {_NEEDS[recipe]}",
             works=[f"--fp8-recipe {name}" for name in TRAINED],
         )
     if recipe == "blockwise" and training.fp8_format == "hybrid":

@@ -6,6 +6,7 @@ Shapes: E groups, T rows sorted by group, H input features, F output features.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,7 @@ class GroupedLinear(nn.Module):
     """y = x W_e^T + b_e for the rows of each group e, with W [E, out, in]; uninitialised.
 
     Attributes:
-        products: seam around the products, the same for all linears of one input: for rows and the
-            number of each group, the products of these rows.
+        products: seam around the products, the same for all linears of one input.
         multiply: seam around the multiplication of one input with several linears.
     """
 
@@ -32,7 +32,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(groups, out_features)) if bias else None
-        self.products: Callable[[Tensor, Tensor], Products] = grouped_products
+        self.products: GroupArithmetic = PlainGroups()
         self.multiply: GroupedMultiplication = plain_multiply
 
     def forward(
@@ -79,7 +79,19 @@ GroupedMultiplication = Callable[..., tuple[Tensor, ...]]
 def plain_multiply(x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
     """Grouped multiplication under autograd; replaced when weight gradients are deferred."""
     weights = [local(linear.weight) for linear in linears]
-    return linears[0].products(x_TH, rows_E).apply(x_TH, weights, (None,) * len(weights))
+    groups = linears[0].products
+    products = groups.products(rows_E, groups.ends(x_TH, rows_E))
+    return products.apply(x_TH, weights, (None,) * len(weights))
+
+
+class GroupArithmetic(Protocol):
+    """How groups of rows are multiplied."""
+
+    def ends(self, x_TH: Tensor, rows_E: Tensor) -> list[int] | None:
+        """What the host has to know of groups with so many rows each, for which it waits."""
+
+    def products(self, rows_E: Tensor, ends: list[int] | None) -> Products:
+        """The products of such groups; linears keep `rows_E` among the tensors that they save."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +134,16 @@ class GroupedProducts(Products):
         return grouped_weight_gradient(grad[0], kept[0], self.rows_E, self.ends, onto_EFH)
 
 
-def grouped_products(x_TH: Tensor, rows_E: Tensor) -> GroupedProducts:
-    """The products of these rows in their dtype."""
-    return GroupedProducts(rows_E, None if has_kernel(x_TH) else group_ends(rows_E))
+class PlainGroups:
+    """The `products` seam of grouped linears in the dtype of their input."""
+
+    def ends(self, x_TH: Tensor, rows_E: Tensor) -> list[int] | None:
+        """End row of each group; None where the kernel does not need it."""
+        return None if has_kernel(x_TH) else group_ends(rows_E)
+
+    def products(self, rows_E: Tensor, ends: list[int] | None) -> GroupedProducts:
+        """The products of these groups."""
+        return GroupedProducts(rows_E, ends)
 
 
 def group_ends(rows_E: Tensor) -> list[int]:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.grouped import GroupedLinear
-from fivefold.model.layers import Products
+from fivefold.model.grouped import GroupArithmetic, GroupedLinear
 from fivefold.model.leaves import local
 from fivefold.tensor.deferred_weight import DeferredWeights
 
@@ -26,9 +25,8 @@ class GroupedMultiply:
     def __call__(self, x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
         """[T, H] -> one [T, F] per linear."""
         targets = tuple(linear.weight for linear in linears)
-        products = linears[0].products(x_TH, rows_E)
-        weights = [local(weight) for weight in targets]
-        ys: tuple[Tensor, ...] = _Grouped.apply(x_TH, products, self.deferred, targets, *weights)
+        how = linears[0].products, self.deferred, targets
+        ys: tuple[Tensor, ...] = _Grouped.apply(x_TH, rows_E, *how, *map(local, targets))
         return ys
 
 
@@ -37,21 +35,25 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TH: Tensor,
-        products: Products,
+        rows_E: Tensor,
+        groups: GroupArithmetic,
         deferred: DeferredWeights,
         targets: tuple[Tensor, ...],
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
+        ends = groups.ends(x_TH, rows_E)
+        products = groups.products(rows_E, ends)
         taken, kept = products.input(x_TH)
         outputs = products.outputs(taken, weights, (None,) * len(weights))
-        ctx.save_for_backward(*weights, *kept)
-        ctx.products, ctx.deferred, ctx.targets = products, deferred, targets
+        ctx.save_for_backward(rows_E, *weights, *kept)
+        ctx.groups, ctx.ends, ctx.deferred, ctx.targets = groups, ends, deferred, targets
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        products, deferred, targets = ctx.products, ctx.deferred, ctx.targets
-        saved = ctx.saved_tensors
+        deferred, targets = ctx.deferred, ctx.targets
+        rows_E, *saved = ctx.saved_tensors
+        products = ctx.groups.products(rows_E, ctx.ends)
         weights, kept = saved[: len(targets)], saved[len(targets) :]
         grads = [products.gradient(grad) for grad in grads_TF]
         makes = [partial(products.weight_gradient, grad, kept) for grad in grads]
@@ -66,4 +68,4 @@ class _Grouped(torch.autograd.Function):
         else:
             grads_w = list(map(deferred.made, targets, makes))
         grad_x = products.input_gradients(grads, weights) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None, *grads_w
+        return grad_x, None, None, None, None, *grads_w
