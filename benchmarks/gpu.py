@@ -40,6 +40,7 @@ from fivefold.files import write_atomic
 ROOT = Path(__file__).resolve().parents[1]
 LINEAR_LOSS = ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "linear")
 ONE_RANK = ("--tp", "1", "--no-sequence-parallel")
+FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 OFFLOADS = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn")
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "plain": ("debug",),
@@ -55,6 +56,8 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "experts": ("debug-mixtral",),
     "latents": ("debug-deepseek-v3",),
     "sinks": ("debug-gpt-oss",),
+    "fp8": ("debug", *FP8),
+    "fp8 experts": ("debug-mixtral", *FP8),
 }
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
 RANKS: dict[str, tuple[str, ...]] = {
@@ -192,9 +195,9 @@ def script(module: str, dry: bool) -> Iterator[tuple[str, Outcome]]:
 
 
 def train(dry: bool) -> Iterator[tuple[str, Outcome]]:
-    """A few steps from the command line, saved and continued, and the same with offloading."""
+    """A few steps from the command line, saved and continued; with offloading; in fp8."""
     sizes = () if dry else ("--num-layers", "4", "--hidden-size", "2048", "--seq-length", "4096")
-    for name, more in (("plain", ()), ("offloaded", OFFLOADS)):
+    for name, more in (("plain", ()), ("offloaded", OFFLOADS), ("fp8", FP8)):
         with tempfile.TemporaryDirectory() as folder:
             words = ["fivefold", "train", "debug", *ONE_RANK, *sizes]
             words += ["--bf16", "--lr-warmup-iters", "0", "--save", "run", *more]

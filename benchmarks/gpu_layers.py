@@ -3,8 +3,10 @@
     python -m benchmarks.gpu_layers [--dry]
 
 Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
+Forward and backward of a few layers in bf16, on the hidden states of one row: Fivefold's, as they
 are, without fused kernels, with dropout and compiled, with the row as one document and packed with
-many; and the same layers in plain PyTorch, which knows no documents.
+many, and with linear layers in fp8 by each recipe (their MFU is a share of the bf16 peak); and the
+same layers in plain PyTorch, which knows no documents.
 
 Prints a line of JSON for each. `--dry` runs small ones on a CPU.
 """
@@ -29,6 +31,8 @@ from fivefold.config.training import TrainingConfig
 from fivefold.hardware import peak_flops
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.compiled import compile_layers
+from fivefold.model.eight_bit import EightBit, install_eight_bit
+from fivefold.model.fp8 import RECIPES
 from fivefold.model.fusions import install_fusions
 from fivefold.model.rope import RotaryTables
 from fivefold.model.shape import training_flops
@@ -107,9 +111,12 @@ def our_step(
     compiled: bool = False,
     packed: bool = False,
     fused: bool = True,
+    recipe: str | None = None,
 ) -> Step:
-    """Forward and backward of Fivefold's layers."""
+    """Forward and backward of Fivefold's layers, in 8 bits if there is a recipe."""
     stage = Stage(model, StageSpec(False, tuple(range(LAYERS)), False)).to(device, torch.bfloat16)
+    if recipe is not None:
+        install_eight_bit(stage, EightBit(RECIPES[recipe], torch.bfloat16), ())
     for parameter in stage.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     if fused:
@@ -204,6 +211,11 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
             "Fivefold packed": partial(our_step, model, length, device, packed=True),
             "Fivefold compiled": partial(our_step, model, length, device, compiled=True),
         }
+        for recipe in RECIPES:
+            narrow = partial(our_step, model, length, device, recipe=recipe)
+            systems[f"Fivefold {recipe}"] = narrow
+            if not dry:
+                systems[f"Fivefold {recipe} compiled"] = partial(narrow, compiled=True)
         if not dry:
             systems["plain compiled"] = partial(plain_step, model, length, device, compiled=True)
         spec = StageSpec(False, tuple(range(LAYERS)), False)

@@ -32,6 +32,7 @@ from fivefold.mesh.rules import (
     check_tensor_overlap,
     check_tensor_parallel,
 )
+from fivefold.model.fp8_rules import check_eight_bit
 from fivefold.pipeline.automatic_split import automatic_split
 from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.layout import split_layers
@@ -262,6 +263,7 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             "Fivefold plans with it, and does not train it"
         )
     check_techniques(config, mistakes)
+    check_eight_bit(config, mistakes)
     for name, what, default in NOT_BUILT:
         value, setting = config.value(name), SETTINGS[name]
         if value != default:
@@ -272,10 +274,7 @@ def _check_built(config: Config, mistakes: Mistakes) -> None:
             )
 
 
-NOT_BUILT: tuple[tuple[str, str, Any], ...] = (
-    ("fp8_format", "8-bit multiplications", None),
-    ("fp4_format", "4-bit multiplications", None),
-)
+NOT_BUILT: tuple[tuple[str, str, Any], ...] = (("fp4_format", "4-bit multiplications", None),)
 
 
 def _check_profile(config: Config, world_size: int, mistakes: Mistakes) -> None:

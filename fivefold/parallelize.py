@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from fivefold.config.config import Config
 from fivefold.context.install import install_context_parallel
 from fivefold.counts.parameters import ParameterRecord, parameter_records
 from fivefold.counts.state import unit_of, units_on_host
@@ -24,6 +25,7 @@ from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import Piece
 from fivefold.model.compiled import compile_layers
+from fivefold.model.eight_bit import eight_bit, install_eight_bit
 from fivefold.model.fusions import install_fusions
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
@@ -173,6 +175,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     _install_experts(layout, groups, stages, deferred, records, meanwhile)
     if groups.cp is not None:
         _install_context(layout, groups, stages)
+    _install_eight_bit(config, policy, stages)
     _install_memory(layout, groups, stages, device)
     for stage in stages.values():
         install_fusions(stage, config.training)
@@ -278,6 +281,16 @@ def _install_context(layout: Layout, groups: Groups, stages: dict[int, Stage]) -
     for stage in stages.values():
         install_context_parallel(stage, kinds, groups)
     log.info("context parallel over %d (%s)", layout.grid.cp, ", ".join(dict.fromkeys(kinds)))
+
+
+def _install_eight_bit(config: Config, policy: Policy, stages: dict[int, Stage]) -> None:
+    products = eight_bit(config.training, policy.compute_dtype)
+    if products is None:
+        return
+    for stage in stages.values():
+        install_eight_bit(stage, products, config.memory.remade_modules)
+    training = config.training
+    log.info("linear layers in fp8: %s, %s", training.fp8_format, training.fp8_recipe)
 
 
 def _install_memory(

@@ -16,6 +16,7 @@ _PRODUCTS = {
     torch.ops.aten.addmm.out: (1, 2),
     torch.ops.aten.addmm_.default: (1, 2),
     torch.ops.aten.addmm.dtype_out: (1, 2),
+    torch.ops.aten._scaled_mm_v2.default: (0, 1),
     torch.ops.aten._grouped_mm.default: (0, 1),  # each row of the left by one matrix of the right
 }
 

@@ -195,7 +195,8 @@ class _Products:
     """Products with weights per token on one rank.
 
     PyTorch's checkpoint stops where nothing more is needed. That is before the last linear of a
-    region, unless a later operation saves tensors.
+    region, unless that is of the plain model in 8 bits (which multiplies before it saves), or a
+    later operation saves tensors.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
@@ -206,6 +207,8 @@ class _Products:
         tokens = training.micro_batch_size * training.seq_length // grid.cp // parts
         self._last_tile = memory.last_tile(tokens)
         self._cp_rank = layout.grid.coordinates(rank)["cp"]
+        eight_bit = layout.config.training.fp8_format is not None
+        self._stops = layout.grid.tp > 1 or layout.owns_linears or not eight_bit
         self._remade = memory.remade_modules
 
     def of_layer(self, layer: int, *, again: bool, ends_group: bool) -> tuple[float, float]:
@@ -260,6 +263,8 @@ class _Products:
 
     def _ends(self, name: str, region: str) -> bool:
         """Whether recomputation of this module, or of a whole layer, stops before this linear."""
+        if not self._stops:
+            return False
         if name == "mlp.shared_experts.down_proj.weight":  # a gate saves what it multiplies
             return region == "shared_experts" or not self._model.moe_shared_expert_gate
         if name == "self_attn.o_proj.weight":

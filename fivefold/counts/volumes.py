@@ -15,6 +15,7 @@ from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.operations import CoreAttention, Operation
+from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
 from fivefold.pipeline.ir import Direction, Kind
 
@@ -64,6 +65,7 @@ class _Volumes:
         self.shards = num_shards(layout)
         self.shard = self.at["dp_shard"] * grid.cp + self.at["cp"] if self.shards > 1 else 0
         self.element = ELEMENT_BYTES[config.training.precision]
+        self.running = Running.of(config)
         self.master = max(self.element, 4)
         self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
         self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
@@ -356,10 +358,10 @@ class _Volumes:
     def _layer(self, layer: int) -> Layer:
         return describe(self.model, layer_kind(self.model, layer))
 
-    def _features(self, layer: int) -> tuple[int, int]:
+    def _features(self, layer: int) -> tuple[int, float]:
         """Features per token that tensor-parallel ranks send in a layer's forward and backward.
 
-        See `Operation.tensor_features`.
+        See `Operation.tensor_features`; those sent in fewer bytes count as that share.
         """
         sequence = self.parallel.sequence_parallel
         operations = self._layer(layer).operations
@@ -367,7 +369,10 @@ class _Volumes:
         forward, backward = (sum(features) for features in zip(*sent, strict=True))
         if sequence and gathers_latents(self.layout.config, layer):
             backward -= self.model.kv_lora_rank  # the gathered latent is kept
-        return forward, backward
+        if not sequence:
+            return forward, backward
+        narrow = sum(operation.gathered_narrow(self.running) for operation in operations)
+        return forward, backward - narrow * (1 - self.running.input_bytes / self.element)
 
     def _held(self, group: str) -> int:
         """Elements of this rank's shards of the parameters whose gradients a group sums."""

@@ -7,7 +7,7 @@ starts fetching for the previous module, so that copies overlap with compute.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from fivefold.model.experts import Experts
 from fivefold.model.layers import LayerBlock
 from fivefold.model.leaves import local
 from fivefold.model.transformer import Norm, NormedBlock, Stage
+
+Result = TypeVar("Result")
 
 
 def install_offload(stage: Stage, memory: MemoryConfig, host: "Host") -> None:
@@ -129,9 +131,9 @@ class Host:
 
     def moving(
         self,
-        function: Callable[..., Tensor],
+        function: Callable[..., Result],
         only: Callable[..., set[int]] | None = None,
-    ) -> Callable[..., Tensor]:
+    ) -> Callable[..., Result]:
         """Wrap a function so that what its forward saves is offloaded until its backward.
 
         Parameters of the function and of modules among its arguments are never offloaded.
@@ -142,7 +144,7 @@ class Host:
                 its result during the call. None: everything.
         """
 
-        def run(*arguments: Any) -> Tensor:
+        def run(*arguments: Any) -> Result:
             owners = [each for each in (function, *arguments) if isinstance(each, nn.Module)]
             parameters = (local(p) for owner in owners for p in owner.parameters())
             stay = {parameter.untyped_storage()._cdata for parameter in parameters}

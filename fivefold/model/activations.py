@@ -13,7 +13,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.description import describe, layer_kind
 from fivefold.model.latent_operations import LatentDown
 from fivefold.model.operations import Kept, Norm
-from fivefold.model.running import Running
+from fivefold.model.running import Running, scale_bytes
 from fivefold.model.shape import StageParts, has_final_norm
 
 
@@ -176,7 +176,8 @@ def bookkeeping_bytes(
     """Bytes per token of a stage that Fivefold keeps beyond the published formulas.
 
     These are row statistics of norms, RoPE tables, and copies of labels and loss weights (with a
-    split vocabulary: of the labels' logits and their mask).
+    split vocabulary: of the labels' logits and their mask), and scales of 8-bit inputs. Not counted
+    are those of experts' rows, which depend on the number of rows.
 
     Args:
         model: the architecture.
@@ -194,6 +195,9 @@ def bookkeeping_bytes(
         kept_whole += [model.num_layers] * parts.mtp
         size += 3 * norm * parts.mtp
     for layer in kept_whole:
+        for item in kept_items(model, layer, running):
+            if not {*running.remade} & {*item.remade_by}:
+                size += sum(scale_bytes(running, features) for features in item.scaled)
         for operation in describe(model, layer_kind(model, layer)).operations:
             if "a2a_overlap_attn" in {*running.remade}.intersection(operation.rerun_by):
                 continue

@@ -25,11 +25,11 @@ from fivefold.model.operations import (
     CoreAttention,
     Norm,
     Operation,
-    PredictionInput,
     Residual,
     RowLinear,
     Weight,
 )
+from fivefold.model.prediction_operations import PredictionInput
 
 _SHARED_GATE = "mlp.shared_expert_gate.weight"
 OperationT = TypeVar("OperationT", bound=Operation)
@@ -262,6 +262,7 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
             inputs=h,
             outputs=inner * _gates(model),
             remade_by=("layernorm",),
+            kept_whole_by=("layernorm", "mlp"),
         ),
         Activation(
             "mlp_act",

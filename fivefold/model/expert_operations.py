@@ -174,7 +174,7 @@ class ExpertsIn(Operation):
         With biases, also the expert of each row, once per projection.
         """
         rows = running.rows(self.copies)
-        size = running.input_bytes * self.inputs * (rows + spare_row(running))
+        size = running.input_size("routed_experts") * self.inputs * (rows + spare_row(running))
         biases = sum(len(weight.shape) == 2 for weight in self.weights)
         return (
             Kept(self.name, (size,), ("moe",)),
@@ -218,7 +218,7 @@ class ExpertsOut(Operation):
         return (
             Kept(
                 self.name,
-                (running.input_bytes * inner * rows,),
+                (running.input_size("moe_act") * inner * rows,),
                 ("moe", "moe_act", "routed_experts"),
             ),
             Kept("expert_fc2_bias", (bias * rows,), ("moe", "routed_experts")),
@@ -250,11 +250,14 @@ class SharedOut(RowLinear):
         A narrower copy of their input, their activation, and the result with its gate, if any.
         """
         element, narrow = running.element_bytes, running.input_bytes
-        cast = narrow * self.features / running.token_parts if narrow < element else 0.0
-        inner = (element * self.widths + narrow) * (self.inputs / running.tensor_parallel)
+        copies = running.narrows("layernorm")
+        cast = narrow * self.features / running.token_parts if copies else 0.0
+        within = self.inputs / running.tensor_parallel
+        scaled = (*([self.features] if copies else []), *([within] if running.narrows() else []))
+        inner = (element * self.widths + narrow) * within
         gate = element * (self.features + 1) / running.token_parts if self.gated else 0.0
         return (
-            Kept("shared_experts", (cast + inner,), ("moe", "shared_experts")),
+            Kept("shared_experts", (cast + inner,), ("moe", "shared_experts"), scaled=scaled),
             Kept("shared_gate", (gate,), ("moe",)),
         )
 

@@ -59,7 +59,9 @@ class Experts(nn.Module):
             weights_R: routing weight of each row.
             rows_E: int64 number of rows per expert, possibly 0.
         """
-        inner = [linear(x_RH, rows_E) for linear in self.into]
+        products = self.up_proj.multiply(x_RH, rows_E, *self.into)
+        each = zip(self.into, products, strict=True)
+        inner = [linear.biased(y_RF, rows_E) for linear, y_RF in each]
         return self.second(self, inner, weights_R, rows_E)
 
     @property

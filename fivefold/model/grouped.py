@@ -3,14 +3,15 @@
 Shapes: E groups, T rows sorted by group, H input features, F output features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.mesh.device import uses_gpu_kernels
-from fivefold.model.layers import add_product
+from fivefold.model.layers import Kept, Products, add_product
 from fivefold.model.leaves import local
 
 
@@ -18,7 +19,9 @@ class GroupedLinear(nn.Module):
     """y = x W_e^T + b_e for the rows of each group e, with W [E, out, in]; uninitialised.
 
     Attributes:
-        multiply: seam around the matrix multiplication.
+        products: seam around the products, the same for all linears of one input: for rows and the
+            number of each group, the products of these rows.
+        multiply: seam around the multiplication of one input with several linears.
     """
 
     bias: nn.Parameter | None
@@ -29,7 +32,8 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
         self.bias = nn.Parameter(torch.empty(groups, out_features)) if bias else None
-        self.multiply: Callable[[Tensor, Tensor, GroupedLinear], Tensor] = plain_multiply
+        self.products: Callable[[Tensor, Tensor], Products] = grouped_products
+        self.multiply: GroupedMultiplication = plain_multiply
 
     def forward(
         self,
@@ -47,34 +51,91 @@ class GroupedLinear(nn.Module):
             weights_T: weight of each row's bias; None: all 1.
             adds_bias: whether to add the bias; its gradient is the same either way.
         """
-        y_TF = self.multiply(x_TH, rows_E, self)
+        (y_TF,) = self.multiply(x_TH, rows_E, self)
+        return self.biased(y_TF, rows_E, weights_T, adds_bias=adds_bias)
+
+    def biased(
+        self,
+        y_TF: Tensor,
+        rows_E: Tensor,
+        weights_T: Tensor | None = None,
+        *,
+        adds_bias: bool = True,
+    ) -> Tensor:
+        """[T, out] with the biases of the rows, if there are any; arguments as in `forward`."""
         if self.bias is None:
             return y_TF
-        bias_TF = local(self.bias).repeat_interleave(rows_E, 0, output_size=len(x_TH))
+        bias_TF = local(self.bias).repeat_interleave(rows_E, 0, output_size=len(y_TF))
         if weights_T is not None:
             weights_T = weights_T if adds_bias else weights_T.detach()
             bias_TF = (bias_TF * weights_T[:, None]).to(y_TF.dtype)
         return y_TF + (bias_TF if adds_bias else bias_TF - bias_TF.detach())
 
 
-def plain_multiply(x_TH: Tensor, rows_E: Tensor, linear: GroupedLinear) -> Tensor:
+GroupedMultiplication = Callable[..., tuple[Tensor, ...]]
+"""(rows [T, H], rows per group, *grouped linears) -> one [T, F] per linear, without biases."""
+
+
+def plain_multiply(x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
     """Grouped multiplication under autograd; replaced when weight gradients are deferred."""
-    weight_EFH = local(linear.weight)
-    if has_kernel(x_TH):
-        return grouped_linear(x_TH, weight_EFH, rows_E, None)
-    pieces = zip(x_TH.split(rows_E.tolist()), weight_EFH.unbind(), strict=True)
-    return torch.cat([x @ weight.t() for x, weight in pieces])
+    weights = [local(linear.weight) for linear in linears]
+    return linears[0].products(x_TH, rows_E).apply(x_TH, weights, (None,) * len(weights))
 
 
-def group_ends(x_TH: Tensor, rows_E: Tensor) -> list[int] | None:
-    """End row of each group, which waits for the device; None where the kernel does not need it."""
-    return None if has_kernel(x_TH) else list(accumulate(rows_E.tolist()))
+@dataclass(frozen=True)
+class GroupedProducts(Products):
+    """The products of linear layers with W [E, F, H], each group of rows with its own.
+
+    Attributes:
+        rows_E: rows per group.
+        ends: end row of each group; None where the kernel does not need it.
+    """
+
+    rows_E: Tensor
+    ends: list[int] | None
+
+    def apply(
+        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """[T, H] -> one [T, F] per weight, under autograd; biases are added elsewhere."""
+        if self.ends is None:
+            return self.outputs((x_TH,), weights, biases)
+        rows = x_TH.tensor_split(self.ends)[: len(self.ends)]
+        return tuple(
+            torch.cat([x @ one.t() for x, one in zip(rows, weight_EFH.unbind(), strict=True)])
+            for weight_EFH in weights
+        )
+
+    def output(self, x: Kept, weight_EFH: Tensor, *_: Tensor | None) -> Tensor:
+        """[T, H] -> [T, F], without a bias."""
+        return grouped_linear(x[0], weight_EFH, self.rows_E, self.ends)
+
+    def input_gradient(
+        self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
+    ) -> Tensor:
+        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
+        grad_TH = grouped_linear(grad[0], weight_EFH.transpose(1, 2), self.rows_E, self.ends)
+        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
+        """[E, F, H], added to `onto_EFH` in place, in its dtype, if there is one."""
+        return grouped_weight_gradient(grad[0], kept[0], self.rows_E, self.ends, onto_EFH)
+
+
+def grouped_products(x_TH: Tensor, rows_E: Tensor) -> GroupedProducts:
+    """The products of these rows in their dtype."""
+    return GroupedProducts(rows_E, None if has_kernel(x_TH) else group_ends(rows_E))
+
+
+def group_ends(rows_E: Tensor) -> list[int]:
+    """End row of each group; the host waits for the device."""
+    return list(accumulate(rows_E.tolist()))
 
 
 def grouped_linear(
     x_TH: Tensor, weight_EFH: Tensor, rows_E: Tensor, ends: list[int] | None
 ) -> Tensor:
-    """x W_e^T per group, without autograd: [T, H] -> [T, F]; `ends` is from `group_ends`."""
+    """x W_e^T per group, without autograd: [T, H] -> [T, F]; `ends` as in `GroupedProducts`."""
     if ends is None:
         return torch._grouped_mm(x_TH, weight_EFH.transpose(1, 2), offs=_ends(rows_E))
     y_TF = x_TH.new_empty(len(x_TH), weight_EFH.shape[1])
@@ -90,7 +151,7 @@ def grouped_weight_gradient(
     ends: list[int] | None,
     onto_EFH: Tensor | None = None,
 ) -> Tensor:
-    """Weight gradient [E, F, H], zero for empty groups; `ends` is from `group_ends`.
+    """Weight gradient [E, F, H], zero for empty groups; `ends` as in `GroupedProducts`.
 
     Added to `onto_EFH` in place, in its dtype, if there is one: by the products themselves where
     there is no kernel for all groups.

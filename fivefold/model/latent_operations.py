@@ -20,8 +20,10 @@ class LatentDown(Operation):
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
-        size = running.input_bytes * self.inputs / running.token_parts
-        return (Kept(self.name, (size,), ("layernorm", "a2a_overlap_attn")),)
+        size = running.input_size("layernorm") * self.inputs / running.token_parts
+        # Each rank multiplies its own tokens.
+        scaled = (self.inputs,) if running.narrows("layernorm") else ()
+        return (Kept(self.name, (size,), ("layernorm", "a2a_overlap_attn"), scaled=scaled),)
 
     def deferred(self, running: Running) -> float:
         """Its input; gradients of the latents are negligible."""
@@ -54,12 +56,23 @@ class LatentUp(Operation):
         """
         before = running.element_bytes * self.latents / running.token_parts
         read = self.latents - (self.keys if running.gathers_latents else 0)
+        # Queries that are projected from the hidden state read it apart from the latents.
+        read += self.uncompressed if running.narrows("layernorm") else 0
         after = running.input_bytes * read / running.token_parts
         key = running.element_bytes * self.shared / running.token_parts
         key = key if "mla_up_proj" in running.remade else 0.0
         again = ("a2a_overlap_attn",)
         sizes = {"latents": before, "mla_up_proj": after, "shared_key": key}
-        return tuple(Kept(name, (size,), again) for name, size in sizes.items())
+        queries = self.latents - self.keys or self.uncompressed
+        scaled = {"mla_up_proj": (queries, self.keys)} if running.narrows() else {}
+        return tuple(
+            Kept(name, (size,), again, scaled=scaled.get(name, ())) for name, size in sizes.items()
+        )
+
+    def gathered_narrow(self, running: Running) -> float:
+        """See `Operation.gathered_narrow`."""
+        whole = self.uncompressed if running.narrows("layernorm") else 0
+        return self.latents + whole if running.narrows() else 0.0
 
     def deferred(self, running: Running) -> float:
         """Gradients of queries, keys and values."""

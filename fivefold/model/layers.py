@@ -5,7 +5,7 @@ A seam is an attribute that holds a plain callable. Tensor parallelism replaces 
 H input features, F output features, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,21 +16,46 @@ from fivefold.config.model import ModelConfig
 from fivefold.model.leaves import local
 from fivefold.model.traced import result
 
+Kept = tuple[Tensor, ...]
+"""What a product takes of an operand."""
+
 
 class Products:
     """The three products of a linear layer with W [F, H], in the dtype of its input.
 
-    The first two are made of all tokens at once or of some at a time, with the same result.
+    Each takes its operands as they were read: what another arithmetic makes of them is made once,
+    for all linear layers of an input and for both products of a gradient. The first two products
+    are made of all tokens at once or of some at a time, with the same result.
+
+    Attributes:
+        keeps_input: whether dW takes the input itself.
     """
+
+    keeps_input: bool = True
+
+    def apply(
+        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """[T, H] -> one [T, F] per weight, under autograd."""
+        return self.outputs((x_TH,), weights, biases)
+
+    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
+        """What `output` takes of an input, and what `weight_gradient` does: first its rows."""
+        return (x_TH,), (x_TH,)
+
+    def gradient(self, grad_TF: Tensor) -> Kept:
+        """What both products of a backward take of the gradient of a result."""
+        return (grad_TF,)
 
     def output(
         self,
-        x_TH: Tensor,
+        x: Kept,
         weight_FH: Tensor,
         bias_F: Tensor | None = None,
         out_TF: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, F], written into `out_TF` if there is one."""
+        (x_TH,) = x
         if out_TF is None:
             return F.linear(x_TH, weight_FH, bias_F)
         if bias_F is None:
@@ -39,21 +64,36 @@ class Products:
 
     def input_gradient(
         self,
-        grad_TF: Tensor,
+        grad: Kept,
         weight_FH: Tensor,
         onto_TH: Tensor | None = None,
         out_TH: Tensor | None = None,
     ) -> Tensor:
         """[T, F] -> [T, H], added to `onto_TH` or written into `out_TH` if there is one."""
+        (grad_TF,) = grad
         if onto_TH is not None:
             return onto_TH.addmm_(grad_TF, weight_FH)
         return torch.mm(grad_TF, weight_FH, out=out_TH)
 
-    def weight_gradient(
-        self, grad_TF: Tensor, x_TH: Tensor, onto_FH: Tensor | None = None
-    ) -> Tensor:
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
         """[F, H], added to `onto_FH` in place, in its dtype, if there is one."""
+        (grad_TF,), (x_TH,) = grad, kept
         return grad_TF.t() @ x_TH if onto_FH is None else add_product(onto_FH, grad_TF.t(), x_TH)
+
+    def outputs(
+        self, x: Kept, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """One [T, F] per weight."""
+        each = zip(weights, biases, strict=True)
+        return tuple(self.output(x, weight_FH, bias_F) for weight_FH, bias_F in each)
+
+    def input_gradients(self, grads: Sequence[Kept], weights: Sequence[Tensor]) -> Tensor:
+        """The sum over the linear layers of an input, [T, H]."""
+        (first, *others), (weight, *rest) = grads, weights
+        total_TH = self.input_gradient(first, weight)
+        for grad, weight_FH in zip(others, rest, strict=True):
+            self.input_gradient(grad, weight_FH, onto_TH=total_TH)
+        return total_TH
 
 
 def add_product(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -72,7 +112,8 @@ class Linear(nn.Module):
 
     Attributes:
         used: rows of the weight that this rank multiplies with; None: all it holds.
-        multiply: seam around the products; another arithmetic replaces them.
+        multiply: seam around the products, the same for all linears of one input; another
+            arithmetic replaces them.
     """
 
     bias: nn.Parameter | None
@@ -87,7 +128,7 @@ class Linear(nn.Module):
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         bias = None if self.bias is None else local(self.bias)
-        return self.multiply.output(x_TH, local(self.weight), bias)
+        return self.multiply.apply(x_TH, (local(self.weight),), (bias,))[0]
 
 
 class Column(Protocol):
@@ -103,7 +144,9 @@ Row = Callable[[Tensor, Linear], Tensor]
 
 def plain_column(x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     """Apply every linear to the same input; replaced by column (output-sharded) parallelism."""
-    return tuple(linear(x_TH) for linear in linears)
+    weights = [local(linear.weight) for linear in linears]
+    biases = [None if linear.bias is None else local(linear.bias) for linear in linears]
+    return linears[0].multiply.apply(x_TH, weights, biases)
 
 
 Spread = Callable[[Tensor], Tensor]

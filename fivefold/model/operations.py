@@ -79,6 +79,7 @@ class Kept:
         moved_by: offloaded module that moves it to host memory; empty: the item's own name.
         stays: whether it is kept even if the whole layer is recomputed.
         held_by: item that counts it unless it is offloaded; offloaded alone, it is on both sides.
+        scaled: features of each input of a linear layer that it is an 8-bit copy of.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Kept:
     moved_by: str = ""
     stays: bool = False
     held_by: str = ""
+    scaled: tuple[float, ...] = ()
 
     @property
     def size(self) -> float:
@@ -124,6 +126,10 @@ class Operation:
 
     def deferred(self, running: Running) -> float:
         """Bytes per token kept for its weight gradients when these are deferred."""
+        return 0.0
+
+    def gathered_narrow(self, running: Running) -> float:
+        """Features per token that sequence-parallel ranks gather again as narrower copies."""
         return 0.0
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
@@ -190,19 +196,27 @@ class ColumnLinear(Operation):
         outputs: output features of all its linears, over all ranks.
         shared_input: whether another item already counts the input.
         remade_by: recomputed modules that recompute the input.
+        kept_whole_by: recomputed modules that keep or recompute the input itself, not a narrower
+            copy.
     """
 
     inputs: int
     outputs: int
     shared_input: bool = False
     remade_by: tuple[str, ...] = ()
+    kept_whole_by: tuple[str, ...] = ("layernorm",)
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
         if self.shared_input:
             return ()
-        size = running.input_bytes * self.inputs / running.token_parts
-        return (Kept(self.name, (size,), self.remade_by),)
+        size = running.input_size(*self.kept_whole_by) * self.inputs / running.token_parts
+        scaled = (self.inputs,) if running.narrows(*self.kept_whole_by) else ()
+        return (Kept(self.name, (size,), self.remade_by, scaled=scaled),)
+
+    def gathered_narrow(self, running: Running) -> float:
+        """See `Operation.gathered_narrow`."""
+        return self.inputs if running.narrows("layernorm") else 0.0
 
     def deferred(self, running: Running) -> float:
         """The input, and the gradients of the outputs."""
@@ -240,8 +254,9 @@ class RowLinear(Operation):
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
-        size = running.input_bytes * self.inputs / running.tensor_parallel
-        return (Kept(self.name, (size,), self.remade_by),)
+        features = self.inputs / running.tensor_parallel
+        size, scaled = running.input_bytes * features, (features,) if running.narrows() else ()
+        return (Kept(self.name, (size,), self.remade_by, scaled=scaled),)
 
     def deferred(self, running: Running) -> float:
         """The input, and the gradient of the output."""
@@ -358,37 +373,3 @@ class Activation(Operation):
         else:
             size *= self.features / running.tensor_parallel
         return (Kept(self.item, (size,) * self.widths, self.remade_by),)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictionInput(Operation):
-    """The start of a multi-token prediction layer: three norms and a projection 2h -> h.
-
-    Attributes:
-        features: features of the hidden state.
-    """
-
-    features: int
-
-    def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The embedding, the inputs of the projection and of the last norm.
-
-        The previous state, which the first norm reads, counts with the states predicted from.
-        """
-        size = self.features / running.token_parts
-        return (
-            Kept("mtp_norms", (2 * running.element_bytes * size,)),
-            Kept("mtp_proj", (2 * running.input_bytes * size,)),
-        )
-
-    def deferred(self, running: Running) -> float:
-        """The input of the projection, and the gradient of its output."""
-        outputs = running.element_bytes * self.features / running.tensor_parallel
-        return 2 * running.input_bytes * self.features / running.token_parts + outputs
-
-    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
-        """As for a column-parallel layer of two hidden states.
-
-        Without sequence parallelism its outputs are gathered as well.
-        """
-        return (2 if sequence_parallel else 1) * self.features, 4 * self.features

@@ -1,7 +1,7 @@
 """How a layer is run, as far as its memory and cost depend on it; torch-free."""
 
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
 
 from fivefold.config.config import Config
 from fivefold.config.experts import ExpertsConfig
@@ -10,6 +10,10 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import TokenDispatcher
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.model.expert_rows import LayerRows, expected_rows, padded_rows
+
+SCALE_ROWS = {"rowwise": inf, "blockwise": 128}
+"""Rows of an operand of dW that share a scale for each feature, by recipe."""
+_SCALE = 4  # bytes of a scale, fp32
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Running:
         seq_length: keys that a token can attend to; matters only for unfused attention.
         element_bytes: bytes per element of the compute dtype.
         input_bytes: bytes per element of a linear layer's kept input; fewer in fp8 or fp4.
+        scale_rows: rows of it that share a scale for each feature; inf: all; 0: one scale or none.
         tensor_parallel: ranks that split heads, MLPs and vocabulary.
         sequence_parallel: whether these ranks split the tokens of everything else.
         expert_parallel: ranks that hold the experts of a layer, equally many each.
@@ -44,6 +49,7 @@ class Running:
     seq_length: int
     element_bytes: float = 2
     input_bytes: float = 2
+    scale_rows: float = 0
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     expert_parallel: int = 1
@@ -82,6 +88,7 @@ class Running:
             seq_length=training.seq_length,
             element_bytes=element,
             input_bytes=narrow,
+            scale_rows=SCALE_ROWS.get(training.fp8_recipe, 0) if training.fp8_format else 0,
             tensor_parallel=parallel.tensor_model_parallel_size,
             sequence_parallel=parallel.sequence_parallel,
             expert_parallel=parallel.expert_model_parallel_size,
@@ -177,6 +184,14 @@ class Running:
         )
         return expected.times(1 / self.token_parts)
 
+    def narrows(self, *unless: str) -> bool:
+        """Whether a linear layer keeps 8 bits of its input: not if one of these is made again."""
+        return self.input_bytes < self.element_bytes and not {*unless} & {*self.remade}
+
+    def input_size(self, *unless: str) -> float:
+        """Bytes per element of what it keeps of its input; arguments as in `narrows`."""
+        return self.input_bytes if self.narrows(*unless) else self.element_bytes
+
     @property
     def pads_rows(self) -> bool:
         """Whether the rows of every expert are padded to its capacity."""
@@ -202,6 +217,19 @@ class Running:
     def by_microbatch(self, size: float) -> float:
         """Bytes per token of a tensor with `size` bytes per microbatch."""
         return size / self.microbatch_tokens
+
+
+def scale_bytes(running: Running, features: float) -> float:
+    """Bytes per token of the scales of an 8-bit input with `features` on this rank.
+
+    Scales cover the whole input of a product, where ranks split its tokens before it, too.
+    """
+    if running.input_bytes >= running.element_bytes:
+        return 0.0
+    blocks = 1.0
+    if running.scale_rows:
+        blocks = features * max(ceil(running.microbatch_tokens / running.scale_rows), 1)
+    return running.by_microbatch(_SCALE * blocks)
 
 
 def flash_takes(features: int) -> bool:

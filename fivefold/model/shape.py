@@ -24,7 +24,8 @@ from fivefold.model.description import (
     head_weights,
     layer_kind,
 )
-from fivefold.model.operations import CoreAttention, PredictionInput, Weight
+from fivefold.model.operations import CoreAttention, Weight
+from fivefold.model.prediction_operations import PredictionInput
 
 Shapes = Mapping[str, tuple[int, ...]]
 Weights = Mapping[str, Weight]

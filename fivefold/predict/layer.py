@@ -10,7 +10,8 @@ from functools import cached_property
 from fivefold.layout import Layout
 from fivefold.model.activations import saved_activations, total
 from fivefold.model.description import LayerKind, describe, layer_kinds
-from fivefold.model.operations import Operation, PredictionInput
+from fivefold.model.operations import Operation
+from fivefold.model.prediction_operations import PredictionInput
 from fivefold.model.running import Running
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.compute import Phases

@@ -18,10 +18,10 @@ from fivefold.model.operations import (
     CoreAttention,
     Norm,
     Operation,
-    PredictionInput,
     Residual,
     RowLinear,
 )
+from fivefold.model.prediction_operations import PredictionInput
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, all_to_all, gather, span, token_copies
 from fivefold.predict.compute import (

@@ -24,7 +24,7 @@ from fivefold.mesh.collectives import (
     start_reduce_scatter,
 )
 from fivefold.mesh.parts import Arriving, start_sum_of_parts
-from fivefold.model.layers import Products
+from fivefold.model.layers import Kept, Products
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,36 @@ class Factor:
             return None
         return self.weight_FH if self.of_gradient else self.weight_FH.t()
 
-    def times(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def read(self, x: Tensor) -> tuple[Kept, Kept]:
+        """What this product takes of tokens, and what dW does."""
+        if not self.of_gradient:
+            return self.products.input(x)
+        grad = self.products.gradient(x)
+        return grad, grad
+
+    def times(self, taken: Kept, out: Tensor | None = None) -> Tensor:
         """The product of some tokens, written into `out` if there is one."""
         if self.of_gradient:
-            return self.products.input_gradient(x, self.weight_FH, out_TH=out)
-        return self.products.output(x, self.weight_FH, self.bias_F, out)
+            return self.products.input_gradient(taken, self.weight_FH, out_TH=out)
+        return self.products.output(taken, self.weight_FH, self.bias_F, out)
 
 
-Term = tuple[Tensor, Factor]
-"""Rows of all tokens, and what they are multiplied with."""
+Term = tuple[Kept, Factor]
+"""What a product takes of all tokens, and what they are multiplied with."""
 
 
-def _sum_of(terms: Sequence[Term], rows: slice = slice(None)) -> Tensor:
-    """This rank's summands of some rows; several terms are input gradients."""
-    (x, factor), *others = terms
-    total = factor.times(x[rows])
-    for x, factor in others:
-        factor.products.input_gradient(x[rows], factor.weight_FH, onto_TH=total)
+def _sum_of(terms: Sequence[Term]) -> Tensor:
+    """This rank's summands; several terms are input gradients."""
+    (taken, factor), *others = terms
+    total = factor.times(taken)
+    for taken, factor in others:
+        factor.products.input_gradient(taken, factor.weight_FH, onto_TH=total)
     return total
+
+
+def _of_rows(terms: Sequence[Term], rows: slice) -> list[Term]:
+    """Terms of some of the tokens."""
+    return [(tuple(x[rows] for x in taken), factor) for taken, factor in terms]
 
 
 @dataclass(frozen=True)
@@ -87,10 +99,14 @@ class Exchange:
         """[t, H] of each rank -> [T, H]."""
         return Pending([], lambda: x)
 
-    def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Tensor, list[Tensor]]:
-        """[t, H] of each rank -> [T, H] and its products, one [T, F] per factor."""
-        x_TH = self.start_gather(x).wait()
-        return x_TH, [factor.times(x_TH) for factor in factors]
+    def own(self, x_TH: Tensor) -> Tensor:
+        """[T, H] -> [t, H], a copy unless it is the same: the rows of this rank's tokens."""
+        return x_TH
+
+    def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Kept, list[Tensor]]:
+        """[t, H] of each rank -> what dW takes of [T, H], and its products, a [T, F] per factor."""
+        taken, kept = factors[0].read(self.start_gather(x).wait())
+        return kept, [factor.times(taken) for factor in factors]
 
     def start_sum(self, terms: Sequence[Term]) -> Pending:
         """Sum products over the terms and the ranks: [T, F] each -> [t, H]."""
@@ -109,6 +125,11 @@ class SplitTokens(Exchange):
     def start_gather(self, x: Tensor) -> Pending:
         """[t, H] of each rank -> [T, H]."""
         return start_all_gather(x, self.group)
+
+    def own(self, x_TH: Tensor) -> Tensor:
+        """[T, H] -> [t, H], a copy: the rows of this rank's tokens."""
+        assert self.group is not None
+        return x_TH.chunk(self.group.size())[self.group.rank()].clone()
 
     def start_sum(self, terms: Sequence[Term]) -> Pending:
         """Sum products over the terms and the ranks: [T, F] each -> [t, H]."""
@@ -129,19 +150,19 @@ class TokensInParts(SplitTokens):
     by = "messages"
     """What carries the parts."""
 
-    def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Tensor, list[Tensor]]:
-        """[t, H] of each rank -> [T, H] and its products, one [T, F] per factor."""
+    def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Kept, list[Tensor]]:
+        """[t, H] of each rank -> what dW takes of [T, H], and its products, a [T, F] per factor."""
         arriving = Arriving(x, self.group)
         products = [x.new_empty(len(arriving.whole), factor.features) for factor in factors]
         for rows in arriving:
             for factor, product in zip(factors, products, strict=True):
-                factor.times(arriving.whole[rows], product[rows])
-        return arriving.whole, products
+                factor.times(factor.read(arriving.whole[rows])[0], product[rows])
+        return factors[0].read(arriving.whole)[1], products
 
     def start_sum(self, terms: Sequence[Term]) -> Pending:
         """Sum products over the terms and the ranks: [T, F] each -> [t, H]."""
-        length = len(terms[0][0])
-        return start_sum_of_parts(lambda rows: _sum_of(terms, rows), length, self.group)
+        length = len(terms[0][0][0])
+        return start_sum_of_parts(lambda rows: _sum_of(_of_rows(terms, rows)), length, self.group)
 
 
 @dataclass(frozen=True)
@@ -154,8 +175,8 @@ class TokensInSharedMemory(TokensInParts):
 
     by = "symmetric memory"
 
-    def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Tensor, list[Tensor]]:
-        """[t, H] of each rank -> [T, H] and its products, one [T, F] per factor."""
+    def gather_products(self, x: Tensor, factors: Sequence[Factor]) -> tuple[Kept, list[Tensor]]:
+        """[t, H] of each rank -> what dW takes of [T, H], and its products, a [T, F] per factor."""
         plain = [factor.plain for factor in factors]
         if any(matrix is None for matrix in plain):
             return super().gather_products(x, factors)
@@ -165,16 +186,16 @@ class TokensInSharedMemory(TokensInParts):
         for factor, product in zip(factors, products, strict=True):
             if factor.bias_F is not None:
                 product += factor.bias_F
-        return x_TH, products
+        return (x_TH,), products
 
     def start_sum(self, terms: Sequence[Term]) -> Pending:
         """Sum products over the terms and the ranks: [T, F] each -> [t, H]."""
-        (x, factor), *others = terms
+        (taken, factor), *others = terms
         matrix = factor.plain
         if others or matrix is None or factor.bias_F is not None:
             return super().start_sum(terms)
         total: Any = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            x.contiguous(), matrix, "sum", 0, self.group.group_name
+            taken[0].contiguous(), matrix, "sum", 0, self.group.group_name
         )
         return Pending([], lambda: total)
 

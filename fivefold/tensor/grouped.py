@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fivefold.model.grouped import (
-    GroupedLinear,
-    group_ends,
-    grouped_linear,
-    grouped_weight_gradient,
-)
+from fivefold.model.grouped import GroupedLinear
+from fivefold.model.layers import Products
 from fivefold.model.leaves import local
 from fivefold.tensor.deferred_weight import DeferredWeights
 
@@ -27,11 +23,13 @@ class GroupedMultiply:
 
     deferred: DeferredWeights
 
-    def __call__(self, x_TH: Tensor, rows_E: Tensor, linear: GroupedLinear) -> Tensor:
-        """[T, H] -> [T, F]."""
-        target = (linear.weight,)
-        y: Tensor = _Grouped.apply(x_TH, local(linear.weight), rows_E, self.deferred, target)
-        return y
+    def __call__(self, x_TH: Tensor, rows_E: Tensor, *linears: GroupedLinear) -> tuple[Tensor, ...]:
+        """[T, H] -> one [T, F] per linear."""
+        targets = tuple(linear.weight for linear in linears)
+        products = linears[0].products(x_TH, rows_E)
+        weights = [local(weight) for weight in targets]
+        ys: tuple[Tensor, ...] = _Grouped.apply(x_TH, products, self.deferred, targets, *weights)
+        return ys
 
 
 class _Grouped(torch.autograd.Function):
@@ -39,26 +37,33 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TH: Tensor,
-        weight_EFH: Tensor,
-        rows_E: Tensor,
+        products: Products,
         deferred: DeferredWeights,
-        target: tuple[Tensor],
-    ) -> Tensor:
-        ctx.save_for_backward(x_TH, weight_EFH, rows_E)
-        ctx.deferred, ctx.parameter = deferred, target[0]
-        ctx.ends = ends = group_ends(x_TH, rows_E)
-        return grouped_linear(x_TH, weight_EFH, rows_E, ends)
+        targets: tuple[Tensor, ...],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        taken, kept = products.input(x_TH)
+        outputs = products.outputs(taken, weights, (None,) * len(weights))
+        ctx.save_for_backward(*weights, *kept)
+        ctx.products, ctx.deferred, ctx.targets = products, deferred, targets
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, grad_TF: Tensor) -> tuple[Any, ...]:
-        x_TH, weight_EFH, rows_E = ctx.saved_tensors
-        parameter, deferred, ends, grad_weight = ctx.parameter, ctx.deferred, ctx.ends, None
-        make = partial(grouped_weight_gradient, grad_TF, x_TH, rows_E, ends)
+    def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
+        products, deferred, targets = ctx.products, ctx.deferred, ctx.targets
+        saved = ctx.saved_tensors
+        weights, kept = saved[: len(targets)], saved[len(targets) :]
+        grads = [products.gradient(grad) for grad in grads_TF]
+        makes = [partial(products.weight_gradient, grad, kept) for grad in grads]
+
+        def add() -> None:
+            for parameter, make in zip(targets, makes, strict=True):
+                deferred.add(parameter, make)
+
+        grads_w: list[Tensor | None] = [None] * len(targets)
         if deferred.deferring:
-            deferred.put([parameter], lambda: deferred.add(parameter, make))
+            deferred.put(targets, add)
         else:
-            grad_weight = deferred.made(parameter, make)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grouped_linear(grad_TF, weight_EFH.transpose(1, 2), rows_E, ends)
-        return grad_x, grad_weight, None, None, None
+            grads_w = list(map(deferred.made, targets, makes))
+        grad_x = products.input_gradients(grads, weights) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None, *grads_w

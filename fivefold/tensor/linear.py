@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
-from fivefold.model.layers import Linear, Products
+from fivefold.model.layers import Kept, Linear, Products
 from fivefold.model.leaves import add_to_grad, local
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import Exchange, Factor
@@ -30,9 +30,9 @@ class ColumnParallel:
     """The `column` seam: several linears of one input, each returning this rank's features.
 
     The input is gathered once for all linears, and one sum over the ranks completes their input
-    gradients. It overlaps with the weight gradients. Of split tokens only this rank's are saved,
-    and all are gathered again in the backward: while input gradients are computed, or if weight
-    gradients are deferred while earlier ones are.
+    gradients. It overlaps with the weight gradients. Of split tokens only this rank's are saved, as
+    the products want them (in 8 bits, for example), and all are gathered again in the backward:
+    while input gradients are computed, or if weight gradients are deferred while earlier ones are.
 
     Attributes:
         exchange: how tokens are gathered and their gradients summed.
@@ -53,7 +53,7 @@ class ColumnParallel:
             for linear, part in zip(linears, rows, strict=True)
         ]
         targets = tuple((linear.weight, linear.bias) for linear in linears)
-        how = self, targets, rows, tuple(linear.multiply for linear in linears)
+        how = self, targets, rows, linears[0].multiply
         outputs: tuple[Tensor, ...] = _Column.apply(x_TH, *how, *weights, *biases)
         return outputs
 
@@ -66,55 +66,61 @@ class _Column(torch.autograd.Function):
         column: ColumnParallel,
         targets: tuple[Target, ...],
         rows: tuple[slice | None, ...],
-        products: tuple[Products, ...],
+        products: Products,
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         weights, biases = tensors[: len(targets)], tensors[len(targets) :]
-        ctx.save_for_backward(x, *weights)
+        exchange = column.exchange
+        factors = [Factor(products, *each) for each in zip(weights, biases, strict=True)]
+        (kept_TH, *rest), outputs = exchange.gather_products(x, factors)
+        own = x if products.keeps_input else exchange.own(kept_TH)
+        ctx.save_for_backward(own, *weights, *rest)
         ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
-        factors = [Factor(*each) for each in zip(products, weights, biases, strict=True)]
-        _, outputs = column.exchange.gather_products(x, factors)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
+        own, *weights = ctx.saved_tensors
+        weights, rest = weights[: len(ctx.targets)], weights[len(ctx.targets) :]
         column: ColumnParallel = ctx.column
+        products: Products = ctx.products
         exchange, deferring = column.exchange, column.deferred.deferring
-        gathered = _Gathered(exchange, x)
+        gathered = _Gathered(exchange, own)
         if not deferring:
             gathered.start()
         pending = None
+        grads = [products.gradient(grad) for grad in grads_TF]
         if ctx.needs_input_grad[0]:
-            terms = [
-                (grad, Factor(products, weight, of_gradient=True))
-                for grad, products, weight in zip(grads_TF, ctx.products, weights, strict=True)
-            ]
-            pending = exchange.start_sum(terms)
+            factors = [Factor(products, weight, of_gradient=True) for weight in weights]
+            pending = exchange.start_sum(list(zip(grads, factors, strict=True)))
+        with_bias = [
+            grad if target[1] is not None else None
+            for grad, target in zip(grads_TF, ctx.targets, strict=True)
+        ]
         grads_w: list[Tensor | None] = [None] * len(weights)
         grads_b: list[Tensor | None] = [None] * len(weights)
         if deferring:
-            targets, rows, every = ctx.targets, ctx.rows, ctx.products
+            targets, rows = ctx.targets, ctx.rows
 
             def add() -> None:
-                x_TH = gathered.wait()
-                each = zip(every, targets, rows, grads_TF, strict=True)
-                for products, target, part, grad in each:
-                    make = partial(products.weight_gradient, grad, x_TH)
+                kept = gathered.wait(), *rest
+                each = zip(targets, rows, grads, with_bias, strict=True)
+                for target, part, grad, grad_TF in each:
+                    make = partial(products.weight_gradient, grad, kept)
                     column.deferred.add(target[0], make, part)
-                    if target[1] is not None:
-                        add_to_grad(target[1], grad.sum(0), part)
+                    if grad_TF is not None:
+                        add_to_grad(target[1], grad_TF.sum(0), part)
 
             parameters = [p for target in targets for p in target if p is not None]
             start = gathered.start if exchange.splits_tokens else None
             column.deferred.put(parameters, add, start)
         else:
-            x_TH = gathered.wait()
-            each = zip(ctx.products, ctx.targets, ctx.rows, grads_TF, strict=True)
-            for index, (products, target, part, grad) in enumerate(each):
-                make = partial(products.weight_gradient, grad, x_TH)
+            kept = gathered.wait(), *rest
+            each = zip(ctx.targets, ctx.rows, grads, with_bias, strict=True)
+            for index, (target, part, grad, grad_TF) in enumerate(each):
+                make = partial(products.weight_gradient, grad, kept)
                 grads_w[index] = column.deferred.made(target[0], make, part)
-                grads_b[index] = None if target[1] is None else grad.sum(0)
+                grads_b[index] = None if grad_TF is None else grad_TF.sum(0)
         grad_x = pending.wait() if pending is not None else None
         return grad_x, None, None, None, None, *grads_w, *grads_b
 
@@ -161,13 +167,15 @@ class _RowCall:
         row: the seam.
         target: the linear's weight; the bias is added outside.
         factor: the weight that multiplies.
-        grad_TH: gradient of all tokens, between the backwards of both functions.
+        taken: what it takes of the input, between the forwards of both functions.
+        grad: what dW takes of the gradient of all tokens, between their backwards.
     """
 
     row: RowParallel
     target: Target
     factor: Factor
-    grad_TH: Tensor | None = None
+    taken: Kept | None = None
+    grad: Kept | None = None
 
 
 class _RowInput(torch.autograd.Function):
@@ -179,18 +187,19 @@ class _RowInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TF: Tensor, weight: Tensor, call: _RowCall) -> Tensor:
-        ctx.save_for_backward(x_TF)
+        call.taken, kept = call.factor.products.input(x_TF)
+        ctx.save_for_backward(*kept)
         ctx.call = call
         return x_TF.view_as(x_TF)
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Any, ...]:
-        (x_TF,) = ctx.saved_tensors
+        kept = ctx.saved_tensors
         call: _RowCall = ctx.call
-        grad_TH, call.grad_TH = call.grad_TH, None
-        assert grad_TH is not None, "the sum's backward runs before"
+        grad, call.grad = call.grad, None
+        assert grad is not None, "the sum's backward runs before"
         parameter, deferred = call.target[0], call.row.deferred
-        make = partial(call.factor.products.weight_gradient, grad_TH, x_TF)
+        make = partial(call.factor.products.weight_gradient, grad, kept)
         if not deferred.deferring:
             return grad_TF, deferred.made(parameter, make), None
         deferred.put([parameter], lambda: deferred.add(parameter, make))
@@ -203,13 +212,15 @@ class _RowSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TF: Tensor, call: _RowCall) -> Tensor:
         ctx.call = call
-        return call.row.exchange.start_sum([(x_TF, call.factor)]).wait()
+        taken, call.taken = call.taken, None
+        assert taken is not None, "the input is read before"
+        return call.row.exchange.start_sum([(taken, call.factor)]).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         call: _RowCall = ctx.call
         factor = replace(call.factor, of_gradient=True)
-        call.grad_TH, (grad_TF,) = call.row.exchange.gather_products(grad, [factor])
+        call.grad, (grad_TF,) = call.row.exchange.gather_products(grad, [factor])
         return grad_TF, None
 
 

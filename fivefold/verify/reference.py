@@ -14,6 +14,7 @@ from fivefold.config.config import Config
 from fivefold.config.training import OptimizerConfig
 from fivefold.data.packing import IGNORED, Microbatch
 from fivefold.model.batch import Batch
+from fivefold.model.eight_bit import eight_bit, install_eight_bit
 from fivefold.model.init import initialise
 from fivefold.model.prediction import valid_by_depth
 from fivefold.model.routing import Decision
@@ -21,7 +22,7 @@ from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
-from fivefold.verify.standing_in import in_order, stand_in
+from fivefold.verify.standing_in import in_order, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
 
@@ -65,6 +66,10 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
         global_batch_size=training.global_batch_size,
     )
     stand_in(model, config)
+    products = eight_bit(training, dtype)
+    if products is not None:
+        install_eight_bit(model, products, ())
+    scale_each_element(model)
     return model.to(dtype)
 
 

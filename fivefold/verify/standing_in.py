@@ -1,7 +1,8 @@
 """Lets one device stand in for several where results depend on which ranks share what.
 
 Two rules of experts do: the capacity of an expert, or of a rank that holds experts, is counted per
-sending rank, and global_aux_loss counts the microbatches that all ranks have run so far.
+sending rank, and global_aux_loss counts the microbatches that all ranks have run so far. So do the
+scales of 8-bit operands, which belong to what a rank multiplies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,10 @@ from torch import Tensor
 from fivefold.config.config import Config
 from fivefold.context.install import shards_of
 from fivefold.model.batch import Batch, taken
+from fivefold.model.eight_bit import EightBit, EightBitExperts
+from fivefold.model.fp8 import EACH_ELEMENT
+from fivefold.model.grouped import GroupedLinear
+from fivefold.model.layers import Linear
 from fivefold.model.routing import Router
 from fivefold.model.shards import MicrobatchShare
 from fivefold.model.transformer import Stage
@@ -38,6 +43,21 @@ def stand_in(model: Stage, config: Config) -> None:
         around = replace(mixture.router.surroundings, all_ranks=dp, expert_ranks=ep)
         mixture.router.surroundings = around
     model.register_forward_pre_hook(lambda _, arguments: limit.see(arguments[1]))
+
+
+def scale_each_element(stage: Stage) -> None:
+    """Give each element of an 8-bit operand a scale of its own, where layers have such operands.
+
+    Elements that share a scale are multiplied on the same rank, so scales depend on how a layout
+    cuts a tensor. A block of one element cannot be cut: everything else then is as in training, and
+    all layouts round alike.
+    """
+    for module in stage.modules():
+        if isinstance(module, Linear) and isinstance(module.multiply, EightBit):
+            module.multiply = replace(module.multiply, recipe=EACH_ELEMENT)
+        if isinstance(module, GroupedLinear) and isinstance(module.products, EightBitExperts):
+            alone = replace(module.products.each, recipe=EACH_ELEMENT)
+            module.products = EightBitExperts(alone)
 
 
 class _LimitByRank:

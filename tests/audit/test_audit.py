@@ -68,6 +68,66 @@ def test_a_step_does_what_theory_says(number: int, tmp_path: Path) -> None:
     _check(layout, _documents(layout, number), tmp_path)
 
 
+# (ranks, family, recipe, settings)
+EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
+    "latents": (1, "latent", "blockwise", {"seq_length": 160}),
+    "sequence parallel": (2, "llama", "blockwise", SEQUENCE | {"seq_length": 160}),
+    "plain queries, gathered": (2, "latent", "tensorwise", SEQUENCE | {"q_lora_rank": None}),
+    "recomputed in part": (
+        2,
+        "qwen",
+        "rowwise",
+        SEQUENCE
+        | {
+            "mtp_num_layers": 2,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("layernorm", "mlp"),
+        },
+    ),
+    "recomputed, one rank": (
+        1,
+        "llama",
+        "tensorwise",
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    ),
+    "layers recomputed in tiles": (
+        2,
+        "llama",
+        "rowwise",
+        SEQUENCE
+        | {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "tiled_mlp_num_shards": 3,
+        },
+    ),
+    "offloaded, ring": (
+        2,
+        "llama",
+        "rowwise",
+        {
+            "context_parallel_size": 2,
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("core_attn", "attn_proj"),
+            "min_offloaded_tensor_size": 200,
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_8_bits_are_kept_and_sent_as_theory_says(name: str, tmp_path: Path) -> None:
+    world, family, recipe, settings = EIGHT_BIT[name]
+    model = SIZES | FAMILIES[family] | {"hidden_size": 32, "mtp_num_layers": 0}
+    model |= {key: settings[key] for key in settings if key in vars(ModelConfig(**SIZES))}
+    values = {key: value for key, value in settings.items() if key not in model}
+    base = {"micro_batch_size": 1, "seq_length": 32, "precision": "bf16", "fp8_format": "e4m3"}
+    config = Config(ModelConfig(**model)).with_values(**base | values, fp8_recipe=recipe)
+    _check(check(config, world), 1, tmp_path)
+
+
 # (ranks, family, settings); two further tokens
 PREDICTIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "with the head": (1, "gpt", {"hidden_dropout": 0.1}),

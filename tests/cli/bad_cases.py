@@ -165,9 +165,9 @@ LAYOUTS = [
     layout("latents of nothing", "--q-lora-rank 8", "works: --multi-latent-attention"),
     layout(
         "planned with only",
-        "--model deepseek-v3 --fp8-format hybrid",
-        "fp8_format = hybrid",
-        "plans with 8-bit multiplications, and does not train with it yet",
+        "--model deepseek-v3 --fp4-format e2m1",
+        "fp4_format = e2m1",
+        "plans with 4-bit multiplications, and does not train with it yet",
     ),
     layout("HSDP of nothing", "--nproc 2 --dp-replicate 2", "no_shard has none"),
     layout("batch and dp", "--nproc 3", "1 x dp 3 = 3, and 8 / 3 = 2.667", "--global-batch-size 9"),

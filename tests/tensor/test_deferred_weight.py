@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.model.layers import Linear, Products
+from fivefold.model.layers import Kept, Linear, Products
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.exchange import exchange_of
 from fivefold.tensor.linear import ColumnParallel, RowParallel
@@ -23,9 +23,9 @@ class _Told(Products):
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
 
-    def weight_gradient(self, grad_TF: Tensor, x_TH: Tensor) -> Tensor:
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
         self._before()
-        return super().weight_gradient(grad_TF, x_TH)
+        return super().weight_gradient(grad, kept, onto_FH)
 
 
 def _ahead(rank: int, world: int, key: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fivefold.audit.launches import Launches
 from fivefold.mesh.collectives import all_reduce
-from fivefold.model.layers import Linear, Products, plain_column, plain_row
+from fivefold.model.layers import Kept, Linear, Products, plain_column, plain_row
 from fivefold.model.leaves import held_gradient
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
 from fivefold.tensor.exchange import Exchange
@@ -218,16 +218,19 @@ def test_later_microbatches_add_their_weight_gradients_in_the_product(later: boo
 class _Sevenfold(Products):
     """Products of another arithmetic: W stands for 7 W."""
 
-    def output(self, x_TH: Tensor, weight_FH: Tensor, *into: Tensor | None) -> Tensor:
-        return super().output(x_TH, 7 * weight_FH, *into)
+    keeps_input = False
 
-    def input_gradient(self, grad_TF: Tensor, weight_FH: Tensor, **into: Tensor | None) -> Tensor:
-        return super().input_gradient(grad_TF, 7 * weight_FH, **into)
+    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
+        return (x_TH,), (x_TH / 2, torch.tensor(2.0))  # a part of each rank, and one that all hold
 
-    def weight_gradient(
-        self, grad_TF: Tensor, x_TH: Tensor, onto_FH: Tensor | None = None
-    ) -> Tensor:
-        return super().weight_gradient(7 * grad_TF, x_TH, onto_FH)
+    def gradient(self, grad_TF: Tensor) -> Kept:
+        return (7 * grad_TF,)
+
+    def output(self, x: Kept, weight_FH: Tensor, *into: Tensor | None) -> Tensor:
+        return super().output(x, 7 * weight_FH, *into)
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
+        return super().weight_gradient(grad, (kept[0] * kept[1],), onto_FH)
 
 
 def _every_product_goes_through_the_seam(rank: int, world: int, exchange: Exchange) -> None:

@@ -110,7 +110,7 @@ def _events(rank: int, world: int, settings: Config) -> list[str]:
         del events[before:]
         return ends
 
-    with shared_groups(), patch("fivefold.tensor.grouped.group_ends", unseen):
+    with shared_groups(), patch("fivefold.model.grouped.group_ends", unseen):
         engine = _engine(rank, world, settings)
         _step(engine, 0)
         with _forwards(engine, events), _Methods(events), _Operations(events):

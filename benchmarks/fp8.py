@@ -1,0 +1,61 @@
+"""The loss of training in 8 bits beside bf16: python -m benchmarks.fp8 [STEPS [SEEDS]]
+
+Trains the debug model from the same weights on the same data in fp32, in bf16, and with each 8-bit
+recipe, on this machine's CPU, where 8-bit products are computed by their plain twin: the rounding
+of operands is that of a GPU, only sums are rounded elsewhere. Prints, for each, the mean over the
+last quarter of the steps of the loss, and of its difference from the bf16 run of the same seed,
+with the standard error of that mean over seeds. The difference of fp32 from bf16 is the noise to
+compare with: it is rounding, too, and nothing else.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fivefold.model.fp8_rules import TRAINED
+
+STEPS, SEEDS = 300, 3
+WAYS = {
+    "bf16": ("--bf16",),
+    "fp32": ("--precision", "fp32"),
+    **{
+        f"fp8 {form}, {recipe}": ("--bf16", "--fp8-format", form, "--fp8-recipe", recipe)
+        for recipe in TRAINED
+        for form in ("hybrid", "e4m3")
+        if (form, recipe) != ("hybrid", "blockwise")
+    },
+}
+
+
+def losses(flags: Sequence[str], steps: int, seed: int) -> list[float]:
+    """The loss of each step of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        words = ["train", "debug", "--nproc", "1", "--device", "cpu", "--save", str(run), *flags]
+        words += ["--train-iters", str(steps), "--seed", str(seed), "--micro-batch-size", "8"]
+        words += ["--lr-warmup-iters", str(steps // 10)]
+        subprocess.run([sys.executable, "-m", "fivefold", *words], check=True, capture_output=True)
+        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        return [row["loss"] for row in rows]
+
+
+def main(steps: int = STEPS, seeds: int = SEEDS) -> None:
+    """Train each way with each seed and print a table."""
+    last = steps // 4
+    of_bf16: list[float] = []
+    print(f"{'':<24}{'loss':>8}{'- bf16':>10}{'+-':>9}")
+    for name, flags in WAYS.items():
+        found = [statistics.mean(losses(flags, steps, seed)[-last:]) for seed in range(seeds)]
+        of_bf16 = of_bf16 or found
+        off = [one - other for one, other in zip(found, of_bf16, strict=True)]
+        error = statistics.stdev(off) / seeds**0.5 if seeds > 1 else float("nan")
+        mean = statistics.mean(found), statistics.mean(off)
+        print(f"{name:<24}{mean[0]:>8.4f}{mean[1]:>+10.4f}{error:>9.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,251 @@
+"""Linear layers that multiply 8-bit floats; their parameters and results keep their dtype.
+
+Each of a layer's three products sums over another dim: the output over H, dX over F, dW over T.
+Where a scale belongs to part of that dim, an operand is quantised once for each of the products
+that read it. Shapes: T tokens, H input features, F output features, E groups of rows.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fivefold.config.training import TrainingConfig
+from fivefold.model.fp8 import E4M3, E5M2, RECIPES, Block, Recipe, Scaled, multiply, quantise
+from fivefold.model.grouped import group_ends
+from fivefold.model.layers import Kept, Linear, Products
+from fivefold.model.transformer import Stage
+
+
+@dataclass(frozen=True)
+class EightBit(Products):
+    """The products of linear layers with 8-bit operands.
+
+    What is kept of the input for dW is 8 bits wide, too: all of a rank's tokens share scales.
+
+    Attributes:
+        recipe: which elements share a scale.
+        dtype: dtype of inputs, weights and results.
+        gradients: 8-bit type of the gradients of results; inputs and weights are E4M3.
+        keeps_input: whether to keep the input itself and to quantise it again: where it is made
+            again, or kept for another reader.
+    """
+
+    recipe: Recipe
+    dtype: torch.dtype
+    gradients: torch.dtype = E4M3
+    keeps_input: bool = False
+
+    def apply(
+        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """[T, H] -> one [T, F] per weight, under autograd."""
+        products: tuple[Tensor, ...] = _Multiplied.apply(x_TH, self, *weights)
+        return _with_biases(products, biases)
+
+    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
+        """Bits [T, H] and scales: for the results, and for dW unless that takes the input."""
+        x = self._quantised(x_TH, self._across, E4M3)
+        taken = x.bits, x.inverse
+        if self.keeps_input:
+            return taken, (x_TH,)
+        if self.recipe.reads_both_ways:
+            return taken, taken
+        x = self._quantised(x_TH, self._along, E4M3)
+        return taken, (x.bits, x.inverse)
+
+    def gradient(self, grad_TF: Tensor) -> Kept:
+        """Its bits and scales, if one pair serves dX and dW."""
+        if not self.recipe.reads_both_ways:
+            return (grad_TF,)
+        grad = self._quantised(grad_TF, self._across, self.gradients)
+        return grad.bits, grad.inverse
+
+    def output(
+        self,
+        x: Kept,
+        weight_FH: Tensor,
+        bias_F: Tensor | None = None,
+        out_TF: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H] -> [T, F]."""
+        assert out_TF is None, "some of the tokens have other scales than all of them"
+        left = self._read(x, self._across, E4M3)
+        y_TF = multiply(left, self._weight(weight_FH), self.dtype, fast=True)
+        return y_TF if bias_F is None else y_TF + bias_F
+
+    def input_gradient(
+        self,
+        grad: Kept,
+        weight_FH: Tensor,
+        onto_TH: Tensor | None = None,
+        out_TH: Tensor | None = None,
+    ) -> Tensor:
+        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
+        assert out_TH is None, "some of the tokens have other scales than all of them"
+        left = self._read(grad, self._across, self.gradients)
+        grad_TH = multiply(left, self._weight(weight_FH.t()), self.dtype)
+        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
+        """[F, H], added to `onto_FH` in place, in its dtype, if there is one."""
+        x = self._read(kept, self._along, E4M3)
+        left = self._read(grad, self._along, self.gradients).t()
+        grad_FH = multiply(left, x.t(), self.dtype)
+        return grad_FH if onto_FH is None else onto_FH.add_(grad_FH)
+
+    @property
+    def _across(self) -> Block:
+        """Blocks of a matrix [T, ...] for a product that sums over its columns."""
+        return self.recipe.across, self.recipe.along
+
+    @property
+    def _along(self) -> Block:
+        """Blocks of a matrix [T, ...] for a product that sums over the tokens."""
+        return self.recipe.along, self.recipe.across
+
+    def _quantised(self, x: Tensor, block: Block, dtype: torch.dtype) -> Scaled:
+        return quantise(x, block, dtype, powers_of_two=self.recipe.powers_of_two)
+
+    def _read(self, kept: Kept, block: Block, dtype: torch.dtype) -> Scaled:
+        """What was kept of a matrix, quantised if it is the matrix itself."""
+        if len(kept) > 1:
+            return Scaled(kept[0], kept[1], block)
+        return self._quantised(kept[0], block, dtype)
+
+    def _weight(self, weight: Tensor) -> Scaled:
+        """A weight whose columns a product sums over."""
+        return self._quantised(weight, (self.recipe.weight_across, self.recipe.along), E4M3)
+
+
+@dataclass(frozen=True)
+class EightBitGroups(Products):
+    """The same for linear layers with W [E, F, H]: each group of rows with its own, as if alone.
+
+    Attributes:
+        each: products of a group.
+        ends: end row of each group.
+    """
+
+    each: EightBit
+    ends: list[int]
+
+    def apply(
+        self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """[T, H] -> one [T, F] per weight, under autograd; biases are added elsewhere."""
+        ys: tuple[Tensor, ...] = _Multiplied.apply(x_TH, self, *weights)
+        return ys
+
+    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
+        """What `each` takes of the rows of each group, one after the other."""
+        taken, kept = zip(*map(self.each.input, self._split(x_TH)), strict=True)
+        return tuple(chain(*taken)), tuple(chain(*kept))
+
+    def gradient(self, grad_TF: Tensor) -> Kept:
+        """What the products of each group take, one after the other."""
+        return tuple(chain(*map(self.each.gradient, self._split(grad_TF))))
+
+    def output(self, x: Kept, weight_EFH: Tensor, *_: Tensor | None) -> Tensor:
+        """[T, H] -> [T, F], without a bias."""
+        return torch.cat(list(map(self.each.output, self._groups(x), weight_EFH)))
+
+    def input_gradient(
+        self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
+    ) -> Tensor:
+        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
+        grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weight_EFH)))
+        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
+
+    def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
+        """[E, F, H], zero for groups without rows; added to `onto_EFH` if there is one."""
+        each = map(self.each.weight_gradient, self._groups(grad), self._groups(kept))
+        grad_EFH = torch.stack(list(each))
+        return grad_EFH if onto_EFH is None else onto_EFH.add_(grad_EFH)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.tensor_split(self.ends)[: len(self.ends)]
+
+    def _groups(self, kept: Kept) -> list[Kept]:
+        """What was kept of all groups, by group."""
+        size = len(kept) // len(self.ends)
+        return [tuple(kept[at : at + size]) for at in range(0, len(kept), size)]
+
+
+@dataclass(frozen=True)
+class EightBitExperts:
+    """The `products` seam of grouped linear layers.
+
+    Attributes:
+        each: products of a group.
+    """
+
+    each: EightBit
+
+    def __call__(self, x_TH: Tensor, rows_E: Tensor) -> EightBitGroups:
+        """The products of these rows; the host waits for their numbers."""
+        return EightBitGroups(self.each, group_ends(rows_E))
+
+
+def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
+    """The products that --fp8-format and --fp8-recipe ask for; None: those of the dtype."""
+    if training.fp8_format is None:
+        return None
+    gradients = E5M2 if training.fp8_format == "hybrid" else E4M3
+    return EightBit(RECIPES[training.fp8_recipe], dtype, gradients)
+
+
+def install_eight_bit(stage: Stage, products: EightBit, remade: Sequence[str]) -> None:
+    """Put products in the seams of every linear layer of a stage's blocks, as Megatron-LM does.
+
+    Routers, gates of shared experts and the output layer keep the dtype.
+
+    Args:
+        stage: stage whose parameters may still be on the meta device.
+        products: the products.
+        remade: modules (Megatron's names) that the backward makes again. Layers that read what is
+            discarded keep nothing else of it.
+    """
+    again = replace(products, keeps_input=True)
+    for block in stage.blocks:
+        after_norm = again if "layernorm" in remade else products
+        for name, linear in block.named_children():
+            if isinstance(linear, Linear) and name != "shared_expert_gate":
+                linear.multiply = products if name in _NOT_AFTER_THE_NORM else after_norm
+    for prediction in stage.predictions:
+        prediction.eh_proj.multiply = products
+    for mixture in stage.mixtures:
+        experts = mixture.experts
+        for grouped in experts.into:
+            grouped.products = EightBitExperts(products)
+        after_act = again if "moe_act" in remade else products
+        experts.down_proj.products = EightBitExperts(after_act)
+
+
+_NOT_AFTER_THE_NORM = frozenset({"o_proj", "down_proj", "q_b_proj", "kv_b_proj"})
+
+
+class _Multiplied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, products: Products, *weights: Tensor) -> tuple[Tensor, ...]:
+        taken, kept = products.input(x)
+        outputs = products.outputs(taken, weights, (None,) * len(weights))
+        ctx.save_for_backward(*weights, *kept)
+        ctx.products, ctx.count = products, len(weights)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        products, saved = ctx.products, ctx.saved_tensors
+        weights, kept = saved[: ctx.count], saved[ctx.count :]
+        taken = [products.gradient(grad) for grad in grads]
+        grad_x = products.input_gradients(taken, weights) if ctx.needs_input_grad[0] else None
+        return grad_x, None, *(products.weight_gradient(grad, kept) for grad in taken)
+
+
+def _with_biases(products: Iterable[Tensor], biases: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
+    each = zip(products, biases, strict=True)
+    return tuple(y if bias is None else y + bias for y, bias in each)

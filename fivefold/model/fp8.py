@@ -1,0 +1,211 @@
+"""Matrices in 8-bit floats with scales, and their products: a kernel's, and its plain twin.
+
+A recipe says which elements of an operand share a scale. Quantising is the same on every device;
+what differs is only how a product of quantised operands is summed: GPUs that multiply 8-bit floats
+do it with `torch._scaled_mm`, everything else multiplies what the bits stand for (the twin).
+
+Shapes: T tokens, F output features, H input features; M, N, K rows, columns and depth of a product.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TINY = 1e-30
+"""Least largest element that a scale is made for: zeros get a finite scale, too."""
+_MULTIPLE = 16  # of which a kernel wants the dims of its operands
+_EXPONENT = 0x7F800000  # bits of an fp32
+
+Block = tuple[int | None, int | None]
+"""Rows and columns that share a scale; None: all of them."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which elements share a scale.
+
+    Attributes:
+        along: elements of the dim that a product sums over; None: all.
+        across: elements of the other dim of an input or a gradient.
+        weight_across: elements of the other dim of a weight.
+        powers_of_two: whether scales are rounded down to powers of two, which change no mantissa.
+    """
+
+    along: int | None
+    across: int | None
+    weight_across: int | None
+    powers_of_two: bool
+
+    @property
+    def reads_both_ways(self) -> bool:
+        """Whether one quantised tensor serves products over its rows and over its columns."""
+        return self.along == self.across
+
+    @property
+    def weight_reads_both_ways(self) -> bool:
+        """The same of a weight."""
+        return self.along == self.weight_across
+
+
+RECIPES = {
+    "tensorwise": Recipe(None, None, None, powers_of_two=False),
+    "rowwise": Recipe(None, 1, 1, powers_of_two=True),
+    "blockwise": Recipe(128, 1, 128, powers_of_two=True),
+}
+"""By the value of --fp8-recipe. tensorwise is Transformer Engine's Float8CurrentScaling, rowwise
+that of torchao, blockwise DeepSeek-V3's (2024, section 3.3)."""
+
+EACH_ELEMENT = Recipe(1, 1, 1, powers_of_two=True)
+"""A scale for every element, which no cut of a matrix changes: what `verify` compares with."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix in 8 bits.
+
+    Attributes:
+        bits: [M, K] 8-bit floats.
+        inverse: fp32 [blocks of rows, blocks of columns], what the elements of a block stand for
+            multiples of.
+        block: rows and columns of a block; the last one in a dim may be smaller.
+    """
+
+    bits: Tensor
+    inverse: Tensor
+    block: Block
+
+    def t(self) -> "Scaled":
+        """Its transpose, a view."""
+        return Scaled(self.bits.t(), self.inverse.t(), (self.block[1], self.block[0]))
+
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        """[M, K] in `dtype`, of at least 32 bits: what the bits stand for."""
+        scale = self.inverse.to(dtype)
+        for dim, (size, each) in enumerate(zip(self.bits.shape, self.block, strict=True)):
+            if each is not None and each > 1:
+                scale = scale.repeat_interleave(each, dim).narrow(dim, 0, size)
+        return self.bits.to(dtype) * scale
+
+
+def quantise(
+    x_MK: Tensor, block: Block, dtype: torch.dtype, *, powers_of_two: bool = False
+) -> Scaled:
+    """A matrix in 8 bits, with the scale of each block such that its largest element just fits.
+
+    Args:
+        x_MK: matrix; empty dims are allowed.
+        block: rows and columns of a block.
+        dtype: 8-bit type. Elements are rounded to nearest, ties to even. A block with an element
+            that is not finite becomes NaN where that element is.
+        powers_of_two: whether to round scales down to powers of two.
+    """
+    rows, columns = x_MK.shape
+    m, k = (each or max(size, 1) for each, size in zip(block, x_MK.shape, strict=True))
+    padding = -columns % k, -rows % m
+    padded = F.pad(x_MK, (0, padding[0], 0, padding[1])) if any(padding) else x_MK
+    shape = padded.shape[0] // m, m, padded.shape[1] // k, k
+    blocks = padded.reshape(shape)
+    scale = scales(largest(blocks), dtype, powers_of_two=powers_of_two)
+    limit = torch.finfo(dtype).max
+    bits = (blocks * scale[:, None, :, None]).clamp_(-limit, limit).to(dtype)
+    bits = bits.reshape(padded.shape)
+    if any(padding):  # a copy, so that the padding is not kept with it
+        bits = bits[:rows, :columns].clone(memory_format=torch.contiguous_format)
+    return Scaled(bits, _over(1.0, scale), block)
+
+
+def largest(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each block in fp32: [blocks, m, blocks, k] -> [blocks, blocks]."""
+    if not blocks.numel():
+        return blocks.new_zeros(blocks.shape[0], blocks.shape[2], dtype=torch.float32)
+    return torch.linalg.vector_norm(blocks, inf, dim=(1, 3)).float()
+
+
+def scales(amax: Tensor, dtype: torch.dtype, *, powers_of_two: bool) -> Tensor:
+    """The factor, in fp32, that takes each largest element to the largest number of a type."""
+    scale = _over(torch.finfo(dtype).max, amax.clamp(min=TINY))
+    if not powers_of_two:
+        return scale
+    rounded = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+    return torch.where(scale.isnan(), scale, rounded)
+
+
+def _over(number: float, x: Tensor) -> Tensor:
+    """A number divided by each element, rounded once: Python's / multiplies by the reciprocal."""
+    return torch.div(x.new_full((), number), x)
+
+
+def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """a b^T of [M, K] and [N, K], summed in at least fp32: [M, N] in `dtype`.
+
+    Args:
+        a: left operand.
+        b: right operand, transposed.
+        dtype: type of the result.
+        fast: whether sums may keep fewer bits on the way, as Hopper's tensor cores like to.
+    """
+    if a.bits.is_cuda and dtype == torch.bfloat16 and _has_kernel(a, b):
+        return _by_kernel(a, b, fast=fast)
+    wide = torch.promote_types(dtype, torch.float32)
+    return (a.wide(wide) @ b.wide(wide).t()).to(dtype)
+
+
+def _has_kernel(a: Scaled, b: Scaled) -> bool:
+    """Whether this GPU multiplies 8-bit floats, with scales of such blocks."""
+    capability = torch.cuda.get_device_capability(a.bits.device)
+    if not all((*a.bits.shape, *b.bits.shape)):
+        return False
+    if a.block == (None, None):
+        return capability >= (8, 9)
+    if a.block[1] is None:
+        return capability >= (9, 0)
+    alike = a.bits.dtype == b.bits.dtype == E4M3
+    return capability == (9, 0) and a.block[1] == 128 and alike
+
+
+def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
+    """Operands are padded with zeros to what the kernel takes."""
+    left, right = _aligned(a), _aligned(b)
+    product = F.scaled_mm(
+        left.bits,
+        right.bits.t(),
+        scale_a=_laid_out(left),
+        scale_recipe_a=_KINDS[left.block],
+        scale_b=_laid_out(right).t() if right.block == (1, None) else _laid_out(right),
+        scale_recipe_b=_KINDS[right.block],
+        output_dtype=torch.bfloat16,
+        use_fast_accum=fast and a.block[1] is None,
+    )
+    return product[: len(a.bits), : len(b.bits)]
+
+
+_KINDS = {
+    (None, None): F.ScalingType.TensorWise,
+    (1, None): F.ScalingType.RowWise,
+    (1, 128): F.ScalingType.BlockWise1x128,
+    (128, 128): F.ScalingType.BlockWise128x128,
+}
+
+
+def _aligned(x: Scaled) -> Scaled:
+    """Rows and depth of a multiple of what the kernel takes, the depth contiguous."""
+    rows, depth = (-size % _MULTIPLE for size in x.bits.shape)
+    bits = x.bits.contiguous()
+    if rows or depth:
+        bits = F.pad(bits.view(torch.uint8), (0, depth, 0, rows)).view(x.bits.dtype)
+    inverse = F.pad(x.inverse, (0, 0, 0, rows), value=1.0) if x.block[0] == 1 else x.inverse
+    return Scaled(bits, inverse, x.block)
+
+
+def _laid_out(x: Scaled) -> Tensor:
+    """The scales as cuBLAS wants them: those of the same depth side by side for 1 x 128, columns of
+    a multiple of 4 for 128 x 128."""
+    if x.block == (1, 128):
+        return x.inverse.t().contiguous().t()
+    if x.block == (128, 128):
+        return F.pad(x.inverse, (0, -x.inverse.shape[1] % 4)).t()
+    return x.inverse.contiguous()

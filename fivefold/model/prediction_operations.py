@@ -1,0 +1,45 @@
+"""The operation at the start of a multi-token prediction layer, and its costs; torch-free."""
+
+from dataclasses import dataclass
+
+from fivefold.model.operations import Kept, Operation
+from fivefold.model.running import Running
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionInput(Operation):
+    """The start of a multi-token prediction layer: three norms and a projection 2h -> h.
+
+    Attributes:
+        features: features of the hidden state.
+    """
+
+    features: int
+
+    def kept(self, running: Running) -> tuple[Kept, ...]:
+        """The embedding, the inputs of the projection and of the last norm.
+
+        The previous state, which the first norm reads, counts with the states predicted from.
+        """
+        size = self.features / running.token_parts
+        scaled = (2.0 * self.features,) if running.narrows() else ()
+        return (
+            Kept("mtp_norms", (2 * running.element_bytes * size,)),
+            Kept("mtp_proj", (2 * running.input_bytes * size,), scaled=scaled),
+        )
+
+    def gathered_narrow(self, running: Running) -> float:
+        """See `Operation.gathered_narrow`."""
+        return 2 * self.features if running.narrows() else 0.0
+
+    def deferred(self, running: Running) -> float:
+        """The input of the projection, and the gradient of its output."""
+        outputs = running.element_bytes * self.features / running.tensor_parallel
+        return 2 * running.input_bytes * self.features / running.token_parts + outputs
+
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
+        """As for a column-parallel layer of two hidden states.
+
+        Without sequence parallelism its outputs are gathered as well.
+        """
+        return (2 if sequence_parallel else 1) * self.features, 4 * self.features

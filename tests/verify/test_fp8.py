@@ -1,0 +1,132 @@
+"""8-bit layers in every kind of layout compute what one device computes with the same rounding."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fivefold.check import check
+from fivefold.config.model import ModelConfig
+from fivefold.errors import ConfigError
+from fivefold.model.compiled import compile_layers
+from fivefold.model.eight_bit import EightBit, install_eight_bit
+from fivefold.model.fp8 import E5M2, RECIPES
+from fivefold.model.init import initialise
+from fivefold.model.transformer import Stage
+from fivefold.pipeline.stages import StageSpec
+from fivefold.verify.shrink import prepare
+from tests.model.models import batch_of
+from tests.verify.cases import MIXTURE, MODELS, config, flags, named, verify_in_pool
+
+HYBRID = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+MIXED = replace(MIXTURE, mtp_num_layers=1, moe_shared_expert_gate=True)
+DEFERRED = flags(tp=2, pp=2, stages="Ett|tttL", sequence=True) | {
+    "pipeline_schedule": "zb_h1",
+    "micro_batch_size": 1,
+}
+CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
+    "deferred weights": (4, MODELS["llama tied"], DEFERRED),
+    "ZeRO-3, recomputed, dropout": (
+        2,
+        MODELS["gpt"],
+        flags(strategy="optim_grads_params")
+        | {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "mlp", "layernorm"),
+        },
+    ),
+    "latents, ring, offloaded": (
+        2,
+        MODELS["latent, plain queries"],
+        flags()
+        | {
+            "context_parallel_size": 2,
+            "cp_comm_type": ("p2p",),
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("core_attn", "attn_proj"),
+            "min_offloaded_tensor_size": 1,
+        },
+    ),
+    "tiles": (
+        2,
+        MODELS["llama tied"],
+        flags(tp=2, sequence=True)
+        | {
+            "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn", "mlp"),
+            "tiled_mlp_num_shards": 3,
+        },
+    ),
+    "experts": (4, MIXED, named(ep=2, tp=2, strategy="optim")),
+    "experts deferred and recomputed": (
+        4,
+        MIXTURE,
+        named(
+            ep=2,
+            pp=2,
+            pipeline_schedule="zb_h1",
+            pipeline_model_parallel_layout="Ett|tttL",
+            recompute_granularity="selective",
+            recompute_modules=("moe_act", "layernorm"),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layouts_round_alike(case: str) -> None:
+    world, model, settings = CASES[case]
+    report = verify_in_pool(world, config(model, world, **HYBRID, **settings))
+    assert report.passed, report.text()
+
+
+def test_a_compiled_layer_is_one_graph() -> None:
+    model, losses, grads = replace(MODELS["llama"], num_layers=1), [], []
+    for compiled in (False, True):
+        stage = Stage(model, StageSpec(True, (0,), True))
+        initialise(stage, seed=1)
+        install_eight_bit(stage, EightBit(RECIPES["tensorwise"], torch.float32, E5M2), ())
+        if compiled:
+            counters.clear()
+            compile_layers(stage, "aot_eager")
+        loss = stage(None, batch_of(model, [[16], [16]]))
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append([parameter.grad for parameter in stage.parameters()])
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+
+
+def _refusal(world: int, model: ModelConfig, settings: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepare(check(config(model, world, **HYBRID | settings), world))
+    return str(caught.value)
+
+
+def test_what_would_not_be_trained_as_it_says_is_refused() -> None:
+    for recipe in ("delayed", "mxfp8"):
+        refusal = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": recipe})
+        assert f"fp8_recipe = {recipe}" in refusal and "--fp8-recipe blockwise" in refusal
+    blocks = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": "blockwise"})
+    assert "no kernel multiplies e5m2" in blocks and "works: --fp8-format e4m3" in blocks
+    gathered = {"context_parallel_size": 2, "cp_comm_type": ("all_gather",)}
+    assert "--cp-comm-type p2p" in _refusal(2, MODELS["latent"], flags() | gathered)
+    moved = {"fine_grained_activation_offloading": True, "offload_modules": ()}
+    moved |= {"offload_tensors": ("dispatched_input",)}
+    assert "offload_tensors dispatched_input would move" in _refusal(
+        2, MIXTURE, named(ep=2, **moved)
+    )
+    parts = flags(tp=2, sequence=True) | {"tp_comm_overlap": True}
+    assert "works: --no-tp-comm-overlap" in _refusal(2, MODELS["llama tied"], parts)
+    assert "--fp4-format none" in _refusal(1, MODELS["llama"], flags() | {"fp4_format": "e2m1"})
+    assert "--precision fp64" in _refusal(1, MODELS["llama"], flags() | {"precision": "fp32"})
+
+
+def test_ranks_do_not_share_a_head_whose_gradient_they_would_round_in_parts() -> None:
+    settings = flags(tp=4, sequence=True) | HYBRID
+    layout, changes = prepare(check(config(MODELS["llama"], **settings), 4))
+    assert layout.config.model.num_kv_heads == 4
+    assert any("2 key/value heads -> 4" in change for change in changes)
