@@ -40,6 +40,8 @@ def steps_of(page: Path) -> Iterator[Command]:
         argv = command.argv
         if command.page != page or argv is None or command.is_launched or "--help" in argv:
             continue
+        if "cuda" in argv:  # there may be no GPU
+            continue
         if argv[0] == "train" and "--dry-run" not in argv and argv[1] not in HERE:
             yield Command(page, f"{command.line} --dry-run", command.output)
         elif not argv[0].startswith("--"):
