@@ -56,7 +56,7 @@ def new_group(
 
 def uses_nccl() -> bool:
     """Whether NCCL moves the tensors on GPUs."""
-    return "nccl" in dist.get_backend_config()
+    return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
 def _as_on_gpus() -> bool:

@@ -51,6 +51,9 @@ class NoReduction:
     def reduce(self) -> None:
         self.reduced += 1
 
+    def await_unshard(self) -> None:
+        pass
+
 
 def lowered(
     name: str, placement: tuple[int, ...], microbatches: int, early: bool, **options: Any
