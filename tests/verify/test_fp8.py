@@ -89,6 +89,7 @@ def test_a_compiled_layer_is_one_graph() -> None:
         initialise(stage, seed=1)
         install_eight_bit(stage, EightBit(RECIPES["tensorwise"], torch.float32, E5M2), ())
         if compiled:
+            torch.compiler.reset()  # of what other tests compiled
             counters.clear()
             compile_layers(stage, "aot_eager")
         loss = stage(None, batch_of(model, [[16], [16]]))
