@@ -178,7 +178,20 @@ _EXPERT_MODULES = (
 
 def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -> None:
     """Collect mistakes: modules that the model does not have, contradictory settings."""
-    full = memory.recompute_granularity == "full"
+    _check_named(memory, model, mistakes)
+    _check_limit(memory, mistakes)
+    moves = memory.fine_grained_activation_offloading
+    moved = memory.offload_modules if moves else ()
+    tensors = memory.offload_tensors if moves else ()
+    _check_moved(memory, moved, tensors, mistakes)
+    _check_twice(memory, moved, mistakes)
+    if "dispatched_input" in tensors:
+        chosen = memory.recompute_granularity == "selective"
+        _check_dispatched(moved, memory.recompute_modules if chosen else (), mistakes)
+
+
+def _check_named(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -> None:
+    """Add modules and tensors that the model does not have, or that nothing moves."""
     named: dict[str, tuple[str, ...]] = {}
     if memory.recompute_granularity == "selective":
         named["recompute_modules"] = memory.recompute_modules
@@ -208,6 +221,10 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
                 mistakes.add(f"{name}: {module} needs moe_shared_expert_intermediate_size")
             if module == "mla_up_proj" and not model.multi_latent_attention:
                 mistakes.add(f"{name}: {module} needs a model with multi_latent_attention")
+
+
+def _check_limit(memory: MemoryConfig, mistakes: Mistakes) -> None:
+    """Add what is wrong with the limit of microbatches in flight."""
     limit = memory.recompute_in_flight_limit
     if limit is not None and limit < 1:
         mistakes.add(
@@ -215,14 +232,22 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
             "activations of its microbatch",
             works=["--recompute-in-flight-limit 1"],
         )
-    if full and limit is not None:
+    if memory.recompute_granularity == "full" and limit is not None:
         mistakes.add(
             f"recompute_in_flight_limit = {limit} runs whole stages again, and "
             "recompute_granularity = full the layers of all microbatches: one of the two is enough",
             works=["--recompute-in-flight-limit none", "--recompute-granularity none"],
         )
-    moved = named.get("offload_modules", ())
-    tensors = named.get("offload_tensors", ())
+
+
+def _check_moved(
+    memory: MemoryConfig,
+    moved: tuple[str, ...],
+    tensors: tuple[str, ...],
+    mistakes: Mistakes,
+) -> None:
+    """Add what would be offloaded and is not kept, or is still in use."""
+    full = memory.recompute_granularity == "full"
     lost = (*moved, *(tensor for tensor in tensors if tensor != "layer_input"))
     if full and lost:
         mistakes.add(
@@ -247,6 +272,10 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
             "the backward of both",
             works=["--offload-modules core_attn attn_proj"],
         )
+
+
+def _check_twice(memory: MemoryConfig, moved: tuple[str, ...], mistakes: Mistakes) -> None:
+    """Add what would be both recomputed and offloaded, or recomputed twice."""
     again = {*memory.remade_modules}
     held = {"attn_norm", "core_attn", "attn_proj"} if "a2a_overlap_attn" in again else set[str]()
     held |= {"mlp_norm"} if "a2a_overlap_post_attn" in again else set()
@@ -261,8 +290,6 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
                 f"recompute_modules {module} and {both} would recompute the same twice",
                 works=[f"--recompute-modules {others}"],
             )
-    if "dispatched_input" in tensors:
-        _check_dispatched(moved, named.get("recompute_modules", ()), mistakes)
 
 
 def _check_dispatched(moved: tuple[str, ...], again: tuple[str, ...], mistakes: Mistakes) -> None:

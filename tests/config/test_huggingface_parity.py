@@ -273,6 +273,14 @@ def test_any_config_is_refused_by_name_or_read_as_transformers_reads_it(
     agrees(data.draw(configs(kind)))
 
 
+@pytest.mark.parametrize("count", ["n_group", "topk_group"])
+def test_groups_of_experts_without_their_count_are_refused(count: str) -> None:
+    fields = {"model_type": "deepseek_v2"} | TINY["deepseek_v2"]
+    fields |= {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, count: None}
+    with pytest.raises(ConfigError, match=f"{count} = null"):
+        from_hf_config(fields)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_each_field_is_refused_by_name_or_read_as_transformers_reads_it(kind: str) -> None:

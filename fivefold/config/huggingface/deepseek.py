@@ -102,8 +102,7 @@ def _experts(reader: Reader, second: bool, layers: int) -> dict[str, Any]:
     reader.fixed("norm_topk_prob", family["norm_topk_prob"])
     factor = reader.number("routed_scaling_factor", family["routed_scaling_factor"])
     size = reader.optional_size if second else reader.size
-    groups = size("n_group", default=family["n_group"]) or 1
-    chosen = size("topk_group", default=family["topk_group"]) or 1
+    counts = {name: size(name, default=family[name]) for name in ("n_group", "topk_group")}
     first = reader.size("first_k_dense_replace", default=family["first_k_dense_replace"], least=0)
     shared = reader.optional_size("n_shared_experts", default=family["n_shared_experts"], least=0)
     inner, topk = reader.size("moe_intermediate_size"), reader.size("num_experts_per_tok")
@@ -112,6 +111,10 @@ def _experts(reader: Reader, second: bool, layers: int) -> dict[str, Any]:
         return {}
     if topk == 1 and not second:
         reader.unsupported("num_experts_per_tok", topk, [2], "its weight would be normalised to 1")
+    if method == "group_limited_greedy":
+        for name in (name for name, count in counts.items() if count is None):
+            reader.unsupported(name, None, [1], f'topk_method = "{method}" needs it')
+    groups, chosen = (count or 1 for count in counts.values())
     grouped = method != "greedy" and chosen < groups
     return {
         "num_experts": experts,
