@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help", *words[2:]]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
@@ -67,10 +69,12 @@ def _dispatch(words: list[str]) -> int:
         )
     module = import_module(f"fivefold.cli.{verb}")
     flags = argv[: argv.index("--")] if "--" in argv else argv
-    if "-h" in flags or "--help" in flags:
+    asked = next((place for place, word in enumerate(flags) if word in ("-h", "--help")), None)
+    if asked is not None:
         from fivefold.config.reference import help_text
 
-        print(help_text(verb, module.Options, sys.stdout))
+        topic = next((word for word in flags[asked + 1 : asked + 2]), None)
+        print(help_text(verb, module.Options, sys.stdout, topic))
         return 0
     status: int = module.run(argv)
     return status
@@ -87,7 +91,7 @@ def _overview() -> str:
             "",
             *verbs,
             "",
-            "fivefold COMMAND --help lists its flags.   fivefold --version",
+            "fivefold help COMMAND shows its flags.   fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]
     )
