@@ -64,7 +64,7 @@ def help_text(verb: str, options: type, stream: TextIO, topic: str | None = None
     named = None if topic in (None, "all", *sections) else topic
     if named is not None:
         return "\n".join(_entry(_named(named, verb, [*own, *_of(sections)]), width))
-    shown = [topic] if topic in sections else [*sections] if topic == "all" else []
+    shown = [*sections] if topic == "all" else [name for name in sections if name == topic]
     lines = [] if topic in sections else [*_own_lines(verb, options, own, width)]
     if sections and topic == "all":
         lines += _entry(MODEL, width)
