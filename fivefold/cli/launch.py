@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fivefold.check import check
 from fivefold.cli.style import note
@@ -76,7 +76,7 @@ class Options:
     but Fivefold and the data. A layout that does not fit the ranks is refused here.
     """
 
-    target: str = argument("slurm | kubernetes (Kubeflow's TrainJob) | skypilot | ray")
+    target: Literal["slurm", "kubernetes", "skypilot", "ray"] = argument("kind of cluster")
     recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
     nodes: int = option(1, "machines")
     ranks_per_node: int = option(8, "ranks a machine, each with a GPU")
@@ -93,9 +93,7 @@ def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options, config = load(argv, Options, note)
     mistakes = Mistakes()
-    target = TARGETS.get(options.target)
-    if target is None:
-        mistakes.add(f"there is no target {options.target!r}", works=[*TARGETS])
+    target = TARGETS[options.target]
     for flag, value in (("nodes", options.nodes), ("ranks-per-node", options.ranks_per_node)):
         if value < 1:
             mistakes.add(f"--{flag} must be at least 1, not {value}")
@@ -106,12 +104,12 @@ def run(argv: Sequence[str]) -> int:
     save = config.checkpoint.save
     rooted = save if save is not None and Path(save).is_absolute() else None
     given = {"image": options.image, "volume": options.volume, "save": rooted}
-    for name in target.needs if target is not None else ():
+    for name in target.needs:
         if given[name] is None:
             what = f"a job for {options.target} needs --{name}"
             mistakes.add(what, _WHY[name], attempt=_EXAMPLES[name])
     mistakes.raise_if_any()
-    assert target is not None and limit is not None
+    assert limit is not None
     check(config, options.nodes * options.ranks_per_node)
     name = job_name(options.name or recipe_name(options.recipe))
     job = ClusterJob(

@@ -28,6 +28,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "convert": "weights from Hugging Face into a run, or from a run to Hugging Face",
         "data": "tokenise a recipe's corpus and count its tokens",
         "doctor": "show what this machine can do",
+        "completion": "let bash, zsh or fish complete commands, flags and recipes",
     }
 )
 

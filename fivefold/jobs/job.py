@@ -76,10 +76,10 @@ def read_limit(text: str) -> timedelta:
     >>> str(read_limit("1-06:30:00")), str(read_limit("90"))
     ('1 day, 6:30:00', '1:30:00')
     """
-    if match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+    if match := re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,4}):([0-9]{2}):([0-9]{2})", text):
         days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         limit = timedelta(days, seconds, minutes=minutes, hours=hours)
-    elif text.isdigit():
+    elif re.fullmatch("[0-9]{1,6}", text):
         limit = timedelta(minutes=int(text))
     else:
         raise ConfigError(

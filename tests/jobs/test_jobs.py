@@ -168,7 +168,7 @@ def test_what_a_job_lacks_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
     assert main(["launch", "slurm", "demo", "--ranks-per-node", "3"]) == 2
     assert "3 ranks cannot be split as tp=2 pp=2" in capsys.readouterr().err
     assert main(["launch", "slrum", "demo"]) == 2
-    assert "slurm | kubernetes" in capsys.readouterr().err
+    assert "TARGET cannot be 'slrum', did you mean 'slurm'?" in capsys.readouterr().err
 
 
 def test_a_job_is_submitted_by_the_clusters_command(
