@@ -102,6 +102,7 @@ TORCH_FREE = (
     "train.numa",
     "train.open_files",
     "train.preflight",
+    "report",
     "rehearse.agree",
     "rehearse.report",
     "rehearse.roles",

@@ -24,6 +24,8 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "rehearse": "run a rank of each role of any layout here: memory, messages, would it hang",
         "schedule": "draw and time a pipeline schedule, or compare all of them",
         "audit": "compare a run with theory: bytes on the wire, memory, FLOPs, time",
+        "watch": "show a run in the terminal while it goes on",
+        "report": "show a run, or two side by side, as a page",
         "sample": "continue a prompt with a trained model",
         "convert": "weights from Hugging Face into a run, or from a run to Hugging Face",
         "data": "tokenise a recipe's corpus and count its tokens",
