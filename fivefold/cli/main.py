@@ -25,6 +25,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "schedule": "draw and time a pipeline schedule, or compare all of them",
         "audit": "compare a run with theory: bytes on the wire, memory, FLOPs, time",
         "watch": "show a run in the terminal while it goes on",
+        "profile": "show what torch's profiler saw of a run, and join the traces of its ranks",
         "report": "show a run, or two side by side, as a page",
         "sample": "continue a prompt with a trained model",
         "convert": "weights from Hugging Face into a run, or from a run to Hugging Face",
