@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import ceil
 
-from fivefold.config.config import SETTINGS
+from fivefold.config.config import SETTINGS, Config
 from fivefold.errors import ConfigError, Mistake
 from fivefold.search.candidate import Candidate, capacity
 from fivefold.search.memory_budget import CHOSEN, MemoryFit
@@ -22,10 +22,10 @@ def chosen(request: Request, fit: MemoryFit) -> Iterator[str]:
         more = best.seconds - plain.seconds
         cost = f"{human_seconds(more)} ({more / plain.seconds:.1%}) more" if more > 0 else "no more"
         yield f"  {_shown(best)}: {cost}, the least of all that fit ({fit.timed:,} were timed)"
-        yield f"  the same as {flags(best)}"
         for before, after in zip(plain.memory.ranks, best.memory.ranks, strict=True):
             sizes = f"{human_bytes(before.peak)} -> {human_bytes(after.peak)}"
             yield f"  pipeline rank {after.pp_rank}: {sizes}, at {after.act}"
+    yield f"  the same as {flags(best, request.config)}"
 
 
 def nothing_fits(request: Request, fit: MemoryFit) -> ConfigError:
@@ -45,11 +45,11 @@ def nothing_fits(request: Request, fit: MemoryFit) -> ConfigError:
     )
 
 
-def flags(candidate: Candidate) -> str:
-    """The flags that choose the same; of settings at their defaults none."""
+def flags(candidate: Candidate, config: Config) -> str:
+    """The flags that, added to those of `config`, choose the same without a budget."""
     memory = candidate.layout.config.memory
     values = {name: getattr(memory, name) for name in CHOSEN}
-    changed = [SETTINGS[name].typed(v) for name, v in values.items() if v != SETTINGS[name].default]
+    changed = [SETTINGS[name].typed(v) for name, v in values.items() if v != config.value(name)]
     return " ".join(changed) or "no flag at all"
 
 

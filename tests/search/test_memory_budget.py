@@ -4,19 +4,19 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fivefold.check import check
 from fivefold.cli.main import main
-from fivefold.config.sources import read_config
+from fivefold.config.sources import read_config, to_toml
 from fivefold.errors import ConfigError
 from fivefold.predict.cluster import Cluster, load_cluster
 from fivefold.search.candidate import Candidate, evaluate
 from fivefold.search.memory_budget import fit_memory
 from fivefold.search.request import Request
-from fivefold.tell.memory_budget import flags
 from fivefold.units import read_bytes
 
 SMALL: dict[str, Any] = {
@@ -110,17 +110,25 @@ def test_given_settings_stay() -> None:
 LINE = "train debug --nproc 2 --pp 2 --gbs 6 --seq-length 2048 --max-position-embeddings 2048"
 
 
-def test_the_flags_of_a_choice_choose_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = load_cluster("H100", 2)
-    settings = {"seq_length": 2048, "max_position_embeddings": 2048}
-    request = asked("debug", 2, cluster, **SMALL | settings | {"hidden_size": 64})
+@pytest.mark.parametrize("share", [0.8, 2.0])
+@pytest.mark.parametrize("written", ["", 'recompute_granularity = "full"\n'])
+def test_the_flags_of_a_choice_choose_the_same(
+    share: float, written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"seq_length": 2048, "max_position_embeddings": 2048, "global_batch_size": 6}
+    config = read_config("debug", **settings, pipeline_model_parallel_size=2)
+    request = Request(config, frozenset(), load_cluster("H100", 2), frozenset())
     plain = fit_memory(request).plain.memory.max_allocated
-    budget = int(0.8 * plain)
-    assert main(shlex.split(f"{LINE} --dry-run --memory-budget {budget}")) == 0
+    recipe = tmp_path / "recipe.toml"
+    text = to_toml(config, changes_only=True)
+    assert "[memory]" not in text
+    recipe.write_text(f"{text}\n[memory]\n{written}")
+    line = f"train {recipe} --nproc 2 --dry-run"
+    assert main(shlex.split(f"{line} --memory-budget {int(share * plain)}")) == 0
     by_budget = capsys.readouterr()
     typed = by_budget.err.partition("the same as ")[2].partition("\n")[0]
-    assert typed.startswith("--")
-    assert main(shlex.split(f"{LINE} --dry-run {typed}")) == 0
+    assert typed.startswith("--") or (not written and share > 1)
+    assert main(shlex.split(f"{line} {typed if typed.startswith('--') else ''}")) == 0
     assert capsys.readouterr().out == by_budget.out
 
 
@@ -142,8 +150,3 @@ def test_sizes_are_read(text: str, size: float) -> None:
 @pytest.mark.parametrize("text", ["", "0", "-1GiB", "GiB", "5X", "nan", "1e30", "1 2"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     assert read_bytes(text) is None
-
-
-def test_nothing_is_typed_for_a_layout_as_it_is() -> None:
-    plain = fit_memory(asked("debug", 2, load_cluster("H100", 2), **SMALL)).plain
-    assert flags(plain) == "no flag at all"
