@@ -1,9 +1,24 @@
-"""Formats bytes, counts, seconds and rates; the only such formatter."""
+"""Formats bytes, counts, seconds and rates, and reads bytes; the only such formatter."""
+
+import re
+
+_POWERS = "KMGTP"
 
 
 def human_bytes(n: float) -> str:
     """Binary multiples, three significant digits: 1536 -> '1.50 KiB'."""
     return _scaled(n, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def read_bytes(text: str) -> float | None:
+    """Bytes of a size such as '70GiB', '70 GB' or '1e9'; None if it is none, or not above 0."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([KMGTP])(i?))?B?\s*", text)
+    if found is None:
+        return None
+    number, power, binary = found.groups()
+    exponent = _POWERS.index(power) + 1 if power else 0
+    size = float(number) * (1024.0 if binary else 1000.0) ** exponent
+    return size if 0 < size < 1e18 else None
 
 
 def human_bandwidth(n: float) -> str:

@@ -9,6 +9,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from fivefold.cli.budget import BUDGET_HELP, budget_bytes
 from fivefold.cli.style import paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
@@ -42,6 +43,9 @@ class Options:
     )
     host_memory: float | None = option(
         None, "GB of memory of a node's hosts (default: those of the cluster)"
+    )
+    memory_budget: str | None = option(
+        None, f"{BUDGET_HELP} (default: those of the cluster's GPU, less its reserve)"
     )
     top: int = option(10, "number of layouts to show, the best of each mesh")
     why: str | None = option(
@@ -168,6 +172,8 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
     cluster = None
     with mistakes.collecting():
         cluster = load_cluster(options.cluster, options.gpus)
+        if options.memory_budget is not None:
+            cluster = cluster.within(budget_bytes(options.memory_budget))
     mistakes.raise_if_any()
     assert cluster is not None
     if room is not None:

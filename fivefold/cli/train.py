@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fivefold.check import check
+from fivefold.cli.budget import BUDGET_HELP, within_budget
 from fivefold.cli.style import note, paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
-from fivefold.config.sources import load, to_toml
+from fivefold.config.sources import load_consistent, to_toml
 from fivefold.counts.derived import as_table, describe
 from fivefold.errors import ConfigError, Mistake
 from fivefold.layout import Layout
@@ -18,6 +19,7 @@ from fivefold.pipeline.stages import stage_table
 from fivefold.train.devices import Asked
 from fivefold.train.rank_env import read_rank_env
 
+USUAL_CLUSTER = "H100"  # by whose times a budget is kept, as in `plan`
 PICTURE_WIDTH = 160  # characters; wider pictures wrap and become useless
 PICTURE_ACTS = 64  # microbatches x stages; more make pictures too wide
 
@@ -35,6 +37,14 @@ class Options:
     device: Asked = option(
         "auto", "where to train; auto: on GPUs if there are enough; cuda: ranks may share one"
     )
+    memory_budget: str | None = option(
+        None,
+        f"{BUDGET_HELP}; auto: those of the cluster's GPU: choose what is recomputed and "
+        "offloaded, the fastest that fits",
+    )
+    cluster: str | None = option(
+        None, "kind of GPU, or TOML file of a cluster, for --memory-budget (default: H100)"
+    )
     dry_run: bool = option(
         False, "show settings, mesh, stages and derived numbers, without starting anything"
     )
@@ -42,9 +52,16 @@ class Options:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
-    options, config = load(argv, Options, note)
+    loaded = load_consistent(argv, Options, note)
+    options, config = loaded.options, loaded.config
     world = ranks(options.nproc, dry_run=options.dry_run)
+    if options.memory_budget is None and options.cluster is not None:
+        what = f"--cluster {options.cluster} has no effect: its times are for --memory-budget"
+        raise ConfigError(Mistake(what, works=("--memory-budget auto", "--cluster none")))
     try:
+        if options.memory_budget is not None:
+            cluster, given = options.cluster or USUAL_CLUSTER, loaded.by_flag
+            config = within_budget(config, world, options.memory_budget, cluster, given)
         layout = check(config, world)
     except ConfigError as error:
         raise error if options.nproc is not None else _by_launcher(error) from error

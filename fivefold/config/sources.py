@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -94,11 +94,19 @@ def load(
     Raises:
         ConfigError: all mistakes of the flags and of the recipe.
     """
+    loaded = load_consistent(argv, options, note)
+    return loaded.options, loaded.config
+
+
+def load_consistent(
+    argv: Sequence[str], options: type[T], note: Callable[[str], None] = _log.info
+) -> Loaded[T]:
+    """The same as `load`, with the origin of each setting."""
     loaded = load_with_origins(argv, options)
     config, left_out = without_orphans(loaded.config, loaded.by_flag)
     for orphan in left_out:
         note(f"{orphan.shown} of the recipe is left out: {orphan.why}")
-    return loaded.options, config
+    return replace(loaded, config=config)
 
 
 def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = False) -> Loaded[T]:

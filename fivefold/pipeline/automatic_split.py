@@ -1,6 +1,9 @@
 """`pipeline_model_parallel_layout = "auto"`: balances the stages of a configuration."""
 
+from functools import lru_cache
+
 from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.errors import ConfigError, Mistake
 from fivefold.pipeline.balance import balance, schedule_clock
@@ -52,6 +55,12 @@ def automatic_split(
     dp = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
     microbatches = max(1, training.global_batch_size // (training.micro_batch_size * dp))
     schedule = resolved_schedule(parallel, num_virtual)
-    parts = modelled_parts(config.model, training.seq_length)
-    clock = schedule_clock(schedule, placement, microbatches)
-    return balance(parts, placement, clock=clock).split
+    return _balanced(config.model, training.seq_length, schedule, tuple(placement), microbatches)
+
+
+@lru_cache(maxsize=8)  # layouts that differ in memory settings alone have the same stages
+def _balanced(
+    model: ModelConfig, seq_length: int, schedule: str, placement: tuple[int, ...], count: int
+) -> Split:
+    parts = modelled_parts(model, seq_length)
+    return balance(parts, placement, clock=schedule_clock(schedule, placement, count)).split

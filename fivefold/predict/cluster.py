@@ -18,7 +18,7 @@ A file without a preset must give all values, as `to_toml` writes them.
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import inf
 from pathlib import Path
 from reprlib import repr as shortened
@@ -124,6 +124,11 @@ class Cluster:
         if self.host_memory_bandwidth is None:
             return self.host_bandwidth
         return HOST_EFFICIENCY * self.host_memory_bandwidth / self._sharing
+
+    def within(self, budget: float) -> "Cluster":
+        """The same machines with GPUs on which tensors may take this many bytes."""
+        size = budget + self.reserved_bytes
+        return replace(self, gpu=replace(self.gpu, memory_bytes=size))
 
     @property
     def _sharing(self) -> int:

@@ -1,0 +1,54 @@
+"""`--memory-budget`: how `train` and `plan` read it, and what `train` chooses for it."""
+
+from fivefold.cli.style import note
+from fivefold.config.config import Config
+from fivefold.errors import ConfigError, Mistake
+from fivefold.predict.cluster import load_cluster
+from fivefold.units import read_bytes
+
+AUTO = "auto"
+BUDGET_HELP = "most bytes of tensors on a device, such as 70GiB"
+EXAMPLES = ("--memory-budget 70GiB", "--memory-budget 512MiB")
+
+
+def budget_bytes(text: str) -> float:
+    """The bytes of a budget.
+
+    Raises:
+        ConfigError: the text is no size.
+    """
+    size = read_bytes(text)
+    if size is None:
+        what = f"--memory-budget must be a size above 0, not {text!r}"
+        raise ConfigError(Mistake(what, works=EXAMPLES))
+    return size
+
+
+def within_budget(
+    config: Config, world: int, budget: str, cluster: str, by_flag: frozenset[str]
+) -> Config:
+    """The configuration with the fastest memory settings that fit; says which, and at what price.
+
+    Args:
+        config: configuration of the run.
+        world: number of ranks.
+        budget: size, or auto for what the device has less the planner's reserve.
+        cluster: kind of GPU, or TOML file of a cluster, whose times and memory count.
+        by_flag: names of settings that were given by flags; memory settings among them stay.
+
+    Raises:
+        ConfigError: the configuration or the budget is wrong, or nothing fits.
+    """
+    from fivefold.search.memory_budget import fit_memory
+    from fivefold.search.request import Request
+    from fivefold.tell.memory_budget import chosen, nothing_fits
+
+    machine = load_cluster(cluster, world)
+    if budget != AUTO:
+        machine = machine.within(budget_bytes(budget))
+    request = Request(config, by_flag, machine, frozenset())
+    fit = fit_memory(request)
+    if fit.best is None:
+        raise nothing_fits(request, fit)
+    note("\n".join(chosen(request, fit)))
+    return config.with_values(**vars(fit.best.layout.config.memory))

@@ -1,0 +1,268 @@
+"""Chooses how a given layout fits a memory budget: what it recomputes and offloads.
+
+The choice is the fastest that fits among all that the settings can say: no recomputation, each set
+of modules, whole layers in groups or some of each stage; with each of them each set of offloaded
+modules and tensors, and each limit on microbatches in flight. Not every combination is predicted.
+A way of recomputing cannot get faster by offloading or by a limit, and the least memory that it
+can take is that with all offloading and a limit of 1, so that a branch and bound over the ways
+finds the same time as trying everything.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any, get_args
+
+from fivefold.check import check
+from fivefold.config.config import SETTINGS, Config
+from fivefold.config.memory import OffloadModule, OffloadTensor, RecomputeModule, check_memory
+from fivefold.errors import ConfigError, Mistakes
+from fivefold.memory.rules import check_techniques
+from fivefold.predict.layer import TimesCache
+from fivefold.predict.liveness import moments
+from fivefold.predict.memory import peak_memory
+from fivefold.search.candidate import Candidate, evaluate
+from fivefold.search.memory_choices import LIMIT, OFFLOAD, RECOMPUTE
+from fivefold.search.request import Request
+
+MOVED = (*OFFLOAD, "offload_tensors")
+CHOSEN = (*RECOMPUTE, LIMIT, *MOVED)
+"""Settings that a budget may choose."""
+Settings = Mapping[str, Any]
+NONE: Settings = {}
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """The outcome of a choice.
+
+    Attributes:
+        plain: the layout with nothing but the settings that were given.
+        best: the fastest that fits; None if nothing fits.
+        smallest: `best`, or the lowest peak that was found if nothing fits.
+        timed: number of settings whose step was predicted.
+    """
+
+    plain: Candidate
+    best: Candidate | None
+    smallest: Candidate
+    timed: int
+
+
+def fit_memory(request: Request) -> MemoryFit:
+    """The fastest settings of memory with which a layout fits the request's device.
+
+    Args:
+        request: a configuration whose layout is complete, its cluster, and in `given` the memory
+            settings that stay as they are.
+
+    Raises:
+        ConfigError: the configuration is wrong, whatever its memory settings are.
+    """
+    free = [
+        name
+        for group in (RECOMPUTE, (LIMIT,), MOVED)
+        if not request.given & set(group)
+        for name in group
+    ]
+    usual = {name: SETTINGS[name].default for name in free}
+    config = request.config.with_values(**usual)
+    check(config, request.world)
+    return MemoryChooser(replace(request, config=config), frozenset(free)).run()
+
+
+@dataclass
+class MemoryChooser:
+    """One search: the settings that are free, and what has been found."""
+
+    request: Request
+    free: frozenset[str]
+    times_cache: TimesCache = field(default_factory=dict)
+    known: dict[Config, Candidate | None] = field(default_factory=dict)
+    best: Candidate | None = None
+    least: list[tuple[float, Settings]] = field(default_factory=list)
+
+    def run(self) -> MemoryFit:
+        """The fastest settings that fit, by branch and bound over the ways of recomputing."""
+        plain = self.timed(NONE)
+        assert plain is not None
+        ways = [(found, way) for way in self.ways() if (found := self.timed(way)) is not None]
+        for found, _ in ways:
+            self._offer(found)
+        for found, way in sorted(ways, key=lambda pair: pair[0].seconds):
+            if self._beats(found):
+                self._more(way, found)
+        timed = [c for c in self.known.values() if c is not None]
+        if self.best is not None:
+            return MemoryFit(plain, self._simplest(self.best), self.best, len(timed))
+        least = self.timed(min(self.least, key=lambda pair: pair[0])[1]) if self.least else None
+        smallest = min((plain, *timed, *filter(None, [least])), key=_peak)
+        return MemoryFit(plain, None, smallest, len(timed))
+
+    def ways(self) -> Iterator[Settings]:
+        """What may be recomputed of layers: nothing, modules, or whole layers."""
+        yield NONE
+        if "recompute_granularity" not in self.free:
+            return
+        for modules in _subsets(get_args(RecomputeModule)):
+            if modules:
+                yield {"recompute_granularity": "selective", "recompute_modules": modules}
+        split = check(self.request.config, self.request.world).split
+        most = max(len(stage.layers) for stage in split.stages)
+        for method, last in (("block", most - 1), ("uniform", most)):
+            for layers in range(1, last + 1):
+                yield {
+                    "recompute_granularity": "full",
+                    "recompute_method": method,
+                    "recompute_num_layers": layers,
+                }
+
+    def moves(self, way: Settings) -> list[Settings]:
+        """The legal sets of what is offloaded beside a way of recomputing, small ones first."""
+        if "offload_modules" not in self.free:
+            return [NONE]
+        items = (*get_args(OffloadModule), *get_args(OffloadTensor))
+        sets = [_moving(each) if each else NONE for each in _subsets(items)]
+        return [each for each in sets if self._is_legal({**way, **each})]
+
+    @cached_property
+    def limits(self) -> range:
+        """Limits on microbatches in flight that are below what some rank holds without."""
+        if LIMIT not in self.free:
+            return range(0)
+        layout = check(self.request.config, self.request.world)
+        each = moments(layout, splits_backward=layout.defers_weights)
+        return range(1, round(max(float(found.kept.max()) for found in each)))
+
+    def timed(self, settings: Settings) -> Candidate | None:
+        """The layout with these settings, its memory and time; None if it is not legal."""
+        config = self.request.config.with_values(**settings)
+        if config not in self.known:
+            self.known[config] = self._timed(settings)
+        return self.known[config]
+
+    def _timed(self, settings: Settings) -> Candidate | None:
+        config = self.request.config.with_values(**settings)
+        if not self._is_legal(settings):
+            return None
+        try:
+            layout = check(config, self.request.world)
+        except ConfigError:
+            return None
+        return evaluate(
+            self.request, config, always=True, layout=layout, times_cache=self.times_cache
+        )
+
+    def _is_legal(self, settings: Settings) -> bool:
+        """A quick check, before that of the whole configuration."""
+        config, mistakes = self.request.config, Mistakes()
+        memory = replace(config.memory, **settings)
+        check_memory(memory, config.model, mistakes)
+        if not mistakes.found:
+            check_techniques(replace(config, memory=memory), mistakes)
+        return not mistakes.found
+
+    def _offer(self, found: Candidate) -> None:
+        if found.memory.fits and self._beats(found):
+            self.best = found
+
+    def _beats(self, found: Candidate) -> bool:
+        return self.best is None or found.seconds < self.best.seconds
+
+    def _may_fit(self, way: Settings, largest: Iterable[Settings]) -> bool:
+        """Whether a way fits at its smallest: all offloaded, one microbatch in flight."""
+        granularity = way.get(
+            "recompute_granularity", self.request.config.memory.recompute_granularity
+        )
+        limit = {LIMIT: 1} if len(self.limits) and granularity != "full" else {}
+        fits = False
+        for moved in largest:
+            settings = {**way, **moved, **limit}
+            try:
+                layout = check(self.request.config.with_values(**settings), self.request.world)
+            except ConfigError:
+                return True  # less of it may be legal, and fit
+            memory = peak_memory(layout, self.request.cluster)
+            self.least.append((memory.max_allocated, settings))
+            fits = fits or memory.fits
+        return fits
+
+    def _more(self, way: Settings, alone: Candidate) -> None:
+        """Offer a way together with offloading and with limits.
+
+        All that can be offloaded comes first: where copies are hidden it costs nothing, and
+        nothing beside this way can then be faster.
+        """
+        moves = self.moves(way)
+        sets = [_moved_by(moved) for moved in moves]
+        largest = [
+            moved
+            for moved, items in zip(moves, sets, strict=True)
+            if not any(items < others for others in sets)
+        ]
+        if not self._may_fit(way, largest):
+            return
+        slower: list[frozenset[str]] = []
+        for moved in (*largest, *moves):
+            items = _moved_by(moved)
+            if any(known <= items for known in slower):
+                continue
+            found = self.timed({**way, **moved})
+            if found is None:
+                continue
+            if found.memory.fits or not self._beats(found):
+                slower.append(items)
+            self._offer(found)
+            if not found.memory.fits and self._beats(found):
+                self._limited({**way, **moved})
+            if not self._beats(alone):
+                return
+
+    def _limited(self, settings: Settings) -> None:
+        """Offer the highest limit on microbatches in flight with which these settings fit."""
+        low, high = 0, len(self.limits)
+        while low < high:  # the limits up to `low` fit, those above `high` do not
+            middle = (low + high + 1) // 2
+            found = self.timed({**settings, LIMIT: middle})
+            if found is not None and found.memory.fits:
+                self._offer(found)
+                low = middle
+            else:
+                high = middle - 1
+
+    def _simplest(self, best: Candidate) -> Candidate:
+        """The same without whatever can be left out at no loss of time or fit."""
+        memory = best.layout.config.memory
+        for name in ("offload_modules", "offload_tensors"):
+            for item in getattr(memory, name):
+                moved = {*memory.offload_modules, *memory.offload_tensors} - {item}
+                found = self.timed({**_chosen(memory), **_moving(moved)})
+                if found and found.memory.fits and found.seconds <= best.seconds:
+                    return self._simplest(found)
+        return best
+
+
+def _subsets(items: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    return (each for size in range(len(items) + 1) for each in combinations(items, size))
+
+
+def _moving(items: Iterable[str]) -> Settings:
+    """The settings that offload these modules and tensors."""
+    chosen = set(items)
+    modules = tuple(name for name in get_args(OffloadModule) if name in chosen)
+    tensors = tuple(name for name in get_args(OffloadTensor) if name in chosen)
+    values = (bool(chosen), modules, tensors)
+    return dict(zip(MOVED, values, strict=True))
+
+
+def _moved_by(settings: Settings) -> frozenset[str]:
+    return frozenset((*settings.get("offload_modules", ()), *settings.get("offload_tensors", ())))
+
+
+def _chosen(memory: Any) -> Settings:
+    return {name: getattr(memory, name) for name in CHOSEN}
+
+
+def _peak(candidate: Candidate) -> float:
+    return candidate.memory.max_allocated
