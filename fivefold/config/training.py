@@ -102,6 +102,10 @@ class DataConfig:
     )
     split: str = option("969,30,1", "shares of train, validation and test")
     text_key: str = option("text", "field of a JSON line or Parquet row that holds the text")
+    sft: bool = option(
+        False,
+        "data_path holds conversations: the tokenizer's chat template, loss on answers alone",
+    )
     reset_position_ids: bool = option(True, "count positions from each document's start")
     reset_attention_mask: bool = option(True, "let no token attend beyond its document")
     eod_mask_loss: bool = option(

@@ -6,13 +6,17 @@ import os
 import shlex
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.data.borders import last_border
 from fivefold.errors import DataError, did_you_mean
 from fivefold.files import parse_json
 from fivefold.recipes import how_to_get
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
 
 BUILTIN = "builtin"
 BYTE_ORDER_MARK = "\ufeff"
@@ -93,6 +97,21 @@ def pieces(
             yield from _json_lines(path, text_key)
         else:
             yield from _text(path, whole)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a .jsonl or rows of a .parquet, each with its place: the file and line.
+
+    Raises:
+        DataError: the file is not UTF-8, not JSON or not Parquet; the error names the place.
+    """
+    try:
+        if path.suffix.lower() in PARQUET_SUFFIXES:
+            yield from _parquet_records(path)
+        else:
+            yield from _json_records(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -181,25 +200,31 @@ def _text(path: Path, whole: bool) -> Iterator[tuple[str, bool]]:
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
+    for place, record in _json_records(path):
+        document = _json_text(record, place, text_key)
+        if document:
+            yield document, True
+
+
+def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line that is not empty, with its file and number."""
     with open(path, "rb") as file:
         offset = 0
         for number, line in enumerate(file, start=1):
-            place = f":{number}"
-            text = _decode(line, path, offset, place)
+            place = f"{path}:{number}"
+            text = _decode(line, path, offset, f":{number}")
             if offset == 0:
                 text = text.removeprefix(BYTE_ORDER_MARK)
             offset += len(line)
             if not text.strip(" \t\r\n"):
                 continue
-            document = _json_text(text, f"{path}{place}", text_key)
-            if document:
-                yield document, True
+            record = parse_json(text, Any, place, DataError)
+            if not isinstance(record, dict):
+                raise DataError(f"{place} is a JSON {type(record).__name__}, not an object")
+            yield place, record
 
 
-def _json_text(line: str, place: str, text_key: str) -> str:
-    record = parse_json(line, Any, place, DataError)
-    if not isinstance(record, dict):
-        raise DataError(f"{place} is a JSON {type(record).__name__}, not an object")
+def _json_text(record: dict[str, Any], place: str, text_key: str) -> str:
     if text_key not in record:
         raise DataError(
             f"{place} has no key {text_key!r}{did_you_mean(text_key, record)}\n"
@@ -218,6 +243,41 @@ def _text_keys(names: Iterable[str]) -> str:
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
+    with _open_parquet(path) as file:
+        columns = file.schema_arrow.names
+        if text_key not in columns:
+            raise DataError(
+                f"{path} has no column {text_key!r}{did_you_mean(text_key, columns)}\n"
+                f"  its columns: {', '.join(columns)}{_text_keys(columns)}"
+            )
+        kind = str(file.schema_arrow.field(text_key).type)
+        if kind not in ("string", "large_string"):
+            raise DataError(f"{path}: column {text_key!r} is {kind}, not a string")
+        for batch in file.iter_batches(columns=[text_key]):
+            for text in batch.column(0).to_pylist():
+                if text:
+                    yield text, True
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row with its file and number; what is null in it is left out, since every row has the
+    fields that any row has."""
+    with _open_parquet(path) as file:
+        number = 0
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(of) for key, of in value.items() if of is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _open_parquet(path: Path) -> Iterator["ParquetFile"]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -227,20 +287,8 @@ def _parquet(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            columns = file.schema_arrow.names
-            if text_key not in columns:
-                raise DataError(
-                    f"{path} has no column {text_key!r}{did_you_mean(text_key, columns)}\n"
-                    f"  its columns: {', '.join(columns)}{_text_keys(columns)}"
-                )
-            kind = file.schema_arrow.field(text_key).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise DataError(f"{path}: column {text_key!r} is {kind}, not a string")
-            for batch in file.iter_batches(columns=[text_key]):
-                for text in batch.column(0).to_pylist():
-                    if text:
-                        yield text, True
+            yield file
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: column {text_key!r} is not UTF-8 ({error.reason})") from error
+        raise DataError(f"{path} has a text that is not UTF-8 ({error.reason})") from error
     except pyarrow.ArrowException as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
