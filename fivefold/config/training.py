@@ -88,8 +88,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         ("builtin",),
-        "files, folders or globs (.txt .md .py .jsonl .parquet), Megatron .bin/.idx prefixes, or "
-        "'builtin' (the Python standard library's sources); alternate with weights to blend",
+        "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), Megatron .bin/.idx prefixes, "
+        "or 'builtin' (the Python standard library's sources); alternate with weights to blend",
     )
     tokenizer_model: str | None = option(
         None, "path of a tokenizer.json; without it a byte-level BPE is trained on the corpus"

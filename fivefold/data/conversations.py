@@ -16,12 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fivefold.data.corpus import JSON_SUFFIXES, PARQUET_SUFFIXES, records
+from fivefold.data.corpus import JSON_SUFFIXES, TABLE_SUFFIXES, kind, records
 from fivefold.data.template import BEGIN, END, ChatTemplate, Message, Span
 from fivefold.errors import DataError, did_you_mean
 
 _FORMS = "messages | conversations | prompt and completion"
-_SUFFIXES = JSON_SUFFIXES | PARQUET_SUFFIXES
+_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES
 # Who speaks in ShareGPT's files, as templates call it.
 _SPEAKERS: Mapping[str, str] = MappingProxyType(
     {
@@ -59,7 +59,7 @@ class Conversation:
 def check_conversations(files: Iterable[Path]) -> None:
     """Raise DataError unless every file can hold conversations, by its name."""
     for file in files:
-        if file.suffix.lower() not in _SUFFIXES:
+        if kind(file) not in _SUFFIXES:
             raise DataError(
                 f"{file} cannot hold conversations, which --sft trains on\n"
                 f"  what can: {' '.join(sorted(_SUFFIXES))}, with {_FORMS}\n"
