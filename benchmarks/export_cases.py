@@ -361,6 +361,7 @@ CHANGES: Mapping[str, Change] = {
     "data_cache_path": Change("cache"),
     "split": Change("90,5,5"),
     "text_key": Change("content"),
+    "sft": Change(True, {"tokenizer_model": "tokenizer.json"}),
     "reset_position_ids": Change(False),
     "reset_attention_mask": Change(False),
     "eod_mask_loss": Change(False),

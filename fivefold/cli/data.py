@@ -37,11 +37,13 @@ def run(argv: Sequence[str]) -> int:
     length, batch = config.training.seq_length, config.training.global_batch_size
     for part in ("train", "valid", "test"):
         try:
-            samples = getattr(data, part).num_samples
+            dataset = getattr(data, part)
         except DataError:
             rows.append((part, "none", "too little text, or no share in --split"))
             continue
-        why = f"of {length} tokens: {samples / batch:.1f} steps of {batch}"
+        samples = dataset.num_samples
+        whys = [f"of {length} tokens: {samples / batch:.1f} steps of {batch}", dataset.packed]
+        why = ", ".join(filter(None, whys))
         rows.append((part, f"{samples:,} samples", why))
     print(as_table(rows))
     return 0

@@ -88,8 +88,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         ("builtin",),
-        "files, folders or globs (.txt .md .py .jsonl .parquet), Megatron .bin/.idx prefixes, or "
-        "'builtin' (the Python standard library's sources); alternate with weights to blend",
+        "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), Megatron .bin/.idx prefixes, "
+        "or 'builtin' (the Python standard library's sources); alternate with weights to blend",
     )
     tokenizer_model: str | None = option(
         None, "path of a tokenizer.json; without it a byte-level BPE is trained on the corpus"
@@ -102,6 +102,10 @@ class DataConfig:
     )
     split: str = option("969,30,1", "shares of train, validation and test")
     text_key: str = option("text", "field of a JSON line or Parquet row that holds the text")
+    sft: bool = option(
+        False,
+        "data_path holds conversations: the tokenizer's chat template, loss on answers alone",
+    )
     reset_position_ids: bool = option(True, "count positions from each document's start")
     reset_attention_mask: bool = option(True, "let no token attend beyond its document")
     eod_mask_loss: bool = option(

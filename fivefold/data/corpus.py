@@ -1,18 +1,26 @@
-"""Reads documents from text files, folders, globs, JSON lines, Parquet and the standard library."""
+"""Reads documents from text, JSON lines, Parquet, Arrow, folders, globs and Python's library."""
 
 import codecs
 import glob
+import gzip
+import io
 import os
+import re
 import shlex
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fivefold.data.borders import last_border
 from fivefold.errors import DataError, did_you_mean
 from fivefold.files import parse_json
 from fivefold.recipes import how_to_get
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch, Schema
 
 BUILTIN = "builtin"
 BYTE_ORDER_MARK = "\ufeff"
@@ -21,15 +29,26 @@ TEXT_SUFFIXES = (
     | frozenset({".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go"})
     | frozenset({".js", ".ts", ".java", ".sh", ".sql"})
 )
-JSON_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-PARQUET_SUFFIXES = frozenset({".parquet"})
-SUFFIXES = TEXT_SUFFIXES | JSON_SUFFIXES | PARQUET_SUFFIXES
+_COMPRESSED = (".gz", ".zst")
+JSON_SUFFIXES = frozenset(
+    lines + end for lines in (".jsonl", ".ndjson") for end in ("", *_COMPRESSED)
+)
+TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
+SUFFIXES = TEXT_SUFFIXES | JSON_SUFFIXES | TABLE_SUFFIXES
 # Text files are read in pieces of about this size, so that memory stays bounded: tokenising takes
 # about a hundred bytes a character.
 PIECE_BYTES = 1 << 20
 # Not of the library proper; or tables of characters and help texts, from which little is learnt.
 _NOT_BUILTIN = frozenset({"site-packages", "dist-packages", "_bundled", "__pycache__", "lib2to3"})
+# Hidden files, and what the library `datasets` caches beside the data of a folder.
+_NOT_DATA = re.compile(r"\.|cache-.*\.arrow$")
 _NOT_BUILTIN |= {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+def kind(path: Path) -> str:
+    """The end of a file's name that says what it holds: `.jsonl`, or `.jsonl.zst`."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() + suffix if suffix in _COMPRESSED else suffix
 
 
 def resolve(spec: str) -> list[Path]:
@@ -50,11 +69,12 @@ def resolve(spec: str) -> list[Path]:
 
 def _resolve(spec: str, path: Path) -> list[Path]:
     if path.is_dir():
+        _refuse_splits(spec, path)
         return _known(spec, _walk(path))
     if path.exists():
-        if path.suffix.lower() not in SUFFIXES:
+        if kind(path) not in SUFFIXES:
             raise DataError(
-                f"{path} cannot be read as text: unknown extension {path.suffix or '(none)'!r}\n"
+                f"{path} cannot be read as text: unknown extension {kind(path) or '(none)'!r}\n"
                 f"  what can be read: {_kinds()}, or a .bin/.idx prefix\n"
                 f"  works: --data-path {BUILTIN}"
             )
@@ -79,20 +99,34 @@ def pieces(
     """The text of a file as (piece, whether a document ends with it), in order.
 
     A text file is one document, cut into pieces of about a megabyte unless it is asked for whole;
-    each line of a .jsonl and each row of a .parquet is one document. Empty documents are left out.
+    each line of a .jsonl and each row of a table is one document. Empty documents are left out.
 
     Raises:
         DataError: the file is not UTF-8 or not JSON, or has no such key or column; the error
             names the place.
     """
-    suffix = path.suffix.lower()
     try:
-        if suffix in PARQUET_SUFFIXES:
-            yield from _parquet(path, text_key)
-        elif suffix in JSON_SUFFIXES:
+        if kind(path) in TABLE_SUFFIXES:
+            yield from _rows(path, text_key)
+        elif kind(path) in JSON_SUFFIXES:
             yield from _json_lines(path, text_key)
         else:
             yield from _text(path, whole)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a .jsonl or rows of a table, each with its place: the file and line.
+
+    Raises:
+        DataError: the file is not UTF-8, not JSON or no table; the error names the place.
+    """
+    try:
+        if kind(path) in TABLE_SUFFIXES:
+            yield from _row_records(path)
+        else:
+            yield from _json_records(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -118,8 +152,21 @@ def _walk(root: Path, skipped: Collection[str] = ()) -> list[Path]:
                 unread.setdefault(os.path.realpath(os.path.join(folder, name)), name)
         folders[:] = [name for real, name in unread.items() if real not in seen]
         seen |= unread.keys()
-        found += [Path(folder, name) for name in names if name[0] != "."]
+        found += [Path(folder, name) for name in names if not _NOT_DATA.match(name)]
     return sorted(found)
+
+
+def _refuse_splits(spec: str, folder: Path) -> None:
+    """Refuse the folder of a `DatasetDict`, whose splits are not to be mixed unasked."""
+    said = folder / "dataset_dict.json"
+    if not said.is_file():
+        return
+    held = parse_json(said.read_text("utf-8"), dict[str, list[str]], str(said), DataError)
+    splits = [shlex.quote(f"{spec.rstrip('/')}/{name}") for name in held.get("splits", ())]
+    raise DataError(
+        f"{spec} holds {len(splits)} splits of a data set: {', '.join(held.get('splits', ()))}\n"
+        f"  works: {' | '.join(f'--data-path {split}' for split in splits)}"
+    )
 
 
 def _refuse(error: OSError) -> None:
@@ -128,7 +175,7 @@ def _refuse(error: OSError) -> None:
 
 def _known(spec: str, paths: Iterable[Path]) -> list[Path]:
     seen = list(paths)
-    known = [path for path in seen if path.suffix.lower() in SUFFIXES]
+    known = [path for path in seen if kind(path) in SUFFIXES]
     if not known:
         others = sorted({path.suffix or "(none)" for path in seen})
         raise DataError(
@@ -181,25 +228,45 @@ def _text(path: Path, whole: bool) -> Iterator[tuple[str, bool]]:
 
 
 def _json_lines(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
-    with open(path, "rb") as file:
+    for place, record in _json_records(path):
+        document = _json_text(record, place, text_key)
+        if document:
+            yield document, True
+
+
+def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line that is not empty, with its file and number."""
+    with _open_lines(path) as file:
         offset = 0
         for number, line in enumerate(file, start=1):
-            place = f":{number}"
-            text = _decode(line, path, offset, place)
+            place = f"{path}:{number}"
+            text = _decode(line, path, offset, f":{number}")
             if offset == 0:
                 text = text.removeprefix(BYTE_ORDER_MARK)
             offset += len(line)
             if not text.strip(" \t\r\n"):
                 continue
-            document = _json_text(text, f"{path}{place}", text_key)
-            if document:
-                yield document, True
+            record = parse_json(text, Any, place, DataError)
+            if not isinstance(record, dict):
+                raise DataError(f"{place} is a JSON {type(record).__name__}, not an object")
+            yield place, record
 
 
-def _json_text(line: str, place: str, text_key: str) -> str:
-    record = parse_json(line, Any, place, DataError)
-    if not isinstance(record, dict):
-        raise DataError(f"{place} is a JSON {type(record).__name__}, not an object")
+@contextmanager
+def _open_lines(path: Path) -> Iterator[Iterable[bytes]]:
+    """The lines of a file that may be compressed."""
+    try:
+        if path.suffix.lower() == ".zst":
+            with _pyarrow(path).input_stream(str(path), compression="zstd") as stream:
+                yield io.BufferedReader(stream)
+        else:
+            with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+                yield file
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _json_text(record: dict[str, Any], place: str, text_key: str) -> str:
     if text_key not in record:
         raise DataError(
             f"{place} has no key {text_key!r}{did_you_mean(text_key, record)}\n"
@@ -217,30 +284,77 @@ def _text_keys(names: Iterable[str]) -> str:
     return f"\n  works: {works}" if works else ""
 
 
-def _parquet(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
+def _rows(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
+    with _open_table(path) as (schema, batches):
+        columns = schema.names
+        if text_key not in columns:
+            raise DataError(
+                f"{path} has no column {text_key!r}{did_you_mean(text_key, columns)}\n"
+                f"  its columns: {', '.join(columns)}{_text_keys(columns)}"
+            )
+        kind_of_column = str(schema.field(text_key).type)
+        if kind_of_column not in ("string", "large_string"):
+            raise DataError(f"{path}: column {text_key!r} is {kind_of_column}, not a string")
+        for batch in batches([text_key]):
+            for text in batch.column(0).to_pylist():
+                if text:
+                    yield text, True
+
+
+def _row_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row with its file and number; what is null in it is left out, since every row has the
+    fields that any row has."""
+    with _open_table(path) as (schema, batches):
+        number = 0
+        for batch in batches(schema.names):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}: row {number}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(of) for key, of in value.items() if of is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _open_table(
+    path: Path,
+) -> Iterator[tuple["Schema", Callable[[list[str]], Iterable["RecordBatch"]]]]:
+    """The columns of a Parquet or Arrow file, and a function that reads some of them by batches."""
+    pyarrow = _pyarrow(path)
+    name = "Arrow" if path.suffix.lower() == ".arrow" else "Parquet"
+    try:
+        if name == "Parquet":
+            from pyarrow.parquet import ParquetFile
+
+            with ParquetFile(path, page_checksum_verification=True) as file:
+                yield file.schema_arrow, lambda columns: file.iter_batches(columns=columns)
+            return
+        with pyarrow.memory_map(str(path)) as source:
+            # The stream is what `datasets` writes, the other one is Arrow's own file (Feather).
+            stream = source.read(6) != b"ARROW1"
+            source.seek(0)
+            if stream:
+                reader = pyarrow.ipc.open_stream(source)
+                every = reader
+            else:
+                reader = pyarrow.ipc.open_file(source)
+                every = map(reader.get_batch, range(reader.num_record_batches))
+            yield reader.schema, lambda columns: (batch.select(columns) for batch in every)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} has a text that is not UTF-8 ({error.reason})") from error
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} cannot be read as {name}: {error}") from error
+
+
+def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
-        import pyarrow.parquet
+        import pyarrow.ipc
     except ImportError as error:
         raise DataError(
             f"{path} needs pyarrow\n  works: pip install 'fivefold[parquet]'"
         ) from error
-    try:
-        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            columns = file.schema_arrow.names
-            if text_key not in columns:
-                raise DataError(
-                    f"{path} has no column {text_key!r}{did_you_mean(text_key, columns)}\n"
-                    f"  its columns: {', '.join(columns)}{_text_keys(columns)}"
-                )
-            kind = file.schema_arrow.field(text_key).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise DataError(f"{path}: column {text_key!r} is {kind}, not a string")
-            for batch in file.iter_batches(columns=[text_key]):
-                for text in batch.column(0).to_pylist():
-                    if text:
-                        yield text, True
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: column {text_key!r} is not UTF-8 ({error.reason})") from error
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    return pyarrow

@@ -13,6 +13,7 @@ import numpy as np
 from fivefold.data.indexed import IndexedTokens
 from fivefold.data.order import Blend, shuffled
 from fivefold.data.packing import Microbatch, Packing, pack
+from fivefold.data.streams import Conversations, Text
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import ConfigError, DataError, Mistake
 
@@ -24,18 +25,23 @@ _DECIMAL = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
 class Corpus:
     """Indexed tokens with the name shown to the user and the weight in the blend.
 
-    A weight of None means the number of samples of the corpus.
+    A weight of None means the number of samples of the corpus. `marks` says of each token of
+    conversations what is known of it: `packing.LEARNT`, `packing.BEGINS`.
     """
 
     name: str
     data: IndexedTokens
     weight: Fraction | None = None
+    marks: IndexedTokens | None = None
 
     def identity(self) -> str:
         """Sizes and a digest that identify the corpus, independent of its path."""
         tokens, starts = self.data.tokens, self.data.document_starts
         digest = hashlib.sha256(starts.tobytes())
-        digest.update(tokens[:: max(1, len(tokens) // 4096)].tobytes())
+        every = max(1, len(tokens) // 4096)
+        digest.update(tokens[::every].tobytes())
+        if self.marks is not None:
+            digest.update(self.marks.tokens[::every].tobytes())
         weight = "" if self.weight is None else f", weight {self.weight}"
         return (
             f"{self.name}: {len(tokens)} tokens, {self.data.num_documents} documents{weight}, "
@@ -68,6 +74,11 @@ def parse_split(split: str) -> tuple[float, ...]:
     return (*shares, *[0.0] * (len(SPLITS) - len(shares)))
 
 
+def sequence_edges(sequences: int, shares: Sequence[float]) -> list[int]:
+    """The sequences at which the splits begin, and the end: splits + 1 numbers."""
+    return [round(edge * sequences) for edge in (0.0, *accumulate(shares))]
+
+
 def split_bounds(data: IndexedTokens, shares: Sequence[float]) -> list[int]:
     """The tokens at which the splits begin, and the end: splits + 1 numbers.
 
@@ -77,7 +88,7 @@ def split_bounds(data: IndexedTokens, shares: Sequence[float]) -> list[int]:
     instead, so that a single text file will do.
     """
     edges = [0.0, *accumulate(shares)]
-    sequences = [round(edge * data.num_sequences) for edge in edges]
+    sequences = sequence_edges(data.num_sequences, shares)
     if all(
         first < last or end <= start
         for (start, end), (first, last) in zip(pairwise(edges), pairwise(sequences), strict=True)
@@ -90,8 +101,8 @@ class Dataset:
     """One split of a blend of corpora. Any sample index >= 0 is valid: epochs follow each other.
 
     Sample k of a corpus is seq_length + 1 tokens from token k * seq_length of its split (the last
-    token of one sample is the first of the next). When shuffled, each pass over a corpus takes
-    all its samples in an order of its own.
+    token of one sample is the first of the next), or whole conversations. When shuffled, each pass
+    over a corpus takes all its samples in an order of its own.
 
     Attributes:
         num_samples: number of distinct samples over all corpora.
@@ -120,14 +131,23 @@ class Dataset:
         self._seed, self._shuffle = seed, shuffle
         shares = parse_split(split)
         which = SPLITS.index(part)
-        self._streams = []
+        self._streams: list[Text | Conversations] = []
         for corpus in corpora:
-            bounds = split_bounds(corpus.data, shares)
-            stream = corpus.data.tokens[bounds[which] : bounds[which + 1]]
-            if len(stream) <= packing.seq_length:
-                raise _too_short(corpus, len(stream), packing.seq_length, part, split)
+            stream: Text | Conversations
+            if corpus.marks is not None:
+                starts = corpus.data.sequence_starts
+                edges = sequence_edges(len(starts) - 1, shares)
+                starts = starts[edges[which] : edges[which + 1] + 1]
+                tokens = int(starts[-1] - starts[0])
+                stream = Conversations(corpus.data.tokens, corpus.marks.tokens, starts, packing)
+            else:
+                bounds = split_bounds(corpus.data, shares)
+                tokens = bounds[which + 1] - bounds[which]
+                stream = Text(corpus.data.tokens[bounds[which] : bounds[which + 1]], packing)
+            if not len(stream):
+                raise _too_short(corpus, tokens, packing.seq_length, part, split)
             self._streams.append(stream)
-        self._sizes = [(len(stream) - 1) // packing.seq_length for stream in self._streams]
+        self._sizes = [len(stream) for stream in self._streams]
         self._blend = Blend(
             [
                 Fraction(size) if corpus.weight is None else corpus.weight
@@ -157,15 +177,14 @@ class Dataset:
             sample = shuffled(sample, self._sizes[corpus], (self._seed, corpus, epoch))
         return corpus, sample
 
-    def window(self, index: int) -> np.ndarray:
-        """The seq_length + 1 tokens of a sample, int64.
+    def window(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The seq_length + 1 tokens of a sample, int64, and the marks of those of conversations.
 
         Raises:
             DataError: a token is outside the tokenizer's vocabulary.
         """
         corpus, sample = self.locate(index)
-        start = sample * self.seq_length
-        window = self._streams[corpus][start : start + self.seq_length + 1].astype(np.int64)
+        window, marks = self._streams[corpus].window(sample)
         if window.max() >= self._vocab_size or window.min() < 0:
             bad = window[(window >= self._vocab_size) | (window < 0)][0]
             raise DataError(
@@ -173,16 +192,37 @@ class Dataset:
                 f"{self._vocab_size - 1}\n"
                 "  tokenizer_model has to be the one that the data was tokenised with"
             )
-        return window
+        return window, marks
 
     def microbatch(self, indices: Sequence[int] | np.ndarray) -> Microbatch:
         """The samples with these global indices, one per row."""
-        windows = np.stack([self.window(int(index)) for index in indices])
-        return pack(windows, np.asarray(indices, dtype=np.int64), self._packing)
+        windows, marks = zip(*(self.window(int(index)) for index in indices), strict=True)
+        return pack(
+            np.stack(windows),
+            np.asarray(indices, dtype=np.int64),
+            self._packing,
+            None if marks[0] is None else np.stack(marks),
+        )
+
+    @property
+    def packed(self) -> str:
+        """What packing conversations costs, in words; empty for text."""
+        streams = [stream for stream in self._streams if isinstance(stream, Conversations)]
+        if not streams:
+            return ""
+        room = sum(len(stream) for stream in streams) * (self.seq_length + 1)
+        padding = sum(stream.padding for stream in streams)
+        return f"{padding / room:.1%} padding, {sum(s.cut for s in streams)} conversations cut"
 
 
 def _too_short(corpus: Corpus, tokens: int, seq_length: int, part: str, split: str) -> DataError:
     total = len(corpus.data.tokens)
+    if corpus.marks is not None:
+        return DataError(
+            f"the {part} split of {corpus.name} has none of its {corpus.data.num_documents} "
+            f"conversations: split is {split}\n"
+            f"  it goes by whole conversations, rounded; a larger share for {part} has one"
+        )
     message = (
         f"the {part} split of {corpus.name} is too short: {tokens} tokens, and one sample needs "
         f"{seq_length + 1} (seq_length {seq_length} + 1 to predict)\n"

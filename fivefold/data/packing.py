@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 IGNORED = -100  # label of a token without loss, as in torch
+# What is known of a token of a conversation, as bits of a number beside it.
+LEARNT = 1  # it is the assistant's, so predicting it is learnt
+BEGINS = 2  # a conversation begins with it
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,23 @@ class Microbatch:
     loss_weights_BS: np.ndarray | None = None
 
 
-def pack(windows: np.ndarray, indices: np.ndarray, packing: Packing) -> Microbatch:
-    """Cut windows, int64 [B, S + 1], of the samples with these global indices, [B]."""
+def pack(
+    windows: np.ndarray, indices: np.ndarray, packing: Packing, marks: np.ndarray | None = None
+) -> Microbatch:
+    """Cut windows, int64 [B, S + 1], of the samples with these global indices, [B].
+
+    With `marks`, [B, S + 1], they say where documents begin and what is learnt: a conversation may
+    hold the token that ends a document after each of its answers.
+    """
     tokens_BS, following_BS = windows[:, :-1], windows[:, 1:]
-    ended_BS = tokens_BS == packing.eod_id
-    begins_BS = np.zeros_like(ended_BS)
-    begins_BS[:, 1:] = ended_BS[:, :-1]
+    begins_BS = np.zeros(tokens_BS.shape, dtype=bool)
+    if marks is None:
+        ended_BS = tokens_BS == packing.eod_id
+        begins_BS[:, 1:] = ended_BS[:, :-1]
+        unlearnt_BS = ended_BS & packing.eod_mask_loss
+    else:
+        begins_BS[:, 1:] = marks[:, 1:-1] & BEGINS
+        unlearnt_BS = marks[:, 1:] & LEARNT == 0
 
     place_S = np.arange(packing.seq_length)
     positions_BS = np.broadcast_to(place_S, tokens_BS.shape)
@@ -64,12 +78,9 @@ def pack(windows: np.ndarray, indices: np.ndarray, packing: Packing) -> Microbat
     documents_BS = np.zeros_like(tokens_BS)
     if packing.reset_attention_mask:
         documents_BS = np.cumsum(begins_BS, axis=1)
-    labels_BS = following_BS
-    if packing.eod_mask_loss:
-        labels_BS = np.where(ended_BS, IGNORED, following_BS)
     return Microbatch(
         tokens_BS=tokens_BS.copy(),
-        labels_BS=labels_BS.copy(),
+        labels_BS=np.where(unlearnt_BS, IGNORED, following_BS),
         positions_BS=positions_BS.copy(),
         documents_BS=documents_BS,
         token_ids_BS=indices[:, None] * packing.seq_length + place_S,

@@ -12,21 +12,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from fivefold.data.corpus import pieces
 from fivefold.data.dataset import Corpus, Dataset, parse_split
 from fivefold.data.indexed import IndexedTokens, write_indexed
-from fivefold.data.mixture import Source, grouped, parse_data_path
-from fivefold.data.packing import Packing
+from fivefold.data.mixture import Group, Source, grouped, parse_data_path
+from fivefold.data.packing import BEGINS, LEARNT, Packing
 from fivefold.data.tokenizer import SMALLEST_VOCAB_SIZE, Tokenizer
 from fivefold.errors import DataError, Mistakes
 from fivefold.units import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
     from fivefold.config.training import DataConfig
+    from fivefold.data.template import ChatTemplate
 
 DEFAULT_CACHE = "~/.cache/fivefold/data"
 DEFAULT_VOCAB_SIZE = 8192
@@ -37,6 +38,7 @@ _BATCH_CHARACTERS = 8 << 20
 _CACHE_VERSION = 2  # must be increased when the tokens of the same text change
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -104,20 +106,17 @@ def prepare(
         ) from error
     groups = grouped(sources)
     files = [file for group in groups for file in group.files]
+    template = None
+    if config.sft and config.tokenizer_model is not None:
+        from fivefold.data.conversations import check_conversations
+        from fivefold.data.template import ChatTemplate
+
+        template = ChatTemplate.load(config.tokenizer_model)
+        check_conversations(files)
     tokenizer = _tokenizer(config, files, cache, progress)
-    corpora = []
-    for group in groups:
-        prefix = group.prefix
-        if prefix is None:
-            prefix = str(cache / _key(group.files, config.text_key, tokenizer.digest))
-            with _once(f"{prefix}.idx", progress) as missing:
-                if missing:
-                    build_index(group.files, tokenizer, prefix, config.text_key, progress)
-            with _cached(f"{prefix}.bin", f"{prefix}.idx"):
-                data = IndexedTokens(prefix)
-        else:
-            data = IndexedTokens(prefix)
-        corpora.append(Corpus(group.name, data, group.weight))
+    corpora = [
+        _corpus(group, config.text_key, tokenizer, template, cache, progress) for group in groups
+    ]
     return PreparedData(
         tokenizer=tokenizer,
         corpora=tuple(corpora),
@@ -130,6 +129,74 @@ def prepare(
         ),
         split=config.split,
         seed=seed,
+    )
+
+
+def _corpus(
+    group: Group,
+    text_key: str,
+    tokenizer: Tokenizer,
+    template: "ChatTemplate | None",
+    cache: Path,
+    progress: Progress,
+) -> Corpus:
+    """A corpus from the cache, tokenised if it is not there; with a template, of conversations."""
+    if group.prefix is not None:
+        return Corpus(group.name, IndexedTokens(group.prefix), group.weight)
+    what = [text_key] if template is None else ["conversations", template.digest]
+    prefix = str(cache / _key(group.files, *what, tokenizer.digest))
+    marks = f"{prefix}-marks"
+    with _once(f"{prefix}.idx", progress) as missing:
+        if missing and template is None:
+            build_index(group.files, tokenizer, prefix, text_key, progress)
+        elif missing and template is not None:
+            build_conversations(group.files, tokenizer, template, prefix, marks, progress)
+    with _cached(f"{prefix}.bin", f"{prefix}.idx"):
+        data = IndexedTokens(prefix)
+    if template is None:
+        return Corpus(group.name, data, group.weight)
+    with _cached(f"{prefix}.idx", f"{marks}.bin", f"{marks}.idx"):
+        return Corpus(group.name, data, group.weight, IndexedTokens(marks))
+
+
+def build_conversations(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    template: "ChatTemplate",
+    prefix: str,
+    marks: str,
+    progress: Progress,
+) -> None:
+    """Tokenise conversations into two `.bin/.idx` pairs: their tokens, and the marks of these.
+
+    Raises:
+        DataError: a file holds something else, with the line, or there are no conversations.
+    """
+    from fivefold.data.conversations import marked_texts
+
+    began = time.perf_counter()
+    progress(f"tokenising the conversations of {len(files)} files")
+    tokens = learnt = 0
+    # The marks are whole before the index of the tokens says that everything is there.
+    with (
+        write_indexed(prefix, tokenizer.token_dtype) as of_tokens,
+        write_indexed(marks, np.uint8) as of_marks,
+    ):
+        for batch in _batches(marked_texts(files, template)):
+            for ids, inside in tokenizer.encode_spans(batch):
+                if not len(ids):
+                    continue
+                bits = np.where(inside, LEARNT, 0)
+                bits[0] = BEGINS
+                for writer, values in ((of_tokens, ids), (of_marks, bits)):
+                    writer.add(values)
+                    writer.end_document()
+                tokens, learnt = tokens + len(ids), learnt + int((bits == LEARNT).sum())
+        if not tokens:
+            raise DataError(f"no conversations in {len(files)} files, the first is {files[0]}")
+    progress(
+        f"tokenised {human_count(tokens)} tokens, {learnt / tokens:.1%} of them to learn, in "
+        f"{human_seconds(time.perf_counter() - began)}"
     )
 
 
@@ -192,6 +259,8 @@ def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
             f"{indexed[0]} holds tokens already, so tokenizer_model has to name their tokenizer",
             "--tokenizer-model takes the path of a tokenizer.json, or of a folder that holds one",
         )
+    if config.sft:
+        _check_sft(config, indexed, mistakes)
     size = config.tokenizer_vocab_size
     if config.tokenizer_model is None and size is not None and size < SMALLEST_VOCAB_SIZE:
         mistakes.add(
@@ -206,6 +275,31 @@ def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
         mistakes.add(f"seed {seed} is negative")
     mistakes.raise_if_any()
     return sources
+
+
+def _check_sft(config: "DataConfig", indexed: Sequence[str], mistakes: Mistakes) -> None:
+    """Collect settings that contradict training on conversations."""
+    if indexed:
+        mistakes.add(
+            f"{indexed[0]} holds tokens already, and sft needs conversations: .jsonl or .parquet",
+            works=["--no-sft"],
+        )
+    if config.tokenizer_model is None:
+        mistakes.add(
+            "sft needs tokenizer_model: conversations become text by the tokenizer's chat template",
+            "--tokenizer-model takes the folder of a chat model, with its tokenizer.json",
+            works=["--no-sft"],
+        )
+    if config.text_key != "text":
+        mistakes.add(
+            f"text_key {config.text_key} is for text, and sft reads conversations",
+            works=["--text-key text", "--no-sft"],
+        )
+    if not config.eod_mask_loss:
+        mistakes.add(
+            "no eod_mask_loss has no effect with sft: answers alone are learnt",
+            works=["--eod-mask-loss", "--no-sft"],
+        )
 
 
 def _tokenizer(
@@ -240,8 +334,9 @@ def _sample(files: Sequence[Path], text_key: str) -> Iterator[str]:
                 return
 
 
-def _batches(stream: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch, size = [], 0
+def _batches(stream: Iterable[tuple[str, T]]) -> Iterator[list[tuple[str, T]]]:
+    batch: list[tuple[str, T]] = []
+    size = 0
     for piece in stream:
         batch.append(piece)
         size += len(piece[0])

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -149,6 +150,34 @@ class Tokenizer:
             self._without_end(np.array(encoding.ids, dtype=self.token_dtype))
             for encoding in encodings
         ]
+
+    def encode_spans(
+        self, texts: Sequence[tuple[str, Sequence[tuple[int, int]]]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids of each text, and whether a character of its spans is in the token.
+
+        Special tokens that a text spells out become these tokens, as chat templates need it.
+
+        Raises:
+            DataError: the tokenizer has no token for a part of a text.
+        """
+        with _telling(f"{self._origin} cannot tokenise the text"):
+            encodings = self._verbatim.encode_batch(
+                [text for text, _ in texts], add_special_tokens=False
+            )
+        found = []
+        for (_, spans), encoding in zip(texts, encodings, strict=True):
+            begins_N, ends_N = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            inside_N = np.zeros(len(begins_N), dtype=bool)
+            for begin, end in spans:
+                inside_N |= (begins_N < end) & (ends_N > begin)
+            found.append((np.array(encoding.ids, dtype=self.token_dtype), inside_N))
+        return found
+
+    @cached_property
+    def _verbatim(self) -> "Backend":
+        """As the file has it: special tokens are found in a text."""
+        return _backend(self._definition, self._origin)
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
         """Token ids of a text, with end-of-document tokens that it spells out split up.

@@ -1,11 +1,13 @@
+import gzip
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from fivefold.data import corpus
-from fivefold.data.corpus import pieces, resolve
+from fivefold.data.corpus import pieces, records, resolve
 from fivefold.errors import DataError
 
 
@@ -44,6 +46,58 @@ def test_lines_and_rows_are_documents(tmp_path):
     table = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"body": [*rows, None]}), table)
     assert documents(lines, "body") == documents(table, "body") == ["one", "two\nlines", "drei"]
+
+
+ROWS = [{"body": "one", "n": 1}, {"body": "zwei\n", "n": 2}, {"body": "", "n": 3}]
+
+
+def compressed(folder):
+    """The rows as lines of JSON in files of every compression."""
+    pyarrow = pytest.importorskip("pyarrow")
+    data = "\n".join(map(json.dumps, ROWS)).encode()
+    (folder / "a.jsonl").write_bytes(data)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(data))
+    # Of two frames, as parallel compressors write it
+    frames = [pyarrow.compress(part, "zstd", asbytes=True) for part in (data[:20], data[20:])]
+    (folder / "a.jsonl.zst").write_bytes(b"".join(frames))
+
+
+def tables(folder):
+    """The rows in a stream of Arrow, as `datasets` saves them, and in Arrow's file."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.Table.from_pylist(ROWS)
+    for name, new in (("s.arrow", pyarrow.ipc.new_stream), ("f.arrow", pyarrow.ipc.new_file)):
+        with new(str(folder / name), table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+
+
+def test_compressed_lines_and_arrow_are_those_rows(tmp_path):
+    compressed(tmp_path)
+    tables(tmp_path)
+    (tmp_path / "cache-1234.arrow").write_text("of datasets.map")
+    files = resolve(str(tmp_path))
+    names = ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "f.arrow", "s.arrow"]
+    assert [file.name for file in files] == names
+    for file in files:
+        assert documents(file, "body") == ["one", "zwei\n"], file
+        assert [record for _, record in records(file)] == ROWS, file
+
+
+def test_damaged_compressed_files_and_tables_are_named(tmp_path):
+    compressed(tmp_path)
+    tables(tmp_path)
+    for name in ("a.jsonl.gz", "a.jsonl.zst", "s.arrow", "f.arrow"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes()[:-30])
+        with pytest.raises(DataError, match=f"{name} cannot be read"):
+            documents(path, "body")
+
+
+def test_splits_of_a_data_set_are_not_mixed(tmp_path):
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    works = f"works: --data-path {tmp_path}/train | --data-path {tmp_path}/test"
+    with pytest.raises(DataError, match=re.escape(works)):
+        resolve(str(tmp_path))
 
 
 def test_folders_and_globs_are_sorted_and_skip_what_is_no_text(tmp_path):

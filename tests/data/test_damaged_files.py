@@ -113,7 +113,7 @@ def test_a_damaged_index(contents, tokenizer, tmp_path):
             options = {"split": "8,2", "part": "train", "seed": 1, "shuffle": True}
             dataset = Dataset([corpus], tokenizer, Packing(4, 0), **options)
             assert dataset.fingerprint
-            windows = [dataset.window(sample) for sample in range(dataset.num_samples)]
+            windows = [dataset.window(sample)[0] for sample in range(dataset.num_samples)]
             assert 0 <= np.min(windows) <= np.max(windows) < tokenizer.vocab_size
         except DataError as error:
             assert (

@@ -41,13 +41,13 @@ def test_unshuffled_samples_tile_the_stream(make):
     stream = [*counting(1, 9), EOD, *counting(20, 6), EOD]
     assert dataset.num_samples == 4  # (17 - 1) // 4
     for sample in range(4):
-        assert dataset.window(sample).tolist() == stream[4 * sample : 4 * sample + 5]
-        assert dataset.window(sample + 4).tolist() == dataset.window(sample).tolist()
+        assert dataset.window(sample)[0].tolist() == stream[4 * sample : 4 * sample + 5]
+        assert dataset.window(sample + 4)[0].tolist() == dataset.window(sample)[0].tolist()
 
 
 def test_each_epoch_takes_every_sample_once_in_another_order(make):
     dataset = make([counting(1, 201)])
-    epochs = [[dataset.window(50 * e + i)[0] for i in range(50)] for e in range(3)]
+    epochs = [[dataset.window(50 * e + i)[0][0] for i in range(50)] for e in range(3)]
     assert all(sorted(epoch) == list(range(1, 200, 4)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert epochs[0] != sorted(epochs[0])
@@ -78,7 +78,7 @@ def test_a_microbatch_holds_the_samples_asked_for(make):
     dataset = make([[*counting(1, 30), EOD, *counting(40, 30), EOD]])
     batch = dataset.microbatch([3, 40])
     for row, index in enumerate((3, 40)):
-        assert batch.tokens_BS[row].tolist() == dataset.window(index)[:-1].tolist()
+        assert batch.tokens_BS[row].tolist() == dataset.window(index)[0][:-1].tolist()
         assert batch.token_ids_BS[row].tolist() == counting(4 * index, 4)
 
 
@@ -182,7 +182,7 @@ def test_no_training_token_is_in_validation(make):
     for number, document in enumerate(documents):
         document[:99] = [100 + number] * 99
     seen = [
-        {token for i in range(d.num_samples) for token in d.window(i).tolist()} - {EOD}
+        {token for i in range(d.num_samples) for token in d.window(i)[0].tolist()} - {EOD}
         for d in (make(documents, split="80,20", part=part) for part in ("train", "valid"))
     ]
     assert seen == [set(range(100, 116)), set(range(116, 120))]
@@ -218,7 +218,7 @@ def test_a_split_too_short_says_what_it_has_and_needs(make):
 def test_a_token_beyond_the_vocabulary_is_found(make, tokenizer):
     size = tokenizer.vocab_size
     dataset = make([[*counting(1, 8), size - 1, size]], shuffle=False)
-    assert dataset.window(0)[-1] == 5
+    assert dataset.window(0)[0][-1] == 5
     dataset = make([[*counting(1, 4), size]], shuffle=False)
     with pytest.raises(DataError, match=f"corpus0 holds token {size}; .* 0 to {size - 1}\n"):
         dataset.window(0)
