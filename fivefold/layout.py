@@ -98,6 +98,14 @@ class Layout:
         return self.overlaps_pairs and any(act.kids[0].stage == act.kids[1].stage for act in acts)
 
     @property
+    def gathers_once(self) -> bool:
+        """Whether the program says when to gather, and never gathers a stage twice in a step."""
+        if self.config.parallel.pipeline_max_unsharded_stages is None:
+            return False
+        acts = (act for row in self.program().ranks for act in row if act.kind is Kind.UNSHARD)
+        return all(often == 1 for often in Counter(act.stage for act in acts).values())
+
+    @property
     def enough_microbatches(self) -> int:
         """Microbatches after which no rank holds anything new."""
         group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage

@@ -15,6 +15,7 @@ from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.layout import Layout
+from fivefold.mesh.nodes import NodeSizes
 from fivefold.model.description import layer_kind
 from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_weights
 
@@ -234,6 +235,15 @@ def num_expert_shards(layout: Layout) -> int:
     """Number of ranks that share the optimizer state of an expert's parameter."""
     edp = layout.grid.edp
     return 1 if num_shards(layout) == 1 else edp // gcd(edp, layout.grid.dp_replicate)
+
+
+def node_sizes(layout: Layout) -> tuple[NodeSizes, NodeSizes]:
+    """How ZeRO++ divides the sharding groups of dense parameters, and of experts."""
+    parallel, grid = layout.config.parallel, layout.grid
+    return (
+        NodeSizes.of(parallel),
+        NodeSizes.of_experts(parallel, grid, num_expert_shards(layout)),
+    )
 
 
 def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
