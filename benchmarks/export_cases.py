@@ -393,6 +393,8 @@ CHANGES: Mapping[str, Change] = {
     "profile_step_start": Change(11, {"profile": True}),
     "profile_step_end": Change(13, {"profile": True}),
     "profile_ranks": Change((1,), {"profile": True}),
+    "use_pytorch_profiler": Change(True, {"profile": True}),
+    "record_memory_history": Change(True, {"profile": True}),
     "audit": Change(True),
 }
 """By setting: of llama3-8b, if no other preset is named, on 8 ranks."""

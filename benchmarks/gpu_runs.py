@@ -23,12 +23,12 @@ from fivefold.audit.measure import measured
 from fivefold.audit.record import read_records
 from fivefold.audit.report import audit
 from fivefold.check import check
-from fivefold.cli.audit import outlook
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.data.packing import Microbatch, Packing, pack
 from fivefold.layout import Layout
+from fivefold.report.audited import outlook
 from fivefold.train.engine import Engine
 from fivefold.train.launch import init_process_group
 from fivefold.train.rank_env import RankEnv

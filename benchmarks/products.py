@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +64,9 @@ def main() -> None:
         x, weights = torch.randn(512, size), [torch.randn(each, size) for each in outputs]
         grads = [torch.randn(512, each) for each in outputs]
         weight, grad = torch.cat(weights), torch.cat(grads, dim=1)
-        three = lambda x=x, w=weights, g=grads: apart(x, w, g)  # noqa: E731
-        one = ratio(rounds, lambda x=x, w=weight, g=grad: together(x, w, g), three)
-        moved = ratio(rounds, lambda x=x, w=weights, g=grads: copied(x, w, g), three)
+        three = partial(apart, x, weights, grads)
+        one = ratio(rounds, partial(together, x, weight, grad), three)
+        moved = ratio(rounds, partial(copied, x, weights, grads), three)
         print(f"{name}: one {one:.3f}, copied {moved:.3f}")
     for tokens, inputs, features in SUMS:
         grad, x = torch.randn(tokens, features), torch.randn(tokens, inputs)

@@ -1,5 +1,6 @@
 """The common design of all HTML pages and pictures: colours, light and dark, small screens."""
 
+import json
 from collections.abc import Iterable, Mapping
 from html import escape
 from types import MappingProxyType
@@ -28,6 +29,9 @@ DX_AND_DW, DX_AND_DW_LIGHT = "#2b7f7a", "#8ac4c0"
 DW, DW_LIGHT = "#d9822b", "#f2c188"
 AGAIN, AGAIN_LIGHT = "#8a8a8a", "#c4c4c4"
 HELD = "#a48fc4"
+EXPERT = "#7a8b2f"
+RUN = INK
+OTHER_RUN = Tone("#c2185b", "#ff7ab2")
 
 MEMORY: Mapping[str, str] = MappingProxyType(
     {
@@ -107,6 +111,11 @@ def document(title: str, body: Iterable[str]) -> str:
             "</body></html>\n",
         ]
     )
+
+
+def as_script(data: object) -> str:
+    """Data as JavaScript within a page, of which no text can end the script element."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def row(name: str, track: Iterable[str], value: str) -> str:

@@ -62,8 +62,6 @@ class Command:
     def argv(self) -> list[str] | None:
         """What `fivefold` is given, also behind a launcher; None if it is not in the line."""
         words = shlex.split(self.line, comments=True)
-        if words[:1] == ["sbatch"]:
-            return ["train", *words[2:]]
         launched = words[:1] in (["fivefold"], ["torchrun"], ["srun"]) and "fivefold" in words
         return words[words.index("fivefold") + 1 :] if launched else None
 

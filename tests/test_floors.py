@@ -6,6 +6,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -43,6 +44,7 @@ FLOORS = (
     "predict",
     "search",
     "tell",
+    "jobs",
     "published",
     "calibrate",
     "verify",
@@ -67,6 +69,7 @@ TORCH_FREE = (
     "config",
     "recipes",
     "mesh.arguments",
+    "mesh.buckets",
     "mesh.degrees",
     "mesh.grid",
     "mesh.nodes",
@@ -83,7 +86,6 @@ TORCH_FREE = (
     "model.shape",
     "context.balance",
     "data_parallel.blocks",
-    "data_parallel.buckets",
     "data_parallel.rules",
     "data_parallel.zeropp_rules",
     "memory.rules",
@@ -94,6 +96,7 @@ TORCH_FREE = (
     "predict",
     "search",
     "tell",
+    "jobs",
     "published",
     "audit.races",
     "audit.record",
@@ -102,6 +105,7 @@ TORCH_FREE = (
     "train.numa",
     "train.open_files",
     "train.preflight",
+    "report",
     "rehearse.agree",
     "rehearse.report",
     "rehearse.roles",
@@ -249,3 +253,19 @@ print(time.process_time())
     assert done.returncode == 0, done.stderr
     if modules == "check":
         assert float(done.stdout) < START_SECONDS
+
+
+def test_every_file_of_a_room_is_in_the_wheel() -> None:
+    """setuptools takes modules by itself, and of other files those that `package-data` names."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["fivefold"]
+    package = ROOT / "fivefold"
+    others = [
+        path.relative_to(package)
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    assert others
+    assert not [path for path in others if not any(path.match(each) for each in patterns)]
+    rooms = {path.parent for path in package.rglob("*.py")}
+    assert not [room for room in rooms if not (room / "__init__.py").exists()]

@@ -7,7 +7,6 @@ Attention is PyTorch's fused one, and RMSNorm PyTorch's. Its `torch.compile` dec
 import sys
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.host_systems.common import (
@@ -30,10 +29,9 @@ if sys.argv[2] == "cpu":
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
-from benchmarks.peer_systems.megatron_parts import FlashAttention
+from benchmarks.peer_systems.megatron_parts import LLAMA, llama_layers
 
 
 def build(place: Place) -> Layers:
@@ -45,24 +43,16 @@ def build(place: Place) -> Layers:
         num_attention_heads=HEADS,
         num_query_groups=KV_HEADS,
         ffn_hidden_size=FFN,
-        normalization="RMSNorm",
         layernorm_epsilon=NORM_EPSILON,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         sequence_parallel=tp > 1,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
+        **LLAMA,
     )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = FlashAttention
-    gpt = GPTModel(config, spec, 64, SEQ, position_embedding_type="rope", rotary_base=ROPE_BASE)
+    gpt = GPTModel(
+        config, llama_layers(), 64, SEQ, position_embedding_type="rope", rotary_base=ROPE_BASE
+    )
     gpt.to(device, dtype)
     rotary = gpt.rotary_pos_emb(SEQ)
     layers = list(gpt.decoder.layers)

@@ -9,7 +9,6 @@ otherwise cost tens of seconds at start-up.
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.peer_systems import megatron_cpu  # noqa: F401
@@ -22,7 +21,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random
@@ -48,7 +46,7 @@ from benchmarks.peer_systems.common import (
     initial,
     main,
 )
-from benchmarks.peer_systems.megatron_parts import FlashAttention
+from benchmarks.peer_systems.megatron_parts import LLAMA, llama_layers
 from benchmarks.peer_systems.rows import Row
 
 moe_utils.te_general_gemm = (
@@ -77,13 +75,9 @@ def build(row: Row) -> Job:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     config = configuration(row)
-    layers = get_gpt_layer_local_spec(
-        num_experts=None if row.ep is None else EXPERTS, normalization="RMSNorm"
-    )
-    layers.submodules.self_attention.submodules.core_attention = FlashAttention
     gpt = GPTModel(
         config,
-        layers,
+        llama_layers(None if row.ep is None else EXPERTS),
         VOCAB,
         SEQ,
         pre_process=first,
@@ -158,22 +152,14 @@ def configuration(row: Row) -> TransformerConfig:
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         ffn_hidden_size=FFN,
-        normalization="RMSNorm",
         layernorm_epsilon=NORM_EPSILON,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         attention_softmax_in_fp32=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        use_cpu_initialization=True,
         perform_initialization=False,
         pipeline_dtype=torch.float32,
         tensor_model_parallel_size=row.tp,
         pipeline_model_parallel_size=row.pp,
         sequence_parallel=row.sp,
+        **LLAMA,
         **({} if row.ep is None else experts),
     )
 

@@ -19,14 +19,19 @@ VERBS: Mapping[str, str] = MappingProxyType(
     {
         "plan": "find the fastest layout of a model that fits on a cluster, and explain why",
         "train": "train a model in any layout, from a laptop to a cluster",
+        "launch": "write, and submit, the job of a run: Slurm, Kubernetes, SkyPilot, Ray",
         "verify": "prove that a layout computes what one device computes",
         "rehearse": "run a rank of each role of any layout here: memory, messages, would it hang",
         "schedule": "draw and time a pipeline schedule, or compare all of them",
         "audit": "compare a run with theory: bytes on the wire, memory, FLOPs, time",
+        "watch": "show a run in the terminal while it goes on",
+        "profile": "show what torch's profiler saw of a run, and join the traces of its ranks",
+        "report": "show a run, or two side by side, as a page",
         "sample": "continue a prompt with a trained model",
         "convert": "weights from Hugging Face into a run, or from a run to Hugging Face",
         "data": "tokenise a recipe's corpus and count its tokens",
         "doctor": "show what this machine can do",
+        "completion": "let bash, zsh or fish complete commands, flags and recipes",
     }
 )
 
@@ -53,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help", *words[2:]]
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0
@@ -67,10 +74,12 @@ def _dispatch(words: list[str]) -> int:
         )
     module = import_module(f"fivefold.cli.{verb}")
     flags = argv[: argv.index("--")] if "--" in argv else argv
-    if "-h" in flags or "--help" in flags:
+    asked = next((place for place, word in enumerate(flags) if word in ("-h", "--help")), None)
+    if asked is not None:
         from fivefold.config.reference import help_text
 
-        print(help_text(verb, module.Options, sys.stdout))
+        topic = next((word for word in flags[asked + 1 : asked + 2]), None)
+        print(help_text(verb, module.Options, sys.stdout, topic))
         return 0
     status: int = module.run(argv)
     return status
@@ -87,7 +96,7 @@ def _overview() -> str:
             "",
             *verbs,
             "",
-            "fivefold COMMAND --help lists its flags.   fivefold --version",
+            "fivefold help COMMAND shows its flags.   fivefold --version",
             "try: fivefold train demo --nproc 4",
         ]
     )

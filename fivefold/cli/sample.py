@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fivefold.cli.runs import run_config
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
 from fivefold.errors import Mistakes
+from fivefold.report.settings import run_config
 
 
 @dataclass(frozen=True)

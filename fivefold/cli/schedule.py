@@ -11,7 +11,6 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from fivefold.check import check
-from fivefold.cli.runs import run_config
 from fivefold.cli.style import paint, shows_styles
 from fivefold.config.parallel import option
 from fivefold.config.presets import resolve_model
@@ -43,6 +42,7 @@ from fivefold.pipeline.study import (
     run_schedule,
     timed,
 )
+from fivefold.report.settings import run_config
 
 if TYPE_CHECKING:
     from fivefold.pipeline.measured_parts import MeasuredPieces

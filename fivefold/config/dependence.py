@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fivefold.config.config import SETTINGS, Config
-from fivefold.config.dependents import DEPENDENTS, Dependents
+from fivefold.config.dependents import DEPENDENTS
+from fivefold.config.run_dependents import Dependents
 from fivefold.errors import Mistakes
 
 

@@ -1,7 +1,7 @@
 """Writes the descriptions of all flags from the dataclasses: for --help and the reference page."""
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from inspect import getdoc
 from textwrap import fill
@@ -10,43 +10,122 @@ from typing import TextIO
 
 from fivefold.config.config import SECTIONS
 from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.foreign import FOREIGN, name_of
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import NONE, Setting, settings_of
 from fivefold.config.sources import MODEL, config_settings, recipe_names
+from fivefold.errors import ConfigError, did_you_mean
 
 MAX_WIDTH = 100
+USUAL = (
+    "model",
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "pipeline_model_parallel_size",
+    "pipeline_schedule",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "data_parallel_sharding_strategy",
+    "recompute_granularity",
+    "micro_batch_size",
+    "global_batch_size",
+    "seq_length",
+    "train_iters",
+    "precision",
+    "compile",
+    "data_path",
+    "tokenizer_model",
+    "lr",
+    "save",
+    "load",
+    "save_interval",
+    "eval_interval",
+)
+"""The settings of a run that help begins with."""
 
 
-def help_text(verb: str, options: type, stream: TextIO) -> str:
-    """The help of a command: its own arguments, and all settings of a run if it takes a recipe."""
+def help_text(verb: str, options: type, stream: TextIO, topic: str | None = None) -> str:
+    """The help of a command: its own arguments, and settings of a run if it takes a recipe.
+
+    Args:
+        verb: the command.
+        options: the dataclass of its own arguments.
+        stream: where the text is printed, whose width it keeps.
+        topic: None for the settings that most people use, `all` for every one, or the name of a
+            section or of a flag.
+
+    Raises:
+        ConfigError: there is no such topic.
+    """
     columns = shutil.get_terminal_size().columns if stream.isatty() else MAX_WIDTH
     width = min(columns, MAX_WIDTH)
     own = list(settings_of(options))
-    takes_config = any(s.name == "recipe" for s in own)
-    return "\n".join(_help_lines(verb, options, own, takes_config, width))
+    sections = config_settings() if any(s.name == "recipe" for s in own) else {}
+    named = None if topic in (None, "all", *sections) else topic
+    if named is not None:
+        return "\n".join(_entry(_named(named, verb, [*own, *_of(sections)]), width))
+    shown = [*sections] if topic == "all" else [name for name in sections if name == topic]
+    lines = [] if topic in sections else [*_own_lines(verb, options, own, width)]
+    if sections and topic == "all":
+        lines += _entry(MODEL, width)
+    if sections and topic is None:
+        lines += _usual_lines(verb, sections, width)
+    for section in shown:
+        lines += ["", f"[{section}] {_summary(SECTIONS[section])}"]
+        lines += _entries(sections[section], width)
+    if sections and topic == "all":
+        lines += ["", "Megatron-LM's switches"]
+        lines += [f"  --{_dashed(n):<36}{_implied(n, means)}" for n, means in SWITCHES.items()]
+    return "\n".join(lines).lstrip("\n")
 
 
-def _help_lines(
-    verb: str, options: type, own: list[Setting], takes_config: bool, width: int
-) -> Iterator[str]:
+def _own_lines(verb: str, options: type, own: list[Setting], width: int) -> Iterator[str]:
     words = [_place(s) for s in own if s.positional]
     yield " ".join(["usage: fivefold", verb, *words, "[flags]"])
+    yield from ("", getdoc(options) or "", "")
+    yield from _entries(own, width)
+
+
+def _usual_lines(verb: str, sections: Mapping[str, Sequence[Setting]], width: int) -> Iterator[str]:
+    yield from ("", "Settings that most runs name")
+    of_all = {setting.name: setting for setting in _of(sections)}
+    yield from _entries((of_all[name] for name in USUAL), width)
+    rest = len(of_all) - len(USUAL)
     yield ""
-    yield getdoc(options) or ""
-    yield ""
-    for setting in own:
-        yield from _entry(setting, width)
-    if not takes_config:
-        return
-    yield from _entry(MODEL, width)
-    for section, settings in config_settings().items():
-        yield f"\n[{section}] {_summary(SECTIONS[section])}"
-        for setting in settings:
-            yield from _entry(setting, width)
-    yield "\nMegatron-LM's switches"
-    for name, implied in SWITCHES.items():
-        yield f"  --{_dashed(name):<36}{_implied(name, implied)}"
+    yield f"{rest} more: fivefold {verb} --help all, or of a section or flag, as --help memory:"
+    name_width = max(map(len, sections))
+    for section in sections:
+        yield f"  {section:<{name_width}}  {_summary(SECTIONS[section])}"
     yield "\n" + fill(f"recipes: {', '.join(recipe_names())}", width, break_on_hyphens=False)
+
+
+def _of(sections: Mapping[str, Sequence[Setting]]) -> Iterator[Setting]:
+    """All settings of a run, that of the whole model among them."""
+    if sections:
+        yield MODEL
+    for settings in sections.values():
+        yield from settings
+
+
+def _named(topic: str, verb: str, settings: Iterable[Setting]) -> Setting:
+    """The setting of a flag, also by a short name or one of another trainer's."""
+    of_all = {setting.name: setting for setting in settings}
+    name = name_of(topic)
+    if name in FOREIGN and FOREIGN[name].flags:
+        name = name_of(FOREIGN[name].flags[0])
+    name = ALIASES.get(name, name)
+    if name not in of_all:
+        known = [*SECTIONS, *of_all]
+        raise ConfigError(
+            f"fivefold {verb} has no section and no flag {topic!r}{did_you_mean(name, known)}\n"
+            f"  works: fivefold {verb} --help | fivefold {verb} --help all"
+        )
+    return of_all[name]
+
+
+def _entries(settings: Iterable[Setting], width: int) -> Iterator[str]:
+    for setting in settings:
+        yield from _entry(setting, width)
 
 
 def _entry(setting: Setting, width: int) -> Iterator[str]:
@@ -56,7 +135,8 @@ def _entry(setting: Setting, width: int) -> Iterator[str]:
     text = setting.help
     if setting.choices:
         text += f": {' | '.join(setting.choices)}"
-    yield fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    indent = " " * 8
+    yield fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _spellings(setting: Setting) -> list[str]:

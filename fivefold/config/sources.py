@@ -169,7 +169,12 @@ def _options(options: type[T], given: Given, mistakes: Mistakes) -> T | None:
     missing = False
     for setting in settings_of(options):
         if setting.positional and words:
-            values[setting.name] = words.pop(0)
+            word = words.pop(0)
+            try:
+                values[setting.name] = setting.from_text(word)
+            except ValueError:
+                missing = True
+                add_bad_value(setting.name.upper(), setting, word, mistakes)
         elif not setting.positional and setting.name in given.values:
             values[setting.name] = given.values[setting.name]
         elif setting.default is MISSING:

@@ -165,6 +165,12 @@ class LoggingConfig:
     profile_step_start: int = option(10, "first step that is profiled")
     profile_step_end: int = option(12, "first step that is no longer profiled")
     profile_ranks: tuple[int, ...] = option((0,), "ranks whose pipelines are profiled")
+    use_pytorch_profiler: bool = option(
+        False, "also keep torch's trace of these steps and ranks, with actions and messages named"
+    )
+    record_memory_history: bool = option(
+        False, "also keep what the GPU's allocator did in these steps, for pytorch.org/memory_viz"
+    )
     audit: bool = option(
         False, "measure what the second step sends, holds and computes, for `fivefold audit`"
     )

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fivefold.data_parallel.buckets import buckets_of
 from fivefold.data_parallel.policy import Policy
+from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.collectives import Pending, start_all_reduce
 from fivefold.mesh.slices import laid_out_like, local_tensor
 from fivefold.model.leaves import when_accumulated

@@ -7,13 +7,15 @@ reproducible. gloo's all-reduce is the better one. `benchmarks/collectives.py` m
 Groups may be None, which means a group of one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.device import exchanges_in_pairs
 
 
@@ -244,13 +246,8 @@ def sum_in_buckets(
             tensor.copy_(part.view_as(tensor))
 
 
-def _buckets(tensors: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
-    buckets: list[list[Tensor]] = []
-    filled = bucket_bytes
-    for tensor in tensors:
-        if filled >= bucket_bytes or buckets[-1][0].dtype != tensor.dtype:
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(tensor)
-        filled += tensor.numel() * tensor.element_size()
-    return buckets
+def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    for _, alike in groupby(tensors, key=lambda tensor: tensor.dtype):
+        run = [*alike]
+        for part in buckets_of((t.numel() * t.element_size() for t in run), bucket_bytes):
+            yield run[part]

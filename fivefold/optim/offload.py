@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink, Mark
+from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import AdamW, Block
 from fivefold.optim.grad_norm import Departed, clip_
@@ -256,13 +257,6 @@ class Optimizer:
 def _in_buckets(
     parameters: Mapping[str, nn.Parameter], dtype: torch.dtype
 ) -> Iterator[dict[str, nn.Parameter]]:
-    bucket: dict[str, nn.Parameter] = {}
-    size = 0
-    for name, parameter in parameters.items():
-        bucket[name] = parameter
-        size += local_tensor(parameter).numel() * dtype.itemsize
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = {}, 0
-    if bucket:
-        yield bucket
+    items = [*parameters.items()]
+    sizes = [local_tensor(parameter).numel() * dtype.itemsize for _, parameter in items]
+    return (dict(items[part]) for part in buckets_of(sizes, BUCKET_BYTES))

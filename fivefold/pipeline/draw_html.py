@@ -1,11 +1,10 @@
 """Draws programs on an HTML page with zoom and details: what runs, when, and why a rank waits."""
 
-import json
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
-from fivefold.pages import HELD, IDLE, LINE, QUIET, Tone, document
+from fivefold.pages import HELD, IDLE, LINE, QUIET, Tone, as_script, document
 from fivefold.pipeline.chart import COLOURS, HELD_MEANING, MEANINGS, Chart
 from fivefold.pipeline.ir import Act
 from fivefold.pipeline.simulate import Reason
@@ -42,10 +41,8 @@ def timelines(charts: Sequence[Chart]) -> Iterator[str]:
         "held": [HELD, HELD_MEANING],
         "charts": [_chart(chart) for chart in charts],
     }
-    # "</" would close the script element.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
     page = files("fivefold.pipeline").joinpath("timeline.html").read_text(encoding="utf-8")
-    yield page.replace("/*DATA*/", text)
+    yield page.replace("/*DATA*/", as_script(data))
 
 
 def _chart(chart: Chart) -> dict[str, Any]:

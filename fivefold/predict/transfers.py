@@ -6,8 +6,8 @@ from math import prod
 
 from fivefold.config.dependents import sums_in_buckets
 from fivefold.counts.state import stage_blocks
-from fivefold.data_parallel.buckets import buckets_of
 from fivefold.layout import Layout
+from fivefold.mesh.buckets import buckets_of
 from fivefold.model.shape import StageParts
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, reduce_scatter, span

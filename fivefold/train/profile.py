@@ -1,34 +1,125 @@
-"""Records the timeline of a step for `--profile`; `fivefold schedule` draws it."""
+"""Records steps for `--profile`: the timeline of the pipeline, torch's trace, the allocator."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from fivefold.audit.calls import call_of, is_call
+from fivefold.audit.traffic import axes_of
+from fivefold.audit.watch import Watch
+from fivefold.config.training import LoggingConfig
+from fivefold.errors import ConfigError
+from fivefold.files import atomic_path
+from fivefold.pipeline.ir import Act
 from fivefold.pipeline.measured import FILE, write_measured
 from fivefold.pipeline.recorder import Recorder
 from fivefold.train.engine import Engine
 
+FOLDER = "profile"  # in a run folder: traces and allocations by rank
+MOST_ALLOCATIONS = 1_000_000  # that the allocator's history holds
+
 
 @contextmanager
 def profiled(engine: Engine, folder: Path) -> Iterator[None]:
-    """Record the step in the block, and write the pipelines of `profile_ranks` to the folder.
+    """Record the step in the block, and write what `profile_ranks` did to the run folder.
 
     The pipeline of the first of these ranks is written to `FILE`, others to that name with the
-    number of the rank.
+    number of the rank; traces of each of them to `FOLDER`.
     """
     groups, executor = engine.groups, engine.model.executor
+    logging = engine.layout.config.logging
     recorder = Recorder(groups.pp, engine.device)
-    executor.observe = recorder
-    try:
-        yield
-    finally:
-        executor.observe = nullcontext
+    own = groups.rank in logging.profile_ranks
+    with ExitStack() as stack:
+        if own and logging.use_pytorch_profiler:
+            stack.enter_context(_traced(engine, folder / FOLDER / f"rank-{groups.rank}.json"))
+            executor.observe = lambda act: _both(recorder, act)
+        else:
+            executor.observe = recorder
+        if own and logging.record_memory_history:
+            stack.enter_context(_allocations(folder / FOLDER / f"memory-{groups.rank}.pickle"))
+        try:
+            yield
+        finally:
+            executor.observe = nullcontext
     acts = recorder.gather()
-    own = engine.layout.grid.group_of(groups.rank, ("pp",))
-    if groups.rank != own[0]:
+    pipeline = engine.layout.grid.group_of(groups.rank, ("pp",))
+    if groups.rank != pipeline[0]:
         return
-    for place, rank in enumerate(engine.layout.config.logging.profile_ranks):
-        if rank in own:
+    for place, rank in enumerate(logging.profile_ranks):
+        if rank in pipeline:
             name = Path(FILE)
             path = folder / (name if place == 0 else f"{name.stem}-{rank}{name.suffix}")
             write_measured(path, acts)
+
+
+def check_profiler(logging: LoggingConfig, device: str) -> None:
+    """Check what only the device decides.
+
+    Raises:
+        ConfigError: the allocator of this device keeps no history.
+    """
+    if logging.record_memory_history and device != "cuda":
+        raise ConfigError(
+            "record_memory_history is of the GPU's allocator, and ranks train on the CPU\n"
+            "  works: --no-record-memory-history"
+        )
+
+
+@contextmanager
+def _both(recorder: Recorder, act: Act) -> Iterator[None]:
+    with recorder(act), record_function(str(act)):
+        yield
+
+
+@contextmanager
+def _traced(engine: Engine, path: Path) -> Iterator[None]:
+    """Write torch's trace of the block, in which messages are named by axis.
+
+    Not of compiled layers: an observer of operations would run them uncompiled.
+    """
+    activities = [ProfilerActivity.CPU]
+    if engine.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    compiled = engine.layout.config.training.compile
+    named = nullcontext() if compiled else _Named(axes_of(engine.groups))
+    with profile(activities=activities, acc_events=True) as trace, named:
+        yield
+    with atomic_path(path) as temporary:
+        trace.export_chrome_trace(str(temporary))
+
+
+@contextmanager
+def _allocations(path: Path) -> Iterator[None]:
+    """Write what the GPU's allocator did in the block."""
+    torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+    try:
+        yield
+        with atomic_path(path) as temporary:
+            torch.cuda.memory._dump_snapshot(str(temporary))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class _Named(Watch):
+    """Puts a range around each operation of torch.distributed: axis, operation, bytes sent."""
+
+    def __init__(self, axes: Mapping[str, str]) -> None:
+        super().__init__()
+        self._axes = axes
+
+    def _observes(self, func: Any) -> bool:
+        return is_call(func)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        call = call_of(func, args)
+        named: AbstractContextManager[Any] = nullcontext()
+        if call is not None:
+            axis = self._axes.get(call.group.group_name, call.group.group_name)
+            named = record_function(f"{axis}: {call.op}, {call.sent:.0f} B sent")
+        with named:
+            return super()._run(func, args, kwargs)

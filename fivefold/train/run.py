@@ -38,6 +38,7 @@ from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases, close_al
 from fivefold.train.numa import Binding, bind, choose_bindings, described
 from fivefold.train.open_files import check_open_files
 from fivefold.train.origin import Origin, find_origin, is_finished
+from fivefold.train.profile import check_profiler
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, MetricsFile, RunFolder, new_run_path
 from fivefold.train.signals import leaving_in_order
@@ -153,6 +154,7 @@ def _choose(
     """The kind of device of each rank, its threads and its processors."""
     device = choose_device(asked, env, nproc, visible_gpus())
     check_deepep(layout.config, device.kind, shared=device.shared)
+    check_profiler(layout.config.logging, device.kind)
     check_open_files(layout, device.kind)
     ranks, mode = nproc or env.local_world_size, layout.config.training.numa_binding
     bindings: Sequence[Binding] = ()

@@ -7,6 +7,7 @@ runs/llama3-8b-20261121-104500/
   run.lock           which run uses the folder, while one does
   errors/            tracebacks of ranks that failed
   pipeline.jsonl     with --profile: when each pipeline action ran in one step
+  profile/           with --use-pytorch-profiler: torch's trace of each profiled rank
   audit/             with --audit: what each rank sent, held and computed in one step
 runs/latest -> llama3-8b-20261121-104500
 """

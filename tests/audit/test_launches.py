@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from fivefold.audit.launches import Launches, LayerLaunches
 from fivefold.audit.report import audit
 from fivefold.check import check
-from fivefold.cli.audit import layer_operations
 from fivefold.config.sources import read_config
+from fivefold.report.audited import layer_operations
 from tests.audit.test_audit import records_of
 
 

@@ -40,16 +40,48 @@ def test_help_loads_no_torch_and_fits_the_line(verb: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: fivefold {verb}")
     assert max(map(len, done.stdout.splitlines())) <= 100
-    assert ("[optimizer]" in done.stdout) == (verb in ("train", "verify", "data"))
+    settings = verb in ("train", "verify", "data")
+    assert ("Settings that most runs name" in done.stdout) == settings
+    assert run("help", verb).stdout == done.stdout
+    assert len(done.stdout.splitlines()) <= 110
 
 
-def test_help_lists_every_setting() -> None:
-    out = run("train", "--help").stdout
+def test_help_of_all_lists_every_setting() -> None:
+    out = run("train", "--help", "all").stdout
+    assert "  --model WORD, --preset\n" in out
     for section, settings in config_settings().items():
         assert f"[{section}]" in out
         for setting in settings:
             off = f"--no-{setting.flag[2:]}"
             assert (off if setting.default is True else setting.flag) in out
+
+
+@pytest.mark.parametrize(
+    ("topic", "first"),
+    [
+        ("memory", "[memory] "),
+        ("experts", "[experts] "),
+        ("--tp", "  --tensor-model-parallel-size N, --tp"),
+        ("zero_stage", "  --data-parallel-sharding-strategy WORD"),
+        ("nproc", "  --nproc N"),
+        ("--no-qk-layernorm", "  --qk-layernorm"),
+    ],
+)
+def test_help_of_a_section_or_a_flag(
+    topic: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--help", topic]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(first) and "usage" not in out
+    assert main(["help", "train", topic]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_help_of_no_topic_says_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "memroy"]) == 2
+    assert "did you mean 'memory'?" in capsys.readouterr().err
+    assert main(["doctor", "--help", "lr"]) == 2  # which takes no settings of a run
+    assert "fivefold doctor --help" in capsys.readouterr().err
 
 
 def test_overview_lists_every_command() -> None:

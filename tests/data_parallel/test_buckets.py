@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.data_parallel.buckets import buckets_of
+from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of

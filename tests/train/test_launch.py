@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -252,26 +251,3 @@ def test_a_second_ctrl_c_ends_ranks_that_will_not_leave(parent, tmp_path):
 
 def alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-SBATCH = Path(__file__).parents[2] / "examples" / "slurm" / "train.sbatch"
-
-
-@pytest.mark.parametrize(("status", "requeued"), [(0, True), (3, False)])
-def test_the_sbatch_script_waits_for_the_checkpoint_and_requeues(tmp_path, status, requeued):
-    stubs = {
-        "srun": f"trap 'sleep 0.3; echo saved >> {tmp_path}/log; exit {status}' USR1\n"
-        f'echo "$@" > {tmp_path}/srun; while :; do sleep 0.05; done',
-        "scontrol": f'echo "$@" >> {tmp_path}/log',
-    }
-    for name, body in stubs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
-    script = subprocess.Popen(["bash", str(SBATCH), "tiny"], env=variables)
-    wait_until(lambda: (tmp_path / "srun").exists())
-    time.sleep(0.1)
-    script.send_signal(signal.SIGUSR1)
-    assert script.wait(10) == status
-    expected = ["saved"] + ["requeue 42"] * requeued
-    assert (tmp_path / "log").read_text().splitlines() == expected

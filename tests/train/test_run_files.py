@@ -17,10 +17,10 @@ import pytest
 from fivefold.audit.record import RankRecord, expected_record, write_record
 from fivefold.check import check
 from fivefold.cli.audit import run as audit
-from fivefold.cli.runs import run_config
 from fivefold.config.sources import read_config, to_toml
 from fivefold.errors import FivefoldError
 from fivefold.files import read_json
+from fivefold.report.settings import run_config
 from fivefold.train.lock import FILE, Owner
 from fivefold.train.run_folder import MetricsFile, RunFolder
 from tests.train.test_metrics import step_metrics

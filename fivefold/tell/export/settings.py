@@ -23,6 +23,8 @@ OWN = frozenset(
         "profile_step_start",
         "profile_step_end",
         "profile_ranks",
+        "use_pytorch_profiler",
+        "record_memory_history",
         "audit",
         "numa_binding",
     }

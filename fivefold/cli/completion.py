@@ -1,0 +1,112 @@
+"""`fivefold completion`: what a shell asks when Tab is pressed, and the lines that make it ask."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Literal
+
+from fivefold.cli.main import VERBS
+from fivefold.config.flags import ALIASES, SWITCHES
+from fivefold.config.parallel import option
+from fivefold.config.settings import Setting, argument, settings_of
+from fivefold.config.sources import MODEL, config_settings, load_options, recipe_names
+
+Shell = Literal["bash", "zsh", "fish"]
+
+_BASH = """\
+_fivefold() {
+    local IFS=$'\\n'
+    COMPREPLY=($(fivefold completion bash --line "${COMP_LINE:0:$COMP_POINT}" 2>/dev/null))
+}
+complete -o default -F _fivefold fivefold
+"""
+SCRIPTS: Mapping[str, str] = MappingProxyType(
+    {
+        "bash": _BASH,
+        "zsh": (
+            "(( $+functions[compdef] )) || { autoload -U compinit && compinit -D; }\n"
+            f"autoload -U bashcompinit && bashcompinit\n{_BASH}"
+        ),
+        "fish": (
+            "complete -c fivefold "
+            "-a '(fivefold completion fish --line (commandline -cp) 2>/dev/null)'\n"
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Print the lines that let a shell complete commands, flags, their values and recipes.
+
+    For bash: `eval "$(fivefold completion bash)"` in ~/.bashrc; zsh alike, in ~/.zshrc; for fish:
+    `fivefold completion fish > ~/.config/fish/completions/fivefold.fish`.
+    """
+
+    shell: Shell = argument("kind of shell")
+    line: str | None = option(None, "print what may follow this beginning of a line instead")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    options = load_options(argv, Options)
+    if options.line is None:
+        print(SCRIPTS[options.shell], end="")
+    else:
+        for word in continuations(options.line):
+            print(word)
+    return 0
+
+
+def continuations(line: str) -> list[str]:
+    """The words that may stand where a line ends, which begin as its last word does."""
+    words = line.split()
+    begun = "" if not words or line[-1].isspace() else words.pop()
+    return sorted({word for word in _words(words, begun) if word.startswith(begun)})
+
+
+def _words(before: list[str], begun: str) -> Iterator[str]:
+    if len(before) <= 1 or before[1:] == ["help"]:
+        yield from (*VERBS, "help", "--help", "--version")
+        return
+    verb = before[1]
+    if verb not in VERBS:
+        return
+    own = list(settings_of(import_module(f"fivefold.cli.{verb}").Options))
+    settings = {setting.name: setting for setting in own}
+    if "recipe" in settings:
+        settings |= {s.name: s for s in (MODEL, *_of_config())}
+    valued = _named(before[-1], settings)
+    if valued is not None and valued.kind is not bool:
+        yield from valued.choices
+        return
+    if begun.startswith("-"):
+        yield from ("--help", *_flags(settings))
+        return
+    places = [setting for setting in own if setting.positional]
+    yield from (choice for place in places for choice in place.choices)
+    if "recipe" in settings:
+        yield from recipe_names()
+
+
+def _of_config() -> Iterator[Setting]:
+    for settings in config_settings().values():
+        yield from settings
+
+
+def _flags(settings: Mapping[str, Setting]) -> Iterator[str]:
+    for setting in settings.values():
+        if not setting.positional:
+            off = f"--no-{setting.flag[2:]}"
+            yield off if setting.default is True else setting.flag
+    if "recipe" in settings:
+        yield from (f"--{name.replace('_', '-')}" for name in (*ALIASES, *SWITCHES))
+
+
+def _named(word: str, settings: Mapping[str, Setting]) -> Setting | None:
+    """The setting whose flag a word is."""
+    if not word.startswith("--"):
+        return None
+    name = word[2:].replace("-", "_")
+    return settings.get(ALIASES.get(name, name))

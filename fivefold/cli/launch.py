@@ -1,0 +1,160 @@
+"""`fivefold launch`: write the job file of a run, or submit it."""
+
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import which
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from fivefold.check import check
+from fivefold.cli.style import note
+from fivefold.cli.train import recipe_name
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load
+from fivefold.errors import ConfigError, FivefoldError, Mistake, Mistakes
+from fivefold.files import write_atomic
+from fivefold.jobs.job import ClusterJob, job_name, read_limit
+from fivefold.jobs.kubernetes import train_job
+from fivefold.jobs.ray import ray_script
+from fivefold.jobs.skypilot import sky_task
+from fivefold.jobs.slurm import sbatch_file
+
+
+class Target(NamedTuple):
+    """A kind of cluster.
+
+    Attributes:
+        text: writes the job file.
+        suffix: how its name ends.
+        submit: the command that submits it, before the file's name.
+        needs: options that it cannot do without.
+    """
+
+    text: Callable[[ClusterJob], str]
+    suffix: str
+    submit: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {
+        "slurm": Target(sbatch_file, ".sbatch", ("sbatch",)),
+        "kubernetes": Target(train_job, ".yaml", ("kubectl", "apply", "-f"), ("image", "volume")),
+        "skypilot": Target(sky_task, ".yaml", ("sky", "launch", "--yes"), ("image", "volume")),
+        "ray": Target(
+            ray_script,
+            ".py",
+            ("ray", "job", "submit", "--working-dir", ".", "--", "python"),
+            ("save",),
+        ),
+    }
+)
+_EXAMPLES = MappingProxyType(
+    {
+        "image": "--image registry.example/fivefold:0.1",
+        "volume": "--volume shared:/shared",
+        "save": "--save /shared/runs/NAME",
+    }
+)
+_WHY = MappingProxyType(
+    {
+        "image": "nodes run a container that has Fivefold in it, as of examples/Containerfile",
+        "volume": "all nodes write one run folder, and their own disks are lost with them",
+        "save": "workers have other folders, and all write one: name it from the root",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write the job file of a run for a cluster, and with --submit hand it in.
+
+    The file holds the settings of the recipe and the flags, so that nothing else is needed there
+    but Fivefold and the data. A layout that does not fit the ranks is refused here.
+    """
+
+    target: Literal["slurm", "kubernetes", "skypilot", "ray"] = argument("kind of cluster")
+    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+    nodes: int = option(1, "machines")
+    ranks_per_node: int = option(8, "ranks a machine, each with a GPU")
+    gpu: str | None = option("H100", "kind of GPU, which SkyPilot and Ray ask for; none: CPUs only")
+    time: str = option("24:00:00", "time limit: minutes, H:MM:SS or D-HH:MM:SS")
+    image: str | None = option(None, "container image that has Fivefold")
+    volume: str | None = option(None, "shared volume and where to mount it, as CLAIM:/PATH")
+    name: str | None = option(None, "name of the job (default: that of the recipe)")
+    output: str | None = option(None, "file to write (default: print it)")
+    submit: bool = option(False, "also submit it, with the cluster's own command")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    options, config = load(argv, Options, note)
+    mistakes = Mistakes()
+    target = TARGETS[options.target]
+    for flag, value in (("nodes", options.nodes), ("ranks-per-node", options.ranks_per_node)):
+        if value < 1:
+            mistakes.add(f"--{flag} must be at least 1, not {value}")
+    limit = None
+    with mistakes.collecting():
+        limit = read_limit(options.time)
+    volume = _volume(options.volume, mistakes)
+    save = config.checkpoint.save
+    rooted = save if save is not None and Path(save).is_absolute() else None
+    given = {"image": options.image, "volume": options.volume, "save": rooted}
+    for name in target.needs:
+        if given[name] is None:
+            what = f"a job for {options.target} needs --{name}"
+            mistakes.add(what, _WHY[name], attempt=_EXAMPLES[name])
+    mistakes.raise_if_any()
+    assert limit is not None
+    check(config, options.nodes * options.ranks_per_node)
+    name = job_name(options.name or recipe_name(options.recipe))
+    job = ClusterJob(
+        name,
+        config,
+        options.nodes,
+        options.ranks_per_node,
+        options.gpu,
+        limit,
+        options.image,
+        volume,
+    )
+    text = target.text(job)
+    if options.output is None and not options.submit:
+        print(text, end="")
+        return 0
+    path = Path(options.output or f"{name}{target.suffix}")
+    write_atomic(path, text)
+    command = [*target.submit, str(path)]
+    if not options.submit:
+        print(f"{path} is written; submit it: {' '.join(command)}")
+        return 0
+    return _submit(command)
+
+
+def _volume(text: str | None, mistakes: Mistakes) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    claim, _, path = text.partition(":")
+    if claim and path.startswith("/") and path.strip("/"):
+        return claim, path.rstrip("/")
+    mistakes.add(f"--volume is {text!r}, and must be CLAIM:/PATH", attempt=_EXAMPLES["volume"])
+    return None
+
+
+def _submit(command: Sequence[str]) -> int:
+    if which(command[0]) is None:
+        raise ConfigError(
+            Mistake(
+                f"{command[0]} is not on this machine; {command[-1]} is written",
+                attempt=f"on one that has it: {' '.join(command)}",
+            )
+        )
+    print(" ".join(command), flush=True)
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        raise FivefoldError(f"{command[0]} ended with status {status}; {command[-1]} is written")
+    return 0

@@ -1,0 +1,62 @@
+"""`fivefold profile`: what torch's profiler saw of a run's ranks."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load_options
+from fivefold.errors import ConfigError
+from fivefold.files import write_atomic
+from fivefold.report.settings import run_config
+from fivefold.report.traces import FOLDER, RankTrace, longest, merged, read_traces
+from fivefold.units import human_bytes, human_seconds
+
+WIDTH = 60  # characters of an operation's name
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show what took the time in a profiled step, rank by rank, and write one trace of all ranks.
+
+    The run must have been trained with --profile --use-pytorch-profiler. The trace is Chrome's
+    format, for ui.perfetto.dev: pipeline actions and messages carry their names.
+    """
+
+    run: str = argument("run folder of `fivefold train`")
+    top: int = option(8, "operations to show, those that took the longest")
+    trace: str | None = option(None, "file to write (default: profile/trace.json in the folder)")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    options = load_options(argv, Options)
+    if options.top < 1:
+        raise ConfigError(f"--top must be at least 1, not {options.top}")
+    folder = Path(options.run)
+    run_config(folder)
+    traces = read_traces(folder)
+    for trace in traces:
+        print("\n".join(shown(trace, options.top)), end="\n\n")
+    path = Path(options.trace) if options.trace else folder / FOLDER / "trace.json"
+    try:
+        write_atomic(path, json.dumps(merged(traces)))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    print(f"wrote {path}, for ui.perfetto.dev")
+    return 0
+
+
+def shown(trace: RankTrace, top: int) -> Iterator[str]:
+    """The lines that show a rank's step."""
+    yield f"rank {trace.rank}: {human_seconds(trace.seconds)}"
+    acts = ", ".join(f"{kind} {human_seconds(s)}" for kind, s in sorted(trace.acts.items()))
+    if acts:
+        yield f"  in actions, on the host: {acts}"
+    for (axis, op), (count, size) in sorted(trace.messages.items()):
+        yield f"  {axis:<12}{op:<15}{count:>6,} x  {human_bytes(size)} sent"
+    for name, seconds in longest(trace.operations, top):
+        share = seconds / trace.seconds
+        yield f"  {name[:WIDTH]:<{WIDTH}}{human_seconds(seconds):>9}{share:>7.1%}"

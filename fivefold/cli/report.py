@@ -1,0 +1,42 @@
+"""`fivefold report`: a run, or two, as a page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load_options
+from fivefold.errors import FivefoldError
+from fivefold.files import write_atomic
+from fivefold.report.page import page
+from fivefold.report.story import read_story
+
+FILE = "report.html"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Write a page about a run, or about two runs side by side.
+
+    It shows losses, throughput, memory, events, what --audit and --profile measured beside theory,
+    the load of experts, settings and machine. The page is one file, which needs no network.
+    """
+
+    run: str = argument("run folder of `fivefold train`")
+    other: str | None = argument("run folder to compare it with", None)
+    html: str | None = option(None, f"file to write (default: {FILE} in the first run's folder)")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    options = load_options(argv, Options)
+    folders = [Path(name) for name in (options.run, options.other) if name is not None]
+    text = page([read_story(folder) for folder in folders])
+    path = Path(options.html) if options.html else folders[0] / FILE
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        raise FivefoldError(f"cannot write {path}: {error.strerror}") from error
+    print(f"wrote {path}")
+    return 0

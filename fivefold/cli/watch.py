@@ -1,0 +1,100 @@
+"""`fivefold watch`: a run in the terminal, while it goes on."""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import load_options
+from fivefold.errors import ConfigError, DataError
+from fivefold.report.facts import facts
+from fivefold.report.settings import run_config
+from fivefold.report.story import Story, read_story
+from fivefold.units import human_seconds
+
+HEIGHTS = "▁▂▃▄▅▆▇█"
+SILENT = 10
+"""Usual times of a step without one, after which a run is said to be silent."""
+AT_LEAST = 60.0
+"""Seconds for which a run may be silent in any case: it may save or evaluate."""
+EVENTS = 6  # latest ones
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show a run in the terminal while it goes on, until its last step.
+
+    It reads the files of the run folder only, so that it may run on any machine that sees them.
+    """
+
+    run: str = argument("run folder of `fivefold train`")
+    interval: float = option(2.0, "seconds between looks")
+    once: bool = option(False, "look once")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    options = load_options(argv, Options)
+    if options.interval <= 0:
+        raise ConfigError(f"--interval must be above 0, not {options.interval:g}")
+    folder = Path(options.run)
+    run_config(folder)
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    story = read_story(folder)
+    if options.once or not console.is_terminal:
+        console.print("\n".join(view(story, console.width)), markup=False)
+        return 0
+    with Live(Text(""), console=console, auto_refresh=False, screen=False) as live:
+        while True:
+            live.update(Text("\n".join(view(story, console.width))), refresh=True)
+            if story.is_finished:
+                return 0
+            time.sleep(options.interval)
+            with suppress(DataError):  # a file that is being replaced; the next look sees it
+                story = read_story(folder)
+
+
+def view(story: Story, width: int) -> list[str]:
+    """The lines that show a run."""
+    rows = facts([story])
+    names = max(len(name) for name, _ in rows)
+    lines = [story.name, "", *(f"{name:<{names}}  {value}" for name, value in rows)]
+    if losses := [*story.values("loss").values()]:
+        lines += [f"{'loss':<{names}}  {sparkline(losses, max(10, width - names - 4))}"]
+    lines += ["", *(f"{each.when:%H:%M:%S}  {each.what}" for each in story.happenings[-EVENTS:])]
+    return [line[:width] for line in [*lines, "", _state(story)]]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Values as blocks of eight heights, at most so many: means of equal stretches.
+
+    >>> sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8), sparkline([3, 3, 9, 9], 2)
+    ('▁▂▃▄▅▆▇█', '▁█')
+    """
+    size = -(-len(values) // width)
+    parts = [values[start : start + size] for start in range(0, len(values), size)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means), max(means)
+    scale = (len(HEIGHTS) - 1) / (high - low) if high > low else 0.0
+    return "".join(HEIGHTS[round((mean - low) * scale)] for mean in means)
+
+
+def _state(story: Story) -> str:
+    if story.is_finished:
+        return "finished"
+    usual = story.usual("seconds")
+    if story.seen is None or usual is None:
+        return "no step has ended yet"
+    silent = max(0.0, (datetime.now().astimezone() - story.seen).total_seconds())
+    left = human_seconds(usual * (story.config.training.train_iters - story.done))
+    if silent > max(AT_LEAST, SILENT * usual):
+        return f"no step for {human_seconds(silent)}, a step takes {human_seconds(usual)}"
+    return f"{left} left; last step {human_seconds(silent)} ago"

@@ -1,0 +1,131 @@
+"""Settings of models, data, learning rates and logs that mean something beside others only."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fivefold.config.config import Config
+
+
+@dataclass(frozen=True)
+class Dependents:
+    """Settings that have an effect only with certain values of another setting.
+
+    Attributes:
+        names: names of the dependent settings.
+        on: name of the setting that they depend on.
+        alive: function that tells whether they have an effect.
+        why: their purpose, as the rest of a sentence that begins with "it".
+        add: flags with which they have an effect.
+        searched: whether `fivefold plan` searches values of `on`.
+        refused: whether they are refused here if they have no effect. Others are refused elsewhere,
+            or do no harm; they are only left out if a flag removes the setting that a recipe chose
+            them for.
+    """
+
+    names: tuple[str, ...]
+    on: str
+    alive: Callable[[Config], bool]
+    why: str
+    add: tuple[str, ...] = ()
+    searched: bool = False
+    refused: bool = True
+
+
+OF_RUNS = (
+    Dependents(
+        ("rotary_base", "rotary_percent"),
+        "position_embedding_type",
+        lambda c: c.model.position_embedding_type == "rope",
+        "is for rotary positions",
+        ("--position-embedding-type rope",),
+    ),
+    Dependents(
+        (
+            "rope_scaling_factor",
+            "rope_low_freq_factor",
+            "rope_high_freq_factor",
+            "rope_original_max_position_embeddings",
+        ),
+        "use_rope_scaling",
+        lambda c: c.model.use_rope_scaling,
+        "is for scaled rotary positions",
+        ("--use-rope-scaling",),
+    ),
+    Dependents(
+        (
+            "rotary_scaling_factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "yarn_correction_range_round_to_int",
+        ),
+        "rope_type",
+        lambda c: c.model.rope_type == "yarn",
+        "is for positions that YaRN stretches",
+        ("--rope-type yarn",),
+    ),
+    Dependents(
+        ("window_attn_skip_freq",),
+        "window_size",
+        lambda c: c.model.window_size is not None,
+        "chooses the layers that have a window",
+        ("--window-size 128",),
+    ),
+    Dependents(
+        ("mtp_loss_scaling_factor",),
+        "mtp_num_layers",
+        lambda c: c.model.mtp_num_layers > 0,
+        "weighs the loss of further predictions",
+        ("--mtp-num-layers 1",),
+    ),
+    Dependents(
+        ("tokenizer_vocab_size",),
+        "tokenizer_model",
+        lambda c: c.data.tokenizer_model is None,
+        "is of a tokenizer to train",
+        ("--tokenizer-model none",),
+    ),
+    Dependents(
+        ("min_lr", "lr_decay_iters"),
+        "lr_decay_style",
+        lambda c: c.optimizer.lr_decay_style != "constant",
+        "is for a learning rate that decays",
+        ("--lr-decay-style cosine",),
+    ),
+    Dependents(
+        ("lr_wsd_decay_iters", "lr_wsd_decay_style"),
+        "lr_decay_style",
+        lambda c: c.optimizer.lr_decay_style == "WSD",
+        "is for the final decay of WSD",
+        ("--lr-decay-style WSD",),
+    ),
+    Dependents(
+        ("lr_warmup_init",),
+        "lr_warmup_iters",
+        lambda c: c.optimizer.lr_warmup_iters > 0,
+        "starts a warm-up",
+        ("--lr-warmup-iters 1",),
+    ),
+    Dependents(
+        (
+            "profile_step_start",
+            "profile_step_end",
+            "profile_ranks",
+            "use_pytorch_profiler",
+            "record_memory_history",
+        ),
+        "profile",
+        lambda c: c.logging.profile,
+        "chooses what is profiled",
+        ("--profile",),
+    ),
+    Dependents(
+        ("manual_gc_interval",),
+        "manual_gc",
+        lambda c: c.training.manual_gc,
+        "counts the steps between collections",
+        ("--manual-gc",),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Job files that start a run where people run: Slurm, Kubernetes, SkyPilot, Ray."""

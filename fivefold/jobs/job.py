@@ -1,0 +1,104 @@
+"""A run as a job of a cluster: what each kind of job file is written from."""
+
+import re
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from fivefold.config.config import Config
+from fivefold.config.sources import to_toml
+from fivefold.errors import ConfigError
+
+STOP_SECONDS = 600
+"""Between a warning and the end of a job: a step, an evaluation and a checkpoint must fit."""
+
+
+@dataclass(frozen=True)
+class ClusterJob:
+    """What to run, and on what.
+
+    Attributes:
+        name: name of the job: letters, digits and dashes.
+        config: all settings of the run.
+        nodes: machines.
+        ranks: ranks a machine, each with a GPU unless `gpu` is None.
+        gpu: kind of GPU; None: processors only.
+        limit: time limit.
+        image: container image with Fivefold; None: what the machines have.
+        volume: name of a shared volume, and where it is mounted.
+    """
+
+    name: str
+    config: Config
+    nodes: int
+    ranks: int
+    gpu: str | None
+    limit: timedelta
+    image: str | None = None
+    volume: tuple[str, str] | None = None
+
+    @property
+    def recipe(self) -> str:
+        """All settings that are not defaults, as the text of a recipe."""
+        return to_toml(self.config, changes_only=True).rstrip()
+
+    @property
+    def device(self) -> str:
+        """Where ranks train, as `--device` takes it."""
+        return "cpu" if self.gpu is None else "cuda"
+
+    def saved_in(self, folder: str) -> "ClusterJob":
+        """The job with a run folder, unless its settings name one."""
+        if self.config.checkpoint.save is not None:
+            return self
+        return replace(self, config=self.config.with_values(save=folder))
+
+
+def started_by(command: str, recipe: str, job: ClusterJob) -> str:
+    """Lines of shell that write the recipe to a file and train by it.
+
+    Args:
+        command: what starts ranks that run a module.
+        recipe: the file.
+        job: the job.
+    """
+    return (
+        f"cat > {recipe} <<'RECIPE'\n{job.recipe}\nRECIPE\n"
+        f"exec {command} -m fivefold train {recipe} --device {job.device}\n"
+    )
+
+
+def read_limit(text: str) -> timedelta:
+    """A time limit as Slurm writes it: minutes, `H:MM:SS` or `D-HH:MM:SS`.
+
+    Raises:
+        ConfigError: it is none.
+
+    >>> str(read_limit("1-06:30:00")), str(read_limit("90"))
+    ('1 day, 6:30:00', '1:30:00')
+    """
+    if match := re.fullmatch(r"(?:([0-9]{1,4})-)?([0-9]{1,4}):([0-9]{2}):([0-9]{2})", text):
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+        limit = timedelta(days, seconds, minutes=minutes, hours=hours)
+    elif re.fullmatch("[0-9]{1,6}", text):
+        limit = timedelta(minutes=int(text))
+    else:
+        raise ConfigError(
+            f"--time is {text!r}, and must be minutes, H:MM:SS or D-HH:MM:SS\n"
+            "  works: --time 24:00:00"
+        )
+    if limit.total_seconds() <= STOP_SECONDS:
+        raise ConfigError(
+            f"--time {text} leaves no time to train: {STOP_SECONDS // 60} minutes before the end "
+            f"a job is asked to save\n  works: --time {2 * STOP_SECONDS // 60}"
+        )
+    return limit
+
+
+def job_name(text: str) -> str:
+    """A name that every scheduler takes, which must begin with a letter.
+
+    >>> job_name("Llama 3.1 8B"), job_name("405b")
+    ('llama-3-1-8b', 'run-405b')
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:50].rstrip("-")
+    return name if name[:1].isalpha() else f"run-{name}".rstrip("-")

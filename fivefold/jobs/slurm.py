@@ -1,0 +1,65 @@
+"""An sbatch file, whose job saves and requeues itself before its time is over."""
+
+from datetime import timedelta
+
+from fivefold.jobs.job import STOP_SECONDS, ClusterJob
+
+
+def sbatch_file(job: ClusterJob) -> str:
+    """The text of an sbatch file; the run folder is named after the job's number.
+
+    Ten minutes before the limit Slurm sends USR1 to the script, which passes it to every rank. The
+    ranks finish their step, save and leave; the script requeues the job under the same number.
+    """
+    save = job.config.checkpoint.save
+    folder = "" if save is not None else f' --save "runs/{job.name}-$SLURM_JOB_ID"'
+    gpus = "" if job.gpu is None else f"#SBATCH --gpus-per-node={job.ranks}\n"
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name={job.name}
+#SBATCH --nodes={job.nodes}
+#SBATCH --ntasks-per-node={job.ranks}
+{gpus}#SBATCH --time={_written(job.limit)}
+#SBATCH --signal=B:USR1@{STOP_SECONDS}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+# Partition, account, processors: as flags of sbatch, or SBATCH_PARTITION, SBATCH_ACCOUNT, ...
+set -u
+
+mkdir -p runs
+recipe="runs/{job.name}-$SLURM_JOB_ID.toml"
+cat > "$recipe" <<'RECIPE'
+{job.recipe}
+RECIPE
+
+asked_to_stop=no
+on_usr1() {{
+    asked_to_stop=yes
+    kill -USR1 "$srun_pid"  # srun passes it to every rank
+}}
+trap on_usr1 USR1
+
+export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
+srun --kill-on-bad-exit=1 fivefold train "$recipe" --device {job.device}{folder} "$@" &
+srun_pid=$!
+
+wait "$srun_pid"
+status=$?
+if [ "$asked_to_stop" = yes ]; then  # that wait ended at the signal, not with srun
+    wait "$srun_pid"
+    status=$?
+fi
+
+if [ "$asked_to_stop" = yes ] && [ "$status" -eq 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+def _written(limit: timedelta) -> str:
+    minutes, seconds = divmod(limit.seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{limit.days}-{hours:02}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,1 @@
+"""Reads run folders, and shows runs to people."""

@@ -1,0 +1,77 @@
+"""What people ask first of a run."""
+
+from collections.abc import Callable, Sequence
+
+from fivefold.config.config import Config
+from fivefold.model.shape import count_parameters
+from fivefold.report.story import EVALUATION, LAST, Story, evaluated
+from fivefold.units import human_bytes, human_count, human_flops, human_seconds
+
+
+def facts(stories: Sequence[Story]) -> list[tuple[str, ...]]:
+    """(name, value for each run) of what people ask first; what no run has is left out."""
+    evaluations = [record for story in stories for record in story.evaluations]
+    every: list[tuple[str, Callable[[Story], str]]] = [
+        ("model", _model),
+        ("layout", lambda story: _layout(story.config)),
+        ("steps", lambda story: f"{story.done:,} of {story.config.training.train_iters:,}"),
+        ("tokens", lambda story: _told(_last(story, "tokens_total"), human_count)),
+        (f"loss, mean of the last {LAST} steps", lambda s: _told(s.latest("loss"), _short)),
+        *((_set(name), _best(name)) for name in evaluated(evaluations)),
+        ("time of a step, median", lambda s: _told(s.usual("seconds"), human_seconds)),
+        ("tokens/s, median", lambda s: _told(s.usual("tokens_per_second"), human_count)),
+        ("FLOP/s a rank", lambda s: _told(s.usual("flops_per_second_per_rank"), human_flops)),
+        ("MFU", lambda story: _told(story.usual("mfu"), lambda share: f"{share:.1%}")),
+        ("peak memory, first rank", lambda s: _told(_last(s, "memory_bytes"), human_bytes)),
+        ("time in steps", lambda story: human_seconds(story.step_seconds)),
+        ("of the time since the first start", lambda s: _told(s.goodput, lambda x: f"{x:.1%}")),
+    ]
+    rows = [(name, *(tell(story) for story in stories)) for name, tell in every]
+    return [row for row in rows if any(row[1:])]
+
+
+def _model(story: Story) -> str:
+    model = story.config.model
+    kind = f", {model.num_experts} experts" if model.num_experts else ""
+    size = human_count(count_parameters(model, padded=False).total)
+    return f"{size} parameters: {model.num_layers} layers of {model.hidden_size:,}{kind}"
+
+
+def _layout(config: Config) -> str:
+    parallel = config.parallel
+    degrees = {
+        "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+    }
+    parts = [f"{name} {size}" for name, size in degrees.items() if size > 1]
+    split = " ".join(parts) or "no model parallelism"
+    return f"{split}, {parallel.data_parallel_sharding_strategy}"
+
+
+def _last(story: Story, name: str) -> float | None:
+    return next(reversed(story.values(name).values()), None)
+
+
+def _best(name: str) -> Callable[[Story], str]:
+    def best(story: Story) -> str:
+        found = story.values(name, story.evaluations)
+        if not found:
+            return ""
+        step = min(found, key=found.__getitem__)
+        return f"{_short(found[step])} after step {step:,}"
+
+    return best
+
+
+def _set(name: str) -> str:
+    return f"lowest validation loss{name.removeprefix(EVALUATION).replace('/', ' ')}"
+
+
+def _told(value: float | None, shown: Callable[[float], str]) -> str:
+    return "" if value is None else shown(value)
+
+
+def _short(value: float) -> str:
+    return f"{value:.4f}"

@@ -1,0 +1,187 @@
+"""What the files of a run folder say about its course."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from fivefold.audit.report import AuditReport
+from fivefold.config.config import Config
+from fivefold.errors import ConfigError, DataError
+from fivefold.files import read_json, read_json_lines
+from fivefold.pipeline.chart import Chart
+from fivefold.pipeline.ir import ProgramError
+from fivefold.pipeline.measured import FILE, read_measured
+from fivefold.pipeline.study import measured_results
+from fivefold.report.audited import audited
+from fivefold.report.settings import run_config
+
+LAST = 20
+"""Steps over which the latest values of a run are averaged."""
+EVALUATION = "eval_loss"
+METRICS, ENVIRONMENT, CHECKPOINTS, ERRORS = (
+    "metrics.jsonl",
+    "environment.json",
+    "checkpoints",
+    "errors",
+)
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Happening:
+    """Something that a run did or met at a time.
+
+    Attributes:
+        when: local time.
+        what: in a few words.
+        details: more about it, or empty.
+    """
+
+    when: datetime
+    what: str
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class Story:
+    """The course of a run.
+
+    Attributes:
+        folder: run folder.
+        config: settings of the latest start.
+        starts: machine and command line of each start, the first one first.
+        records: lines of `metrics.jsonl`, of steps and of evaluations.
+        happenings: starts, checkpoints and failures in order of time.
+        seen: when the run last wrote metrics.
+    """
+
+    folder: Path
+    config: Config
+    starts: tuple[Record, ...]
+    records: tuple[Record, ...]
+    happenings: tuple[Happening, ...]
+    seen: datetime | None
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
+
+    @cached_property
+    def steps(self) -> list[Record]:
+        """Records of optimizer steps."""
+        return [record for record in self.records if "grad_norm" in record]
+
+    @cached_property
+    def evaluations(self) -> list[Record]:
+        """Records of evaluations."""
+        return [r for r in self.records if any(key.startswith(EVALUATION) for key in r)]
+
+    def values(self, name: str, records: Iterable[Record] | None = None) -> dict[int, float]:
+        """A metric by step, where it was recorded and is a number."""
+        every = self.steps if records is None else records
+        return {r["step"]: r[name] for r in every if isinstance(r.get(name), int | float)}
+
+    def latest(self, name: str) -> float | None:
+        """The mean of a metric over the last `LAST` steps."""
+        found = [*self.values(name).values()][-LAST:]
+        return fmean(found) if found else None
+
+    def usual(self, name: str) -> float | None:
+        """The median of a metric, without the first step."""
+        found = [*self.values(name).values()]
+        return median(found[1:] or found) if found else None
+
+    @property
+    def done(self) -> int:
+        """Steps that are done."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no step is left to do."""
+        return self.done >= self.config.training.train_iters
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of all steps that count."""
+        return sum(self.values("seconds").values())
+
+    @property
+    def goodput(self) -> float | None:
+        """Share of the time since the first start that went into steps that count."""
+        begun = _time_of(self.starts[0]) if self.starts else None
+        if begun is None or self.seen is None:
+            return None
+        whole = (self.seen - begun).total_seconds()
+        return min(1.0, self.step_seconds / whole) if whole > 0 else None
+
+    def audit(self) -> AuditReport | None:
+        """The audit of a step; None if none was measured, or its files are damaged."""
+        with suppress(DataError, ConfigError):
+            return audited(self.folder)
+        return None
+
+    def timeline(self) -> list[Chart]:
+        """The profiled step beside its simulation; empty if none was profiled."""
+        if not (self.folder / FILE).is_file():
+            return []
+        with suppress(ConfigError, ProgramError):
+            return [r.chart for r in measured_results(read_measured(self.folder), self.name)]
+        return []
+
+
+def read_story(folder: Path) -> Story:
+    """The course of a run so far, from its folder.
+
+    Raises:
+        DataError: it is not a run folder, or a file of it is damaged.
+    """
+    config = run_config(folder)
+    metrics = folder / METRICS
+    records: list[dict[str, Any]] = []
+    if metrics.is_file():
+        lines = read_json_lines(metrics, dict[str, Any], DataError)
+        records = [line for line in lines if isinstance(line.get("step"), int)]
+    starts: list[dict[str, Any]] = []
+    if (folder / ENVIRONMENT).is_file():
+        starts = read_json(folder / ENVIRONMENT, list[dict[str, Any]], DataError)
+    seen = _changed(metrics) if records else None
+    happenings = sorted(_happenings(folder, starts), key=lambda each: each.when)
+    return Story(folder, config, tuple(starts), tuple(records), tuple(happenings), seen)
+
+
+def evaluated(records: Iterable[Record]) -> list[str]:
+    """The names of the losses of validation sets."""
+    return [*dict.fromkeys(key for r in records for key in r if key.startswith(EVALUATION))]
+
+
+def _happenings(folder: Path, starts: Iterable[Record]) -> Iterable[Happening]:
+    for number, start in enumerate(starts):
+        command = " ".join(map(str, start.get("command", ())))
+        host, devices = start.get("host", ""), start.get("devices") or ["CPU"]
+        what = f"start{' again' * bool(number)} on {host} ({devices[0]})"
+        if when := _time_of(start):
+            yield Happening(when, what, command)
+    for checkpoint in sorted((folder / CHECKPOINTS).glob("step-*/manifest.json")):
+        step = checkpoint.parent.name.removeprefix("step-").lstrip("0") or "0"
+        yield Happening(_changed(checkpoint), f"checkpoint of step {step}")
+    for error in sorted((folder / ERRORS).glob("rank-*.txt")):
+        lines = error.read_text(errors="replace").strip().splitlines()
+        rank = error.stem.removeprefix("rank-")
+        yield Happening(_changed(error), f"rank {rank} failed", lines[-1] if lines else "")
+
+
+def _time_of(start: Record) -> datetime | None:
+    with suppress(ValueError):
+        return datetime.fromisoformat(str(start.get("time"))).astimezone()
+    return None
+
+
+def _changed(path: Path) -> datetime:
+    return datetime.fromtimestamp(path.stat().st_mtime).astimezone()

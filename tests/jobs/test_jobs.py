@@ -1,0 +1,194 @@
+"""ClusterJob files are run, with stand-ins for the cluster's commands, and read by its schema."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+
+from fivefold.cli.main import main
+from fivefold.config.sources import read_config, recipe_names
+from fivefold.errors import ConfigError
+from fivefold.jobs.job import ClusterJob, job_name, read_limit
+from fivefold.jobs.kubernetes import train_job
+from fivefold.jobs.ray import ray_script
+from fivefold.jobs.skypilot import sky_task
+from fivefold.jobs.slurm import sbatch_file
+
+ODD = ['quote"s', "dollar$HOME", "back\\slash", "RECIPE", "`tick`", "line'quote", 'three"""quotes']
+
+
+def job_of(recipe: str = "debug", **values: Any) -> ClusterJob:
+    config = read_config(recipe, **values)
+    where = {"image": "registry/fivefold:1", "volume": ("claim", "/shared")}
+    return ClusterJob("a-job", config, 2, 4, "H100", timedelta(hours=24), **where)
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def ran(script: str, folder: Path, command: str, **variables: str) -> tuple[list[str], str]:
+    """What a script gives a command of the cluster, and the recipe that it names then."""
+    recipe = f'for w in "$@"; do case "$w" in *.toml) cat "$w" > {folder}/recipe;; esac; done'
+    stand_in(folder, command, f'printf "%s\\n" "$@" > {folder}/words; {recipe}')
+    path = f"{folder}:{os.environ['PATH']}"
+    subprocess.run(
+        ["bash", "-c", script], env=os.environ | variables | {"PATH": path}, cwd=folder, check=True
+    )
+    return (folder / "words").read_text().splitlines(), (folder / "recipe").read_text()
+
+
+def same_settings(recipe: str, job: ClusterJob, folder: Path, **others: Any) -> None:
+    path = folder / "read.toml"
+    path.write_text(recipe)
+    assert read_config(path) == job.config.with_values(**others)
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_a_job_trains_with_the_settings_of_the_recipe(recipe: str, tmp_path: Path) -> None:
+    job = job_of(recipe)
+    words, text = ran(sbatch_file(job), tmp_path, "srun", SLURM_JOB_ID="7")
+    assert words[1:3] == ["fivefold", "train"]
+    assert words[3:] == ["runs/a-job-7.toml", "--device", "cuda", "--save", "runs/a-job-7"]
+    same_settings(text, job, tmp_path)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_no_setting_ends_a_job_file_early(odd: str, tmp_path: Path) -> None:
+    job = job_of(data_path=(odd,), save=f"/runs/{odd}")
+    for kind, (script, command) in {
+        "slurm": (sbatch_file(job), "srun"),
+        "kubernetes": (yaml.safe_load(train_job(job))["spec"]["trainer"]["command"][2], "torchrun"),
+        "skypilot": (yaml.safe_load(sky_task(job))["run"], "torchrun"),
+    }.items():
+        variables = {"SLURM_JOB_ID": "7", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+        words, text = ran(
+            script, tmp_path, command, **variables, SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2"
+        )
+        same_settings(text, job, tmp_path)
+        assert "--save" not in words, kind
+        if kind == "skypilot":
+            assert words[words.index("--master_addr") + 1] == "10.0.0.1"
+            assert words[words.index("--node_rank") + 1] == "1"
+    names: dict[str, Any] = {"__name__": "job"}
+    source = ray_script(job).replace("import torch.distributed as dist\n", "")
+    source = "\n".join(line for line in source.splitlines() if not line.startswith("from ray"))
+    exec(compile(source, "job.py", "exec"), names)
+    same_settings(names["RECIPE"], job, tmp_path)
+
+
+def test_a_train_job_is_all_that_its_schema_knows() -> None:
+    content = yaml.safe_load(train_job(job_of()))
+    read = TrainerV1alpha1TrainJob.from_dict(content)
+    assert read is not None
+    assert read.to_dict() == content  # fields that it does not know would be lost
+    trainer = content["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
+    assert trainer["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 4}}
+    assert 'save = "/shared/runs/a-job"' in trainer["command"][2]
+
+
+def test_a_sky_task_asks_for_the_gpus() -> None:
+    content = yaml.safe_load(sky_task(job_of()))
+    assert content["resources"] == {
+        "accelerators": "H100:4",
+        "image_id": "docker:registry/fivefold:1",
+    }
+    assert (content["num_nodes"], content["volumes"]) == (2, {"/shared": "claim"})
+
+
+def test_a_ray_worker_trains_as_a_rank(tmp_path: Path) -> None:
+    """Ray's parts are stand-ins that run one worker in this process."""
+    stand_ins = {
+        "__init__": "FailureConfig = RunConfig = ScalingConfig = dict",
+        "torch": (
+            "import os, torch.distributed as dist\n"
+            "class TorchTrainer:\n"
+            "    def __init__(self, run, train_loop_config, scaling_config, run_config):\n"
+            "        self.run, self.scaling = run, scaling_config\n"
+            "    def fit(self):\n"
+            "        assert self.scaling == {'num_workers': 1, 'use_gpu': False}, self.scaling\n"
+            "        alone = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', LOCAL_WORLD_SIZE='1')\n"
+            "        os.environ.update(alone, MASTER_ADDR='127.0.0.1', MASTER_PORT='0')\n"
+            "        store = dist.HashStore()\n"
+            "        dist.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+            "        self.run({})\n"
+        ),
+    }
+    (tmp_path / "ray" / "train").mkdir(parents=True)
+    for name, text in stand_ins.items():
+        (tmp_path / "ray" / "train" / f"{name}.py").write_text(text)
+    script, save = tmp_path / "job.py", tmp_path / "run"
+    argv = ["--ranks-per-node", "1", "--gpu", "none", "--train-iters", "4", "--save", str(save)]
+    assert main(["launch", "ray", "debug", *argv, "--output", str(script)]) == 0
+    path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    subprocess.run([sys.executable, script], env=os.environ | {"PYTHONPATH": path}, check=True)
+    assert len((save / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("status", "requeued"), [(0, True), (3, False)])
+def test_the_sbatch_job_waits_for_the_checkpoint_and_requeues(
+    tmp_path: Path, status: int, requeued: bool
+) -> None:
+    saves = f"trap 'sleep 0.3; echo saved >> log; exit {status}' USR1"
+    stand_in(tmp_path, "srun", f"{saves}\n: > started; while :; do sleep 0.05; done")
+    stand_in(tmp_path, "scontrol", 'echo "$@" >> log')
+    variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+    (tmp_path / "job.sbatch").write_text(sbatch_file(job_of()))
+    script = subprocess.Popen(["bash", "job.sbatch"], env=variables, cwd=tmp_path)
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.1)
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(10) == status
+    expected = ["saved"] + ["requeue 42"] * requeued
+    assert (tmp_path / "log").read_text().splitlines() == expected
+
+
+def test_what_a_job_lacks_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "kubernetes", "debug", "--nodes", "0", "--time", "soon"]) == 2
+    said = capsys.readouterr().err
+    for text in ("--nodes must be at least 1", "'soon'", "needs --image", "needs --volume"):
+        assert text in said
+    assert main(["launch", "slurm", "demo", "--ranks-per-node", "3"]) == 2
+    assert "3 ranks cannot be split as tp=2 pp=2" in capsys.readouterr().err
+    assert main(["launch", "slrum", "demo"]) == 2
+    assert "TARGET cannot be 'slrum', did you mean 'slurm'?" in capsys.readouterr().err
+
+
+def test_a_job_is_submitted_by_the_clusters_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["launch", "slurm", "demo", "--ranks-per-node", "4", "--submit"]
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert main(words) == 2
+    assert "sbatch demo.sbatch" in capfd.readouterr().err
+    stand_in(tmp_path, "sbatch", "echo Submitted batch job 42: $1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert main(words) == 0
+    assert "Submitted batch job 42: demo.sbatch" in capfd.readouterr().out
+
+
+@given(st.text())
+def test_any_text_is_a_limit_or_refused_and_a_name_for_any_scheduler(text: str) -> None:
+    name = job_name(text)
+    assert name[0].isalpha() and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+    assert not name.endswith("-") and len(name) < 63
+    with suppress(ConfigError):
+        assert read_limit(text) > timedelta(minutes=10)

@@ -1,0 +1,173 @@
+"""Pages of runs: their data are the run's, whatever its files hold, and a browser draws them."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fivefold.cli.main import main
+from fivefold.cli.watch import sparkline, view
+from fivefold.config.sources import read_config, to_toml
+from fivefold.errors import DataError
+from fivefold.report.charts import LAST, MOST_POINTS, charts_of
+from fivefold.report.page import page
+from fivefold.report.story import read_story
+
+CHARTS = re.compile(r'const DATA = (\{"runs".*\});')
+
+
+def a_run(folder: Path, steps: int = 5, **values: Any) -> Path:
+    """The files of a run that did not happen."""
+    folder.mkdir(parents=True)
+    config = read_config("debug", train_iters=10, lr_warmup_iters=0, **values)
+    (folder / "config.toml").write_text(to_toml(config))
+    start = {"time": "2026-11-22T10:00:00+00:00", "command": ["fivefold", "train"], "host": "here"}
+    (folder / "environment.json").write_text(json.dumps([start]))
+    lines = [
+        {"step": step, "loss": 6 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "seconds": 0.5}
+        | {"tokens_total": 512 * step, "tokens_per_second": 1024.0, "memory_bytes": 2**30}
+        for step in range(1, steps + 1)
+    ]
+    lines.insert(3, {"step": 3, "eval_loss": 5.5, "eval_perplexity": 244.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def charts_in(text: str) -> dict[str, Any]:
+    match = CHARTS.search(text)
+    assert match
+    data: dict[str, Any] = json.loads(match[1])
+    return data
+
+
+def test_a_page_shows_what_the_files_say(tmp_path: Path) -> None:
+    story = read_story(a_run(tmp_path / "run"))
+    text = page([story])
+    charts = {chart["title"]: chart for chart in charts_in(text)["charts"]}
+    loss = charts["Loss"]
+    assert loss["steps"] == [1, 2, 3, 4, 5]
+    by_name = {line["name"]: line for line in loss["lines"]}
+    assert by_name["training"]["values"] == [5.9, 5.8, 5.7, 5.6, 5.5]
+    assert by_name["validation"]["values"] == [None, None, 5.5, None, None]
+    assert charts["Peak memory of the first rank"]["lines"][0]["values"] == [1.0] * 5
+    assert "MFU" not in charts and not any("expert" in title for title in charts)
+    for said in (
+        "5 of 10",
+        "5.5000 after step 3",
+        "with <code>--audit</code>",
+        "start on here",
+    ):
+        assert said in text
+    assert not re.search(r'(?:src|href)="?http', text)  # needs no network
+
+
+def test_two_runs_share_charts_and_tell_what_differs(tmp_path: Path) -> None:
+    one = read_story(a_run(tmp_path / "one"))
+    other = read_story(a_run(tmp_path / "other", steps=8, lr=0.004, micro_batch_size=2))
+    text = page([one, other])
+    loss = charts_in(text)["charts"][0]
+    assert loss["steps"] == [*range(1, 9)]
+    assert {(line["run"], line["name"]) for line in loss["lines"]} == {
+        (0, "one training"),
+        (0, "one validation"),
+        (1, "other training"),
+        (1, "other validation"),
+    }
+    differ = text[text.index("In which they differ") : text.index("<details>")]
+    assert {*re.findall(r"<td>([a-z]\w+\.\w+)</td>", differ)} == {
+        "optimizer.lr",
+        "training.micro_batch_size",
+    }
+
+
+def test_nothing_in_a_run_can_break_the_page(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script>"
+    folder = a_run(tmp_path / "<b>run", save=evil, data_path=(evil,))
+    start = [{"time": "never", "command": [evil], "host": evil, "variables": {"A": evil}}]
+    (folder / "environment.json").write_text(json.dumps(start))
+    metrics = folder / "metrics.jsonl"
+    evaluation = json.dumps({"step": 6, f"eval_loss/{evil}": 5.0})
+    metrics.write_text(f"{metrics.read_text()}{evaluation}\n")
+    text = page([read_story(folder)])
+    assert "alert(1)</script>" not in text and "<b>run" not in text
+    assert evil in unescape(text)
+    names = {line["name"] for line in charts_in(text)["charts"][0]["lines"]}
+    assert f"validation {evil.replace('/', ' ')}" in names
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "environment.json"):
+        (folder / name).unlink()
+    assert "No step has ended yet" in page([read_story(folder)])
+    assert view(read_story(folder), 80)[-1] == "no step has ended yet"
+    with pytest.raises(DataError, match="is not a run folder"):
+        read_story(tmp_path)
+
+
+NAMES = ("loss", "grad_norm", "lr", "seconds", "mfu", "eval_loss", "tokens_total")
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.one_of(st.none(), st.booleans(), st.text(max_size=3), NUMBERS)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES), max_size=8))
+def test_any_metrics_make_a_page(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
+) -> None:
+    folder = a_run(tmp_path_factory.mktemp("any") / "run")
+    text = "".join(json.dumps({"step": n} | line) + "\n" for n, line in enumerate(lines))
+    (folder / "metrics.jsonl").write_text(text)
+    story = read_story(folder)
+    page([story])
+    view(story, 60)
+
+
+def test_long_runs_are_thinned_and_smoothed(tmp_path: Path) -> None:
+    story = read_story(a_run(tmp_path / "run", steps=3 * MOST_POINTS))
+    data = charts_in(page([story]))["charts"][0]
+    assert len(data["steps"]) <= MOST_POINTS + 1
+    lines = {line.name: line for line in charts_of([story])[0].lines}
+    smooth, raw = lines[f"training, mean of {LAST} steps"].values, lines["training"].values
+    last = [*raw.values()][-LAST:]
+    assert smooth[max(smooth)] == pytest.approx(sum(last) / LAST)
+
+
+def test_watch_shows_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = a_run(tmp_path / "run", steps=10)
+    assert main(["watch", str(folder), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "10 of 10" in out and out.rstrip().endswith("finished")
+    assert max(map(len, out.splitlines())) <= 80
+    assert sparkline([1.0] * 5, 10) == "▁▁▁▁▁"
+    silent = view(read_story(a_run(tmp_path / "other")), 80)[-1]
+    assert silent.startswith("2.5") and "left; last step" in silent
+
+
+def test_report_writes_where_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = a_run(tmp_path / "run")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out == f"wrote {folder}/report.html\n"
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert main(["report", str(folder), "--html", str(folder / "metrics.jsonl" / "x")]) == 2
+
+
+@pytest.mark.slow
+def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no browser here")
+    file = tmp_path / "page.html"
+    file.write_text(page([read_story(a_run(tmp_path / name)) for name in ("one", "two")]))
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000")
+    done = subprocess.run(
+        [browser, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.count('class="u-wrap"') == len(charts_in(file.read_text())["charts"])

@@ -1,0 +1,88 @@
+"""Traces of torch's profiler: actions and messages keep their names, ranks become one trace."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.check import check
+from fivefold.cli.main import main
+from fivefold.config.sources import to_toml
+from fivefold.errors import ConfigError, DataError
+from fivefold.report.traces import FOLDER, merged, read_traces
+from fivefold.train.engine import Engine
+from fivefold.train.profile import check_profiler, profiled
+from fivefold.verify.batches import global_batch, microbatches
+from tests.pool import run
+from tests.train.test_profile import settings
+from tests.verify.cases import shared_groups
+
+
+def _step(rank: int, world: int, folder: Path) -> None:
+    config = settings("1f1b").with_values(use_pytorch_profiler=True, profile_ranks=(0, 1))
+    with shared_groups():
+        engine = Engine(check(config, world), rank, torch.device("cpu"))
+        batch = global_batch(config, 0)
+        rows = microbatches(config, batch, slice(0, config.training.global_batch_size))
+        with profiled(engine, folder):
+            engine.step(rows)
+    if rank == 0:
+        (folder / "config.toml").write_text(to_toml(config))
+
+
+@pytest.mark.slow
+def test_a_trace_names_actions_and_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(2, _step, tmp_path)
+    traces = read_traces(tmp_path)
+    assert [trace.rank for trace in traces] == [0, 1]
+    size = 2 * 128 * 128 * 4  # a microbatch of hidden states in fp32
+    for trace, other in zip(traces, traces[::-1], strict=True):
+        count, sent = trace.messages["pp", "send"]
+        assert (count, sent) == (8, 8 * size)
+        assert trace.messages["pp", "receive"][0] == other.messages["pp", "send"][0]
+        assert {*trace.acts} >= {"F", "BW"} or {*trace.acts} >= {"F", "B", "W"}
+        assert 0 < sum(trace.acts.values()) < trace.seconds
+        assert 0 < sum(trace.operations.values()) < 3 * trace.seconds
+    assert main(["profile", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"pp +send +8 x +1.00 MiB sent", out)
+    whole = json.loads((tmp_path / FOLDER / "trace.json").read_text())
+    assert {event["pid"] for event in whole["traceEvents"]} == {0, 1}
+    names = {event["args"]["name"] for event in whole["traceEvents"] if event["ph"] == "M"}
+    assert names == {"rank 0", "rank 1"}
+
+
+def test_what_has_no_trace_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="--use-pytorch-profiler"):
+        read_traces(tmp_path)
+    with pytest.raises(ConfigError, match="--no-record-memory-history"):
+        check_profiler(settings("1f1b").with_values(record_memory_history=True).logging, "cpu")
+
+
+SPANS = st.dictionaries(
+    st.sampled_from(["ph", "name", "cat", "ts", "dur", "tid"]),
+    st.one_of(
+        st.sampled_from(["X", "M", "cpu_op", "kernel", "user_annotation", "F of stage 0", "x"]),
+        st.integers(0, 100),
+        st.none(),
+    ),
+)
+
+
+@given(st.lists(SPANS, max_size=6))
+def test_any_events_are_read(
+    tmp_path_factory: pytest.TempPathFactory, events: list[dict[str, Any]]
+) -> None:
+    folder = tmp_path_factory.mktemp("trace")
+    (folder / FOLDER).mkdir()
+    (folder / FOLDER / "rank-3.json").write_text(json.dumps({"traceEvents": events}))
+    (trace,) = read_traces(folder)
+    assert trace.seconds >= 0
+    assert len(merged([trace])["traceEvents"]) >= 1
