@@ -21,7 +21,7 @@ ACTS_ON: dict[str, Callable[[Sharding], bool]] = {
 
 def techniques(parallel: ParallelConfig) -> list[str]:
     """The settings of ZeRO++ that are on."""
-    return [name for name in ACTS_ON if getattr(parallel, name) not in (False, 1)]
+    return [n for n in ACTS_ON if getattr(parallel, n) != getattr(ParallelConfig, n)]
 
 
 def check_zeropp(grid: Grid, parallel: ParallelConfig, experts: bool, mistakes: Mistakes) -> None:

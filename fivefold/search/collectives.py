@@ -10,11 +10,13 @@ from fivefold.search.bound_tables import Values
 from fivefold.search.columns import Column, codes
 
 _LARGE = 1e12  # bytes
+Collective = Callable[[Cluster, GroupSpan, float], float]
+"""Seconds of a collective for a group and a number of bytes."""
 
 
 def affine(
     cluster: Cluster,
-    collective: Callable[[Cluster, GroupSpan, float], float],
+    collective: Collective,
     size: Column,
     stride: Column,
 ) -> tuple[Values, Values]:

@@ -37,7 +37,7 @@ from fivefold.search.bound_tables import (
     one_stage,
     sample_layers,
 )
-from fivefold.search.collectives import affine, no_bound
+from fivefold.search.collectives import Collective, affine, no_bound
 from fivefold.search.space import Space
 
 
@@ -341,7 +341,7 @@ class _DataParallel:
         self.dense_reduce = affine(cluster, all_reduce, self.shard, c["tp"])
         self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
         wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
-        scatter = partial(reduce_scatter, in_pairs=wide or narrow is not None)
+        scatter: Collective = partial(reduce_scatter, in_pairs=wide or narrow is not None)
         if parallel.zero_qgz_partition_size > 1:  # two all-to-alls: no bound
             scatter = no_bound
         self.dense_scatter = affine(cluster, scatter, self.shard, c["tp"])
