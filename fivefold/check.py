@@ -20,6 +20,7 @@ from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
 from fivefold.data_parallel.rules import check_data_parallel
+from fivefold.data_parallel.zeropp_rules import HPZ, check_zeropp
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.expert.rules import check_routers
 from fivefold.layout import Layout
@@ -133,6 +134,7 @@ def _check(
         raise error.spelled(lambda choice: _as_flags(choice, layout, passes)) from error
     _check_in_flight_limit(layout, mistakes)
     _check_gathers(layout, mistakes)
+    check_zeropp(layout.grid, parallel, config.model.num_experts is not None, mistakes)
     mistakes.raise_if_any()
     return layout
 
@@ -143,6 +145,13 @@ def _check_gathers(layout: Layout, mistakes: Mistakes) -> None:
     The former if they come from the host, the latter by one half of a pair whose other needs them.
     """
     parallel, memory = layout.config.parallel, layout.config.memory
+    if parallel.zero_hpz_partition_size > 1 and layout.gathers_once:
+        mistakes.add(
+            f"{HPZ} = {parallel.zero_hpz_partition_size} has no effect: with "
+            f"pipeline_max_unsharded_stages {parallel.pipeline_max_unsharded_stages} every stage "
+            "is gathered once a step",
+            works=["--pipeline-max-unsharded-stages none", "--zero-hpz-partition-size 1"],
+        )
     if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_cpu_offload:
         mistakes.add(
             "overlap_param_gather_with_optimizer_step gathers what the device has updated, while "

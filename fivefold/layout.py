@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fivefold.config.config import Config
 from fivefold.mesh.grid import Grid
+from fivefold.mesh.nodes import NodeSizes
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import Kind, Program, stages_on
 from fivefold.pipeline.list_scheduler import Problem
@@ -56,6 +57,12 @@ class Layout:
         return self.split.states_into(stage % len(self.split.stages))
 
     @property
+    def node_sizes(self) -> tuple[NodeSizes, NodeSizes]:
+        """How ZeRO++ divides the sharding groups of dense parameters, and of experts."""
+        parallel = self.config.parallel
+        return NodeSizes.of(parallel), NodeSizes.of_experts(parallel, self.grid)
+
+    @property
     def defers_weights(self) -> bool:
         """Whether some dX is computed, and can be sent, before its dW."""
         alone = self.order().program().ranks[0] if self.grid.pp == 1 else ()
@@ -96,6 +103,14 @@ class Layout:
         """Whether a forward and a backward of the same stage run in turns."""
         acts = (act for row in self._computes().ranks for act in row if act.kids)
         return self.overlaps_pairs and any(act.kids[0].stage == act.kids[1].stage for act in acts)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether the program says when to gather, and never gathers a stage twice in a step."""
+        if self.config.parallel.pipeline_max_unsharded_stages is None:
+            return False
+        acts = (act for row in self.program().ranks for act in row if act.kind is Kind.UNSHARD)
+        return all(often == 1 for often in Counter(act.stage for act in acts).values())
 
     @property
     def enough_microbatches(self) -> int:

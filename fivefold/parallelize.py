@@ -93,6 +93,7 @@ class ParallelModel:
         """Free gathered parameters."""
         for stage in self.gradients.values():
             stage.reshard()
+            stage.forget()
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:
         """The blocks whose parameters are gathered together, and what starts that, in the order in

@@ -76,6 +76,7 @@ def named_groups(groups: Groups) -> Iterator[tuple[str, dist.ProcessGroup]]:
         ("cp", groups.cp),
         ("cp", groups.cp_inner),
         ("cp", groups.cp_outer),
+        *vars(groups.nodes).items(),
     ]
     if groups.experts is not None:
         experts = groups.experts
@@ -87,5 +88,6 @@ def named_groups(groups: Groups) -> Iterator[tuple[str, dist.ProcessGroup]]:
             ("router", experts.microbatch),
             ("router", experts.stage),
             *((axis, experts.mesh.get_group(axis)) for axis in EXPERT_PARAMETER_AXES),
+            *((f"edp_{axis}", group) for axis, group in vars(experts.nodes).items()),
         ]
     yield from ((axis, group) for axis, group in named if group is not None)

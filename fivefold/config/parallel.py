@@ -156,6 +156,23 @@ class ParallelConfig:
         False,
         "with grad_reduce_in_bf16: send sharded gradients by all-to-all, and sum them in fp32",
     )
+    zero_quantized_weights: bool = option(
+        False, "gather sharded weights as INT8 with a scale per block (qwZ of ZeRO++)"
+    )
+    zero_hpz_partition_size: int = option(
+        1,
+        "with optim_grads_params: ranks, of a node, that keep a second copy of the weights of a "
+        "step and gather from it (hpZ of ZeRO++)",
+    )
+    zero_quantized_gradients: bool = option(
+        False,
+        "reduce sharded gradients as INT4 with a scale per block, by all-to-all (qgZ of ZeRO++)",
+    )
+    zero_qgz_partition_size: int = option(
+        1,
+        "with zero_quantized_gradients: ranks, of a node, that sum among themselves before they "
+        "send to other nodes",
+    )
 
     @property
     def sharding(self) -> Sharding:

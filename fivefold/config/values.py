@@ -43,6 +43,8 @@ _RULES = MappingProxyType(
         "microbatch_group_size_per_virtual_pipeline_stage": _AT_LEAST_ONE,
         "moe_deepep_num_sms": _AT_LEAST_ONE,
         "ddp_bucket_size": _AT_LEAST_ONE,
+        "zero_hpz_partition_size": _AT_LEAST_ONE,
+        "zero_qgz_partition_size": _AT_LEAST_ONE,
         "expert_model_parallel_size": _AT_LEAST_ONE,
         "expert_tensor_parallel_size": _AT_LEAST_ONE,
         "recompute_num_layers": _AT_LEAST_ONE,

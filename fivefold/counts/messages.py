@@ -18,7 +18,9 @@ class Flow:
         axis: the ranks involved: "tp", "pp", "cp" (also its inner and outer groups), "ep", "etp",
             "ep x etp", "edp" (ranks with the same experts), "edp_shard" and "edp_replicate" (its
             two factors, if both are more than one), "router", "data" (ranks with different
-            tokens), "dp_shard_cp" and "dp_replicate" (its two factors), "tied", "mirror", "world".
+            tokens), "dp_shard_cp" and "dp_replicate" (its two factors), "hpz", "qgz_inner" and
+            "qgz_outer" (parts of the ranks that share state, for ZeRO++; of those with the same
+            experts "edp_hpz", ...), "tied", "mirror", "world".
         purpose: description.
         size: bytes.
     """
@@ -28,7 +30,7 @@ class Flow:
     size: float
 
 
-def wire_bytes(op: str, size: int, ranks: int) -> float:
+def wire_bytes(op: str, size: float, ranks: int) -> float:
     """Bytes that one rank of a group sends in a collective.
 
     Args:

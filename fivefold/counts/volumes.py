@@ -1,6 +1,6 @@
 """Theoretical bytes that a rank sends in one training step, in closed form; torch-free."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -10,6 +10,7 @@ from fivefold.counts.expert_volumes import expert_flows
 from fivefold.counts.messages import Flow, context_volumes, wire_bytes
 from fivefold.counts.parameters import parameter_records, tied_ranks
 from fivefold.counts.routed import StepRows
+from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
@@ -17,7 +18,7 @@ from fivefold.model.description import Layer, describe, layer_kind
 from fivefold.model.operations import CoreAttention, Operation
 from fivefold.model.running import Running
 from fivefold.model.shape import StageParts
-from fivefold.pipeline.ir import Direction, Kind
+from fivefold.pipeline.ir import Direction
 
 SCALAR_BYTES = 8  # token counts are int64, losses and squared norms fp64
 
@@ -30,12 +31,12 @@ def step_volumes(layout: Layout, rank: int, rows: StepRows | None = None) -> tup
         rank: rank that sends.
         rows: rows of each layer with experts; None: expected rows with evenly used experts.
     """
-    volumes = _Volumes(layout, rank)
+    volumes, sharded = _Volumes(layout, rank), ShardedVolumes(layout, rank)
     flows = (
-        *volumes.data_parallel(),
+        *sharded.dense(),
         *volumes.tensor_parallel(),
         *volumes.context_parallel(),
-        *volumes.expert_data_parallel(),
+        *sharded.experts(),
         *expert_flows(layout, rank, rows),
         *volumes.pipeline(),
         *volumes.scalars(),
@@ -67,95 +68,12 @@ class _Volumes:
         self.element = ELEMENT_BYTES[config.training.precision]
         self.running = Running.of(config)
         self.master = max(self.element, 4)
-        self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
         self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
         self.stages = layout.stages_of(self.at["pp"])
         self.recomputed = layout.recomputed()
         self.records = parameter_records(layout, rank)
         self.expert_shards = num_expert_shards(layout)
         self.expert_shard = grid.coordinates(rank, EXPERT_AXES)["edp"] % self.expert_shards
-
-    def data_parallel(self) -> Iterator[Flow]:
-        """Parameter gathers and gradient reductions, including the padding of uneven shards.
-
-        With d shards of c-byte copies and g-byte gradients, and rho = (d-1)/d: rho times
-        (g + c) Psi for ZeRO-1, (M g + c) Psi for ZeRO-2, M (2c + g) Psi for ZeRO-3. The r replicas
-        of a shard then all-reduce it, 2 (r-1)/r g Psi / d; without sharding all ranks do (d = 1).
-        """
-        shards, replicas = self.shards, self.data // self.shards
-        axes = (
-            "data" if replicas == 1 else "dp_shard_cp",
-            "data" if shards == 1 else "dp_replicate",
-        )
-        yield from self._sharded("data", "parameters", axes, shards, replicas)
-
-    def expert_data_parallel(self) -> Iterator[Flow]:
-        """Like `data_parallel`, over the ranks that hold the same experts."""
-        ranks = self.layout.grid.group_of(self.rank, ("edp",), EXPERT_AXES)
-        shards = self.expert_shards
-        block, place = divmod(ranks.index(self.rank), shards)
-        sharing = ranks[block * shards : (block + 1) * shards]
-        axes = self._axis(sharing, "edp_shard"), self._axis(ranks[place::shards], "edp_replicate")
-        yield from self._sharded("edp", "experts", axes, shards, len(ranks) // shards)
-
-    def _axis(self, ranks: tuple[int, ...], name: str) -> str:
-        """The first axis whose group has exactly these ranks."""
-        grid = self.layout.grid
-        named = {
-            "tp": ("tp",),
-            "data": ("dp_replicate", "dp_shard", "cp"),
-            "dp_replicate": ("dp_replicate",),
-            "dp_shard_cp": ("dp_shard", "cp"),
-        }
-        for axis, over in named.items():
-            if grid.group_of(self.rank, over) == ranks:
-                return axis
-        return "edp" if grid.group_of(self.rank, ("edp",), EXPERT_AXES) == ranks else name
-
-    def _sharded(
-        self, group: str, what: str, axes: tuple[str, str], shards: int, replicas: int
-    ) -> Iterator[Flow]:
-        """Gathers and reductions of the parameters whose gradients `group` sums first.
-
-        Args:
-            group: name of the group in the parameter records.
-            what: description of the parameters.
-            axes: axis of the ranks that share state, and of those that hold replicas.
-            shards: number of ranks that share state.
-            replicas: number of replicas.
-        """
-        sharding = self.parallel.sharding
-        often = self._gathers()
-        padded = gathers = 0
-        for record in self.records:
-            if group in record.sums:
-                part = held_of_experts if record.experts else held
-                size = part(record.shape, shards)
-                padded += size
-                gathers += often[record.stage] * size
-        reductions = sharding.reductions(self.microbatches * self.slices)
-        gathered = wire_bytes("all_gather", shards * gathers * self.element, shards)
-        yield Flow(axes[0], f"gathered {what}", gathered)
-        reduced = wire_bytes("reduce_scatter", shards * padded * self.wire, shards)
-        yield Flow(axes[0], f"reduced gradients of {what}", reductions * reduced)
-        # FSDP2 sums replicas in the reduction dtype; only our buckets and reduce-scatter narrow it.
-        bucketed = not sharding.splits_optimizer and self.element == self.master
-        summed = padded * (self.wire if bucketed else self.master)
-        yield Flow(
-            axes[1],
-            f"gradients of {what} summed over replicas",
-            wire_bytes("all_reduce", summed, replicas),
-        )
-
-    def _gathers(self) -> dict[int, int]:
-        """How often each stage's parameters are gathered: by the program if it says so."""
-        if self.parallel.pipeline_max_unsharded_stages is None:
-            sharding = self.parallel.sharding
-            often = sharding.gathers(self.microbatches * self.slices)
-            again = self.slices if sharding.splits_parameters else 0
-            return {stage: often + again * self.recomputed[stage] for stage in self.stages}
-        acts = self.layout.program().ranks[self.at["pp"]]
-        return Counter(act.stage for act in acts if act.kind is Kind.UNSHARD)
 
     def tensor_parallel(self) -> Iterator[Flow]:
         """Tensor-parallel bytes, per microbatch and hidden state of N bytes, in (t-1)/t N.

@@ -7,7 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.mesh.collectives import Pending, start_all_gather, start_reduce_scatter
+from fivefold.data_parallel.quantised import Format
+from fivefold.mesh.collectives import (
+    Pending,
+    all_to_all,
+    group_size,
+    start_all_gather,
+    start_reduce_scatter,
+    sum_in_order,
+)
 
 
 class _Waitable(dist.Work):
@@ -72,6 +80,104 @@ class ReduceScatter(_Buffers):
             narrow = start_reduce_scatter(input_tensor.to(self._sum_dtype), group)
             pending = Pending(narrow.works, lambda: output_tensor.copy_(narrow.finish()))
         return _finish(pending, async_op)
+
+
+class NodeGather(_Buffers):
+    """The all-gathers of ZeRO++ (Wang et al., 2023): in few bits, and within a node.
+
+    What the first gather of a step brings is divided once more among the ranks of a node, and later
+    gathers of the step take it from there (hpZ): the same bytes, so the same weights. DeepSpeed
+    divides it again in every forward; the weights are the same until they are updated.
+
+    Args:
+        node: ranks of a node; None: every gather is over all ranks.
+
+    Attributes:
+        format: form of the messages (qwZ); None: weights as they are.
+        kept: this rank's part of the gathered messages; None: the next gather is over all ranks.
+    """
+
+    def __init__(self, format: Format | None, node: dist.ProcessGroup | None) -> None:
+        self.format, self._node = format, node
+        self.kept: Tensor | None = None
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> _Waitable | None:
+        """[n] -> [P*n] into `output_tensor`, which may contain `input_tensor`."""
+        sent, among = self.kept, self._node
+        if sent is None:
+            sent, among = input_tensor, group
+            if self.format is not None:
+                sent = self.format.pack(input_tensor.view(1, -1)).flatten()
+        target = output_tensor if self.format is None else None
+        gathering = start_all_gather(sent, among, target)
+
+        def finish() -> Tensor:
+            gathered = gathering.finish()
+            if self._node is not None and self.kept is None:
+                self.kept = gathered.view(self._node.size(), -1)[self._node.rank()].clone()
+            if self.format is not None:
+                size = group.size()
+                self.format.unpack(gathered.view(size, -1), output_tensor.view(size, -1))
+            return output_tensor
+
+        return _finish(Pending(gathering.works, finish), async_op)
+
+
+class HierarchicalReduceScatter(_Buffers):
+    """ZeRO++'s reduction in few bits (qgZ; Wang et al., 2023): all-to-alls instead of a ring.
+
+    A ring would round every sum that it passes on. Here each gradient is rounded once, and the sum
+    of a node once more: ranks of a node exchange their gradients, sum them in rank order, and ranks
+    with the same place in all nodes exchange these sums.
+
+    Args:
+        format: form of the messages.
+        inner: ranks of a node; None: all ranks exchange their gradients at once.
+        outer: those with this rank's place in every node.
+
+    Attributes:
+        format: form of the messages.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        inner: dist.ProcessGroup | None,
+        outer: dist.ProcessGroup | None,
+    ) -> None:
+        self.format, self._inner, self._outer = format, inner, outer
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """[P*n] -> [n] into `output_tensor`; `op` is a sum, as set in `fsdp.py`."""
+        assert not async_op, "FSDP2 reduces on a stream of its own"
+        shares = input_tensor.view(group.size(), -1)
+        if self._inner is not None:
+            places = group_size(self._inner)
+            to_places = shares.unflatten(0, (-1, places)).transpose(0, 1).flatten(0, 1)
+            shares = self._exchanged(to_places, self._inner)
+        output_tensor.copy_(self._exchanged(shares, self._outer or group).view(-1))
+
+    def _exchanged(self, x_RN: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum over a group: of [P*k, n], k rows for each rank in order, this rank's [k, n]."""
+        ranks = group.size()
+        sent = self.format.pack(x_RN).view(ranks, -1)
+        received = torch.empty_like(sent)
+        all_to_all(list(sent), list(received), group)
+        values = self.format.unpack(received.view(len(x_RN), -1), torch.empty_like(x_RN))
+        return sum_in_order(values.unflatten(0, (ranks, -1)).unbind())
 
 
 def _finish(pending: Pending, async_op: bool) -> _Waitable | None:

@@ -17,9 +17,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from fivefold.data_parallel.communication import AllGather, ReduceScatter
+from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS
+from fivefold.data_parallel.communication import (
+    AllGather,
+    HierarchicalReduceScatter,
+    NodeGather,
+    ReduceScatter,
+)
 from fivefold.data_parallel.policy import Policy
-from fivefold.mesh.groups import Groups
+from fivefold.data_parallel.quantised import Blocks, Format
+from fivefold.mesh.groups import Groups, NodeGroups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.experts import Experts
 from fivefold.model.prediction import FurtherToken
@@ -45,6 +52,9 @@ class ShardedStage:
             gradients block by block; otherwise `reduce` does.
         by_hand: whether forwards of the stage alternate with its own backwards, which FSDP2's hooks
             do not support: then `unshard` gathers parameters, and `after_backward` reduces.
+
+    Attributes:
+        exchanges: gathers and reductions of ZeRO++, of all units.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class ShardedStage:
                 shard_placement_fn=partial(_split_dim, shards=mesh.size(-1)),
             )
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
+        self.exchanges: list[NodeGather | HierarchicalReduceScatter] = []
         self._held: dict[torch.Tensor, Any] = {}  # by whole parameter, what FSDP2 knows of it
         self._root = self._units[0]
         self._gathers: list[UnshardHandle] = []
@@ -92,7 +103,10 @@ class ShardedStage:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             wrapped: Any = unit
-            _set_communication(unit, meshes[wrapped], policy)
+            mesh, nodes = meshes[wrapped], groups.nodes
+            if groups.experts is not None and isinstance(wrapped, Experts):
+                nodes = groups.experts.nodes
+            self.exchanges += _set_communication(unit, mesh, policy, nodes)
             if by_hand:
                 _without_hooks(unit)
         if not by_hand:
@@ -193,6 +207,13 @@ class ShardedStage:
         self._end_of_backward()
         self._root.set_is_last_backward(False)
         self._gathers = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the next gathers be over all ranks, as weights may change."""
+        for exchange in self.exchanges:
+            if isinstance(exchange, NodeGather):
+                exchange.kept = None
 
     def waiting_gradients(self) -> Iterator[torch.Tensor]:
         """Gradients summed over microbatches, whole, that wait for the reduction at the end."""
@@ -256,15 +277,30 @@ def _set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
             unit.set_modules_to_forward_prefetch(others)
 
 
-def _set_communication(unit: FSDPModule, mesh: DeviceMesh, policy: Policy) -> None:
-    """Give FSDP2 our collectives, where its own are slow or do not narrow gradients."""
+def _set_communication(
+    unit: FSDPModule, mesh: DeviceMesh, policy: Policy, nodes: NodeGroups
+) -> Iterator[NodeGather | HierarchicalReduceScatter]:
+    """Give FSDP2 our collectives where its own are slow, or do not send what is asked for."""
     module: Any = unit  # ours do not derive from FSDP2's abstract classes
     on_cpu = mesh.device_type == "cpu"
     if not policy.shards or mesh.size(-1) == 1:
         return
-    if on_cpu:
+    held = [each for group in _parameter_groups(unit) for each in group.fsdp_params]
+    sizes = [(each.sharded_param.shape, each._sharded_param_data.numel()) for each in held]
+    if policy.quantised_weights or nodes.hpz is not None:
+        blocks, dtype = Blocks(WEIGHT_BITS), policy.compute_dtype
+        format = Format.of(sizes, blocks, dtype) if policy.quantised_weights else None
+        gather = NodeGather(format, nodes.hpz)
+        module.set_custom_all_gather(gather)
+        yield gather
+    elif on_cpu:
         module.set_custom_all_gather(AllGather())
-    if on_cpu or policy.wire_dtype != policy.master_dtype:
+    if policy.quantised_gradients:
+        format = Format.of(sizes, Blocks(GRADIENT_BITS), policy.master_dtype)
+        reduction = HierarchicalReduceScatter(format, nodes.qgz_inner, nodes.qgz_outer)
+        module.set_custom_reduce_scatter(reduction)
+        yield reduction
+    elif on_cpu or policy.wire_dtype != policy.master_dtype:
         module.set_custom_reduce_scatter(ReduceScatter(policy.wire_dtype, policy.sum_dtype))
 
 

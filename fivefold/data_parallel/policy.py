@@ -35,6 +35,8 @@ class Policy:
         bucket_size: elements of gradients in a message of replicated parameters.
         overlap_grad_reduce: whether to reduce during the last backward rather than after it.
         overlap_param_gather: whether to prefetch the next block's parameters.
+        quantised_weights: whether weights are gathered as INT8.
+        quantised_gradients: whether gradients are reduced as INT4.
     """
 
     shards: bool
@@ -47,6 +49,8 @@ class Policy:
     bucket_size: int
     overlap_grad_reduce: bool
     overlap_param_gather: bool
+    quantised_weights: bool
+    quantised_gradients: bool
 
     @property
     def needs_fsdp(self) -> bool:
@@ -70,4 +74,6 @@ def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
         bucket_size=parallel.ddp_bucket_size,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        quantised_weights=parallel.zero_quantized_weights,
+        quantised_gradients=parallel.zero_quantized_gradients,
     )

@@ -27,7 +27,12 @@ class ReplicatedStage:
         policy: data-parallel settings.
         reduces_in_hooks: whether to start buckets during the last backward; otherwise all start in
             `reduce`.
+
+    Attributes:
+        exchanges: none: ZeRO++ sends what is sharded.
     """
+
+    exchanges = ()
 
     def __init__(
         self,
@@ -114,6 +119,9 @@ class ReplicatedStage:
         """Nothing is ever gathered."""
 
     def reshard(self) -> None:
+        """Nothing is ever gathered."""
+
+    def forget(self) -> None:
         """Nothing is ever gathered."""
 
     def blocks(self) -> Iterator[tuple[list[nn.Parameter], Callable[[], None]]]:

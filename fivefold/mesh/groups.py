@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fivefold.mesh.grid import EXPERT_AXES, Grid
+from fivefold.mesh.nodes import NodeSizes, parts_of
 from fivefold.mesh.shared_gpu import SHARED_GPU
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard_cp", "tp")
@@ -73,6 +74,21 @@ def lost_connection(error: BaseException) -> bool:
 
 
 @dataclass(frozen=True)
+class NodeGroups:
+    """The groups of ZeRO++ among the ranks that share the state of a parameter, None if undivided.
+
+    Attributes:
+        hpz: ranks of a node that gather the weights of a step from each other.
+        qgz_inner: ranks of a node that sum gradients first.
+        qgz_outer: ranks, one of each node, that sum these sums.
+    """
+
+    hpz: dist.ProcessGroup | None = None
+    qgz_inner: dist.ProcessGroup | None = None
+    qgz_outer: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
 class Groups:
     """The process groups of one rank; a group of one rank is None.
 
@@ -93,6 +109,7 @@ class Groups:
             copies of the model.
         mesh: [dp_replicate, dp_shard_cp, tp] mesh of this pipeline rank, on which parameters are
             laid out; without sharding all ranks of DP x CP are replicas.
+        nodes: groups of ZeRO++ for dense parameters.
         experts: groups that a model with experts needs in addition; None without experts.
     """
 
@@ -109,6 +126,7 @@ class Groups:
     tied: dist.ProcessGroup | None
     mirror: dist.ProcessGroup | None
     mesh: DeviceMesh
+    nodes: NodeGroups
     experts: "ExpertGroups | None" = None
 
     @property
@@ -135,6 +153,7 @@ class ExpertGroups:
         stage: group of all ranks with different tokens of the same layers (DP x CP x TP).
         mesh: [edp_replicate, edp_shard, ep, etp] mesh of this pipeline rank, on which expert
             parameters are laid out; without sharding all of EDP are replicas.
+        nodes: groups of ZeRO++ for experts.
     """
 
     ep: dist.ProcessGroup | None
@@ -144,6 +163,7 @@ class ExpertGroups:
     microbatch: dist.ProcessGroup | None
     stage: dist.ProcessGroup | None
     mesh: DeviceMesh
+    nodes: NodeGroups
 
     @property
     def split_mesh(self) -> DeviceMesh | None:
@@ -161,6 +181,7 @@ def build_groups(
     cp_sizes: tuple[int, ...] = (),
     tied_ranks: Sequence[tuple[int, ...]] = (),
     mirrored: bool = False,
+    nodes: tuple[NodeSizes, NodeSizes] = (NodeSizes(), NodeSizes()),
 ) -> Groups:
     """Create the groups of this rank.
 
@@ -178,6 +199,7 @@ def build_groups(
             it is not hierarchical.
         tied_ranks: sets of pipeline ranks, each of which holds copies of the embedding.
         mirrored: whether the pipeline holds a second copy of the model, in reverse.
+        nodes: how ZeRO++ divides the sharding groups of dense parameters, and of experts.
     """
     made = _Made()
     tp_ranks = grid.group_of(rank, ("tp",))
@@ -210,14 +232,15 @@ def build_groups(
         tied=tied,
         mirror=made.group(tuple(pair)) if mirrored else None,
         mesh=_parameter_mesh(grid, rank, device_type, sharded, made.group),
+        nodes=_node_groups(grid.group_of(rank, ("dp_shard", "cp")), rank, nodes[0]),
         experts=None
         if expert_shards is None
-        else _expert_groups(grid, rank, device_type, expert_shards, made),
+        else _expert_groups(grid, rank, device_type, expert_shards, made, nodes[1]),
     )
 
 
 def _expert_groups(
-    grid: Grid, rank: int, device_type: str, shards: int, made: "_Made"
+    grid: Grid, rank: int, device_type: str, shards: int, made: "_Made", nodes: NodeSizes
 ) -> ExpertGroups:
     def among(*axes: str) -> tuple[int, ...]:
         return grid.group_of(rank, axes, EXPERT_AXES)
@@ -244,7 +267,18 @@ def _expert_groups(
             mesh=ranks,
             mesh_dim_names=EXPERT_PARAMETER_AXES,
         ),
+        nodes=_node_groups(parts[1], rank, nodes),
     )
+
+
+def _node_groups(ranks: tuple[int, ...], rank: int, sizes: NodeSizes) -> NodeGroups:
+    """Groups of their own, so that theirs are told from other messages among the same ranks."""
+    hpz = qgz_inner = qgz_outer = None
+    if sizes.hpz > 1:
+        hpz = new_group(parts_of(ranks, rank, sizes.hpz)[0])
+    if sizes.qgz > 1:
+        qgz_inner, qgz_outer = map(new_group, parts_of(ranks, rank, sizes.qgz))
+    return NodeGroups(hpz, qgz_inner, qgz_outer)
 
 
 class _Made:
@@ -310,8 +344,7 @@ def _hierarchy(
     """The inner group of a rank, of neighbours, and its outer group, one rank per inner group."""
     if not sizes:
         return (), ()
-    group, place = divmod(cp_ranks.index(rank), sizes[0])
-    return cp_ranks[group * sizes[0] : (group + 1) * sizes[0]], cp_ranks[place :: sizes[0]]
+    return parts_of(cp_ranks, rank, sizes[0])
 
 
 def _parameter_mesh(

@@ -128,6 +128,7 @@ class Engine:
             tied_ranks=tied_ranks(layout),
             mirrored=layout.num_copies > 1,
             expert_shards=num_expert_shards(layout) if layout.config.model.num_experts else None,
+            nodes=layout.node_sizes,
         )
         self.model: ParallelModel = parallelize(layout, self.groups, device)
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()

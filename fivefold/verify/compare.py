@@ -17,7 +17,7 @@ from fivefold.verify.diagnose import diagnose
 from fivefold.verify.plant import PLANTS
 from fivefold.verify.reference import ReferenceStep
 from fivefold.verify.report import SCALARS, Difference, VerifyReport, joint_errors, judge
-from fivefold.verify.standing_in import scale_each_element
+from fivefold.verify.standing_in import scale_each_element, send_each_element
 
 SMALL = 1e-2  # errors are relative to at least this share of the largest gradient
 
@@ -49,6 +49,8 @@ def compare(
     engine = Engine(layout, rank, device)
     for stage in engine.model.stages.values():
         scale_each_element(stage)
+    for gradients in engine.model.gradients.values():
+        send_each_element(gradients.exchanges)
     if plant is not None:
         PLANTS[plant].install(engine)
     errors = joint_errors(baseline_differences(trace, baseline)) if baseline else None

@@ -22,7 +22,7 @@ from fivefold.model.transformer import Stage
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
-from fivefold.verify.standing_in import in_order, scale_each_element, stand_in
+from fivefold.verify.standing_in import in_order, round_gathered, scale_each_element, stand_in
 
 Tensors = dict[str, Tensor]
 
@@ -91,6 +91,7 @@ def run_reference(
     optimizer = _optimizer(weights, config.optimizer)
     model = plain_model(config, dtype)
     model.load_state_dict(master.state_dict())
+    round_gathered(model, config)
     found = []
     for step in range(steps):
         before = _copies(master.state_dict())
@@ -110,6 +111,7 @@ def run_reference(
         for mixture in master.mixtures:
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
+        round_gathered(model, config)
         found.append(
             ReferenceStep(
                 loss=float(losses[:, 0].sum()) / valid_tokens(batch),

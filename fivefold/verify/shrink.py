@@ -67,6 +67,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
         )
     if config.training.fp8_format is not None:
         config = _with_whole_gradients(config, changes)
+    _tell_rounding(config, changes)
     constant: dict[str, Any] = {
         "lr": LEARNING_RATE,
         "lr_decay_style": "constant",
@@ -97,6 +98,23 @@ def _with_whole_gradients(config: Config, changes: list[str]) -> Config:
         "gradient, one device the sum"
     )
     return config.with_values(num_query_groups=tp)
+
+
+def _tell_rounding(config: Config, changes: list[str]) -> None:
+    """Tell how rounding by ZeRO++ is made the same on one device and in the layout.
+
+    Raises:
+        ConfigError: rounding differs too much between layouts to be told from an error.
+    """
+    parallel = config.parallel
+    if parallel.zero_quantized_weights:
+        if config.training.precision == "fp32":
+            reason = "a last bit of fp32 decides now and then how 8 bits are rounded"
+            works = ("--precision fp64", "--no-zero-quantized-weights")
+            raise ConfigError(Mistake(f"with zero_quantized_weights, {reason}", works=works))
+        changes.append("weights are gathered as INT8 with a scale for each element, not each block")
+    if parallel.zero_quantized_gradients:
+        changes.append("gradients go the way of zero_quantized_gradients, but are not rounded")
 
 
 def _shallower(layout: Layout, config: Config) -> Config:

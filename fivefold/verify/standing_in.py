@@ -2,10 +2,11 @@
 
 Two rules of experts do: the capacity of an expert, or of a rank that holds experts, is counted per
 sending rank, and global_aux_loss counts the microbatches that all ranks have run so far. So do the
-scales of 8-bit operands, which belong to what a rank multiplies.
+scales of 8-bit operands, which belong to what a rank multiplies, and those of the blocks in which
+ZeRO++ sends weights and gradients, which belong to what a rank keeps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,10 @@ from torch import Tensor
 
 from fivefold.config.config import Config
 from fivefold.context.install import shards_of
+from fivefold.data_parallel.blocks import WEIGHT_BITS, in_few_bits
+from fivefold.data_parallel.communication import HierarchicalReduceScatter, NodeGather
+from fivefold.data_parallel.quantised import Blocks, Whole
+from fivefold.mesh.grid import Grid
 from fivefold.model.batch import Batch, taken
 from fivefold.model.eight_bit import EightBit, EightBitExperts
 from fivefold.model.fp8 import EACH_ELEMENT
@@ -27,13 +32,17 @@ from fivefold.model.transformer import Stage
 
 def depends_on_layout(config: Config) -> bool:
     """Whether the plain model must know degrees of parallelism."""
+    return config.parallel.zero_quantized_weights or _experts_depend(config)
+
+
+def _experts_depend(config: Config) -> bool:
     experts = config.experts
     return experts.limits_rows or "global_aux_loss" in experts.moe_router_load_balancing_type
 
 
 def stand_in(model: Stage, config: Config) -> None:
     """Make a plain model with experts decide as the ranks of a layout do."""
-    if model.model.num_experts is None or not depends_on_layout(config):
+    if model.model.num_experts is None or not _experts_depend(config):
         return
     limit, dp = _LimitByRank(config), config.parallel.data_parallel_shard_size
     ep = config.parallel.expert_model_parallel_size
@@ -58,6 +67,43 @@ def scale_each_element(stage: Stage) -> None:
         if isinstance(module, GroupedLinear) and isinstance(module.products, EightBitExperts):
             alone = replace(module.products.each, recipe=EACH_ELEMENT)
             module.products = EightBitExperts(alone)
+
+
+EACH_WEIGHT = Blocks(WEIGHT_BITS, size=1, powers_of_two=True)
+
+
+def send_each_element(exchanges: Iterable[NodeGather | HierarchicalReduceScatter]) -> None:
+    """Give each weight that ZeRO++ gathers a scale of its own, and send gradients unrounded.
+
+    The first makes rounding independent of shards. The second cannot be: sums of rounded gradients
+    depend on who rounds what. What is sent where, and who adds what up, is as in training.
+    """
+    for exchange in exchanges:
+        if exchange.format is not None:
+            gathers = isinstance(exchange, NodeGather)
+            blocks = EACH_WEIGHT if gathers else Whole(exchange.format.dtype)
+            exchange.format = exchange.format.sending(blocks)
+
+
+def round_gathered(model: Stage, config: Config) -> None:
+    """Give a plain model the weights that ranks compute with if ZeRO++ gathers them (qwZ)."""
+    parallel = config.parallel
+    if not parallel.zero_quantized_weights:
+        return
+    grid = Grid(
+        dp_replicate=parallel.num_distributed_optimizer_instances,
+        dp_shard=parallel.data_parallel_shard_size,
+        cp=parallel.context_parallel_size,
+        tp=parallel.tensor_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
+    )
+    whole = grid.expert_shards == 1  # which are not gathered
+    kept = {p for m in model.mixtures for p in m.experts.parameters() if whole}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter not in kept and in_few_bits(tuple(parameter.shape)):
+                parameter.copy_(EACH_WEIGHT.rounded(parameter))
 
 
 class _LimitByRank:

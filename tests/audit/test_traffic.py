@@ -120,6 +120,10 @@ SELECTIVE = {
     "recompute_granularity": "selective",
     "recompute_modules": ("core_attn", "mlp", "layernorm"),
 }
+ZERO3 = {ZERO: "optim_grads_params"}
+QWZ, HPZ = {"zero_quantized_weights": True}, {"zero_hpz_partition_size": 2}
+QGZ = {"zero_quantized_gradients": True}
+QGZ_OF_NODES = QGZ | {"zero_qgz_partition_size": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "no_shard": (4, {}),
@@ -268,6 +272,19 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp + tp + sp": (4, {CP: 2} | SP),
     "cp + tp over more ranks than key/value heads": (8, {CP: 2, TP: 4, KIND: ("all_gather",)}),
     "cp + pp": (4, {CP: 2, PP: 2, KIND: ("a2a",)}),
+    "qwZ, optim in bf16": (2, {ZERO: "optim"} | QWZ | BF16),
+    "qwZ + hpZ": (4, ZERO3 | QWZ | HPZ),
+    "hpZ in bf16, layers recomputed": (4, ZERO3 | HPZ | BF16 | FULL),
+    "hpZ, stages kept gathered": (
+        8,
+        ZERO3
+        | HPZ
+        | {PP: 2, SCHEDULE: "zb_v", "global_batch_size": 12, "pipeline_max_unsharded_stages": 1},
+    ),
+    "qgZ": (4, {ZERO: "optim_grads"} | QGZ),
+    "qgZ of nodes, tp + sp + cp": (8, ZERO3 | QGZ_OF_NODES | SP | {CP: 2} | BF16),
+    "all of ZeRO++, hsdp": (8, ZERO3 | QWZ | HPZ | QGZ_OF_NODES | {HSDP: 2}),
+    "all of ZeRO++, tied over pp": (8, ZERO3 | QWZ | HPZ | QGZ_OF_NODES | {PP: 2} | GPT),
 }
 
 
@@ -291,6 +308,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         "cp, a kind for each layer",
         "cp with a window",
         "cp by all-gather with a window",
+        "hpZ in bf16, layers recomputed",
+        "qgZ of nodes, tp + sp + cp",
+        "all of ZeRO++, tied over pp",
     ),
 )
 def test_a_step_sends_exactly_what_the_formulas_say(name: str) -> None:

@@ -32,6 +32,12 @@ OTHERWISE = (
     {"precision": "fp32", "ddp_bucket_size": 10_000_000},
     {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
     {"overlap_param_gather_with_optimizer_step": True},
+    {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+    {
+        "zero_hpz_partition_size": 4,
+        "zero_quantized_gradients": True,
+        "zero_qgz_partition_size": 4,
+    },
 )
 
 

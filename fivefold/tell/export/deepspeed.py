@@ -6,6 +6,7 @@ from typing import Any
 
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
+from fivefold.data_parallel.zeropp_rules import techniques
 from fivefold.layout import Layout
 from fivefold.tell.export.settings import Export, Settings, described
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
@@ -35,7 +36,7 @@ def deepspeed(layout: Layout) -> Export:
                 "weight_decay": said["weight_decay"],
             },
         },
-        "zero_optimization": _sharding(said),
+        "zero_optimization": _sharding(said, layout.config.parallel),
     }
     rates = _rates(said)
     if rates is not None:
@@ -109,7 +110,7 @@ def _lost_of_the_rates(said: Settings) -> Iterator[str]:
         )
 
 
-def _sharding(said: Settings) -> dict[str, Any]:
+def _sharding(said: Settings, parallel: ParallelConfig) -> dict[str, Any]:
     stage = SHARDING[said["data_parallel_sharding_strategy"]].zero_stage
     zero: dict[str, Any] = {"stage": stage}
     if stage:
@@ -120,6 +121,8 @@ def _sharding(said: Settings) -> dict[str, Any]:
         }
     if stage == 3 and not said["overlap_param_gather"]:
         zero["stage3_prefetch_bucket_size"] = 0
+    if stage == 3:
+        zero |= {name: said[name] for name in techniques(parallel)}
     if stage and said["optimizer_cpu_offload"]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == 3:
@@ -193,6 +196,15 @@ def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
         yield (
             "it sums in the type in which it sends gradients: bf16, in spite of "
             "ddp_reduce_scatter_with_fp32_accumulation"
+        )
+    left_out = [] if sharding.splits_parameters else techniques(layout.config.parallel)
+    said.mention(*left_out)
+    if left_out:
+        yield f"ZeRO++ is of ZeRO stage 3 there: {', '.join(left_out)} left out"
+    if said["zero_quantized_gradients"]:
+        yield (
+            "gradients as INT4 are summed within whole nodes first, not within "
+            f"zero_qgz_partition_size = {said['zero_qgz_partition_size']} ranks"
         )
     if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
         size = said["ddp_bucket_size"]

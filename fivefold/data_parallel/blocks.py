@@ -1,0 +1,78 @@
+"""Which weights and gradients ZeRO++ sends in few bits, and how many bytes that is; torch-free.
+
+ZeRO++ (Wang et al., 2023) sends weights as INT8 (qwZ) and gradients as INT4 (qgZ), each block of
+elements with a scale of its own. Vectors, such as norms and biases, keep their type: they are few,
+and what one step of a block's scale changes in them is not.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from fivefold.config.parallel import ParallelConfig
+
+BLOCK = 128
+"""Elements that share a scale."""
+SCALE_BYTES = 4
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+
+
+def in_few_bits(shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of this shape is sent in blocks."""
+    return len(shape) > 1
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """Elements of a unit's parameters that one rank sends to one other.
+
+    Attributes:
+        blocks: of those that are sent in few bits.
+        wide: of those that keep their type.
+    """
+
+    blocks: int = 0
+    wide: int = 0
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[tuple[int, ...], int]]) -> "UnitSizes":
+        """The sizes of parameters with these shapes and numbers of elements."""
+        each = list(parameters)
+        few = sum(size for shape, size in each if in_few_bits(shape))
+        return cls(few, sum(size for _, size in each) - few)
+
+    @classmethod
+    def whole(cls, shapes: Iterable[tuple[int, ...]]) -> "UnitSizes":
+        """The sizes of whole parameters."""
+        return cls.of((shape, prod(shape)) for shape in shapes)
+
+    def message(self, bits: int, element: float) -> float:
+        """Bytes of the message: whole blocks with their scales, and the rest.
+
+        Args:
+            bits: bits of an element in a block.
+            element: bytes of one that keeps its type.
+        """
+        blocks = -(-self.blocks // BLOCK)
+        return blocks * (BLOCK * bits // 8 + SCALE_BYTES) + self.wide * element
+
+    def gathered(self, element: float, *, rounded: bool) -> float:
+        """Bytes of a gather's message, as INT8 (qwZ) or as it is."""
+        if rounded:
+            return self.message(WEIGHT_BITS, element)
+        return (self.blocks + self.wide) * element
+
+
+UNPACKING = 8.0
+"""Bytes per weight while a message is unpacked: itself, in fp32, and in the compute type."""
+
+
+def reduction_buffers(parallel: ParallelConfig) -> float:
+    """Bytes per gradient that qgZ takes while it sends a layer's.
+
+    Two messages and the unpacked ones, whose integers and values in fp32 exist at the same time;
+    between ranks of a node also a copy in the order of the places in nodes.
+    """
+    if not parallel.zero_quantized_gradients:
+        return 0.0
+    return 14.0 if parallel.zero_qgz_partition_size > 1 else 10.0

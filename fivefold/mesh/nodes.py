@@ -1,0 +1,45 @@
+"""How many ranks of a sharding group are neighbours in a node, for ZeRO++; torch-free."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from fivefold.config.parallel import ParallelConfig
+from fivefold.mesh.grid import Grid
+
+
+@dataclass(frozen=True)
+class NodeSizes:
+    """Consecutive ranks of a sharding group that lie in a node; 1: it is not divided.
+
+    Attributes:
+        hpz: ranks that keep a second copy of weights together.
+        qgz: ranks that sum gradients before they send to other nodes.
+    """
+
+    hpz: int = 1
+    qgz: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig) -> Self:
+        """The sizes for dense parameters."""
+        return cls(parallel.zero_hpz_partition_size, parallel.zero_qgz_partition_size)
+
+    @classmethod
+    def of_experts(cls, parallel: ParallelConfig, grid: Grid) -> Self:
+        """The sizes for experts, whose shards lie as much further apart as they are fewer."""
+        dense = cls.of(parallel)
+        return cls(experts_within(dense.hpz, grid), experts_within(dense.qgz, grid))
+
+
+def experts_within(size: int, grid: Grid) -> int:
+    """Shards of an expert in a node that holds `size` dense shards; 1, too, if it holds all."""
+    within = max(1, size * grid.tp // (grid.ep * grid.etp))
+    return 1 if within >= grid.expert_shards else within
+
+
+def parts_of(
+    ranks: tuple[int, ...], rank: int, size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks of a rank's node, and those with its place in every node."""
+    node, place = divmod(ranks.index(rank), size)
+    return ranks[node * size : (node + 1) * size], ranks[place::size]
