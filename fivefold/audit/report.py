@@ -177,6 +177,7 @@ def audit(
         *_activations(layout, pairs),
         _products(layout, pairs),
         *_operations(records, layer_operations),
+        *_waits(records),
         *_peaks(layout, records, outlook),
         _step_time(seconds, outlook),
     ]
@@ -305,6 +306,16 @@ def _operations(
     if counted:
         measured, rank = max(counted)
         yield Finding("launches of the step", None, measured, None, rank, 0, "{:,.0f}".format)
+
+
+def _waits(records: Sequence[RankRecord]) -> Iterator[Finding]:
+    """The finding for waits of the host for the device, where they are most: lines that wait."""
+    counted = [(sum(r.waits.values()), r.rank, r.waits) for r in records if r.waits is not None]
+    if counted:
+        most, rank, places = max(counted, key=lambda found: found[0])
+        often = sorted(places.items(), key=lambda place: -place[1])
+        note = "; ".join(f"{times:,.0f} {where}" for where, times in often)
+        yield Finding("waits of the host", None, most, None, rank, 0, "{:,.0f}".format, note)
 
 
 def _kept_by(stage: int, record: RankRecord) -> float:
