@@ -1,7 +1,7 @@
 """Measures one training step on this rank."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from fivefold.audit.launches import LayerLaunches
 from fivefold.audit.record import RankRecord, write_record
 from fivefold.audit.routed import ChosenExperts
 from fivefold.audit.traffic import Traffic, axes_of
+from fivefold.audit.waits import HostWaits
 from fivefold.audit.work import Multiplications
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import local_tensor
@@ -57,10 +58,14 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     chosen = ChosenExperts(engine.model.stages, engine.groups)
     stages = engine.model.stages.values()
     launched = LayerLaunches([layer for stage in stages for layer in stage.transformer_layers])
+    waits = HostWaits(engine.device, map(local_tensor, engine.parameters.values()))
     host = engine.optimizer.host
     out, back = host.link.out_bytes, host.link.back_bytes
     try:
-        with torch.compiler.set_stance("force_eager"), chosen, kept, work, traffic, launched:
+        counts = (chosen, kept, work, traffic, launched, waits)
+        with torch.compiler.set_stance("force_eager"), ExitStack() as entered:
+            for count in counts:
+                entered.enter_context(count)
             yield
     finally:
         hook.remove()
@@ -78,6 +83,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         chosen=chosen.choices,
         operations=launched.count,
         layer_operations=launched.of_a_layer,
+        waits=dict(waits.places),
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
         host=sum(tensor.nbytes for tensor in host.tensors()),
         to_host=host.link.out_bytes - out,

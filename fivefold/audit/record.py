@@ -44,6 +44,8 @@ class RankRecord:
         operations: operations that the step launched; None: not counted.
         layer_operations: of these, how many a layer's forward and its backward launch for one
             microbatch; None: no layer ran.
+        waits: how often the host waited for the device in the step, by the line that waits; None:
+            not counted.
         host: bytes of the optimizer's state in host memory.
         to_host: bytes copied to the host for the optimizer.
         from_host: bytes copied back to the device for it.
@@ -63,6 +65,7 @@ class RankRecord:
     peak_allocated: Amount | None = None
     operations: Amount | None = None
     layer_operations: tuple[Amount, Amount] | None = None
+    waits: Mapping[str, Amount] | None = None
     host: Amount = 0.0
     to_host: Amount = 0.0
     from_host: Amount = 0.0

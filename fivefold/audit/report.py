@@ -141,11 +141,13 @@ class Outlook:
         seconds: predicted step time, in seconds.
         interval: ends of the 80 % interval of the step time, in seconds.
         peaks: predicted peaks of allocated device memory by pipeline rank, in bytes.
+        host_operation: seconds that the host needs to launch an operation.
     """
 
     seconds: float
     interval: tuple[float, float]
     peaks: Sequence[float]
+    host_operation: float
 
 
 def audit(
@@ -176,7 +178,8 @@ def audit(
         *_on_host(layout, pairs),
         *_activations(layout, pairs),
         _products(layout, pairs),
-        *_operations(records, layer_operations),
+        *_operations(records, layer_operations, outlook),
+        *_waits(records),
         *_peaks(layout, records, outlook),
         _step_time(seconds, outlook),
     ]
@@ -292,9 +295,12 @@ def _products(layout: Layout, pairs: Pairs) -> Finding:
 
 
 def _operations(
-    records: Sequence[RankRecord], predicted: tuple[float, float] | None
+    records: Sequence[RankRecord],
+    predicted: tuple[float, float] | None,
+    outlook: Outlook | None,
 ) -> Iterator[Finding]:
-    """Findings for the operations launched by a layer and by the step, where they are most."""
+    """Findings for the operations launched by a layer and by the step, where they are most, and the
+    share of the step that the host launches."""
     of_layers = [(r.layer_operations, r.rank) for r in records if r.layer_operations is not None]
     for index, way in enumerate(("forward", "backward") if of_layers else ()):
         measured, rank = max((both[index], rank) for both, rank in of_layers)
@@ -304,7 +310,24 @@ def _operations(
     counted = [(r.operations, r.rank) for r in records if r.operations is not None]
     if counted:
         measured, rank = max(counted)
-        yield Finding("launches of the step", None, measured, None, rank, 0, "{:,.0f}".format)
+        note = ""
+        if outlook is not None:
+            host = measured * outlook.host_operation
+            each, share = human_seconds(outlook.host_operation), host / outlook.seconds
+            note = f"at {each} each the host launches for {human_seconds(host)}, "
+            note += f"{share:.0%} of the predicted step"
+        shown = "{:,.0f}".format
+        yield Finding("launches of the step", None, measured, None, rank, 0, shown, note)
+
+
+def _waits(records: Sequence[RankRecord]) -> Iterator[Finding]:
+    """The finding for waits of the host for the device, where they are most: lines that wait."""
+    counted = [(sum(r.waits.values()), r.rank, r.waits) for r in records if r.waits is not None]
+    if counted:
+        most, rank, places = max(counted, key=lambda found: found[0])
+        often = sorted(places.items(), key=lambda place: -place[1])
+        note = "; ".join(f"{times:,.0f} {where}" for where, times in often)
+        yield Finding("waits of the host", None, most, None, rank, 0, "{:,.0f}".format, note)
 
 
 def _kept_by(stage: int, record: RankRecord) -> float:

@@ -1,11 +1,9 @@
 """Follows the streams of a GPU, and finds accesses to memory that no wait puts in order."""
 
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import lru_cache
-from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -13,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fivefold.audit.calls import bytes_of, is_call
+from fivefold.audit.calls import is_call
 from fivefold.audit.races import HOST, Mark, Races, Span
-from fivefold.audit.watch import Watch
+from fivefold.audit.waits import awaited
+from fivefold.audit.watch import Watch, after, project_line, tensors_in
 from fivefold.errors import FivefoldError
 from fivefold.mesh.arguments import PLACES
 
 SHOWN = 8
 """Races that are told in full."""
-ROOT = str(Path(__file__).resolve().parents[1])
 
 
 class StreamWatch(Watch):
@@ -56,7 +54,7 @@ class StreamWatch(Watch):
             *((kind, "wait", self._arrive) for kind in _kinds_of_work()),
         ]
         for owner, name, hook in hooks:
-            self._hooks.enter_context(_after(owner, name, hook))
+            self._hooks.enter_context(after(owner, name, hook))
         super().__enter__()
         return self
 
@@ -93,27 +91,27 @@ class StreamWatch(Watch):
     ) -> None:
         written = _written(func)
         reads: list[Tensor] = []
-        writes = [] if _only_allocates(func) else list(_tensors(result))
+        writes = [] if _only_allocates(func) else list(tensors_in(result))
         for place, value in (*enumerate(args), *kwargs.items()):
-            (writes if place in written else reads).extend(_tensors(value))
+            (writes if place in written else reads).extend(tensors_in(value))
         touched = [*reads, *writes]
         on_gpu = any(x.is_cuda for x in touched)
         if not on_gpu and not any(x.is_pinned() for x in touched):
             return
         stream = _name(torch.cuda.current_stream()) if on_gpu else HOST
-        what = f"{func.name().partition('.')[0]} {_place()}"
+        what = f"{func.name().partition('.')[0]} {project_line()}"
         with self._lock:
             for x in touched:
                 self._await_end(x)
             self.races.access(stream, what, _spans(reads), _spans(writes))
-            if on_gpu and _holds_host(func, kwargs, args, result):
+            if on_gpu and awaited(func, args, kwargs, result):
                 self.races.wait(HOST, self.races.mark(stream))
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """An operation of torch.distributed: it starts after what the current stream holds."""
         places = PLACES[func.name().partition(".")[0]]
         gives, gets = (
-            [] if at is None else [x for x in _tensors(args[at]) if x.is_cuda]
+            [] if at is None else [x for x in tensors_in(args[at]) if x.is_cuda]
             for at in (places.gives, places.gets)
         )
         result = super()._run(func, args, kwargs)
@@ -123,7 +121,7 @@ class StreamWatch(Watch):
         stream = here = _name(torch.cuda.current_stream())
         if _is_async(func, args):
             stream = _messages_of(group)
-        what = f"{func.name().partition('.')[0]} {_place()}"
+        what = f"{func.name().partition('.')[0]} {project_line()}"
         with self._lock:
             for x in (*gives, *gets):
                 self._await_end(x)
@@ -183,23 +181,6 @@ def _kinds_of_work() -> list[type]:
     return [dist.Work, *(kind for kind in dist.Work.__subclasses__() if "wait" in vars(kind))]
 
 
-@contextmanager
-def _after(owner: Any, name: str, hook: Callable[..., None]) -> Iterator[None]:
-    """Call `hook(object, result, *args)` after a method of a class."""
-    original = getattr(owner, name)
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        hook(self, result, *args, **kwargs)
-        return result
-
-    setattr(owner, name, method)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
 def _name(stream: Any) -> str:
     return f"stream {stream.stream_id}" if stream.stream_id else "the default stream"
 
@@ -207,17 +188,6 @@ def _name(stream: Any) -> str:
 def _messages_of(group: Any) -> str:
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     return f"the messages of ranks {ranks} (group {group.group_name})"
-
-
-def _place() -> str:
-    """The innermost line of the project; in a thread of autograd there may be none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(ROOT) and "/audit/" not in file and "/mesh/collectives" not in file:
-            return f"at {file[len(ROOT) + 1 :]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "of the backward pass"
 
 
 def _is_async(func: Any, args: tuple[Any, ...]) -> bool:
@@ -229,14 +199,6 @@ def _is_async(func: Any, args: tuple[Any, ...]) -> bool:
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
 
 
 def _spans(tensors: list[Tensor]) -> list[Span]:
@@ -268,15 +230,3 @@ def _is_view(func: Any) -> bool:
 @lru_cache(maxsize=4096)
 def _only_allocates(func: Any) -> bool:
     return "empty" in func.name()
-
-
-def _holds_host(func: Any, kwargs: Mapping[str, Any], args: tuple[Any, ...], result: Any) -> bool:
-    """Whether the host knows of the operation's end when it goes on."""
-    if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"):
-        return True
-    every = [*_tensors(args), *_tensors(result)]
-    if all(x.is_cuda or not bytes_of(x) for x in every):
-        return False
-    copies = func.name().startswith(("aten::copy_", "aten::_to_copy"))
-    later = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
-    return copies and not later and any(not x.is_cuda for x in every)

@@ -27,6 +27,8 @@ Verdict = Literal["ok", "note", "bad"]
 
 PYTHON, TORCH = (3, 11), (2, 11)
 FREE_DISK = 10 << 30  # bytes; with less, a few checkpoints of a small model may not fit
+KNOWN, KNOWN_TOKENS = "llama3-8b", 8192
+"""Whose layer the cost of launches is held against."""
 MARKS: dict[Verdict, tuple[str, Style]] = {
     "ok": ("ok  ", "green"),
     "note": ("note", "yellow"),
@@ -222,7 +224,7 @@ def _speed() -> Iterator[HealthLine]:
         "bf16 matmul",
         f"{human_flops(bf16)}/s, {bf16 / fp32:.1f} x fp32{advice}",
     )
-    yield _launches(device)
+    yield _launches(device, max(fp32, bf16))
     yield _fused_adamw(device)
     yield _attention(device)
 
@@ -246,10 +248,14 @@ def _nothing() -> None:
     """Do nothing: a CPU has finished when the call returns."""
 
 
-def _launches(device: str) -> HealthLine:
-    """What the host needs to launch an operation, and so at least for a layer."""
+def _launches(device: str, speed: float) -> HealthLine:
+    """What the host needs to launch an operation, and so at least for a layer; the share that this
+    is of the time of a known layer's products, at `speed` FLOP/s."""
     import torch
 
+    from fivefold.config.presets import PRESETS
+    from fivefold.model.shape import training_flops
+    from fivefold.pipeline.stages import StageSpec
     from fivefold.predict.layer import DENSE_OPERATIONS
 
     x, calls = torch.zeros(8, device=device), 1000
@@ -260,9 +266,18 @@ def _launches(device: str) -> HealthLine:
             x.add_(1.0)
         seconds.append((time.perf_counter() - began) / calls)
     layer = 3 * DENSE_OPERATIONS
-    least = human_seconds(layer * min(seconds))
-    text = f"{human_seconds(min(seconds))} of the host each; a dense layer has some {layer} for a"
-    return HealthLine("ok", "launches", f"{text} microbatch, at least {least}")
+    least = layer * min(seconds)
+    one = StageSpec(embedding=False, layers=(0,), head=False)
+    products = KNOWN_TOKENS * training_flops(PRESETS[KNOWN], KNOWN_TOKENS, one).matmul / speed
+    share = least / products
+    return HealthLine(
+        "note" if share > 1 else "ok",
+        "launches",
+        f"{human_seconds(min(seconds))} of the host each; a dense layer has some {layer} for a "
+        f"microbatch, at least {human_seconds(least)}, while its products take "
+        f"{human_seconds(products)} ({KNOWN}, {KNOWN_TOKENS:,} tokens, one rank): "
+        f"{'less than 0.1%' if share < 1e-3 else f'{share:.1%}'}",
+    )
 
 
 def _fused_adamw(device: str) -> HealthLine:

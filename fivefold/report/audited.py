@@ -57,4 +57,4 @@ def outlook(layout: Layout, name: str) -> Outlook:
     cluster = load_cluster(name, layout.grid.world_size)
     step = predict(layout, cluster)
     peaks = [rank.peak for rank in peak_memory(layout, cluster).ranks]
-    return Outlook(step.step_time, (step.low, step.high), peaks)
+    return Outlook(step.step_time, (step.low, step.high), peaks, cluster.host_operation)

@@ -29,6 +29,7 @@ from fivefold.train import failures
 from fivefold.train.cuda_environment import let_segments_grow, make_deterministic, set_defaults
 from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
+from fivefold.train.heap import keep_freed_memory
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import Answer, RollCall, answers, call, find_suspect
 from fivefold.train.signals import STOP_SIGNALS, StopRequest, passed_on
@@ -171,6 +172,8 @@ def init_process_group(
         device = _bind_gpu(env, shared)
         let_segments_grow(device)
         backend = share_gpu(device, pause) if shared else "cpu:gloo,cuda:nccl"
+    else:
+        keep_freed_memory()
     timeout = timedelta(seconds=timeout_seconds)
     rendezvous: dict[str, Any] = {"rank": env.rank, "world_size": env.world_size}
     match env.launcher:

@@ -1,20 +1,29 @@
 """Binds each rank to processors near its GPU, or near its memory. Imports no torch.
 
-A rank that is bound to a NUMA node has its memory there, too: Linux takes a page from the node
-whose processor writes it first. What the modes mean is as in `torchrun --numa-binding`.
+A rank that is bound to a NUMA node has its memory there, too: it asks Linux to prefer that node,
+whatever policy it was started with, such as `numactl --interleave`. Where it may not ask, it has
+what Linux does by default, which takes a page from the node whose processor writes it first. What
+the modes mean is as in `torchrun --numa-binding`.
 """
 
+import ctypes
 import os
+import platform
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 
 from fivefold.config.training import NumaBinding
 from fivefold.errors import ConfigError, Mistake
 
 SYSFS = Path("/sys")
+_SET_MEMPOLICY = MappingProxyType({"x86_64": 238, "aarch64": 237})
+_MPOL_PREFERRED = 1  # from <linux/mempolicy.h>
+_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 @dataclass(frozen=True)
@@ -77,10 +86,36 @@ def choose_bindings(
 
 
 def bind(binding: Binding) -> None:
-    """Bind every thread of this process."""
+    """Bind every thread of this process; this one and those it starts prefer the node's memory.
+
+    Preferred, not required: a rank whose node is full takes memory of another rather than die.
+    """
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has just ended
             os.sched_setaffinity(int(thread), binding.cpus)
+    prefer_memory(binding.node)
+
+
+def prefer_memory(node: int) -> str:
+    """Take pages of this thread, and of those it starts, from a node while it has free ones.
+
+    See set_mempolicy(2), which has no wrapper in the C library.
+
+    Returns:
+        where memory comes from now. Kernels may have no policies or, as in most containers, forbid
+        them; a node may have no memory.
+    """
+    number, words = _SET_MEMPOLICY.get(platform.machine()), node // _BITS + 1
+    if number is None or sys.platform != "linux":
+        return f"memory where it is first written: {platform.machine()} has no known call"
+    mask = (ctypes.c_ulong * words)()
+    mask[words - 1] = 1 << node % _BITS
+    size = ctypes.c_ulong(_BITS * words + 1)  # the kernel takes one bit less
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    if call(ctypes.c_long(number), ctypes.c_long(_MPOL_PREFERRED), mask, size):
+        why = os.strerror(ctypes.get_errno())
+        return f"memory where it is first written: the kernel refuses set_mempolicy ({why})"
+    return "memory of the same node preferred"
 
 
 def described(bindings: Sequence[Binding]) -> str:

@@ -35,7 +35,7 @@ from fivefold.train.launch import init_process_group, launch_local
 from fivefold.train.lock import FolderInUse, RunLock, claim
 from fivefold.train.loop import Trainer, device_peak
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases, close_all
-from fivefold.train.numa import Binding, bind, choose_bindings, described
+from fivefold.train.numa import Binding, bind, choose_bindings, described, prefer_memory
 from fivefold.train.open_files import check_open_files
 from fivefold.train.origin import Origin, find_origin, is_finished
 from fivefold.train.profile import check_profiler
@@ -347,7 +347,8 @@ def _open_console(job: Job, device: torch.device) -> Console:
     rows = [*describe(job.layout), kind, threads]
     if job.bindings:
         mode = job.layout.config.training.numa_binding
-        rows.append(("NUMA binding", f"{mode}", described(job.bindings)))
+        memory = prefer_memory(job.bindings[0].node)  # as this rank has already done
+        rows.append(("NUMA binding", f"{mode}", f"{described(job.bindings)}; {memory}"))
     console.banner(f"fivefold train {job.name}", rows)
     return console
 

@@ -1,5 +1,6 @@
 """Whole steps of random layouts, against theory: everything equal, on every rank."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.pool import run
 from tests.verify.cases import shared_groups
 
 FEW, MANY = 6, 50
+MEASURED_BY_HOST = ("at model/grouped.py", "at expert/transfer.py")
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 SIZES: dict[str, Any] = {
     "num_layers": 4,
@@ -59,6 +61,14 @@ def _check(layout: Layout, documents: int, folder: Path) -> None:
     for record in records:  # equal, where a user's run is allowed 3 %
         expected = expected_record(layout, record)
         assert record.activations == expected.activations, describe(layout)
+        assert record.waits is not None
+        # Besides the end of the step only what experts without a grouped kernel, or their messages,
+        # need to know.
+        files: Counter[str] = Counter()
+        for line, times in record.waits.items():
+            files[line.partition(":")[0]] += round(times)
+        assert files.pop("at train/engine.py") == 1, describe(layout)
+        assert {*files} <= {*MEASURED_BY_HOST}, describe(layout)
 
 
 @pytest.mark.slow

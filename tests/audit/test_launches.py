@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fivefold.audit.launches import Launches, LayerLaunches
-from fivefold.audit.report import audit
+from fivefold.audit.report import Outlook, audit
 from fivefold.check import check
 from fivefold.config.sources import read_config
 from fivefold.report.audited import layer_operations
@@ -67,7 +67,16 @@ def test_a_report_tells_what_the_planner_takes_and_what_was_counted(tmp_path: Pa
     assert (forward.predicted, backward.predicted) == (25, 50)
     assert forward.tolerance is None and forward.measured is not None
     total = told["launches of the step"].measured
+    assert not told["launches of the step"].note
     assert total is not None and backward.measured is not None
     microbatches = config.training.global_batch_size // config.training.micro_batch_size
     layers = config.model.num_layers * microbatches
     assert layers * (forward.measured + backward.measured) < total
+    # So slow a host launches for half of the step.
+    slow = Outlook(2.0, (1.0, 3.0), [0.0], host_operation=1.0 / total)
+    report = audit("", layout, records, None, slow)
+    (note,) = (f.note for f in report.findings if f.name == "launches of the step")
+    assert note.endswith("launches for 1.0 s, 50% of the predicted step")
+    told = {finding.name: finding for finding in report.findings}
+    assert told["waits of the host"].measured == 1
+    assert told["waits of the host"].note.startswith("1 at train/engine.py:")

@@ -210,4 +210,7 @@ def test_doctor_examines_this_machine() -> None:
     measured = ("two processes started", "fp32 matmul", "AdamW")
     for word in ("Python", "torch", "cores", *measured, "flash_cpu"):
         assert word in done.stdout
+    # On any machine little for a layer of 8B.
+    (share,) = re.findall(r"\(llama3-8b, .* one rank\): (?:less than )?([\d.]+)%", done.stdout)
+    assert 0 < float(share) < 1000
     assert "ready to train" in done.stdout

@@ -32,6 +32,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "ring": (*TWO, "--cp", "2"),
     "gathered keys": (*TWO, "--cp", "2", "--cp-comm-type", "all_gather"),
     "ulysses": (*TWO, "--cp", "2", "--cp-comm-type", "a2a"),
+    "ulysses in a ring": (
+        *("debug", "--nproc", "4", *ALONE, "--cp", "4", "--cp-comm-type", "a2a+p2p"),
+        *("--hierarchical-context-parallel-sizes", "2", "2"),
+    ),
     "hybrid": (
         *("debug", "--nproc", "4", *ALONE, "--num-distributed-optimizer-instances", "2"),
         *("--data-parallel-sharding-strategy", "optim_grads_params"),

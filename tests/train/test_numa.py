@@ -8,7 +8,7 @@ import pytest
 
 from fivefold.config.training import NumaBinding
 from fivefold.errors import ConfigError
-from fivefold.train.numa import bind, choose_bindings, described, ranges
+from fivefold.train.numa import bind, choose_bindings, described, prefer_memory, ranges
 from tests.pool import run
 
 
@@ -83,6 +83,15 @@ def test_a_machine_that_tells_nothing_is_one_node(tmp_path: Path) -> None:
     assert texts(tmp_path, "node", 1, ["0000:01:00.0"]) == ["0: 0-31"]
 
 
+def _assert_memory_of(node: int) -> None:
+    """Where the kernel lets us: new memory prefers the node, as /proc tells."""
+    told, policies = prefer_memory(node), Path("/proc/thread-self/numa_maps")
+    if "same node" in told and policies.exists():
+        found = {line.split()[1] for line in policies.read_text().splitlines()}
+        assert f"prefer:{node}" in found  # libraries set policies of single ranges
+        assert found <= {f"prefer:{node}", "local"}
+
+
 def _bound(rank: int, world: int) -> list[int]:
     before = os.sched_getaffinity(0)
     own = choose_bindings("exclusive", len(before))[rank % len(before)]
@@ -92,6 +101,7 @@ def _bound(rank: int, world: int) -> list[int]:
             os.sched_getaffinity(int(thread)) == own.cpus
             for thread in os.listdir("/proc/self/task")
         )
+        _assert_memory_of(own.node)
         return sorted(own.cpus)
     finally:
         for thread in os.listdir("/proc/self/task"):
@@ -103,3 +113,8 @@ def test_every_thread_is_bound() -> None:
     first, second = run(2, _bound)
     assert first
     assert first != second or len(os.sched_getaffinity(0)) == 1
+
+
+def test_a_refused_memory_policy_is_told() -> None:
+    """No machine has this node; a kernel that knows no policies refuses, too."""
+    assert "first written: the kernel refuses set_mempolicy (" in prefer_memory(1000)
