@@ -341,6 +341,7 @@ CHANGES: Mapping[str, Change] = {
     "compile": Change(True),
     "compile_backend": Change("aot_eager", {"compile": True}),
     "bias_swiglu_fusion": Change(False),
+    "bias_gelu_fusion": Change(False),
     "rope_fusion": Change(False),
     "bias_dropout_fusion": Change(False),
     "gradient_accumulation_fusion": Change(False),

@@ -40,7 +40,10 @@ class TrainingConfig:
         "inductor", "backend of torch.compile; aot_eager leaves the operations unchanged"
     )
     bias_swiglu_fusion: bool = option(
-        True, "compute a gated activation in one kernel of a GPU, and its backward in another"
+        True, "compute SwiGLU or quick GeGLU in one kernel of a GPU, and its backward in another"
+    )
+    bias_gelu_fusion: bool = option(
+        True, "compute GeGLU, or GELU with row weights, in one kernel of a GPU, backward in another"
     )
     rope_fusion: bool = option(True, "rotate queries, and keys, in one kernel of a GPU each")
     bias_dropout_fusion: bool = option(

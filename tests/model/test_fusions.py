@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.model import activation, dropout, rope
 from fivefold.model.batch import on_device
@@ -71,28 +72,66 @@ def test_dropout_by_a_kernel_drops_the_same(adds: bool, dtype: torch.dtype, devi
                 close(other, one, dtype)
 
 
+def curve(name: str, x: Tensor) -> Tensor:
+    """An activation by its definition."""
+    if name in ("silu", "quick_gelu"):
+        return x / (1 + torch.exp(-x * (1.0 if name == "silu" else 1.702)))
+    if name == "gelu":
+        return x * torch.special.ndtr(x)
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+GATES = (
+    ("silu", None, 0.0),
+    ("silu", 0.7, 1.0),
+    ("quick_gelu", None, 1.0),
+    ("gelu", None, 0.0),
+    ("gelu_tanh", None, 0.0),
+)
+
+
+def activations(model: ModelConfig, weighted: bool, inner: Tensor) -> list[list[Tensor | None]]:
+    """Results and gradients: by definition in fp64, plain, and by a kernel."""
+    dtype, found = inner.dtype, []
+    grad, weights_T = torch.randn_like(inner[0]), torch.rand_like(inner[0, :, 0]).double()
+    weights_T = weights_T.to(torch.promote_types(dtype, torch.float32))
+    bound, offset = model.activation_func_clamp_value, model.glu_linear_offset
+    for fused in (None, False, True):
+        leaves = [x.clone().to(x.dtype if fused is not None else torch.float64) for x in inner]
+        weights = weights_T.clone().requires_grad_() if weighted else None
+        given = [x.requires_grad_() for x in leaves]
+        if fused is None:
+            gate, *up = given if bound is None else (x.clamp(max=bound) for x in given)
+            y = curve(model.activation_func, gate)
+            for u in up:
+                y = y * ((u if bound is None else u.clamp(min=-bound)) + offset)
+            y = y if weights is None else y * weights[:, None]
+        else:
+            y = activation.activated(model, given, weights, fused=fused)
+            assert y.dtype == dtype
+        y.backward(grad.to(y.dtype))
+        each = [y, *(x.grad for x in leaves), *([] if weights is None else [weights.grad])]
+        found.append(each)
+    return found
+
+
 @TYPES
-def test_a_gate_by_a_kernel_is_the_gate(dtype: torch.dtype, device: str) -> None:
-    weights_type = torch.promote_types(dtype, torch.float32)
-    gates = ("silu", None, 0.0), ("silu", 0.7, 1.0), ("quick_gelu", None, 1.0)
-    for (name, bound, offset), weighted in product(gates, (False, True)):
+def test_an_activation_by_a_kernel_is_the_activation(dtype: torch.dtype, device: str) -> None:
+    for (name, bound, offset), weighted, paired in product(GATES, (False, True), (False, True)):
+        if bound is not None and not paired:
+            continue
         values = {"activation_func_clamp_value": bound, "glu_linear_offset": offset}
-        model = replace(LLAMA, activation_func=name, **values)
-        inner = torch.randn(2, 5, 40, device=device).to(dtype)
-        weights_T = torch.rand(5, device=device, dtype=weights_type)
-        grad = torch.randn(5, 40, device=device).to(dtype)
-        found = []
-        for fused in (False, True):
-            gate, up = (x.clone().requires_grad_() for x in inner)
-            weights = weights_T.clone().requires_grad_() if weighted else None
-            y = activation.activated(model, (gate, up), weights, fused=fused)
-            y.backward(grad)
-            found.append([y, gate.grad, up.grad, *([] if weights is None else [weights.grad])])
-        for one, other in zip(*found, strict=True):
-            if dtype != torch.bfloat16:
-                close(other, one, dtype)
-            else:  # the plain one rounds more often
-                assert (other.float() - one.float()).abs().max() < 0.1
+        model = replace(LLAMA, activation_func=name, gated_linear_unit=paired, **values)
+        inner = (3 * torch.randn(1 + paired, 5, 40, device=device)).to(dtype)
+        true, *ours = activations(model, weighted, inner)
+        for each in ours:
+            for found, expected in zip(each, true, strict=True):
+                assert found is not None and expected is not None
+                if dtype != torch.bfloat16:
+                    close(found, expected, dtype)
+                else:  # rounded more than once
+                    off = (found.double() - expected.double()).norm()
+                    assert off < 0.02 * expected.double().norm()
     nothing = torch.empty(0, 40, device=device, dtype=dtype)
     assert activation.activated(LLAMA, (nothing, nothing), fused=True).shape == (0, 40)
 
@@ -117,6 +156,7 @@ def test_positions_by_a_kernel_are_the_positions(dtype: torch.dtype, device: str
 
 MODELS = {
     "llama": replace(LLAMA, num_layers=1, hidden_dropout=0.2, attention_dropout=0.1),
+    "geglu": replace(LLAMA, num_layers=1, hidden_dropout=0.1, activation_func="gelu_tanh"),
     "sinks": replace(FAMILIES["sinks"], num_layers=1, hidden_dropout=0.2),
     "latent": replace(FAMILIES["latent"], num_layers=1, attention_dropout=0.2),
 }
@@ -145,9 +185,12 @@ def switched(stage: Stage) -> set[str]:
     return found | {"gate" for module in stage.modules() if getattr(module, "fuses_gate", False)}
 
 
-def test_each_flag_switches_its_own() -> None:
-    every = {"bias_swiglu_fusion": "gate", "rope_fusion": "rope", "bias_dropout_fusion": "dropout"}
-    for name, what in every.items():
-        stage = Stage(LLAMA)
+@pytest.mark.parametrize("function", ["silu", "gelu"])
+def test_each_flag_switches_its_own(function: str) -> None:
+    gate = "bias_gelu_fusion" if function == "gelu" else "bias_swiglu_fusion"
+    every = {gate: "gate", "rope_fusion": "rope", "bias_dropout_fusion": "dropout"}
+    others = {"bias_swiglu_fusion": "", "bias_gelu_fusion": ""} | every
+    for name, what in others.items():
+        stage = Stage(replace(LLAMA, activation_func=function))
         install_fusions(stage, replace(TrainingConfig(), **{name: False}))
         assert switched(stage) == {*every.values()} - {what}
