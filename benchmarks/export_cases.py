@@ -336,7 +336,7 @@ CHANGES: Mapping[str, Change] = {
     "seed": Change(77),
     "precision": Change("fp32"),
     "fp8_format": Change("hybrid"),
-    "fp8_recipe": Change("blockwise", {"fp8_format": "hybrid"}),
+    "fp8_recipe": Change("blockwise", {"fp8_format": "e4m3"}),
     "fp4_format": Change("e2m1"),
     "compile": Change(True),
     "compile_backend": Change("aot_eager", {"compile": True}),

@@ -108,7 +108,9 @@ class EightBit(Products):
         return self.recipe.along, self.recipe.across
 
     def _quantised(self, x: Tensor, block: Block, dtype: torch.dtype) -> Scaled:
-        return quantise(x, block, dtype, powers_of_two=self.recipe.powers_of_two)
+        recipe = self.recipe
+        how = {"powers_of_two": recipe.powers_of_two, "exponents": recipe.exponents}
+        return quantise(x, block, dtype, **how)
 
     def _read(self, kept: Kept, block: Block, dtype: torch.dtype) -> Scaled:
         """What was kept of a matrix, quantised if it is the matrix itself."""
