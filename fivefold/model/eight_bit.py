@@ -32,12 +32,14 @@ class EightBit(Products):
         gradients: 8-bit type of the gradients of results; inputs and weights are E4M3.
         keeps_input: whether to keep the input itself and to quantise it again: where it is made
             again, or kept for another reader.
+        weight: the weight of the next products, already quantised; None: as they come.
     """
 
     recipe: Recipe
     dtype: torch.dtype
     gradients: torch.dtype = E4M3
     keeps_input: bool = False
+    weight: Scaled | None = None
 
     def apply(
         self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -48,14 +50,26 @@ class EightBit(Products):
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
         """Bits [T, H] and scales: for the results, and for dW unless that takes the input."""
+        taken = self.taken(x_TH)
+        shared = self.recipe.reads_both_ways and not self.keeps_input
+        return taken, taken if shared else self.kept(x_TH)
+
+    def taken(self, x_TH: Tensor) -> Kept:
+        """Bits [T, H] and scales for the results."""
         x = self._quantised(x_TH, self._across, E4M3)
-        taken = x.bits, x.inverse
+        return x.bits, x.inverse
+
+    def kept(self, x_TH: Tensor) -> Kept:
+        """Bits [T, H] and scales for dW, or the input."""
         if self.keeps_input:
-            return taken, (x_TH,)
-        if self.recipe.reads_both_ways:
-            return taken, taken
+            return (x_TH,)
         x = self._quantised(x_TH, self._along, E4M3)
-        return taken, (x.bits, x.inverse)
+        return x.bits, x.inverse
+
+    def in_parts(self, weight_FH: Tensor, *, of_gradient: bool) -> "EightBit":
+        """The same, with a weight that is quantised once for all parts of the tokens."""
+        assert self.recipe.across == 1, "some of the tokens have other scales than all of them"
+        return replace(self, weight=self._weight(weight_FH.t() if of_gradient else weight_FH))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """Its bits and scales, if one pair serves dX and dW."""
@@ -72,10 +86,10 @@ class EightBit(Products):
         out_TF: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, F]."""
-        assert out_TF is None, "some of the tokens have other scales than all of them"
         left = self._read(x, self._across, E4M3)
         y_TF = multiply(left, self._weight(weight_FH), self.dtype, fast=True)
-        return y_TF if bias_F is None else y_TF + bias_F
+        y_TF = y_TF if bias_F is None else y_TF + bias_F
+        return y_TF if out_TF is None else out_TF.copy_(y_TF)
 
     def input_gradient(
         self,
@@ -84,11 +98,12 @@ class EightBit(Products):
         onto_TH: Tensor | None = None,
         out_TH: Tensor | None = None,
     ) -> Tensor:
-        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
-        assert out_TH is None, "some of the tokens have other scales than all of them"
+        """[T, F] -> [T, H], added to `onto_TH` or written into `out_TH` if there is one."""
         left = self._read(grad, self._across, self.gradients)
         grad_TH = multiply(left, self._weight(weight_FH.t()), self.dtype)
-        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
+        if onto_TH is not None:
+            return onto_TH.add_(grad_TH)
+        return grad_TH if out_TH is None else out_TH.copy_(grad_TH)
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
         """[F, H], added to `onto_FH` in place, in its dtype, if there is one."""
@@ -120,6 +135,8 @@ class EightBit(Products):
 
     def _weight(self, weight: Tensor) -> Scaled:
         """A weight whose columns a product sums over."""
+        if self.weight is not None:
+            return self.weight
         return self._quantised(weight, (self.recipe.weight_across, self.recipe.along), E4M3)
 
 

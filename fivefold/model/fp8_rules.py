@@ -39,11 +39,11 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
             f"(fp4_format {training.fp4_format})",
             works=["--fp4-format none", "--fp8-format none"],
         )
-    if parallel.tp_comm_overlap:
+    if parallel.tp_comm_overlap and recipe == "tensorwise":
         mistakes.add(
             "tp_comm_overlap multiplies parts of the tokens while others travel, and with "
-            f"fp8_recipe {recipe} all tokens are scaled at once",
-            works=["--no-tp-comm-overlap", "--fp8-format none"],
+            "fp8_recipe tensorwise all tokens are scaled at once, not each by itself",
+            works=["--no-tp-comm-overlap", "--fp8-recipe rowwise", "--fp8-format none"],
         )
     gathers = parallel.context_parallel_size > 1 and "all_gather" in parallel.cp_comm_type
     if config.model.multi_latent_attention and gathers:

@@ -41,7 +41,24 @@ class Products:
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
         """What `output` takes of an input, and what `weight_gradient` does: first its rows."""
-        return (x_TH,), (x_TH,)
+        return self.taken(x_TH), self.kept(x_TH)
+
+    def taken(self, x_TH: Tensor) -> Kept:
+        """What `output` takes of some of the tokens, a row of each for each token."""
+        return (x_TH,)
+
+    def kept(self, x_TH: Tensor) -> Kept:
+        """What `weight_gradient` takes of an input: first its rows."""
+        return (x_TH,)
+
+    def in_parts(self, weight_FH: Tensor, *, of_gradient: bool) -> "Products":
+        """The same, for several products of parts of the tokens with this weight.
+
+        Args:
+            weight_FH: weight.
+            of_gradient: whether they are those of `input_gradient`, or of `output`.
+        """
+        return self
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """What both products of a backward take of the gradient of a result."""

@@ -50,6 +50,11 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
             "min_offloaded_tensor_size": 1,
         },
     ),
+    "parts": (
+        2,
+        MODELS["gpt"],
+        flags(tp=2, sequence=True) | {"tp_comm_overlap": True, "fp8_recipe": "rowwise"},
+    ),
     "tiles": (
         2,
         MODELS["llama tied"],
@@ -79,7 +84,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_layouts_round_alike(case: str) -> None:
     world, model, settings = CASES[case]
-    report = verify_in_pool(world, config(model, world, **HYBRID, **settings))
+    report = verify_in_pool(world, config(model, world, **HYBRID | settings))
     assert report.passed, report.text()
 
 
@@ -122,7 +127,8 @@ def test_what_would_not_be_trained_as_it_says_is_refused() -> None:
         2, MIXTURE, named(ep=2, **moved)
     )
     parts = flags(tp=2, sequence=True) | {"tp_comm_overlap": True}
-    assert "works: --no-tp-comm-overlap" in _refusal(2, MODELS["llama tied"], parts)
+    refusal = _refusal(2, MODELS["llama tied"], parts)
+    assert "works: --no-tp-comm-overlap | --fp8-recipe rowwise" in refusal
     assert "--fp4-format none" in _refusal(1, MODELS["llama"], flags() | {"fp4_format": "e2m1"})
     assert "--precision fp64" in _refusal(1, MODELS["llama"], flags() | {"precision": "fp32"})
 
