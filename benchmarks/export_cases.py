@@ -344,6 +344,7 @@ CHANGES: Mapping[str, Change] = {
     "bias_gelu_fusion": Change(False),
     "rope_fusion": Change(False),
     "bias_dropout_fusion": Change(False),
+    "fused_residual_rmsnorm": Change(True),
     "gradient_accumulation_fusion": Change(False),
     "label_smoothing": Change(0.125),
     "mtp_loss_scaling_factor": Change(0.25, {"mtp_num_layers": 1}),

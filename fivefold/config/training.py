@@ -49,6 +49,9 @@ class TrainingConfig:
     bias_dropout_fusion: bool = option(
         True, "make a dropout mask, drop, and add to the residual stream in one kernel of a GPU"
     )
+    fused_residual_rmsnorm: bool = option(
+        False, "sum after attention, and normalise the sum, in one kernel of a GPU, backward too"
+    )
     gradient_accumulation_fusion: bool = option(
         True, "let products add weight gradients to those of earlier microbatches, in fp32"
     )

@@ -18,10 +18,13 @@ def install_fusions(stage: Stage, training: TrainingConfig) -> None:
     backward, is one kernel each (`gate_kernels`); `bias_gelu_fusion`: so is one by GELU (the
     product before it adds its bias); `rope_fusion`: so is the rotation of queries or keys
     (`rotary_kernels`); `bias_dropout_fusion`: so are a dropout mask, what it drops, and the sum
-    with the residual stream (`dropout_kernels`).
+    with the residual stream (`dropout_kernels`); `fused_residual_rmsnorm`: so is the sum after
+    attention, where nothing is dropped, with the norm of the MLP (`norm_kernels`).
     """
     stage.fuses_rope = training.rope_fusion
     stage.fuses_dropout = training.bias_dropout_fusion
+    for layer in stage.transformer_layers:
+        layer.fuses_norm = training.fused_residual_rmsnorm
     gelu = stage.model.activation_func in ("gelu", "gelu_tanh")
     for module in stage.modules():
         if isinstance(module, MLP | Experts):

@@ -260,6 +260,12 @@ class RMSNorm(nn.Module):
         y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
         return y
 
+    def of_sum(self, x_TH: Tensor, onto_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """onto + x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
+        from fivefold.model import norm_kernels
+
+        return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), self.epsilon)
+
 
 def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:
     """The model's kind of normalisation; by default over the residual stream's features."""

@@ -10,17 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.check import check
+from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
-from fivefold.model import activation, dropout, rope
+from fivefold.errors import ConfigError
+from fivefold.memory.offload import Host, install_offload
+from fivefold.memory.recompute import install_recompute
+from fivefold.model import activation, dropout, rope, transformer
 from fivefold.model.batch import on_device
+from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.fusions import install_fusions
+from fivefold.model.layers import RMSNorm
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, LLAMA, batch_of, build
 
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
 TYPES = pytest.mark.parametrize("dtype", TOLERANCE)
 SMALL = {"dropout_kernels": {"ROWS": 4, "COLUMNS": 16}, "gate_kernels": {"AT_A_TIME": 16}}
+SMALL |= {"norm_kernels": {"PROGRAMS": 3}}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -30,7 +38,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     if request.param == "cpu":
         if "TRITON_INTERPRET" not in os.environ:
             pytest.skip("a process either interprets kernels or compiles them")
-        for user in (activation, dropout, rope):
+        for user in (activation, dropout, rope, transformer):
             monkeypatch.setattr(user, "runs_triton", lambda _: True)
     for name, sizes in SMALL.items():
         module = importlib.import_module(f"fivefold.model.{name}")
@@ -159,6 +167,7 @@ MODELS = {
     "geglu": replace(LLAMA, num_layers=1, hidden_dropout=0.1, activation_func="gelu_tanh"),
     "sinks": replace(FAMILIES["sinks"], num_layers=1, hidden_dropout=0.2),
     "latent": replace(FAMILIES["latent"], num_layers=1, attention_dropout=0.2),
+    "no dropout": replace(LLAMA, num_layers=2),
 }
 
 
@@ -168,12 +177,15 @@ def test_a_fused_model_is_the_model(name: str, device: str) -> None:
     model = MODELS[name]
     (batch,) = on_device([batch_of(model, [[5, 4], [9]])], torch.device(device))
     plain, fused = (build(model).to(device, torch.float64).train() for _ in range(2))
-    install_fusions(fused, TrainingConfig())
+    joins = not model.hidden_dropout
+    install_fusions(fused, TrainingConfig(fused_residual_rmsnorm=joins))
     losses = [stage(None, batch) for stage in (plain, fused)]
     for loss in losses:
         loss.backward()
     close(*losses, torch.float64)
-    assert switched(fused) == {"gate", "rope", "dropout"} and not switched(plain)
+    assert switched(fused) == {"gate", "rope", "dropout"} | (
+        {"norm"} if joins else set()
+    ) and not switched(plain)
     for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
         close(one.grad, other.grad, torch.float64)
 
@@ -181,16 +193,78 @@ def test_a_fused_model_is_the_model(name: str, device: str) -> None:
 def switched(stage: Stage) -> set[str]:
     """What a stage fuses."""
     found = {"rope"} if stage.fuses_rope else set()
+    found |= {"norm"} if any(each.fuses_norm for each in stage.transformer_layers) else set()
     found |= {"dropout"} if stage.fuses_dropout else set()
     return found | {"gate" for module in stage.modules() if getattr(module, "fuses_gate", False)}
+
+
+@TYPES
+def test_a_sum_and_its_norm_by_a_kernel_are_both(dtype: torch.dtype, device: str) -> None:
+    """Of more rows than there are programs; with and without a gradient of the sum itself."""
+    norm = RMSNorm(37, 1e-5).to(device, dtype)
+    norm.weight.data.copy_(torch.randn(37))
+    x, onto, *grads = torch.randn(4, 7, 37, device=device).to(dtype)
+    for both in (True, False):
+        found = []
+        for fused in (False, True):
+            given = [each.clone().requires_grad_() for each in (x, onto)]
+            norm.weight.grad = None
+            total = given[1] + given[0]
+            total, y = norm.of_sum(*given) if fused else (total, norm(total))
+            outputs = [total, y] if both else [y]
+            strided = [each.t().contiguous().t() for each in grads]
+            torch.autograd.backward(outputs, strided[: len(outputs)])
+            found.append([total, y, *(each.grad for each in given), norm.weight.grad])
+        if dtype == torch.float64:  # the interpreter cuts bf16 instead of rounding it
+            assert torch.equal(found[0][0], found[1][0])  # type: ignore[arg-type]
+        for one, other in zip(*found, strict=True):
+            assert one is not None and other is not None
+            off = (one - other).double().norm()
+            assert off <= (1e-12 if dtype == torch.float64 else 0.01) * one.double().norm()
+    empty = torch.empty(0, 37, device=device, dtype=dtype, requires_grad=True)
+    norm.of_sum(empty, empty)[1].sum().backward()
 
 
 @pytest.mark.parametrize("function", ["silu", "gelu"])
 def test_each_flag_switches_its_own(function: str) -> None:
     gate = "bias_gelu_fusion" if function == "gelu" else "bias_swiglu_fusion"
     every = {gate: "gate", "rope_fusion": "rope", "bias_dropout_fusion": "dropout"}
+    every["fused_residual_rmsnorm"] = "norm"
+    training = TrainingConfig(fused_residual_rmsnorm=True)
     others = {"bias_swiglu_fusion": "", "bias_gelu_fusion": ""} | every
     for name, what in others.items():
         stage = Stage(replace(LLAMA, activation_func=function))
-        install_fusions(stage, replace(TrainingConfig(), **{name: False}))
+        install_fusions(stage, replace(training, **{name: False}))
         assert switched(stage) == {*every.values()} - {what}
+
+
+def test_a_norm_that_follows_no_plain_sum_is_refused() -> None:
+    for name, value, said in (
+        ("hidden_dropout", 0.1, "works: --no-fused-residual-rmsnorm | --hidden-dropout 0"),
+        ("normalization", "LayerNorm", "normalization LayerNorm"),
+        ("parallel_residual", True, "reads no sum"),
+    ):
+        config = Config(replace(LLAMA, **{name: value}))
+        with pytest.raises(ConfigError, match="fused_residual_rmsnorm") as caught:
+            check(config.with_values(fused_residual_rmsnorm=True), 1)
+        assert said in str(caught.value)
+
+
+def test_a_norm_that_is_made_again_or_moved_is_left_alone(device: str) -> None:
+    """Where the planner takes it to be apart, and nowhere else."""
+    model = replace(LLAMA, num_layers=1)
+    moves = {"fine_grained_activation_offloading": True, "offload_modules": ("mlp_norm",)}
+    for settings in ({}, {"recompute_granularity": "selective"}, moves):
+        config = Config(model).with_values(fused_residual_rmsnorm=True, **settings)
+        stage = build(model).to(device)
+        if config.memory.recompute_granularity is not None:
+            install_recompute(stage, config.memory)
+        install_fusions(stage, config.training)
+        if config.memory.fine_grained_activation_offloading:
+            install_offload(stage, config.memory, Host(torch.device(device), 0))
+        seen: list[int] = []
+        norm = stage.layers["0"].post_attention_layernorm
+        norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        (batch,) = on_device([batch_of(model, [[5, 4]])], torch.device(device))
+        stage(None, batch)
+        assert joins_norm(config) == (not seen)
