@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from fivefold.config.training import TrainingConfig
-from fivefold.model.fp8 import E4M3, E5M2, RECIPES, Block, Recipe, Scaled, multiply, quantise
+from fivefold.model.fp8 import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    Block,
+    Recipe,
+    Scaled,
+    multiplies_groups,
+    multiply,
+    multiply_groups,
+    quantise,
+)
 from fivefold.model.grouped import group_ends
 from fivefold.model.layers import Kept, Linear, Products
 from fivefold.model.transformer import Stage
@@ -112,6 +123,26 @@ class EightBit(Products):
         grad_FH = multiply(left, x.t(), self.dtype)
         return grad_FH if onto_FH is None else onto_FH.add_(grad_FH)
 
+    def groups_output(self, x: Kept, weight_EFH: Tensor, ends: list[int]) -> Tensor:
+        """`output` for groups of rows [T, H] with a weight each, where rows have scales alone."""
+        return self._of_groups(self._read(x, self._across, E4M3), weight_EFH, ends)
+
+    def groups_gradient(self, grad: Kept, weight_EFH: Tensor, ends: list[int]) -> Tensor:
+        """`input_gradient` for the same groups."""
+        left = self._read(grad, self._across, self.gradients)
+        return self._of_groups(left, weight_EFH.transpose(1, 2), ends, fast=False)
+
+    def _of_groups(
+        self, left: Scaled, weight_ENK: Tensor, ends: list[int], *, fast: bool = True
+    ) -> Tensor:
+        if multiplies_groups(left, weight_ENK, self.dtype):
+            right = self._weight(weight_ENK.reshape(-1, weight_ENK.shape[2]))
+            return multiply_groups(left, right, ends, fast=fast)
+        each = zip(left.by_rows(ends), weight_ENK, strict=True)
+        return torch.cat(
+            [multiply(rows, self._weight(one), self.dtype, fast=fast) for rows, one in each]
+        )
+
     @property
     def _across(self) -> Block:
         """Blocks of a matrix [T, ...] for a product that sums over its columns."""
@@ -144,6 +175,9 @@ class EightBit(Products):
 class EightBitGroups(Products):
     """The same for linear layers with W [E, F, H]: each group of rows with its own, as if alone.
 
+    Where no row shares a scale with another, the rows of all groups are quantised at once for the
+    results and for dX, and some GPUs multiply them in one call.
+
     Attributes:
         each: products of a group.
         ends: end row of each group.
@@ -160,30 +194,45 @@ class EightBitGroups(Products):
         return ys
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
-        """What `each` takes of the rows of each group, one after the other."""
+        """What `each` takes of the rows of each group, one after the other, or of all at once."""
+        if self._by_row:
+            return self.each.taken(x_TH), tuple(chain(*map(self.each.kept, self._split(x_TH))))
         taken, kept = zip(*map(self.each.input, self._split(x_TH)), strict=True)
         return tuple(chain(*taken)), tuple(chain(*kept))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
-        """What the products of each group take, one after the other."""
+        """What the products of each group take, one after the other, or of all at once."""
+        if self._by_row:
+            return self.each.gradient(grad_TF)
         return tuple(chain(*map(self.each.gradient, self._split(grad_TF))))
 
     def output(self, x: Kept, weight_EFH: Tensor, *_: Tensor | None) -> Tensor:
         """[T, H] -> [T, F], without a bias."""
+        if self._by_row:
+            return self.each.groups_output(x, weight_EFH, self.ends)
         return torch.cat(list(map(self.each.output, self._groups(x), weight_EFH)))
 
     def input_gradient(
         self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
     ) -> Tensor:
         """[T, F] -> [T, H], added to `onto_TH` if there is one."""
-        grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weight_EFH)))
+        if self._by_row:
+            grad_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
+        else:
+            grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weight_EFH)))
         return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
         """[E, F, H], zero for groups without rows; added to `onto_EFH` if there is one."""
-        each = map(self.each.weight_gradient, self._groups(grad), self._groups(kept))
+        grads = zip(*map(self._split, grad), strict=True) if self._by_row else self._groups(grad)
+        each = map(self.each.weight_gradient, grads, self._groups(kept))
         grad_EFH = torch.stack(list(each))
         return grad_EFH if onto_EFH is None else onto_EFH.add_(grad_EFH)
+
+    @property
+    def _by_row(self) -> bool:
+        """Whether no row shares a scale with another in the products for the results and dX."""
+        return self.each.recipe.across == 1
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.tensor_split(self.ends)[: len(self.ends)]

@@ -90,6 +90,12 @@ class Scaled:
         """Its transpose, a view."""
         return Scaled(self.bits.t(), self.inverse.t(), (self.block[1], self.block[0]))
 
+    def by_rows(self, ends: list[int]) -> list["Scaled"]:
+        """Groups of rows with scales of their own, by the end row of each."""
+        assert self.block[0] == 1, "rows share scales"
+        parts = (x.tensor_split(ends)[: len(ends)] for x in (self.bits, self.inverse))
+        return [Scaled(bits, inverse, self.block) for bits, inverse in zip(*parts, strict=True)]
+
     def wide(self, dtype: torch.dtype) -> Tensor:
         """[M, K] in `dtype`, of at least 32 bits: what the bits stand for."""
         scale = self.inverse.to(dtype)
@@ -202,6 +208,39 @@ def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
         use_fast_accum=fast and a.block[1] is None,
     )
     return product[: len(a.bits), : len(b.bits)]
+
+
+def multiplies_groups(a: Scaled, weight_ENK: Tensor, dtype: torch.dtype) -> bool:
+    """Whether this GPU multiplies groups of rows with a weight each in one call."""
+    if not (a.bits.is_cuda and dtype == torch.bfloat16 and a.block == (1, None)):
+        return False
+    if a.bits.dtype != E4M3:  # the kernel takes no gradients in E5M2
+        return False
+    fits = len(a.bits) and not any(size % _MULTIPLE for size in weight_ENK.shape[1:])
+    return bool(fits) and torch.cuda.get_device_capability(a.bits.device) == (9, 0)
+
+
+def multiply_groups(a: Scaled, b: Scaled, ends: list[int], *, fast: bool) -> Tensor:
+    """a_e b_e^T of the rows of each group, in one call: [T, N] bf16.
+
+    Args:
+        a: [T, K], rows sorted by group.
+        b: [E * N, K], the weights of all groups.
+        ends: end row of each group.
+        fast: as in `multiply`.
+    """
+    weights_ENK = b.bits.view(len(ends), -1, b.bits.shape[1])
+    known = torch.tensor(ends, dtype=torch.int32).pin_memory()  # so that the host does not wait
+    product: Tensor = torch._scaled_grouped_mm(
+        a.bits,
+        weights_ENK.transpose(1, 2),
+        a.inverse.flatten(),
+        b.inverse.view(len(ends), -1),
+        offs=known.to(a.bits.device, non_blocking=True),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+    return product
 
 
 _KINDS = {

@@ -268,3 +268,20 @@ def test_the_kernel_is_its_plain_twin(recipe: str, shape: tuple[int, int, int]) 
             ours = multiply(*on_gpu, torch.bfloat16).cpu().double()
             true = multiply(a, b, torch.float64)
             assert (ours - true).norm() / true.norm() < 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [[96, 0, 33, 1], [0, 130, 0, 0]])
+def test_one_call_multiplies_as_each_group_alone(rows: list[int]) -> None:
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    found = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
+        one = EightBit(RECIPES["rowwise"], dtype, E4M3)
+        x, g, w = _random(ends[-1], 64), _random(ends[-1], 48, seed=1), _random(4, 48, 64, seed=2)
+        leaves = [each.bfloat16().to(device, dtype).requires_grad_() for each in (x, w)]
+        groups = EightBitGroups(one, ends)
+        (y,) = groups.apply(leaves[0], leaves[1:], (None,))
+        y.backward(g.bfloat16().to(device, dtype))
+        found.append([y, *(leaf.grad for leaf in leaves)])
+    for ours, true in zip(*found, strict=True):
+        assert (ours.cpu().double() - true).norm() < 2**-7 * true.norm()
