@@ -33,6 +33,7 @@ from fivefold.model.batch import Batch, on_device
 from fivefold.model.compiled import compile_layers
 from fivefold.model.eight_bit import EightBit, install_eight_bit
 from fivefold.model.fp8 import RECIPES
+from fivefold.model.fp8_rules import BLACKWELL
 from fivefold.model.fusions import install_fusions
 from fivefold.model.rope import RotaryTables
 from fivefold.model.shape import training_flops
@@ -101,6 +102,12 @@ def plain_step(model: ModelConfig, length: int, device: torch.device, *, compile
         return x
 
     return _both_ways(forward, layers, model, length, device)
+
+
+def recipes(device: torch.device) -> list[str]:
+    """Those of 8 bits, but for mxfp8 on GPUs that have no kernel for it."""
+    lacks = device.type == "cuda" and torch.cuda.get_device_capability(device) < BLACKWELL
+    return [recipe for recipe in RECIPES if not (lacks and recipe == "mxfp8")]
 
 
 def our_step(
@@ -211,7 +218,7 @@ def rows(dry: bool) -> Iterator[dict[str, Any]]:
             "Fivefold packed": partial(our_step, model, length, device, packed=True),
             "Fivefold compiled": partial(our_step, model, length, device, compiled=True),
         }
-        for recipe in RECIPES:
+        for recipe in recipes(device):
             narrow = partial(our_step, model, length, device, recipe=recipe)
             systems[f"Fivefold {recipe}"] = narrow
             if not dry:

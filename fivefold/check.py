@@ -34,6 +34,7 @@ from fivefold.mesh.rules import (
     check_tensor_parallel,
 )
 from fivefold.model.fp8_rules import check_eight_bit
+from fivefold.model.fusion_rules import check_fusions
 from fivefold.pipeline.automatic_split import automatic_split
 from fivefold.pipeline.costs import Footprint
 from fivefold.pipeline.layout import split_layers
@@ -101,6 +102,7 @@ def _check(
     check_model(config.model, mistakes)
     mistakes.raise_if_any()
     check_memory(config.memory, config.model, mistakes)
+    check_fusions(config, mistakes)
     parallel = infer_degrees(config, world_size, passes, mistakes)
     check_dependents(_resolved(config, parallel, world_size), mistakes)
     if not planned:

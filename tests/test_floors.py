@@ -79,6 +79,7 @@ TORCH_FREE = (
     "model.expert_operations",
     "model.expert_rows",
     "model.fp8_rules",
+    "model.fusion_rules",
     "model.latent_operations",
     "model.operations",
     "model.prediction_operations",

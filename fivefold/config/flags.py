@@ -46,7 +46,6 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "moe_permute_fusion": {},
         # They switch off what Fivefold does not have apart.
         "no_masked_softmax_fusion": {},
-        "no_bias_gelu_fusion": {},
         "no_persist_layer_norm": {},
     }
 )

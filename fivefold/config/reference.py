@@ -223,7 +223,6 @@ _SAID_BY_OTHERS = MappingProxyType(
         "moe_grouped_gemm": "needs --num-experts; experts always run grouped",
         "moe_permute_fusion": "needs --num-experts; rows are always fused",
         "no_masked_softmax_fusion": "nothing: attention is fused as a whole where it can be",
-        "no_bias_gelu_fusion": "nothing: a product adds its bias, and GELU is one kernel",
         "no_persist_layer_norm": "nothing: PyTorch's norms are one kernel",
     }
 )

@@ -40,11 +40,17 @@ class TrainingConfig:
         "inductor", "backend of torch.compile; aot_eager leaves the operations unchanged"
     )
     bias_swiglu_fusion: bool = option(
-        True, "compute a gated activation in one kernel of a GPU, and its backward in another"
+        True, "compute SwiGLU or quick GeGLU in one kernel of a GPU, and its backward in another"
+    )
+    bias_gelu_fusion: bool = option(
+        True, "compute GeGLU, or GELU with row weights, in one kernel of a GPU, backward in another"
     )
     rope_fusion: bool = option(True, "rotate queries, and keys, in one kernel of a GPU each")
     bias_dropout_fusion: bool = option(
         True, "make a dropout mask, drop, and add to the residual stream in one kernel of a GPU"
+    )
+    fused_residual_rmsnorm: bool = option(
+        False, "sum after attention, and normalise the sum, in one kernel of a GPU, backward too"
     )
     gradient_accumulation_fusion: bool = option(
         True, "let products add weight gradients to those of earlier microbatches, in fp32"

@@ -3,8 +3,7 @@
 Shapes: T tokens or rows, F inner features.
 """
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from fivefold.config.model import ModelConfig
 from fivefold.mesh.device import runs_triton
 from fivefold.model.traced import result
 
-_SLOPES: Mapping[str, float] = MappingProxyType({"silu": 1.0, "quick_gelu": 1.702})
-"""Slope by activation name, for activations of the form x * sigmoid(slope * x)."""
+_QUICK = 1.702
+"""Slope of quick_gelu, x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
 
 
 def activated(
@@ -28,35 +27,25 @@ def activated(
 ) -> Tensor:
     """activation(gate) * (up + offset), or activation(up) if ungated, times each row's weight.
 
+    Only the inputs are saved for the backward.
+
     Args:
         model: names the activation and its settings.
         inner: [T, F] each: gate and up, or up alone.
         weights_T: weight of each row, in a dtype at least as wide as `inner`; None: all 1.
-        fused: whether one kernel of a GPU computes a gated activation (`bias_swiglu_fusion`).
+        fused: whether one kernel of a GPU computes it (`bias_swiglu_fusion`, `bias_gelu_fusion`).
     """
-    if len(inner) == 2 and model.activation_func in _SLOPES:
-        return _gated(model, inner[0], inner[1], weights_T, fused=fused)
-    y_TF = _function(model, inner[0])
-    if len(inner) == 2:
-        y_TF = y_TF * inner[1]
-    if weights_T is None:
-        return y_TF
-    return (y_TF * weights_T[:, None]).to(y_TF.dtype)
-
-
-def _gated(
-    model: ModelConfig, gate: Tensor, up: Tensor, weights_T: Tensor | None, *, fused: bool
-) -> Tensor:
-    """The gated activation as one autograd function, which saves only its inputs."""
+    name, gate = model.activation_func, inner[0]
+    up = inner[1] if len(inner) == 2 else None
     bound, offset = model.activation_func_clamp_value, model.glu_linear_offset
-    slope = _SLOPES[model.activation_func]
-    y: Tensor
+    if up is None and weights_T is None and name != "quick_gelu":
+        return _value(name, gate)  # one kernel of PyTorch's
     if fused and runs_triton(gate):
         from fivefold.model import gate_kernels
 
-        return gate_kernels.gated(gate, up, weights_T, slope, bound, offset)
-    if model.activation_func == "quick_gelu" or bound is not None or offset:
-        y = _BoundedGate.apply(gate, up, weights_T, slope, bound, offset)
+        return gate_kernels.gated(gate, up, weights_T, name, bound, offset)
+    if up is None or name != "silu" or bound is not None or offset:
+        y: Tensor = _Activated.apply(gate, up, weights_T, name, bound, offset)
         return y
     if weights_T is None:
         return swiglu(gate, up)
@@ -64,13 +53,30 @@ def _gated(
     return y
 
 
-def _function(model: ModelConfig, x_TF: Tensor) -> Tensor:
-    if model.activation_func == "silu":
-        return F.silu(x_TF)
-    if model.activation_func == "quick_gelu":
-        y: Tensor = _QuickGELU.apply(x_TF)
-        return y
-    return F.gelu(x_TF, approximate="tanh" if model.activation_func == "gelu_tanh" else "none")
+def _value(name: str, x: Tensor) -> Tensor:
+    """The activation of that name."""
+    if name == "silu":
+        return F.silu(x)
+    if name == "quick_gelu":
+        return (x * _QUICK).sigmoid_().mul_(x)
+    return F.gelu(x, approximate=_approximation(name))
+
+
+def _gradient(name: str, grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of its argument, of that of its value."""
+    found: Tensor
+    if name == "silu":
+        found = torch.ops.aten.silu_backward(grad, x)
+    elif name == "quick_gelu":
+        share = (x * _QUICK).sigmoid_()
+        found = grad * share * (1.0 + _QUICK * x * (1.0 - share))
+    else:
+        found = torch.ops.aten.gelu_backward(grad, x, approximate=_approximation(name))
+    return found
+
+
+def _approximation(name: str) -> str:
+    return "tanh" if name == "gelu_tanh" else "none"
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -121,8 +127,8 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return weighted, grad_up, grad_weights
 
 
-class _BoundedGate(torch.autograd.Function):
-    """g * sigmoid(slope * g) * (u + offset) * weight, which saves only its inputs.
+class _Activated(torch.autograd.Function):
+    """activation(g) * (u + offset) * weight, without u or weight where None; saves its inputs.
 
     As in gpt-oss (OpenAI 2025): g is the gate clamped to at most `bound`, u is up clamped to
     +-`bound`.
@@ -132,51 +138,46 @@ class _BoundedGate(torch.autograd.Function):
     def forward(
         ctx: Any,
         gate: Tensor,
-        up: Tensor,
+        up: Tensor | None,
         weights_T: Tensor | None,
-        slope: float,
+        name: str,
         bound: float | None,
         offset: float,
     ) -> Tensor:
-        ctx.save_for_backward(gate, up, *(() if weights_T is None else (weights_T,)))
-        ctx.numbers = slope, bound, offset
-        g, u = _bounded(gate, up, bound)
-        y = (g * slope).sigmoid_().mul_(g).mul_(u + offset)
+        ctx.save_for_backward(gate, up, weights_T)
+        ctx.how = name, bound, offset
+        g, u = _bounded(gate, up, bound, offset)
+        y = _value(name, g)
+        if u is not None:
+            y = y.mul_(u)
         return result(y) if weights_T is None else (y * weights_T[:, None]).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, *weights = ctx.saved_tensors
-        slope, bound, offset = ctx.numbers
-        g, u = _bounded(gate, up, bound)
-        share, grad_weights = (g * slope).sigmoid_(), None
-        for weights_T in weights:
+        gate, up, weights_T = ctx.saved_tensors
+        name, bound, offset = ctx.how
+        g, u = _bounded(gate, up, bound, offset)
+        grad_weights = grad_up = None
+        value = gate if up is weights_T is None else _value(name, g)
+        if weights_T is not None:
             wide = grad.to(weights_T.dtype)
-            unweighted = (share * g * (u + offset)).to(weights_T.dtype)
+            unweighted = (value if u is None else value * u).to(weights_T.dtype)
             grad_weights = torch.linalg.vecdot(wide, unweighted)
             grad = (wide * weights_T[:, None]).to(gate.dtype)
-        grad_up = grad * g * share
-        grad_gate = grad * (u + offset) * share * (1.0 + slope * g * (1.0 - share))
+        if u is not None:
+            grad_up = value.mul_(grad)
+            grad = grad * u
+        grad_gate = _gradient(name, grad, g)
         if bound is not None:
             grad_gate.masked_fill_(gate > bound, 0.0)
-            grad_up.masked_fill_(up.abs() > bound, 0.0)
+            if grad_up is not None:
+                grad_up.masked_fill_(up.abs() > bound, 0.0)
         return grad_gate, grad_up, grad_weights, None, None, None
 
 
-def _bounded(gate: Tensor, up: Tensor, bound: float | None) -> tuple[Tensor, Tensor]:
-    return (gate, up) if bound is None else (gate.clamp(max=bound), up.clamp(-bound, bound))
-
-
-class _QuickGELU(torch.autograd.Function):
-    """x * sigmoid(1.702 x) (Hendrycks and Gimpel 2016), which saves only its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return result((x * _SLOPES["quick_gelu"]).sigmoid_().mul_(x))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,), slope = ctx.saved_tensors, _SLOPES["quick_gelu"]
-        share = (x * slope).sigmoid_()
-        return grad * share * (1.0 + slope * x * (1.0 - share))
+def _bounded(
+    gate: Tensor, up: Tensor | None, bound: float | None, offset: float
+) -> tuple[Tensor, Tensor | None]:
+    if bound is not None:
+        gate, up = gate.clamp(max=bound), None if up is None else up.clamp(-bound, bound)
+    return gate, up + offset if up is not None and offset else up

@@ -269,7 +269,7 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
             rerun_by=("mlp",),
             item="mlp_act",
             features=inner,
-            widths=_kept_widths(model),
+            widths=_gates(model),
             remade_by=("mlp",),
         ),
         RowLinear("fc2", last, inputs=inner, outputs=h, remade_by=("mlp",)),
@@ -280,7 +280,7 @@ def _dense(model: ModelConfig) -> tuple[Operation, ...]:
 def _experts(model: ModelConfig) -> tuple[Operation, ...]:
     assert model.num_experts is not None
     h, experts, copies = model.hidden_size, model.num_experts, model.moe_router_topk
-    inner, widths = model.expert_ffn_size, _kept_widths(model, weighted=True)
+    inner, widths = model.expert_ffn_size, _gates(model)
     each = _mlp("mlp.experts", model, inner)
     first, last = (tuple(_of_experts(weight, experts) for weight in part) for part in each)
     router = _whole("mlp.router", h, experts, model.add_bias_linear)
@@ -294,7 +294,7 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
             first,
             ("moe", "routed_experts"),
             inputs=h,
-            outputs=inner * _gates(model),
+            outputs=inner * widths,
             copies=copies,
         ),
         Activation(
@@ -315,12 +315,17 @@ def _experts(model: ModelConfig) -> tuple[Operation, ...]:
 def _shared_experts(model: ModelConfig) -> tuple[Operation, ...]:
     h, inner, again = model.hidden_size, model.shared_ffn_size, ("moe", "shared_experts")
     first, last = _mlp("mlp.shared_experts", model, inner)
-    outputs, widths = inner * _gates(model), _kept_widths(model)
+    widths = _gates(model)  # the activation keeps what it reads
     gated = model.moe_shared_expert_gate
     gate = _whole(_SHARED_GATE.removesuffix(".weight"), h, 1, False) if gated else ()
     return (
         ColumnLinear(
-            "shared_fc1", (*first, *gate), again, inputs=h, outputs=outputs, shared_input=True
+            "shared_fc1",
+            (*first, *gate),
+            again,
+            inputs=h,
+            outputs=inner * widths,
+            shared_input=True,
         ),
         Activation("shared_act", rerun_by=again, features=inner, widths=widths),
         SharedOut(
@@ -350,17 +355,6 @@ def _prediction(model: ModelConfig) -> PredictionInput:
 def _gates(model: ModelConfig) -> int:
     """Number of projections into the inner features."""
     return 2 if model.gated_linear_unit else 1
-
-
-def _kept_widths(model: ModelConfig, *, weighted: bool = False) -> int:
-    """How many tensors of the MLP's inner width the activation keeps, besides its output.
-
-    A fused gated activation keeps gate and up; an unfused one also keeps the activated gate. If
-    rows are weighted, an unfused activation also keeps its result before the weighting.
-    """
-    if not model.gated_linear_unit:
-        return 1 + weighted
-    return 2 if model.activation_func in ("silu", "quick_gelu") else 3 + weighted
 
 
 def _norm(name: str, model: ModelConfig, features: int | None = None) -> tuple[Weight, ...]:

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from fivefold.config.training import TrainingConfig
-from fivefold.model.fp8 import E4M3, E5M2, RECIPES, Block, Recipe, Scaled, multiply, quantise
+from fivefold.model.fp8 import (
+    E4M3,
+    E5M2,
+    RECIPES,
+    Block,
+    Recipe,
+    Scaled,
+    multiplies_groups,
+    multiply,
+    multiply_groups,
+    quantise,
+)
 from fivefold.model.grouped import group_ends
 from fivefold.model.layers import Kept, Linear, Products
 from fivefold.model.transformer import Stage
@@ -32,12 +43,14 @@ class EightBit(Products):
         gradients: 8-bit type of the gradients of results; inputs and weights are E4M3.
         keeps_input: whether to keep the input itself and to quantise it again: where it is made
             again, or kept for another reader.
+        weight: the weight of the next products, already quantised; None: as they come.
     """
 
     recipe: Recipe
     dtype: torch.dtype
     gradients: torch.dtype = E4M3
     keeps_input: bool = False
+    weight: Scaled | None = None
 
     def apply(
         self, x_TH: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -48,14 +61,26 @@ class EightBit(Products):
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
         """Bits [T, H] and scales: for the results, and for dW unless that takes the input."""
+        taken = self.taken(x_TH)
+        shared = self.recipe.reads_both_ways and not self.keeps_input
+        return taken, taken if shared else self.kept(x_TH)
+
+    def taken(self, x_TH: Tensor) -> Kept:
+        """Bits [T, H] and scales for the results."""
         x = self._quantised(x_TH, self._across, E4M3)
-        taken = x.bits, x.inverse
+        return x.bits, x.inverse
+
+    def kept(self, x_TH: Tensor) -> Kept:
+        """Bits [T, H] and scales for dW, or the input."""
         if self.keeps_input:
-            return taken, (x_TH,)
-        if self.recipe.reads_both_ways:
-            return taken, taken
+            return (x_TH,)
         x = self._quantised(x_TH, self._along, E4M3)
-        return taken, (x.bits, x.inverse)
+        return x.bits, x.inverse
+
+    def in_parts(self, weight_FH: Tensor, *, of_gradient: bool) -> "EightBit":
+        """The same, with a weight that is quantised once for all parts of the tokens."""
+        assert self.recipe.across == 1, "some of the tokens have other scales than all of them"
+        return replace(self, weight=self._weight(weight_FH.t() if of_gradient else weight_FH))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """Its bits and scales, if one pair serves dX and dW."""
@@ -72,10 +97,10 @@ class EightBit(Products):
         out_TF: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, F]."""
-        assert out_TF is None, "some of the tokens have other scales than all of them"
         left = self._read(x, self._across, E4M3)
         y_TF = multiply(left, self._weight(weight_FH), self.dtype, fast=True)
-        return y_TF if bias_F is None else y_TF + bias_F
+        y_TF = y_TF if bias_F is None else y_TF + bias_F
+        return y_TF if out_TF is None else out_TF.copy_(y_TF)
 
     def input_gradient(
         self,
@@ -84,11 +109,12 @@ class EightBit(Products):
         onto_TH: Tensor | None = None,
         out_TH: Tensor | None = None,
     ) -> Tensor:
-        """[T, F] -> [T, H], added to `onto_TH` if there is one."""
-        assert out_TH is None, "some of the tokens have other scales than all of them"
+        """[T, F] -> [T, H], added to `onto_TH` or written into `out_TH` if there is one."""
         left = self._read(grad, self._across, self.gradients)
         grad_TH = multiply(left, self._weight(weight_FH.t()), self.dtype)
-        return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
+        if onto_TH is not None:
+            return onto_TH.add_(grad_TH)
+        return grad_TH if out_TH is None else out_TH.copy_(grad_TH)
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_FH: Tensor | None = None) -> Tensor:
         """[F, H], added to `onto_FH` in place, in its dtype, if there is one."""
@@ -96,6 +122,26 @@ class EightBit(Products):
         left = self._read(grad, self._along, self.gradients).t()
         grad_FH = multiply(left, x.t(), self.dtype)
         return grad_FH if onto_FH is None else onto_FH.add_(grad_FH)
+
+    def groups_output(self, x: Kept, weight_EFH: Tensor, ends: list[int]) -> Tensor:
+        """`output` for groups of rows [T, H] with a weight each, where rows have scales alone."""
+        return self._of_groups(self._read(x, self._across, E4M3), weight_EFH, ends)
+
+    def groups_gradient(self, grad: Kept, weight_EFH: Tensor, ends: list[int]) -> Tensor:
+        """`input_gradient` for the same groups."""
+        left = self._read(grad, self._across, self.gradients)
+        return self._of_groups(left, weight_EFH.transpose(1, 2), ends, fast=False)
+
+    def _of_groups(
+        self, left: Scaled, weight_ENK: Tensor, ends: list[int], *, fast: bool = True
+    ) -> Tensor:
+        if multiplies_groups(left, weight_ENK, self.dtype):
+            right = self._weight(weight_ENK.reshape(-1, weight_ENK.shape[2]))
+            return multiply_groups(left, right, ends, fast=fast)
+        each = zip(left.by_rows(ends), weight_ENK, strict=True)
+        return torch.cat(
+            [multiply(rows, self._weight(one), self.dtype, fast=fast) for rows, one in each]
+        )
 
     @property
     def _across(self) -> Block:
@@ -108,7 +154,9 @@ class EightBit(Products):
         return self.recipe.along, self.recipe.across
 
     def _quantised(self, x: Tensor, block: Block, dtype: torch.dtype) -> Scaled:
-        return quantise(x, block, dtype, powers_of_two=self.recipe.powers_of_two)
+        recipe = self.recipe
+        how = {"powers_of_two": recipe.powers_of_two, "exponents": recipe.exponents}
+        return quantise(x, block, dtype, **how)
 
     def _read(self, kept: Kept, block: Block, dtype: torch.dtype) -> Scaled:
         """What was kept of a matrix, quantised if it is the matrix itself."""
@@ -118,12 +166,17 @@ class EightBit(Products):
 
     def _weight(self, weight: Tensor) -> Scaled:
         """A weight whose columns a product sums over."""
+        if self.weight is not None:
+            return self.weight
         return self._quantised(weight, (self.recipe.weight_across, self.recipe.along), E4M3)
 
 
 @dataclass(frozen=True)
 class EightBitGroups(Products):
     """The same for linear layers with W [E, F, H]: each group of rows with its own, as if alone.
+
+    Where no row shares a scale with another, the rows of all groups are quantised at once for the
+    results and for dX, and some GPUs multiply them in one call.
 
     Attributes:
         each: products of a group.
@@ -141,30 +194,45 @@ class EightBitGroups(Products):
         return ys
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
-        """What `each` takes of the rows of each group, one after the other."""
+        """What `each` takes of the rows of each group, one after the other, or of all at once."""
+        if self._by_row:
+            return self.each.taken(x_TH), tuple(chain(*map(self.each.kept, self._split(x_TH))))
         taken, kept = zip(*map(self.each.input, self._split(x_TH)), strict=True)
         return tuple(chain(*taken)), tuple(chain(*kept))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
-        """What the products of each group take, one after the other."""
+        """What the products of each group take, one after the other, or of all at once."""
+        if self._by_row:
+            return self.each.gradient(grad_TF)
         return tuple(chain(*map(self.each.gradient, self._split(grad_TF))))
 
     def output(self, x: Kept, weight_EFH: Tensor, *_: Tensor | None) -> Tensor:
         """[T, H] -> [T, F], without a bias."""
+        if self._by_row:
+            return self.each.groups_output(x, weight_EFH, self.ends)
         return torch.cat(list(map(self.each.output, self._groups(x), weight_EFH)))
 
     def input_gradient(
         self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
     ) -> Tensor:
         """[T, F] -> [T, H], added to `onto_TH` if there is one."""
-        grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weight_EFH)))
+        if self._by_row:
+            grad_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
+        else:
+            grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weight_EFH)))
         return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
         """[E, F, H], zero for groups without rows; added to `onto_EFH` if there is one."""
-        each = map(self.each.weight_gradient, self._groups(grad), self._groups(kept))
+        grads = zip(*map(self._split, grad), strict=True) if self._by_row else self._groups(grad)
+        each = map(self.each.weight_gradient, grads, self._groups(kept))
         grad_EFH = torch.stack(list(each))
         return grad_EFH if onto_EFH is None else onto_EFH.add_(grad_EFH)
+
+    @property
+    def _by_row(self) -> bool:
+        """Whether no row shares a scale with another in the products for the results and dX."""
+        return self.each.recipe.across == 1
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.tensor_split(self.ends)[: len(self.ends)]

@@ -14,9 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+from fivefold.model.fp8_rules import BLACKWELL
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 TINY = 1e-30
 """Least largest element that a scale is made for: zeros get a finite scale, too."""
+MX = 32
+"""Elements of a block of mxfp8."""
 _MULTIPLE = 16  # of which a kernel wants the dims of its operands
 _EXPONENT = 0x7F800000  # bits of an fp32
 
@@ -33,12 +37,14 @@ class Recipe:
         across: elements of the other dim of an input or a gradient.
         weight_across: elements of the other dim of a weight.
         powers_of_two: whether scales are rounded down to powers of two, which change no mantissa.
+        exponents: whether they are kept as 8-bit exponents (E8M0) instead of fp32.
     """
 
     along: int | None
     across: int | None
     weight_across: int | None
     powers_of_two: bool
+    exponents: bool = False
 
     @property
     def reads_both_ways(self) -> bool:
@@ -55,9 +61,11 @@ RECIPES = {
     "tensorwise": Recipe(None, None, None, powers_of_two=False),
     "rowwise": Recipe(None, 1, 1, powers_of_two=True),
     "blockwise": Recipe(128, 1, 128, powers_of_two=True),
+    "mxfp8": Recipe(MX, 1, 1, powers_of_two=True, exponents=True),
 }
 """By the value of --fp8-recipe. tensorwise is Transformer Engine's Float8CurrentScaling, rowwise
-that of torchao, blockwise DeepSeek-V3's (2024, section 3.3)."""
+that of torchao, blockwise DeepSeek-V3's (2024, section 3.3), mxfp8 the Open Compute Project's
+(Microscaling Formats v1.0, 2023), scaled such that nothing overflows (Mishra et al. 2025)."""
 
 EACH_ELEMENT = Recipe(1, 1, 1, powers_of_two=True)
 """A scale for every element, which no cut of a matrix changes: what `verify` compares with."""
@@ -69,8 +77,8 @@ class Scaled:
 
     Attributes:
         bits: [M, K] 8-bit floats.
-        inverse: fp32 [blocks of rows, blocks of columns], what the elements of a block stand for
-            multiples of.
+        inverse: fp32 or E8M0 [blocks of rows, blocks of columns], what the elements of a block
+            stand for multiples of.
         block: rows and columns of a block; the last one in a dim may be smaller.
     """
 
@@ -82,6 +90,12 @@ class Scaled:
         """Its transpose, a view."""
         return Scaled(self.bits.t(), self.inverse.t(), (self.block[1], self.block[0]))
 
+    def by_rows(self, ends: list[int]) -> list["Scaled"]:
+        """Groups of rows with scales of their own, by the end row of each."""
+        assert self.block[0] == 1, "rows share scales"
+        parts = (x.tensor_split(ends)[: len(ends)] for x in (self.bits, self.inverse))
+        return [Scaled(bits, inverse, self.block) for bits, inverse in zip(*parts, strict=True)]
+
     def wide(self, dtype: torch.dtype) -> Tensor:
         """[M, K] in `dtype`, of at least 32 bits: what the bits stand for."""
         scale = self.inverse.to(dtype)
@@ -92,7 +106,12 @@ class Scaled:
 
 
 def quantise(
-    x_MK: Tensor, block: Block, dtype: torch.dtype, *, powers_of_two: bool = False
+    x_MK: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    *,
+    powers_of_two: bool = False,
+    exponents: bool = False,
 ) -> Scaled:
     """A matrix in 8 bits, with the scale of each block such that its largest element just fits.
 
@@ -102,6 +121,7 @@ def quantise(
         dtype: 8-bit type. Elements are rounded to nearest, ties to even. A block with an element
             that is not finite becomes NaN where that element is.
         powers_of_two: whether to round scales down to powers of two.
+        exponents: whether to keep these as E8M0, in which infinity is NaN, too.
     """
     rows, columns = x_MK.shape
     m, k = (each or max(size, 1) for each, size in zip(block, x_MK.shape, strict=True))
@@ -115,7 +135,8 @@ def quantise(
     bits = bits.reshape(padded.shape)
     if any(padding):  # a copy, so that the padding is not kept with it
         bits = bits[:rows, :columns].clone(memory_format=torch.contiguous_format)
-    return Scaled(bits, _over(1.0, scale), block)
+    inverse = _over(1.0, scale)
+    return Scaled(bits, inverse.to(E8M0) if exponents else inverse, block)
 
 
 def largest(blocks: Tensor) -> Tensor:
@@ -163,13 +184,17 @@ def _has_kernel(a: Scaled, b: Scaled) -> bool:
         return capability >= (8, 9)
     if a.block[1] is None:
         return capability >= (9, 0)
-    alike = a.bits.dtype == b.bits.dtype == E4M3
-    return capability == (9, 0) and a.block[1] == 128 and alike
+    if not a.bits.dtype == b.bits.dtype == E4M3:
+        return False
+    if a.block[1] == MX:
+        return capability >= BLACKWELL
+    return capability == (9, 0) and a.block[1] == 128
 
 
 def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
     """Operands are padded with zeros to what the kernel takes."""
     left, right = _aligned(a), _aligned(b)
+    swizzle = F.SwizzleType.SWIZZLE_32_4_4 if a.block[1] == MX else F.SwizzleType.NO_SWIZZLE
     product = F.scaled_mm(
         left.bits,
         right.bits.t(),
@@ -177,10 +202,45 @@ def _by_kernel(a: Scaled, b: Scaled, *, fast: bool) -> Tensor:
         scale_recipe_a=_KINDS[left.block],
         scale_b=_laid_out(right).t() if right.block == (1, None) else _laid_out(right),
         scale_recipe_b=_KINDS[right.block],
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
         output_dtype=torch.bfloat16,
         use_fast_accum=fast and a.block[1] is None,
     )
     return product[: len(a.bits), : len(b.bits)]
+
+
+def multiplies_groups(a: Scaled, weight_ENK: Tensor, dtype: torch.dtype) -> bool:
+    """Whether this GPU multiplies groups of rows with a weight each in one call."""
+    if not (a.bits.is_cuda and dtype == torch.bfloat16 and a.block == (1, None)):
+        return False
+    if a.bits.dtype != E4M3:  # the kernel takes no gradients in E5M2
+        return False
+    fits = len(a.bits) and not any(size % _MULTIPLE for size in weight_ENK.shape[1:])
+    return bool(fits) and torch.cuda.get_device_capability(a.bits.device) == (9, 0)
+
+
+def multiply_groups(a: Scaled, b: Scaled, ends: list[int], *, fast: bool) -> Tensor:
+    """a_e b_e^T of the rows of each group, in one call: [T, N] bf16.
+
+    Args:
+        a: [T, K], rows sorted by group.
+        b: [E * N, K], the weights of all groups.
+        ends: end row of each group.
+        fast: as in `multiply`.
+    """
+    weights_ENK = b.bits.view(len(ends), -1, b.bits.shape[1])
+    known = torch.tensor(ends, dtype=torch.int32).pin_memory()  # so that the host does not wait
+    product: Tensor = torch._scaled_grouped_mm(
+        a.bits,
+        weights_ENK.transpose(1, 2),
+        a.inverse.flatten(),
+        b.inverse.view(len(ends), -1),
+        offs=known.to(a.bits.device, non_blocking=True),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+    return product
 
 
 _KINDS = {
@@ -188,24 +248,43 @@ _KINDS = {
     (1, None): F.ScalingType.RowWise,
     (1, 128): F.ScalingType.BlockWise1x128,
     (128, 128): F.ScalingType.BlockWise128x128,
+    (1, MX): F.ScalingType.BlockWise1x32,
 }
 
 
 def _aligned(x: Scaled) -> Scaled:
     """Rows and depth of a multiple of what the kernel takes, the depth contiguous."""
-    rows, depth = (-size % _MULTIPLE for size in x.bits.shape)
+    each = _MULTIPLE, MX if x.block[1] == MX else _MULTIPLE
+    rows, depth = (-size % multiple for size, multiple in zip(x.bits.shape, each, strict=True))
     bits = x.bits.contiguous()
     if rows or depth:
         bits = F.pad(bits.view(torch.uint8), (0, depth, 0, rows)).view(x.bits.dtype)
-    inverse = F.pad(x.inverse, (0, 0, 0, rows), value=1.0) if x.block[0] == 1 else x.inverse
+    inverse = x.inverse
+    if x.block[0] == 1 and inverse.dtype != E8M0:  # others are padded as they are laid out
+        inverse = F.pad(inverse, (0, 0, 0, rows), value=1.0)
     return Scaled(bits, inverse, x.block)
 
 
 def _laid_out(x: Scaled) -> Tensor:
     """The scales as cuBLAS wants them: those of the same depth side by side for 1 x 128, columns of
-    a multiple of 4 for 128 x 128."""
+    a multiple of 4 for 128 x 128, tiles for 1 x 32."""
     if x.block == (1, 128):
         return x.inverse.t().contiguous().t()
     if x.block == (128, 128):
         return F.pad(x.inverse, (0, -x.inverse.shape[1] % 4)).t()
+    if x.block == (1, MX):
+        return tiled_scales(x.inverse)
     return x.inverse.contiguous()
+
+
+def tiled_scales(inverse: Tensor) -> Tensor:
+    """E8M0 [M, K] in the order in which Blackwell's tensor cores read them, flat.
+
+    A tile is 128 rows of 4 scales; within it, row r lies at 16 (r mod 32) + 4 (r // 32) (cuBLAS,
+    "1D block scaling factors layout"). Rows and columns that are not there are 2 ** -127.
+    """
+    bits = inverse.contiguous().view(torch.uint8)
+    rows, columns = bits.shape
+    bits = F.pad(bits, (0, -columns % 4, 0, -rows % 128))
+    tiles = bits.view(len(bits) // 128, 4, 32, bits.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(E8M0)

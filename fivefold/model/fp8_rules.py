@@ -3,14 +3,16 @@
 from fivefold.config.config import Config
 from fivefold.errors import Mistakes
 
-TRAINED = ("tensorwise", "rowwise", "blockwise")
+TRAINED = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """Recipes that the trainer has."""
+E4M3_ALONE = {"blockwise": 128, "mxfp8": 32}
+"""Recipes whose blocks are so short that e4m3 does for gradients; elements of a block."""
+BLACKWELL = 10, 0
+"""Compute capability of the first GPUs with kernels for mxfp8."""
 _NEEDS = {
     "delayed": "scales by the largest elements of earlier steps: a history that every layout would "
     "have to save, to share and to repeat when it recomputes. The recipes of this version scale a "
     "tensor by its own largest elements",
-    "mxfp8": "needs kernels of Blackwell that read scales of 32 elements in an order of their own, "
-    "which this version does not write",
 }
 
 
@@ -25,10 +27,10 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
             f"with fp8_format {training.fp8_format}, fp8_recipe = {recipe} {_NEEDS[recipe]}",
             works=[f"--fp8-recipe {name}" for name in TRAINED],
         )
-    if recipe == "blockwise" and training.fp8_format == "hybrid":
+    if recipe in E4M3_ALONE and training.fp8_format == "hybrid":
         mistakes.add(
-            "no kernel multiplies e5m2 gradients (fp8_format hybrid) with a scale for each 128 "
-            "elements, which are narrow enough a range for e4m3",
+            f"no kernel multiplies e5m2 gradients (fp8_format hybrid) with a scale for each "
+            f"{E4M3_ALONE[recipe]} elements, which are narrow enough a range for e4m3",
             works=["--fp8-format e4m3", "--fp8-recipe tensorwise"],
         )
     if training.fp4_format is not None:
@@ -37,11 +39,11 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
             f"(fp4_format {training.fp4_format})",
             works=["--fp4-format none", "--fp8-format none"],
         )
-    if parallel.tp_comm_overlap:
+    if parallel.tp_comm_overlap and recipe == "tensorwise":
         mistakes.add(
             "tp_comm_overlap multiplies parts of the tokens while others travel, and with "
-            f"fp8_recipe {recipe} all tokens are scaled at once",
-            works=["--no-tp-comm-overlap", "--fp8-format none"],
+            "fp8_recipe tensorwise all tokens are scaled at once, not each by itself",
+            works=["--no-tp-comm-overlap", "--fp8-recipe rowwise", "--fp8-format none"],
         )
     gathers = parallel.context_parallel_size > 1 and "all_gather" in parallel.cp_comm_type
     if config.model.multi_latent_attention and gathers:
@@ -60,3 +62,26 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
                 "8-bit copy of it",
                 works=["--offload-modules core_attn", "--fp8-format none"],
             )
+
+
+def check_kernels(config: Config, capability: tuple[int, int] | None) -> None:
+    """Refuse to start ranks on GPUs that have no kernel for `mxfp8`, which no other would replace.
+
+    Args:
+        config: the configuration.
+        capability: compute capability of the GPUs; None: ranks compute on CPUs.
+
+    Raises:
+        ConfigError: the GPUs are older than Blackwell.
+    """
+    training, mistakes = config.training, Mistakes()
+    if training.fp8_format is None or training.fp8_recipe != "mxfp8":
+        return
+    if capability is not None and capability < BLACKWELL:
+        instead = "blockwise" if capability == (9, 0) else "tensorwise"
+        mistakes.add(
+            "fp8_recipe mxfp8: GPUs multiply with scales of 32 elements from sm 10.0 (Blackwell), "
+            f"and these are sm {'.'.join(map(str, capability))}",
+            works=[f"--fp8-recipe {instead}", "--fp8-format none"],
+        )
+    mistakes.raise_if_any()

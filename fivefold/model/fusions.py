@@ -14,13 +14,18 @@ from fivefold.model.transformer import Stage
 def install_fusions(stage: Stage, training: TrainingConfig) -> None:
     """Switch on what the settings fuse.
 
-    `bias_swiglu_fusion`: a gated activation, forward and backward, is one kernel each
-    (`gate_kernels`); `rope_fusion`: so is the rotation of queries or keys (`rotary_kernels`);
-    `bias_dropout_fusion`: so are a dropout mask, what it drops, and the sum with the residual
-    stream (`dropout_kernels`).
+    `bias_swiglu_fusion`: an activation by a sigmoid with its gate and row weights, forward and
+    backward, is one kernel each (`gate_kernels`); `bias_gelu_fusion`: so is one by GELU (the
+    product before it adds its bias); `rope_fusion`: so is the rotation of queries or keys
+    (`rotary_kernels`); `bias_dropout_fusion`: so are a dropout mask, what it drops, and the sum
+    with the residual stream (`dropout_kernels`); `fused_residual_rmsnorm`: so is the sum after
+    attention, where nothing is dropped, with the norm of the MLP (`norm_kernels`).
     """
     stage.fuses_rope = training.rope_fusion
     stage.fuses_dropout = training.bias_dropout_fusion
+    for layer in stage.transformer_layers:
+        layer.fuses_norm = training.fused_residual_rmsnorm
+    gelu = stage.model.activation_func in ("gelu", "gelu_tanh")
     for module in stage.modules():
         if isinstance(module, MLP | Experts):
-            module.fuses_gate = training.bias_swiglu_fusion
+            module.fuses_gate = training.bias_gelu_fusion if gelu else training.bias_swiglu_fusion

@@ -1,4 +1,4 @@
-"""Gated activations as one Triton kernel forward and one backward, each of which reads once.
+"""Activations as one Triton kernel forward and one backward, each of which reads once.
 
 Imported only where they run, since Triton is. They are proven without a GPU by Triton's
 interpreter (`TRITON_INTERPRET=1`).
@@ -6,6 +6,9 @@ interpreter (`TRITON_INTERPRET=1`).
 Shapes: T rows, F inner features.
 """
 
+from collections.abc import Mapping, Sequence
+from math import pi, sqrt
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,74 +20,83 @@ AT_A_TIME = 1024
 """Features of a row that a program holds in registers."""
 
 
+CURVES: Mapping[str, tuple[float | None, float]] = MappingProxyType(
+    {
+        "silu": (1.0, 0.0),
+        "quick_gelu": (1.702, 0.0),
+        "gelu_tanh": (2 * sqrt(2 / pi), 0.044715),
+        "gelu": (None, 0.0),
+    }
+)
+"""Slope s and cubic c of x * sigmoid(s (x + c x^3)), since (1 + tanh(z)) / 2 is sigmoid(2 z); no
+slope: x times the normal distribution's share below x."""
+
+
 def gated(
     gate: Tensor,
-    up: Tensor,
+    up: Tensor | None,
     weights_T: Tensor | None,
-    slope: float,
+    name: str,
     bound: float | None,
     offset: float,
 ) -> Tensor:
-    """g * sigmoid(slope * g) * (u + offset) * weight, under autograd, which saves only its inputs.
+    """activation(g) * (u + offset) * weight, under autograd, which saves only its inputs.
 
-    g is the gate clamped to at most `bound`, u is up clamped to +-`bound`. Computed in at least
-    fp32.
+    g is the gate clamped to at most `bound`, u is up clamped to +-`bound`; without `up`, only the
+    activation is weighted. Computed in at least fp32.
+
+    Args:
+        gate: [T, F].
+        up: [T, F] or None.
+        weights_T: weight of each row; None: all 1.
+        name: activation, of `CURVES`.
+        bound: of g and u; None: none.
+        offset: added to u.
     """
-    y_TF: Tensor = _Gated.apply(gate, up, weights_T, slope, bound, offset)
+    y_TF: Tensor = _Gated.apply(gate, up, weights_T, *CURVES[name], bound, offset)
     return y_TF
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        gate: Tensor,
-        up: Tensor,
-        weights_T: Tensor | None,
-        slope: float,
-        bound: float | None,
-        offset: float,
+        ctx: Any, gate: Tensor, up: Tensor | None, weights_T: Tensor | None, *how: float | None
     ) -> Tensor:
-        gate, up = gate.contiguous(), up.contiguous()
+        gate, up = gate.contiguous(), None if up is None else up.contiguous()
         ctx.save_for_backward(gate, up, weights_T)
-        ctx.how = slope, bound, offset
+        ctx.how = how
         y_TF = torch.empty_like(gate)
-        weights = gate if weights_T is None else weights_T
-        tensors = gate, up, weights, gate, y_TF, gate, gate
-        _run(tensors, *ctx.how, weighted=weights_T is not None, backward=False)
+        _run((gate, up, weights_T), (None, y_TF, None, None), how)
         return y_TF
 
     @staticmethod
     def backward(ctx: Any, grad_TF: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up, weights_T = ctx.saved_tensors
-        made = torch.empty_like(gate), torch.empty_like(up)
-        grad_weights = None if weights_T is None else torch.empty_like(weights_T)
-        weights, sums = (gate if x is None else x for x in (weights_T, grad_weights))
-        tensors = gate, up, weights, grad_TF.contiguous(), *made, sums
-        _run(tensors, *ctx.how, weighted=weights_T is not None, backward=True)
-        return *made, grad_weights, None, None, None
+        saved = ctx.saved_tensors
+        made = [None if x is None else torch.empty_like(x) for x in saved]
+        _run(saved, (grad_TF.contiguous(), *made), ctx.how)
+        return *made, None, None, None, None
 
 
 def _run(
-    tensors: tuple[Tensor, ...],
-    slope: float,
-    bound: float | None,
-    offset: float,
-    *,
-    weighted: bool,
-    backward: bool,
+    given: Sequence[Tensor | None], others: Sequence[Tensor | None], how: Sequence[float | None]
 ) -> None:
-    rows, features = tensors[0].shape
+    """Launch; a tensor that is not there is given as the gate, which the kernel then leaves."""
+    gate, up, weights_T = given
+    assert gate is not None
+    rows, features = gate.shape
+    slope, cubic, bound, offset = how
     if rows:
         _gate[(rows,)](
-            *tensors,
+            *(gate if x is None else x for x in (*given, *others)),
             features,
             slope=slope,
+            cubic=cubic,
             bound=bound,
             offset=offset,
-            weighted=weighted,
-            backward=backward,
-            wide=tl.float64 if tensors[0].dtype == torch.float64 else tl.float32,
+            paired=up is not None,
+            weighted=weights_T is not None,
+            backward=others[0] is not None,
+            wide=tl.float64 if gate.dtype == torch.float64 else tl.float32,
             size=AT_A_TIME,
         )
 
@@ -100,8 +112,10 @@ def _gate(  # type: ignore[no-untyped-def]
     sums,
     features,
     slope: tl.constexpr,
+    cubic: tl.constexpr,
     bound: tl.constexpr,
     offset: tl.constexpr,
+    paired: tl.constexpr,
     weighted: tl.constexpr,
     backward: tl.constexpr,
     wide: tl.constexpr,
@@ -118,25 +132,36 @@ def _gate(  # type: ignore[no-untyped-def]
         inside = start + lanes < features
         place = row * features + start + lanes
         g_whole = tl.load(gate + place, mask=inside, other=0.0).to(wide)
-        u_whole = tl.load(up + place, mask=inside, other=0.0).to(wide)
-        g, u = g_whole, u_whole
+        g, u = g_whole, 1.0
         if bound is not None:
             g = tl.where(g > bound, bound, g)
-            u = tl.where(u > bound, bound, tl.where(u < -bound, -bound, u))
-        u += offset
-        share = 1.0 / (1.0 + tl.exp(-slope * g))
+        if paired:
+            u_whole = tl.load(up + place, mask=inside, other=0.0).to(wide)
+            u = u_whole
+            if bound is not None:
+                u = tl.where(u > bound, bound, tl.where(u < -bound, -bound, u))
+            u += offset
+        if slope is None:  # the normal distribution: its share below g, and its density there
+            share = 0.5 + 0.5 * tl.erf(g * 0.7071067811865476)
+            steep = 0.3989422804014327 * tl.exp(-0.5 * g * g)
+        else:
+            share = 1.0 / (1.0 + tl.exp(-slope * (g + cubic * g * g * g)))
+            steep = slope * (1.0 + 3.0 * cubic * g * g) * share * (1.0 - share)
         value = g * share
         if backward:
             dy = tl.load(grad + place, mask=inside, other=0.0).to(wide)
             if weighted:
                 total += tl.where(inside, dy * value * u, 0.0)
                 dy *= weight
-            dg, du = dy * u * share * (1.0 + slope * g * (1.0 - share)), dy * value
+            dg = dy * u * (share + g * steep)
             if bound is not None:
                 dg = tl.where(g_whole > bound, 0.0, dg)
-                du = tl.where((u_whole > bound) | (u_whole < -bound), 0.0, du)
             tl.store(first + place, dg.to(first.dtype.element_ty), mask=inside)
-            tl.store(second + place, du.to(second.dtype.element_ty), mask=inside)
+            if paired:
+                du = dy * value
+                if bound is not None:
+                    du = tl.where((u_whole > bound) | (u_whole < -bound), 0.0, du)
+                tl.store(second + place, du.to(second.dtype.element_ty), mask=inside)
         else:
             y = value * u
             if weighted:

@@ -41,7 +41,24 @@ class Products:
 
     def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
         """What `output` takes of an input, and what `weight_gradient` does: first its rows."""
-        return (x_TH,), (x_TH,)
+        return self.taken(x_TH), self.kept(x_TH)
+
+    def taken(self, x_TH: Tensor) -> Kept:
+        """What `output` takes of some of the tokens, a row of each for each token."""
+        return (x_TH,)
+
+    def kept(self, x_TH: Tensor) -> Kept:
+        """What `weight_gradient` takes of an input: first its rows."""
+        return (x_TH,)
+
+    def in_parts(self, weight_FH: Tensor, *, of_gradient: bool) -> "Products":
+        """The same, for several products of parts of the tokens with this weight.
+
+        Args:
+            weight_FH: weight.
+            of_gradient: whether they are those of `input_gradient`, or of `output`.
+        """
+        return self
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """What both products of a backward take of the gradient of a result."""
@@ -242,6 +259,12 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, weight.shape, weight, self.epsilon)
         y: Tensor = _RMSNorm.apply(x, weight, self.epsilon)
         return y
+
+    def of_sum(self, x_TH: Tensor, onto_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """onto + x, and that normalised, in one kernel of a GPU (`runs_triton`)."""
+        from fivefold.model import norm_kernels
+
+        return norm_kernels.sum_and_norm(x_TH, onto_TH, local(self.weight), self.epsilon)
 
 
 def make_norm(model: ModelConfig, features: int | None = None) -> LayerNorm | RMSNorm:

@@ -352,7 +352,7 @@ class Activation(Operation):
     Attributes:
         item: item under which its inputs are kept; empty: another item counts them.
         features: inner features over all ranks; with experts, of one expert.
-        widths: number of tensors of that width it keeps, besides its output.
+        widths: number of tensors of that width it reads, which it keeps.
         copies: experts per token; 0: no experts.
         remade_by: recomputed modules that recompute its inputs.
     """

@@ -11,9 +11,9 @@ from fivefold.config.parallel import TokenDispatcher
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.model.expert_rows import LayerRows, expected_rows, padded_rows
 
-SCALE_ROWS = {"rowwise": inf, "blockwise": 128}
+SCALE_ROWS = {"rowwise": inf, "blockwise": 128, "mxfp8": 32}
 """Rows of an operand of dW that share a scale for each feature, by recipe."""
-_SCALE = 4  # bytes of a scale, fp32
+_SCALE, _EXPONENT = 4, 1  # bytes of a scale in fp32, and of one for 32 rows, an exponent
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,8 @@ def scale_bytes(running: Running, features: float) -> float:
     blocks = 1.0
     if running.scale_rows:
         blocks = features * max(ceil(running.microbatch_tokens / running.scale_rows), 1)
-    return running.by_microbatch(_SCALE * blocks)
+    size = _EXPONENT if running.scale_rows == SCALE_ROWS["mxfp8"] else _SCALE
+    return running.by_microbatch(size * blocks)
 
 
 def flash_takes(features: int) -> bool:

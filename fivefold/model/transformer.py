@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fivefold.config.experts import ExpertsConfig
 from fivefold.config.model import ModelConfig
+from fivefold.mesh.device import runs_triton
 from fivefold.model.attention import Attention, AttentionBlock
 from fivefold.model.batch import Batch
 from fivefold.model.context import Context
@@ -74,6 +75,7 @@ class TransformerLayer(nn.Module):
 
     Attributes:
         block: seam around a norm and the module after it.
+        fuses_norm: as in `model.fusions`.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class TransformerLayer(nn.Module):
         self.side_by_side = model.parallel_residual
         self.site = f"layers.{layer}"
         self.block: NormedBlock = plain_block
+        self.fuses_norm = False
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -99,10 +102,23 @@ class TransformerLayer(nn.Module):
         """`forward` without what differs between layers by name; compiled once for all of them."""
         drop = context.layer
         attended_TH = self.block(self.input_layernorm, self.self_attn, x_TH, context)
+        norm = self._joined_norm(x_TH)
+        if norm is not None:
+            sum_TH, normed_TH = norm.of_sum(attended_TH, x_TH)
+            return sum_TH + self.mlp(normed_TH, context)
         sum_TH = _added(x_TH, attended_TH, drop.attended, self.dropout)
         read_TH = x_TH if self.side_by_side else sum_TH
         made_TH = self.block(self.post_attention_layernorm, self.mlp, read_TH, context)
         return _added(sum_TH, made_TH, drop.made, self.dropout)
+
+    def _joined_norm(self, x_TH: Tensor) -> RMSNorm | None:
+        """The norm before the MLP, if one kernel also makes the sum that it normalises.
+
+        Not where another block makes the norm again from the sum, or moves it.
+        """
+        norm = self.post_attention_layernorm
+        joined = self.fuses_norm and self.block is plain_block and runs_triton(x_TH)
+        return norm if joined and isinstance(norm, RMSNorm) else None
 
     def _dropout(self, dropout: Dropout) -> LayerDropout:
         heads = self.self_attn.head_dropout(dropout)

@@ -11,6 +11,7 @@ from fivefold.counts.context import gathers_latents
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, describe
 from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
+from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.latent_operations import LatentDown, LatentUp
 from fivefold.model.operations import (
     Activation,
@@ -72,6 +73,7 @@ class OperationTimes:
         overlaps = self.parallel.tp_comm_overlap and self.parts > 1
         self.in_parts = overlaps and software.hidden_tp is None
         self.hidden_tp = (software.hidden_tp or 0.0) if overlaps else 0.0
+        self.joins_norm = joins_norm(config)
         pipelined = self.parallel.pipeline_model_parallel_size > 1
         self.defers = pipelined and software.eager_dx is not False
 
@@ -87,7 +89,7 @@ class OperationTimes:
             case Norm():  # norms of single heads are fused with the rotation
                 return self._norm() if op.heads is None else Times()
             case Residual():
-                return self._residual()
+                return self._residual(joins=op.name == "attn_residual")
             case ColumnLinear():
                 rows = [rows for rows, _ in weights]
                 return self._column(lambda tokens: self._joined(rows, tokens))
@@ -252,9 +254,16 @@ class OperationTimes:
         size = self.hidden_bytes / self.parts
         return self._elementwise(2 * size, 3 * size)
 
-    def _residual(self) -> Times:
-        """The residual sum with the bias and dropout before it, forward and backward."""
+    def _residual(self, *, joins: bool) -> Times:
+        """The residual sum with the bias and dropout before it, forward and backward.
+
+        Args:
+            joins: whether a norm follows, which the same kernel may make: it then reads no sum, and
+                adds the gradient beside it to its own.
+        """
         size = self.hidden_bytes / self.parts
+        if joins and self.joins_norm:
+            return self._elementwise(2 * size, size)
         mask = size / 2 if self.model.hidden_dropout else 0.0
         return self._elementwise(3 * size + mask, (5 if mask else 3) * size + mask)
 

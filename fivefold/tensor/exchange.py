@@ -9,7 +9,7 @@ import platform
 import uuid
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,11 +49,25 @@ class Factor:
         return self.weight_FH if self.of_gradient else self.weight_FH.t()
 
     def read(self, x: Tensor) -> tuple[Kept, Kept]:
-        """What this product takes of tokens, and what dW does."""
+        """What this product takes of all tokens, and what dW does."""
         if not self.of_gradient:
             return self.products.input(x)
         grad = self.products.gradient(x)
         return grad, grad
+
+    def taken(self, x: Tensor) -> Kept:
+        """What this product takes of some of the tokens."""
+        return self.products.gradient(x) if self.of_gradient else self.products.taken(x)
+
+    def kept(self, x: Tensor) -> Kept:
+        """What dW takes of all tokens."""
+        return self.products.gradient(x) if self.of_gradient else self.products.kept(x)
+
+    @property
+    def in_parts(self) -> "Factor":
+        """The same, for products of parts of the tokens."""
+        products = self.products.in_parts(self.weight_FH, of_gradient=self.of_gradient)
+        return replace(self, products=products)
 
     def times(self, taken: Kept, out: Tensor | None = None) -> Tensor:
         """The product of some tokens, written into `out` if there is one."""
@@ -154,14 +168,17 @@ class TokensInParts(SplitTokens):
         """[t, H] of each rank -> what dW takes of [T, H], and its products, a [T, F] per factor."""
         arriving = Arriving(x, self.group)
         products = [x.new_empty(len(arriving.whole), factor.features) for factor in factors]
+        each = [factor.in_parts for factor in factors]
         for rows in arriving:
-            for factor, product in zip(factors, products, strict=True):
-                factor.times(factor.read(arriving.whole[rows])[0], product[rows])
-        return factors[0].read(arriving.whole)[1], products
+            taken = factors[0].taken(arriving.whole[rows])
+            for factor, product in zip(each, products, strict=True):
+                factor.times(taken, product[rows])
+        return factors[0].kept(arriving.whole), products
 
     def start_sum(self, terms: Sequence[Term]) -> Pending:
         """Sum products over the terms and the ranks: [T, F] each -> [t, H]."""
         length = len(terms[0][0][0])
+        terms = [(taken, factor.in_parts) for taken, factor in terms]
         return start_sum_of_parts(lambda rows: _sum_of(_of_rows(terms, rows)), length, self.group)
 
 

@@ -35,6 +35,14 @@ def visible_gpus() -> int:
     return count
 
 
+def capability() -> tuple[int, int]:
+    """Compute capability of the GPUs, as the first one has it."""
+    import torch
+
+    found: tuple[int, int] = _asked_apart(torch.cuda.get_device_capability, (0, 0))
+    return found
+
+
 def pci_addresses() -> list[str]:
     """PCI address of each visible GPU, as in /sys/bus/pci/devices."""
     import torch

@@ -18,6 +18,7 @@ from fivefold.data.prepare import PreparedData
 from fivefold.errors import DataError, FivefoldError
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
+from fivefold.model.fp8_rules import check_kernels
 from fivefold.train.console import Console
 from fivefold.train.convert import keep_side_files
 from fivefold.train.corpora import open_data
@@ -25,6 +26,7 @@ from fivefold.train.cuda_environment import keep_flight_record
 from fivefold.train.devices import (
     Asked,
     DeviceChoice,
+    capability,
     choose_device,
     pci_addresses,
     visible_gpus,
@@ -155,6 +157,8 @@ def _choose(
     device = choose_device(asked, env, nproc, visible_gpus())
     check_deepep(layout.config, device.kind, shared=device.shared)
     check_profiler(layout.config.logging, device.kind)
+    if layout.config.training.fp8_format is not None:
+        check_kernels(layout.config, capability() if device.kind == "cuda" else None)
     check_open_files(layout, device.kind)
     ranks, mode = nproc or env.local_world_size, layout.config.training.numa_binding
     bindings: Sequence[Binding] = ()

@@ -82,6 +82,12 @@ def test_a_step_does_what_theory_says(number: int, tmp_path: Path) -> None:
 EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "latents": (1, "latent", "blockwise", {"seq_length": 160}),
     "sequence parallel": (2, "llama", "blockwise", SEQUENCE | {"seq_length": 160}),
+    "exponents": (
+        2,
+        "llama",
+        "mxfp8",
+        SEQUENCE | {"seq_length": 80, "tp_comm_overlap": True},
+    ),
     "plain queries, gathered": (2, "latent", "tensorwise", SEQUENCE | {"q_lora_rank": None}),
     "recomputed in part": (
         2,

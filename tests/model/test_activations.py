@@ -27,7 +27,15 @@ def kept(model: ModelConfig, running: Running, layer: int = 0) -> float:
 
 
 @pytest.mark.parametrize(
-    "model", [LLAMA, FAMILIES["qwen"], replace(LLAMA, hidden_dropout=0.1)], ids=["l", "q", "drop"]
+    "model",
+    [
+        LLAMA,
+        FAMILIES["qwen"],
+        replace(LLAMA, hidden_dropout=0.1),
+        replace(LLAMA, activation_func="gelu"),
+        replace(LLAMA, activation_func="quick_gelu", gated_linear_unit=False),
+    ],
+    ids=["l", "q", "drop", "geglu", "quick"],
 )
 def test_activation_bytes_are_what_a_layer_saves(model: ModelConfig) -> None:
     stage = Stage(model)

@@ -10,13 +10,23 @@ from torch import Tensor
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
 from fivefold.model.eight_bit import EightBit, EightBitGroups, eight_bit, install_eight_bit
-from fivefold.model.fp8 import E4M3, E5M2, EACH_ELEMENT, RECIPES, Block, multiply, quantise
+from fivefold.model.fp8 import (
+    E4M3,
+    E5M2,
+    EACH_ELEMENT,
+    RECIPES,
+    Block,
+    multiply,
+    quantise,
+    tiled_scales,
+)
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.stages import StageSpec
 
 BITS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}
 """Bits of the mantissa, least exponent of a normal number, largest number (Micikevicius 2022)."""
 BLOCKS: list[Block] = [(None, None), (1, None), (None, 1), (1, 128), (128, 1), (128, 128), (1, 1)]
+BLOCKS += [(1, 32), (32, 1)]
 
 
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -100,6 +110,39 @@ def test_blocks_of_a_product_are_summed_with_both_their_scales() -> None:
     torch.testing.assert_close(multiply(a, b, torch.float64), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", BITS)
+def test_a_power_of_two_is_kept_as_its_exponent(dtype: torch.dtype) -> None:
+    """Of any magnitude that fp32 has; what is not finite is undefined."""
+    x = _random(5, 70) * torch.tensor([1e-37, 1e-12, 1.0, 1e30, 3e37])[:, None]
+    wide, narrow = (
+        quantise(x.float(), (1, 32), dtype, powers_of_two=True, exponents=exponents)
+        for exponents in (False, True)
+    )
+    assert narrow.inverse.element_size() == 1 and narrow.inverse.shape == (5, 3)
+    assert torch.equal(narrow.wide(torch.float64), wide.wide(torch.float64))
+    assert narrow.wide(torch.float64)[1:].abs().amin() > 0
+    for bad in (inf, nan):
+        x[2, 33] = bad
+        again = quantise(x.float(), (1, 32), dtype, powers_of_two=True, exponents=True)
+        assert again.wide(torch.float64)[2, 33].isnan()
+        assert again.wide(torch.float64)[2, :32].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 9), (300, 3)])
+def test_scales_lie_where_the_tensor_cores_look(shape: tuple[int, int]) -> None:
+    """By the formula in cuBLAS's manual, tile after tile along a row of tiles."""
+    rows, columns = shape
+    number = torch.arange(rows * columns).remainder(200).add(1).to(torch.uint8).view(shape)
+    found = tiled_scales(number.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    across = -(-columns // 4)
+    expected = torch.zeros(-(-rows // 128) * across * 512, dtype=torch.uint8)
+    for row, column in product(range(rows), range(columns)):
+        tile = row // 128 * across + column // 4
+        inside = row % 128 % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        expected[tile * 512 + inside] = number[row, column]
+    assert torch.equal(found, expected)
+
+
 def _steps(recipe: str) -> dict[str, tuple[Block, Block]]:
     """Blocks of both operands of each product, the depth last, as the recipes' authors say."""
     whole: Block = (None, None)
@@ -111,6 +154,7 @@ def _steps(recipe: str) -> dict[str, tuple[Block, Block]]:
             "dx": ((1, 128), (128, 128)),
             "dw": ((1, 128), (1, 128)),
         },
+        "mxfp8": dict.fromkeys(("y", "dx", "dw"), ((1, 32), (1, 32))),
     }[recipe]  # type: ignore[return-value]
 
 
@@ -205,13 +249,14 @@ def test_routers_gates_and_the_output_layer_are_left_alone() -> None:
 @pytest.mark.parametrize("shape", [(256, 384, 512), (40, 72, 200), (1, 16, 130)])
 def test_the_kernel_is_its_plain_twin(recipe: str, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    powers = RECIPES[recipe].powers_of_two
+    kept = RECIPES[recipe]
+    how = {"powers_of_two": kept.powers_of_two, "exponents": kept.exponents}
     for one, other in set(_steps(recipe).values()):
         for left_type in (E4M3, E5M2):
-            a = quantise(_random(m, k).bfloat16(), one, left_type, powers_of_two=powers)
-            b = quantise(_random(n, k, seed=1).bfloat16(), other, E4M3, powers_of_two=powers)
+            a = quantise(_random(m, k).bfloat16(), one, left_type, **how)
+            b = quantise(_random(n, k, seed=1).bfloat16(), other, E4M3, **how)
             on_gpu = [
-                quantise(x.bfloat16().cuda(), block, dtype, powers_of_two=powers)
+                quantise(x.bfloat16().cuda(), block, dtype, **how)
                 for x, block, dtype in (
                     (_random(m, k), one, left_type),
                     (_random(n, k, seed=1), other, E4M3),
@@ -219,7 +264,24 @@ def test_the_kernel_is_its_plain_twin(recipe: str, shape: tuple[int, int, int]) 
             ]
             for cpu, gpu in zip((a, b), on_gpu, strict=True):
                 assert torch.equal(cpu.bits.view(torch.uint8), gpu.bits.cpu().view(torch.uint8))
-                assert torch.equal(cpu.inverse, gpu.inverse.cpu())
+                assert torch.equal(cpu.inverse.float(), gpu.inverse.cpu().float())
             ours = multiply(*on_gpu, torch.bfloat16).cpu().double()
             true = multiply(a, b, torch.float64)
             assert (ours - true).norm() / true.norm() < 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [[96, 0, 33, 1], [0, 130, 0, 0]])
+def test_one_call_multiplies_as_each_group_alone(rows: list[int]) -> None:
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    found = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float64)):
+        one = EightBit(RECIPES["rowwise"], dtype, E4M3)
+        x, g, w = _random(ends[-1], 64), _random(ends[-1], 48, seed=1), _random(4, 48, 64, seed=2)
+        leaves = [each.bfloat16().to(device, dtype).requires_grad_() for each in (x, w)]
+        groups = EightBitGroups(one, ends)
+        (y,) = groups.apply(leaves[0], leaves[1:], (None,))
+        y.backward(g.bfloat16().to(device, dtype))
+        found.append([y, *(leaf.grad for leaf in leaves)])
+    for ours, true in zip(*found, strict=True):
+        assert (ours.cpu().double() - true).norm() < 2**-7 * true.norm()

@@ -10,16 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
 from fivefold.config.training import TrainingConfig
-from fivefold.model import activation, dropout, rope
+from fivefold.errors import ConfigError
+from fivefold.memory.offload import Host, install_offload
+from fivefold.memory.recompute import install_recompute
+from fivefold.model import activation, dropout, rope, transformer
 from fivefold.model.batch import on_device
+from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.fusions import install_fusions
+from fivefold.model.layers import RMSNorm
 from fivefold.model.transformer import Stage
 from tests.model.models import FAMILIES, LLAMA, batch_of, build
 
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
 TYPES = pytest.mark.parametrize("dtype", TOLERANCE)
 SMALL = {"dropout_kernels": {"ROWS": 4, "COLUMNS": 16}, "gate_kernels": {"AT_A_TIME": 16}}
+SMALL |= {"norm_kernels": {"PROGRAMS": 3}}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -29,7 +38,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     if request.param == "cpu":
         if "TRITON_INTERPRET" not in os.environ:
             pytest.skip("a process either interprets kernels or compiles them")
-        for user in (activation, dropout, rope):
+        for user in (activation, dropout, rope, transformer):
             monkeypatch.setattr(user, "runs_triton", lambda _: True)
     for name, sizes in SMALL.items():
         module = importlib.import_module(f"fivefold.model.{name}")
@@ -71,28 +80,66 @@ def test_dropout_by_a_kernel_drops_the_same(adds: bool, dtype: torch.dtype, devi
                 close(other, one, dtype)
 
 
+def curve(name: str, x: Tensor) -> Tensor:
+    """An activation by its definition."""
+    if name in ("silu", "quick_gelu"):
+        return x / (1 + torch.exp(-x * (1.0 if name == "silu" else 1.702)))
+    if name == "gelu":
+        return x * torch.special.ndtr(x)
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+GATES = (
+    ("silu", None, 0.0),
+    ("silu", 0.7, 1.0),
+    ("quick_gelu", None, 1.0),
+    ("gelu", None, 0.0),
+    ("gelu_tanh", None, 0.0),
+)
+
+
+def activations(model: ModelConfig, weighted: bool, inner: Tensor) -> list[list[Tensor | None]]:
+    """Results and gradients: by definition in fp64, plain, and by a kernel."""
+    dtype, found = inner.dtype, []
+    grad, weights_T = torch.randn_like(inner[0]), torch.rand_like(inner[0, :, 0]).double()
+    weights_T = weights_T.to(torch.promote_types(dtype, torch.float32))
+    bound, offset = model.activation_func_clamp_value, model.glu_linear_offset
+    for fused in (None, False, True):
+        leaves = [x.clone().to(x.dtype if fused is not None else torch.float64) for x in inner]
+        weights = weights_T.clone().requires_grad_() if weighted else None
+        given = [x.requires_grad_() for x in leaves]
+        if fused is None:
+            gate, *up = given if bound is None else (x.clamp(max=bound) for x in given)
+            y = curve(model.activation_func, gate)
+            for u in up:
+                y = y * ((u if bound is None else u.clamp(min=-bound)) + offset)
+            y = y if weights is None else y * weights[:, None]
+        else:
+            y = activation.activated(model, given, weights, fused=fused)
+            assert y.dtype == dtype
+        y.backward(grad.to(y.dtype))
+        each = [y, *(x.grad for x in leaves), *([] if weights is None else [weights.grad])]
+        found.append(each)
+    return found
+
+
 @TYPES
-def test_a_gate_by_a_kernel_is_the_gate(dtype: torch.dtype, device: str) -> None:
-    weights_type = torch.promote_types(dtype, torch.float32)
-    gates = ("silu", None, 0.0), ("silu", 0.7, 1.0), ("quick_gelu", None, 1.0)
-    for (name, bound, offset), weighted in product(gates, (False, True)):
+def test_an_activation_by_a_kernel_is_the_activation(dtype: torch.dtype, device: str) -> None:
+    for (name, bound, offset), weighted, paired in product(GATES, (False, True), (False, True)):
+        if bound is not None and not paired:
+            continue
         values = {"activation_func_clamp_value": bound, "glu_linear_offset": offset}
-        model = replace(LLAMA, activation_func=name, **values)
-        inner = torch.randn(2, 5, 40, device=device).to(dtype)
-        weights_T = torch.rand(5, device=device, dtype=weights_type)
-        grad = torch.randn(5, 40, device=device).to(dtype)
-        found = []
-        for fused in (False, True):
-            gate, up = (x.clone().requires_grad_() for x in inner)
-            weights = weights_T.clone().requires_grad_() if weighted else None
-            y = activation.activated(model, (gate, up), weights, fused=fused)
-            y.backward(grad)
-            found.append([y, gate.grad, up.grad, *([] if weights is None else [weights.grad])])
-        for one, other in zip(*found, strict=True):
-            if dtype != torch.bfloat16:
-                close(other, one, dtype)
-            else:  # the plain one rounds more often
-                assert (other.float() - one.float()).abs().max() < 0.1
+        model = replace(LLAMA, activation_func=name, gated_linear_unit=paired, **values)
+        inner = (3 * torch.randn(1 + paired, 5, 40, device=device)).to(dtype)
+        true, *ours = activations(model, weighted, inner)
+        for each in ours:
+            for found, expected in zip(each, true, strict=True):
+                assert found is not None and expected is not None
+                if dtype != torch.bfloat16:
+                    close(found, expected, dtype)
+                else:  # rounded more than once
+                    off = (found.double() - expected.double()).norm()
+                    assert off < 0.02 * expected.double().norm()
     nothing = torch.empty(0, 40, device=device, dtype=dtype)
     assert activation.activated(LLAMA, (nothing, nothing), fused=True).shape == (0, 40)
 
@@ -117,8 +164,10 @@ def test_positions_by_a_kernel_are_the_positions(dtype: torch.dtype, device: str
 
 MODELS = {
     "llama": replace(LLAMA, num_layers=1, hidden_dropout=0.2, attention_dropout=0.1),
+    "geglu": replace(LLAMA, num_layers=1, hidden_dropout=0.1, activation_func="gelu_tanh"),
     "sinks": replace(FAMILIES["sinks"], num_layers=1, hidden_dropout=0.2),
     "latent": replace(FAMILIES["latent"], num_layers=1, attention_dropout=0.2),
+    "no dropout": replace(LLAMA, num_layers=2),
 }
 
 
@@ -128,12 +177,15 @@ def test_a_fused_model_is_the_model(name: str, device: str) -> None:
     model = MODELS[name]
     (batch,) = on_device([batch_of(model, [[5, 4], [9]])], torch.device(device))
     plain, fused = (build(model).to(device, torch.float64).train() for _ in range(2))
-    install_fusions(fused, TrainingConfig())
+    joins = not model.hidden_dropout
+    install_fusions(fused, TrainingConfig(fused_residual_rmsnorm=joins))
     losses = [stage(None, batch) for stage in (plain, fused)]
     for loss in losses:
         loss.backward()
     close(*losses, torch.float64)
-    assert switched(fused) == {"gate", "rope", "dropout"} and not switched(plain)
+    assert switched(fused) == {"gate", "rope", "dropout"} | (
+        {"norm"} if joins else set()
+    ) and not switched(plain)
     for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
         close(one.grad, other.grad, torch.float64)
 
@@ -141,13 +193,78 @@ def test_a_fused_model_is_the_model(name: str, device: str) -> None:
 def switched(stage: Stage) -> set[str]:
     """What a stage fuses."""
     found = {"rope"} if stage.fuses_rope else set()
+    found |= {"norm"} if any(each.fuses_norm for each in stage.transformer_layers) else set()
     found |= {"dropout"} if stage.fuses_dropout else set()
     return found | {"gate" for module in stage.modules() if getattr(module, "fuses_gate", False)}
 
 
-def test_each_flag_switches_its_own() -> None:
-    every = {"bias_swiglu_fusion": "gate", "rope_fusion": "rope", "bias_dropout_fusion": "dropout"}
-    for name, what in every.items():
-        stage = Stage(LLAMA)
-        install_fusions(stage, replace(TrainingConfig(), **{name: False}))
+@TYPES
+def test_a_sum_and_its_norm_by_a_kernel_are_both(dtype: torch.dtype, device: str) -> None:
+    """Of more rows than there are programs; with and without a gradient of the sum itself."""
+    norm = RMSNorm(37, 1e-5).to(device, dtype)
+    norm.weight.data.copy_(torch.randn(37))
+    x, onto, *grads = torch.randn(4, 7, 37, device=device).to(dtype)
+    for both in (True, False):
+        found = []
+        for fused in (False, True):
+            given = [each.clone().requires_grad_() for each in (x, onto)]
+            norm.weight.grad = None
+            total = given[1] + given[0]
+            total, y = norm.of_sum(*given) if fused else (total, norm(total))
+            outputs = [total, y] if both else [y]
+            strided = [each.t().contiguous().t() for each in grads]
+            torch.autograd.backward(outputs, strided[: len(outputs)])
+            found.append([total, y, *(each.grad for each in given), norm.weight.grad])
+        if dtype == torch.float64:  # the interpreter cuts bf16 instead of rounding it
+            assert torch.equal(found[0][0], found[1][0])  # type: ignore[arg-type]
+        for one, other in zip(*found, strict=True):
+            assert one is not None and other is not None
+            off = (one - other).double().norm()
+            assert off <= (1e-12 if dtype == torch.float64 else 0.01) * one.double().norm()
+    empty = torch.empty(0, 37, device=device, dtype=dtype, requires_grad=True)
+    norm.of_sum(empty, empty)[1].sum().backward()
+
+
+@pytest.mark.parametrize("function", ["silu", "gelu"])
+def test_each_flag_switches_its_own(function: str) -> None:
+    gate = "bias_gelu_fusion" if function == "gelu" else "bias_swiglu_fusion"
+    every = {gate: "gate", "rope_fusion": "rope", "bias_dropout_fusion": "dropout"}
+    every["fused_residual_rmsnorm"] = "norm"
+    training = TrainingConfig(fused_residual_rmsnorm=True)
+    others = {"bias_swiglu_fusion": "", "bias_gelu_fusion": ""} | every
+    for name, what in others.items():
+        stage = Stage(replace(LLAMA, activation_func=function))
+        install_fusions(stage, replace(training, **{name: False}))
         assert switched(stage) == {*every.values()} - {what}
+
+
+def test_a_norm_that_follows_no_plain_sum_is_refused() -> None:
+    for name, value, said in (
+        ("hidden_dropout", 0.1, "works: --no-fused-residual-rmsnorm | --hidden-dropout 0"),
+        ("normalization", "LayerNorm", "normalization LayerNorm"),
+        ("parallel_residual", True, "reads no sum"),
+    ):
+        config = Config(replace(LLAMA, **{name: value}))
+        with pytest.raises(ConfigError, match="fused_residual_rmsnorm") as caught:
+            check(config.with_values(fused_residual_rmsnorm=True), 1)
+        assert said in str(caught.value)
+
+
+def test_a_norm_that_is_made_again_or_moved_is_left_alone(device: str) -> None:
+    """Where the planner takes it to be apart, and nowhere else."""
+    model = replace(LLAMA, num_layers=1)
+    moves = {"fine_grained_activation_offloading": True, "offload_modules": ("mlp_norm",)}
+    for settings in ({}, {"recompute_granularity": "selective"}, moves):
+        config = Config(model).with_values(fused_residual_rmsnorm=True, **settings)
+        stage = build(model).to(device)
+        if config.memory.recompute_granularity is not None:
+            install_recompute(stage, config.memory)
+        install_fusions(stage, config.training)
+        if config.memory.fine_grained_activation_offloading:
+            install_offload(stage, config.memory, Host(torch.device(device), 0))
+        seen: list[int] = []
+        norm = stage.layers["0"].post_attention_layernorm
+        norm.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        (batch,) = on_device([batch_of(model, [[5, 4]])], torch.device(device))
+        stage(None, batch)
+        assert joins_norm(config) == (not seen)

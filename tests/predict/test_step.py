@@ -157,6 +157,24 @@ def test_selective_recomputation_costs_less_than_full_and_more_than_none():
     assert 0 < own < part(predict(full, CLUSTER), "recompute")
 
 
+@pytest.mark.parametrize("recomputed", [None, "full", "selective"])
+def test_a_sum_joined_with_its_norm_saves_passes_unless_the_norm_is_made_again(recomputed):
+    apart, joined = (
+        predict(
+            planned(
+                "llama3-8b",
+                8,
+                mbs=1,
+                recompute_granularity=recomputed,
+                fused_residual_rmsnorm=fused,
+            ),
+            preset("H100", 8),
+        ).step_time
+        for fused in (False, True)
+    )
+    assert joined == apart if recomputed == "selective" else joined < apart
+
+
 def test_the_bubble_shrinks_with_microbatches_and_interleaving():
     def bubble(**settings):
         prediction = predict(planned("llama3-8b", 8, pp=4, zero="no_shard", **settings), CLUSTER)

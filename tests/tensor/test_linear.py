@@ -1,6 +1,7 @@
 """Column- and row-parallel linears against plain ones, in fp64."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from fivefold.audit.launches import Launches
 from fivefold.mesh.collectives import all_reduce
+from fivefold.model.eight_bit import EightBit
+from fivefold.model.fp8 import E5M2, RECIPES
 from fivefold.model.layers import Kept, Linear, Products, plain_column, plain_row
 from fivefold.model.leaves import held_gradient
 from fivefold.tensor.deferred_weight import DeferredWeights, run_works
@@ -220,8 +223,8 @@ class _Sevenfold(Products):
 
     keeps_input = False
 
-    def input(self, x_TH: Tensor) -> tuple[Kept, Kept]:
-        return (x_TH,), (x_TH / 2, torch.tensor(2.0))  # a part of each rank, and one that all hold
+    def kept(self, x_TH: Tensor) -> Kept:
+        return x_TH / 2, torch.tensor(2.0)  # a part of each rank, and one that all hold
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         return (7 * grad_TF,)
@@ -273,3 +276,28 @@ def _no_gradient_of_the_input(rank: int, world: int, exchange: Exchange) -> None
 
 def test_an_input_that_needs_no_gradient_gets_none() -> None:
     run(2, _in_way, _no_gradient_of_the_input, "parts")
+
+
+def _eight_bits_in_parts(rank: int, world: int, recipe: str) -> None:
+    products = EightBit(RECIPES[recipe], torch.float64, E5M2)
+    found = []
+    for way, keeps in product(("sp", "parts"), (False, True)):
+        with exchanging(way) as exchange:
+            deferred = DeferredWeights()
+            column, row = ColumnParallel(exchange, deferred), RowParallel(exchange, deferred)
+            parts = [_part_of(_linear(n, 40, 300, True), rank, world, 0) for n in (6, 7)]
+            parts.append(_part_of(_linear(8, 300, 40, False), rank, world, 1))
+            for part in parts:
+                part.multiply = replace(products, keeps_input=keeps)
+            x = _random(120, 7, 40).mul_(10 ** _random(121, 7, 40)).requires_grad_()
+            y = row(torch.mul(*column(x * (rank + 1), *parts[:2])), parts[2])
+            _backward(deferred, False, [y], [_random(130, *y.shape)])
+            found.append([y.detach(), x.grad, *_grads(parts)])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert one is not None and two is not None and torch.equal(one, two)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.keys() - {"tensorwise"}))
+def test_parts_of_the_tokens_are_rounded_as_all_of_them(recipe: str) -> None:
+    run(2, _eight_bits_in_parts, recipe)

@@ -13,6 +13,7 @@ from fivefold.errors import ConfigError
 from fivefold.model.compiled import compile_layers
 from fivefold.model.eight_bit import EightBit, install_eight_bit
 from fivefold.model.fp8 import E5M2, RECIPES
+from fivefold.model.fp8_rules import check_kernels
 from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
 from fivefold.pipeline.stages import StageSpec
@@ -49,6 +50,11 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
             "min_offloaded_tensor_size": 1,
         },
     ),
+    "parts": (
+        2,
+        MODELS["gpt"],
+        flags(tp=2, sequence=True) | {"tp_comm_overlap": True, "fp8_recipe": "rowwise"},
+    ),
     "tiles": (
         2,
         MODELS["llama tied"],
@@ -78,7 +84,7 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_layouts_round_alike(case: str) -> None:
     world, model, settings = CASES[case]
-    report = verify_in_pool(world, config(model, world, **HYBRID, **settings))
+    report = verify_in_pool(world, config(model, world, **HYBRID | settings))
     assert report.passed, report.text()
 
 
@@ -108,11 +114,11 @@ def _refusal(world: int, model: ModelConfig, settings: dict[str, Any]) -> str:
 
 
 def test_what_would_not_be_trained_as_it_says_is_refused() -> None:
-    for recipe in ("delayed", "mxfp8"):
-        refusal = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": recipe})
-        assert f"fp8_recipe = {recipe}" in refusal and "--fp8-recipe blockwise" in refusal
-    blocks = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": "blockwise"})
-    assert "no kernel multiplies e5m2" in blocks and "works: --fp8-format e4m3" in blocks
+    refusal = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": "delayed"})
+    assert "fp8_recipe = delayed" in refusal and "--fp8-recipe blockwise" in refusal
+    for recipe in ("blockwise", "mxfp8"):
+        blocks = _refusal(1, MODELS["llama"], flags() | {"fp8_recipe": recipe})
+        assert "no kernel multiplies e5m2" in blocks and "works: --fp8-format e4m3" in blocks
     gathered = {"context_parallel_size": 2, "cp_comm_type": ("all_gather",)}
     assert "--cp-comm-type p2p" in _refusal(2, MODELS["latent"], flags() | gathered)
     moved = {"fine_grained_activation_offloading": True, "offload_modules": ()}
@@ -121,9 +127,21 @@ def test_what_would_not_be_trained_as_it_says_is_refused() -> None:
         2, MIXTURE, named(ep=2, **moved)
     )
     parts = flags(tp=2, sequence=True) | {"tp_comm_overlap": True}
-    assert "works: --no-tp-comm-overlap" in _refusal(2, MODELS["llama tied"], parts)
+    refusal = _refusal(2, MODELS["llama tied"], parts)
+    assert "works: --no-tp-comm-overlap | --fp8-recipe rowwise" in refusal
     assert "--fp4-format none" in _refusal(1, MODELS["llama"], flags() | {"fp4_format": "e2m1"})
     assert "--precision fp64" in _refusal(1, MODELS["llama"], flags() | {"precision": "fp32"})
+
+
+def test_a_gpu_without_the_kernel_is_refused_before_ranks_start() -> None:
+    narrow = config(MODELS["llama"], 1, fp8_format="e4m3", fp8_recipe="mxfp8", precision="bf16")
+    check_kernels(narrow, (10, 0))
+    check_kernels(narrow, None)  # CPUs have the twin
+    check_kernels(narrow.with_values(fp8_format=None), (8, 0))
+    for older, works in (((9, 0), "--fp8-recipe blockwise"), ((8, 9), "--fp8-recipe tensorwise")):
+        with pytest.raises(ConfigError, match=r"from sm 10\.0") as caught:
+            check_kernels(narrow, older)
+        assert works in str(caught.value)
 
 
 def test_ranks_do_not_share_a_head_whose_gradient_they_would_round_in_parts() -> None:

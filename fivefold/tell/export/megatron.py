@@ -117,8 +117,9 @@ def _activation(said: Settings, model: ModelConfig) -> Iterator[str]:
         yield "--swiglu"
     elif model.gated_linear_unit and model.activation_func == "quick_gelu":
         yield "--quick-geglu"
-    elif model.activation_func == "gelu" and model.add_bias_linear:
-        yield "--no-bias-gelu-fusion"
+    exact = model.activation_func == "gelu" and model.add_bias_linear
+    unfused = not said["bias_gelu_fusion"] and not _has_tanh(model)
+    yield from set_flag("no_bias_gelu_fusion", exact or unfused)
     fuses = said["bias_swiglu_fusion"]
     if said["glu_linear_offset"]:
         yield from flags(said, "glu_linear_offset")
@@ -244,6 +245,11 @@ def _training(said: Settings) -> Iterator[str]:
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
+def _has_tanh(model: ModelConfig) -> bool:
+    """Whether its MLP there would be a GELU by tanh, which it has in its fusion alone."""
+    return model.activation_func == "gelu_tanh" and model.add_bias_linear
+
+
 def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
     model = layout.config.model
     if model.position_embedding_type == "rope" and model.rotary_base % 1:
@@ -267,6 +273,8 @@ def _lost_of_the_model(said: Settings, layout: Layout) -> Iterator[str]:
             f"add_bias_linear {model.add_bias_linear} has no flag there: its MLP runs "
             "GELU without a gate"
         )
+    if not said["bias_gelu_fusion"] and _has_tanh(model):
+        yield "it has GELU by tanh only fused: bias_gelu_fusion stays on"
     if model.mtp_num_layers and model.position_embedding_type != "rope":
         yield "it refuses mtp_num_layers with learned positions (position_embedding_type)"
     if model.num_experts and model.add_bias_linear and layout.grid.etp > 1:
