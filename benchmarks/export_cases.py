@@ -297,6 +297,10 @@ CHANGES: Mapping[str, Change] = {
     "ddp_reduce_scatter_with_fp32_accumulation": Change(
         True, {**_ZERO1, "grad_reduce_in_bf16": True}
     ),
+    "zero_quantized_weights": Change(True, _ZERO3),
+    "zero_hpz_partition_size": Change(4, _ZERO3),
+    "zero_quantized_gradients": Change(True, _ZERO3),
+    "zero_qgz_partition_size": Change(4, {**_ZERO3, "zero_quantized_gradients": True}),
     "ddp_bucket_size": Change(50_000_000, {"precision": "fp32"}),
     # experts
     "moe_router_load_balancing_type": Change(("seq_aux_loss",), _AUX),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from fivefold.config.config import Config
 from fivefold.mesh.grid import Grid
+from fivefold.mesh.nodes import NodeSizes
 from fivefold.pipeline.costs import Costs
 from fivefold.pipeline.ir import Kind, Program, stages_on
 from fivefold.pipeline.list_scheduler import Problem
@@ -54,6 +55,12 @@ class Layout:
     def states_into(self, stage: int) -> int:
         """Hidden states of a token that enter a stage of the program in training."""
         return self.split.states_into(stage % len(self.split.stages))
+
+    @property
+    def node_sizes(self) -> tuple[NodeSizes, NodeSizes]:
+        """How ZeRO++ divides the sharding groups of dense parameters, and of experts."""
+        parallel = self.config.parallel
+        return NodeSizes.of(parallel), NodeSizes.of_experts(parallel, self.grid)
 
     @property
     def defers_weights(self) -> bool:

@@ -14,12 +14,11 @@ from fivefold.counts.parameters import parameter_records
 from fivefold.counts.state import (
     held,
     held_of_experts,
-    node_sizes,
     num_expert_shards,
     num_shards,
     unit_of,
 )
-from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS, UnitSizes
+from fivefold.data_parallel.blocks import GRADIENT_BITS, UnitSizes
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
 from fivefold.pipeline.ir import Kind
@@ -38,7 +37,6 @@ class ShardedVolumes:
         self.master = max(self.element, 4)
         self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
         self.records = parameter_records(layout, rank)
-        self.nodes = node_sizes(layout)
 
     def dense(self) -> Iterator[Flow]:
         """Parameter gathers and gradient reductions, including the padding of uneven shards.
@@ -92,7 +90,7 @@ class ShardedVolumes:
         """
         sharding, of = self.parallel.sharding, self._unit_sizes(group, shards)
         padded = sum(sizes.blocks + sizes.wide for sizes in of.values())
-        nodes = self.nodes[group == "edp"]
+        nodes = self.layout.node_sizes[group == "edp"]
         prefix = "edp_" if group == "edp" else ""
         often = self._gathers()
         yield from gathers(
@@ -166,11 +164,7 @@ def gathers(
     shards, node = ranks
     everywhere = inside = 0.0
     for often, sizes in units:
-        whole = shards * (
-            sizes.message(WEIGHT_BITS, element)
-            if rounded
-            else (sizes.blocks + sizes.wide) * element
-        )
+        whole = shards * sizes.gathered(element, rounded=rounded)
         first = min(often, 1) if node > 1 else often
         everywhere += first * wire_bytes("all_gather", whole, shards)
         inside += (often - first) * wire_bytes("all_gather", whole, node)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import gcd, prod
+from math import prod
 
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.data_parallel.blocks import UNPACKING, UnitSizes, reduction_buffers
 from fivefold.layout import Layout
-from fivefold.mesh.nodes import NodeSizes
 from fivefold.model.description import layer_kind
 from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_weights
 
@@ -39,6 +39,7 @@ class StatePolicy:
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
         compute: bytes of a weight in the compute dtype.
+        unpacking: bytes of a layer's weights while they are made from a narrower message.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
     """
@@ -55,6 +56,7 @@ class StatePolicy:
     reducing: float = 0.0
     in_flight: int = 2
     compute: float = 2.0
+    unpacking: float = 0.0
     offloaded: float = 0.0
 
     @property
@@ -96,8 +98,9 @@ def engine_policy(config: Config) -> StatePolicy:
         splits_gradient=sharding.splits_gradients,
         splits_optimizer=shared,
         fresh=compute,
-        reducing=compute + master if shared else 0,
+        reducing=(compute + master if shared else 0) + reduction_buffers(config.parallel),
         compute=compute,
+        unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
     )
 
@@ -131,7 +134,8 @@ class ModelState:
         copies: bytes of permanent compute-dtype copies of weights.
         gradients: bytes of accumulated gradients.
         optimizer: bytes of optimizer moments.
-        gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only.
+        gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only, and
+            of this rank's part of a second copy of all (hpZ).
         host: bytes in host memory: offloaded masters and moments, and room for their gradients.
         updated: number of parameters that the rank updates, here or on the host.
     """
@@ -233,17 +237,7 @@ def num_shards(layout: Layout) -> int:
 
 def num_expert_shards(layout: Layout) -> int:
     """Number of ranks that share the optimizer state of an expert's parameter."""
-    edp = layout.grid.edp
-    return 1 if num_shards(layout) == 1 else edp // gcd(edp, layout.grid.dp_replicate)
-
-
-def node_sizes(layout: Layout) -> tuple[NodeSizes, NodeSizes]:
-    """How ZeRO++ divides the sharding groups of dense parameters, and of experts."""
-    parallel, grid = layout.config.parallel, layout.grid
-    return (
-        NodeSizes.of(parallel),
-        NodeSizes.of_experts(parallel, grid, num_expert_shards(layout)),
-    )
+    return 1 if num_shards(layout) == 1 else layout.grid.expert_shards
 
 
 def held(shape: tuple[int, ...], shards: int, shard: int = 0) -> int:
@@ -279,11 +273,14 @@ def model_state(
     policy = policy or engine_policy(layout.config)
     at = _Shard(num_shards(layout), shard, num_expert_shards(layout), expert_shard)
     whole = gathered = own = 0
+    kept = unpacked = 0.0
     for index in stages_held(layout, pp_rank):
         ends, *layers = stage_blocks(layout, layout.split.stages[index])
         for block in (ends, *layers):
             whole += block.count * block.size
             own += block.count * at.held(block)
+            kept += block.count * _second_copy(layout, block, policy)
+            unpacked = max(unpacked, policy.unpacking * block.size)
         largest = max((block.size for block in layers), default=0)
         gathered = max(gathered, ends.size + policy.in_flight * largest)
     optimizer = own if policy.splits_optimizer else whole
@@ -302,9 +299,20 @@ def model_state(
         copies=0 if policy.splits_copy else whole * policy.copy,
         gradients=gradients,
         optimizer=here * policy.moments,
-        gathered=gathered * policy.copy if policy.splits_copy else 0,
+        gathered=gathered * policy.copy + unpacked + kept if policy.splits_copy else 0,
         host=away * (policy.master + policy.moments + policy.gradient),
         updated=optimizer,
+    )
+
+
+def _second_copy(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:
+    """Bytes of a rank's part of what its node keeps of a gathered block, as it was sent (hpZ)."""
+    each = zip((block.dense, block.experts), layout.node_sizes, strict=True)
+    rounded = policy.unpacking > 0
+    return sum(
+        UnitSizes.whole(shapes).gathered(policy.compute, rounded=rounded) / nodes.hpz
+        for shapes, nodes in each
+        if nodes.hpz > 1
     )
 
 

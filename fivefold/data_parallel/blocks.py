@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from fivefold.config.parallel import ParallelConfig
+
 BLOCK = 128
 """Elements that share a scale."""
 SCALE_BYTES = 4
@@ -39,6 +41,11 @@ class UnitSizes:
         few = sum(size for shape, size in each if in_few_bits(shape))
         return cls(few, sum(size for _, size in each) - few)
 
+    @classmethod
+    def whole(cls, shapes: Iterable[tuple[int, ...]]) -> "UnitSizes":
+        """The sizes of whole parameters."""
+        return cls.of((shape, prod(shape)) for shape in shapes)
+
     def message(self, bits: int, element: float) -> float:
         """Bytes of the message: whole blocks with their scales, and the rest.
 
@@ -49,7 +56,23 @@ class UnitSizes:
         blocks = -(-self.blocks // BLOCK)
         return blocks * (BLOCK * bits // 8 + SCALE_BYTES) + self.wide * element
 
+    def gathered(self, element: float, *, rounded: bool) -> float:
+        """Bytes of a gather's message, as INT8 (qwZ) or as it is."""
+        if rounded:
+            return self.message(WEIGHT_BITS, element)
+        return (self.blocks + self.wide) * element
 
-def shape_sizes(shapes: Iterable[tuple[int, ...]]) -> UnitSizes:
-    """The sizes of whole parameters."""
-    return UnitSizes.of((shape, prod(shape)) for shape in shapes)
+
+UNPACKING = 8.0
+"""Bytes per weight while a message is unpacked: itself, in fp32, and in the compute type."""
+
+
+def reduction_buffers(parallel: ParallelConfig) -> float:
+    """Bytes per gradient that qgZ takes while it sends a layer's.
+
+    Two messages and the unpacked ones, whose integers and values in fp32 exist at the same time;
+    between ranks of a node also a copy in the order of the places in nodes.
+    """
+    if not parallel.zero_quantized_gradients:
+        return 0.0
+    return 14.0 if parallel.zero_qgz_partition_size > 1 else 10.0

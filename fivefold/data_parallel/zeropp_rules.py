@@ -1,7 +1,6 @@
 """Validation of the settings of ZeRO++; torch-free."""
 
 from collections.abc import Callable
-from math import gcd
 
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING, Sharding
@@ -68,9 +67,8 @@ def part_fits(size: int, grid: Grid, experts: bool) -> bool:
     shards, unit = grid.dp_shard * grid.cp, grid.ep * grid.etp
     if shards % size or size >= shards:
         return False
-    of_experts = grid.edp // gcd(grid.edp, grid.dp_replicate)
     whole = size * grid.tp % unit == 0 or size * grid.tp < unit
-    return not experts or (whole and of_experts % experts_within(size, grid, of_experts) == 0)
+    return not experts or (whole and grid.expert_shards % experts_within(size, grid) == 0)
 
 
 def _check_part(name: str, size: int, grid: Grid, experts: bool, mistakes: Mistakes) -> None:

@@ -7,7 +7,7 @@ pipeline groups. The rightmost axis varies fastest, which is Megatron-LM's order
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 ATTENTION_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
@@ -53,6 +53,11 @@ class Grid:
     def edp(self) -> int:
         """Number of ranks that hold the same expert weights."""
         return self.ranks_per_stage // (self.ep * self.etp)
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of ranks that share the state of an expert's parameter, where state is shared."""
+        return self.edp // gcd(self.edp, self.dp_replicate)
 
     def size(self, axis: str) -> int:
         """Number of ranks along one axis of either mesh."""

@@ -25,24 +25,16 @@ class NodeSizes:
         return cls(parallel.zero_hpz_partition_size, parallel.zero_qgz_partition_size)
 
     @classmethod
-    def of_experts(cls, parallel: ParallelConfig, grid: Grid, shards: int) -> Self:
-        """The sizes for experts, whose shards lie as much further apart as they are fewer.
-
-        Where the node holds all shards of an expert, or only one, there is nothing to divide.
-
-        Args:
-            parallel: settings of the layout.
-            grid: its ranks.
-            shards: ranks that share the state of an expert's parameter.
-        """
+    def of_experts(cls, parallel: ParallelConfig, grid: Grid) -> Self:
+        """The sizes for experts, whose shards lie as much further apart as they are fewer."""
         dense = cls.of(parallel)
-        return cls(*(experts_within(size, grid, shards) for size in (dense.hpz, dense.qgz)))
+        return cls(experts_within(dense.hpz, grid), experts_within(dense.qgz, grid))
 
 
-def experts_within(size: int, grid: Grid, shards: int) -> int:
-    """Shards of an expert in a node that holds `size` dense shards; 1 if it holds all, too."""
+def experts_within(size: int, grid: Grid) -> int:
+    """Shards of an expert in a node that holds `size` dense shards; 1, too, if it holds all."""
     within = max(1, size * grid.tp // (grid.ep * grid.etp))
-    return 1 if within >= shards else within
+    return 1 if within >= grid.expert_shards else within
 
 
 def parts_of(

@@ -10,8 +10,9 @@ from fivefold.data_parallel.buckets import buckets_of
 from fivefold.layout import Layout
 from fivefold.model.shape import StageParts
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import GroupSpan, all_reduce, gather, reduce_scatter, span
+from fivefold.predict.communication import GroupSpan, all_reduce, reduce_scatter, span
 from fivefold.predict.software import Software
+from fivefold.predict.zeropp import gather_seconds, reduction_seconds
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def data_groups(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan,
 
 def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts) -> Moves:
     """The transfers of a stage's parameters and gradients, block by block or in buckets."""
-    parallel = layout.config.parallel
+    parallel, grid = layout.config.parallel, layout.grid
     shard, replica, expert = data_groups(layout, cluster)
     wire = software.gradient_bytes or (2 if parallel.grad_reduce_in_bf16 else 4)
     if sums_in_buckets(layout.config) and not software.by_tensor:
@@ -49,11 +50,16 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         return Moves(0.0, seconds, len(buckets))
     whole = not parallel.sharding.splits_optimizer
     in_pairs = parallel.ddp_reduce_scatter_with_fp32_accumulation
+    nodes, expert_nodes = layout.node_sizes
     gathered = reduced = 0.0
     for block in stage_blocks(layout, spec):
-        for group, shapes in ((shard, block.dense), (expert, block.experts)):
-            sizes = [prod(shape) for shape in shapes]
-            for size in sizes if software.by_tensor else [sum(sizes)] if sizes else []:
+        for group, stride, node, shapes in (
+            (shard, grid.tp, nodes, block.dense),
+            (expert, grid.ep * grid.etp, expert_nodes, block.experts),
+        ):
+            pieces = [(shape,) for shape in shapes] if software.by_tensor else [shapes]
+            for piece in pieces if shapes else []:
+                size = sum(map(prod, piece))
                 if whole:
                     reduced += block.count * all_reduce(cluster, group, size * wire)
                     continue
@@ -61,8 +67,11 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
                     gathered += block.count * size * 2 / rate
                     reduced += block.count * size * wire / rate
                     continue
-                gathered += block.count * gather(cluster, group, size * 2)
+                once = gather_seconds(layout, cluster, group, stride, node, piece)
+                gathered += block.count * once
                 scattered = reduce_scatter(cluster, group, size * wire, in_pairs=in_pairs)
+                if parallel.zero_quantized_gradients:
+                    scattered = reduction_seconds(cluster, group, stride, node, piece)
                 reduced += block.count * scattered
                 if group is shard:
                     share = size * wire / shard.size

@@ -14,7 +14,9 @@ from fivefold.check import MAX_MICROBATCHES, check
 from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
 from fivefold.config.parallel import ParallelConfig, TokenDispatcher
+from fivefold.data_parallel.zeropp_rules import ACTS_ON, part_fits, techniques
 from fivefold.errors import ConfigError, Mistakes
+from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import check_experts, divisors
 from fivefold.pipeline.ir import Kind
 from fivefold.pipeline.order import Order
@@ -64,6 +66,7 @@ def enumerate_space(
         columns = where(columns, (columns["etp"] == 1) | (columns["etp"] == columns["tp"]))
     stage = columns["dp"] * columns["cp"] * columns["tp"]
     columns = where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
+    columns = where(columns, axes.nodes_hold(columns))
     choices = memory_choices(config, given)
     columns = join(columns, {"memory": range(len(choices))})
     columns = _paired(columns, config, given, found, choices)
@@ -171,6 +174,8 @@ class _Axes:
             found = [s for s in found if s.splits_optimizer and not s.splits_parameters]
         if parallel.ddp_bucket_size != ParallelConfig.ddp_bucket_size:
             found = [sharding for sharding in found if not sharding.splits_optimizer]
+        for technique in techniques(parallel):
+            found = [sharding for sharding in found if ACTS_ON[technique](sharding)]
         if parallel.ddp_reduce_scatter_with_fp32_accumulation:
             found = [sharding for sharding in found if sharding.splits_optimizer]
         if parallel.grad_reduce_in_bf16 and self.config.training.precision == "bf16":
@@ -211,6 +216,26 @@ class _Axes:
         if not all(split[self.strategies]):  # else a single rank has nothing to choose
             holds &= (ranks > 1) | ~split[columns["strategy"]]
         return holds
+
+    def nodes_hold(self, columns: Columns) -> NDArray[np.bool_]:
+        """The rows whose sharding groups can be divided as ZeRO++ asks."""
+        parallel = self.config.parallel
+        if not techniques(parallel):
+            return np.ones(len(columns["dp"]), bool)
+        names = ("instances", "dp", "cp", "tp", "ep", "etp")
+        rows = np.stack([columns[name] for name in names], axis=1)
+        distinct, which = np.unique(rows, axis=0, return_inverse=True)
+        sizes = (parallel.zero_hpz_partition_size, parallel.zero_qgz_partition_size)
+        experts = self.config.model.num_experts is not None
+
+        def holds(instances: int, dp: int, cp: int, tp: int, ep: int, etp: int) -> bool:
+            grid = Grid(1, instances, dp // instances, cp, tp, ep, etp)
+            fits = all(size == 1 or part_fits(size, grid, experts) for size in sizes)
+            return grid.dp_shard * grid.cp > 1 and fits
+
+        each = np.array([holds(*map(int, row)) for row in distinct], bool)
+        found: NDArray[np.bool_] = each[which.reshape(-1)]
+        return found
 
     def micro_batches(self) -> list[int]:
         """Micro-batch sizes to try, in sequences."""

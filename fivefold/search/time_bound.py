@@ -13,12 +13,13 @@ from fivefold.config.dependents import sums_in_buckets
 from fivefold.counts.state import engine_policy
 from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import GroupSpan, all_reduce, gather, reduce_scatter, span
+from fivefold.predict.communication import all_reduce, gather, reduce_scatter
 from fivefold.predict.layer import LayerTimes, TimesCache
 from fivefold.predict.overlap import cuts
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 from fivefold.predict.update import offload_seconds, update_seconds
+from fivefold.predict.zeropp import least_bytes
 from fivefold.search.bound_tables import (
     EMBEDDING,
     EXPERTS,
@@ -36,7 +37,7 @@ from fivefold.search.bound_tables import (
     one_stage,
     sample_layers,
 )
-from fivefold.search.columns import Column, codes
+from fivefold.search.collectives import affine, no_bound
 from fivefold.search.space import Space
 
 
@@ -327,35 +328,26 @@ class _DataParallel:
         self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), module_parameters))
         self.shard = c["dp"] // c["instances"] * c["cp"]
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
-        self.copy, self.wire = 2.0, 2.0 if space.config.parallel.grad_reduce_in_bf16 else 4.0
-        model = space.config.model
+        parallel = space.config.parallel
+        self.wire = 2.0 if parallel.grad_reduce_in_bf16 else 4.0
+        self.copy, narrow = least_bytes(parallel)
+        self.scattered = narrow or self.wire
+        model, ones = space.config.model, np.ones_like(self.expert)
         self.further_experts = layer_kind(model, model.num_layers).experts
-        self.dense_gather = self._affine(gather, self.shard, c["tp"])
-        self.dense_reduce = self._affine(all_reduce, self.shard, c["tp"])
-        self.replica_reduce = self._affine(all_reduce, c["instances"], c["tp"] * self.shard)
-        wide = space.config.parallel.ddp_reduce_scatter_with_fp32_accumulation
-        scatter = partial(reduce_scatter, in_pairs=wide)
-        self.dense_scatter = self._affine(scatter, self.shard, c["tp"])
-        self.expert_scatter = self._affine(scatter, self.expert, c["ep"] * c["etp"])
-        self.expert_gather = self._affine(gather, self.expert, c["ep"] * c["etp"])
-        self.expert_reduce = self._affine(all_reduce, self.expert, c["ep"] * c["etp"])
-
-    def _affine(
-        self, collective: Callable[[Cluster, GroupSpan, float], float], size: Column, stride: Column
-    ) -> tuple[Values, Values]:
-        """Seconds of an empty collective over each group, and seconds per byte of a large one."""
-        sizes, _ = codes(size)
-        strides, more = codes(stride)
-        index, groups = codes(sizes * more + strides)
-        rows = np.zeros(groups, np.int64)
-        rows[index] = np.arange(len(index))
-        table = []
-        for row in rows:
-            group = span(self.cluster, int(size[row]), int(stride[row]))
-            empty = collective(self.cluster, group, 0.0)
-            table.append((empty, (collective(self.cluster, group, 1e12) - empty) / 1e12))
-        values = np.array(table).reshape(-1, 2)[index]
-        return values[:, 0], values[:, 1]
+        # With hpZ all gathers but one are in a node; that of experts may hold all their shards.
+        node = parallel.zero_hpz_partition_size
+        near = (self.shard, self.expert) if node == 1 else (np.minimum(self.shard, node), ones)
+        self.dense_gather = affine(cluster, gather, near[0], c["tp"])
+        self.dense_reduce = affine(cluster, all_reduce, self.shard, c["tp"])
+        self.replica_reduce = affine(cluster, all_reduce, c["instances"], c["tp"] * self.shard)
+        wide = parallel.ddp_reduce_scatter_with_fp32_accumulation
+        in_pairs = partial(reduce_scatter, in_pairs=wide or narrow is not None)
+        # Two all-to-alls, one after the other, have no bound.
+        scatter = in_pairs if parallel.zero_qgz_partition_size == 1 else no_bound
+        self.dense_scatter = affine(cluster, scatter, self.shard, c["tp"])
+        self.expert_scatter = affine(cluster, scatter, self.expert, c["ep"] * c["etp"])
+        self.expert_gather = affine(cluster, gather, near[1], c["ep"] * c["etp"])
+        self.expert_reduce = affine(cluster, all_reduce, self.expert, c["ep"] * c["etp"])
 
     def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
         """Seconds to gather a rank's parameters, and to reduce its gradients."""
@@ -379,7 +371,7 @@ class _DataParallel:
         gathered = np.where(whole, 0.0, seconds("gather", self.copy))
         empty, slope = self.replica_reduce
         between = layers * empty + dense / self.shard * self.wire * slope
-        split = seconds("scatter", self.wire) + between
+        split = seconds("scatter", self.scattered) + between
         if sums_in_buckets(self.space.config, "no_shard"):  # perhaps in a single one
             layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)
         return gathered, np.where(whole, seconds("reduce", self.wire), split)

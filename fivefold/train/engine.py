@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fivefold.context.install import divide
 from fivefold.counts.parameters import ParameterRecord, tied_ranks
-from fivefold.counts.state import node_sizes, num_expert_shards
+from fivefold.counts.state import num_expert_shards
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
@@ -128,7 +128,7 @@ class Engine:
             tied_ranks=tied_ranks(layout),
             mirrored=layout.num_copies > 1,
             expert_shards=num_expert_shards(layout) if layout.config.model.num_experts else None,
-            nodes=node_sizes(layout),
+            nodes=layout.node_sizes,
         )
         self.model: ParallelModel = parallelize(layout, self.groups, device)
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()

@@ -9,7 +9,6 @@ ZeRO++ sends weights and gradients, which belong to what a rank keeps.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import gcd
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from fivefold.context.install import shards_of
 from fivefold.data_parallel.blocks import WEIGHT_BITS, in_few_bits
 from fivefold.data_parallel.communication import HierarchicalReduceScatter, NodeGather
 from fivefold.data_parallel.quantised import Blocks, Whole
+from fivefold.mesh.grid import Grid
 from fivefold.model.batch import Batch, taken
 from fivefold.model.eight_bit import EightBit, EightBitExperts
 from fivefold.model.fp8 import EACH_ELEMENT
@@ -90,14 +90,15 @@ def round_gathered(model: Stage, config: Config) -> None:
     parallel = config.parallel
     if not parallel.zero_quantized_weights:
         return
-    replicas, shards = (
-        parallel.num_distributed_optimizer_instances,
-        parallel.data_parallel_shard_size,
+    grid = Grid(
+        dp_replicate=parallel.num_distributed_optimizer_instances,
+        dp_shard=parallel.data_parallel_shard_size,
+        cp=parallel.context_parallel_size,
+        tp=parallel.tensor_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=parallel.expert_tensor_parallel_size,
     )
-    ranks = replicas * shards * parallel.context_parallel_size
-    unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-    same = ranks * parallel.tensor_model_parallel_size // unit
-    whole = same == gcd(same, replicas)  # experts of a single shard are not gathered
+    whole = grid.expert_shards == 1  # which are not gathered
     kept = {p for m in model.mixtures for p in m.experts.parameters() if whole}
     with torch.no_grad():
         for parameter in model.parameters():

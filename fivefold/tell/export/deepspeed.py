@@ -120,6 +120,12 @@ def _sharding(said: Settings) -> dict[str, Any]:
         }
     if stage == 3 and not said["overlap_param_gather"]:
         zero["stage3_prefetch_bucket_size"] = 0
+    if stage == 3:
+        zero |= {
+            "zero_quantized_weights": said["zero_quantized_weights"],
+            "zero_hpz_partition_size": said["zero_hpz_partition_size"],
+            "zero_quantized_gradients": said["zero_quantized_gradients"],
+        }
     if stage and said["optimizer_cpu_offload"]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == 3:
@@ -184,6 +190,14 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
 def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
     sharding, grid = SHARDING[said["data_parallel_sharding_strategy"]], layout.grid
     said.mention("data_parallel_shard_size")
+    if said["zero_qgz_partition_size"] > 1:
+        yield (
+            "its first all-to-all is over the GPUs of a node, not zero_qgz_partition_size = "
+            f"{said['zero_qgz_partition_size']}"
+        )
+    rounded = [n for n in ("zero_quantized_weights", "zero_quantized_gradients") if said[n]]
+    if rounded and not sharding.splits_parameters:
+        yield f"ZeRO++ ({', '.join(rounded)}) is for ZeRO stage 3 there"
     if said["num_distributed_optimizer_instances"] > 1 and sharding.splits_optimizer:
         yield (
             f"it shards over all {grid.dp} data-parallel ranks: MiCS, for groups "
