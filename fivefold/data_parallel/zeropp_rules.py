@@ -21,7 +21,8 @@ ACTS_ON: dict[str, Callable[[Sharding], bool]] = {
 
 def techniques(parallel: ParallelConfig) -> list[str]:
     """The settings of ZeRO++ that are on."""
-    return [name for name in ACTS_ON if getattr(parallel, name) not in (False, 1)]
+    off = {WEIGHTS: False, GRADIENTS: False, HPZ: 1}
+    return [name for name, value in off.items() if getattr(parallel, name) != value]
 
 
 def check_zeropp(grid: Grid, parallel: ParallelConfig, experts: bool, mistakes: Mistakes) -> None:

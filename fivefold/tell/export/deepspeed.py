@@ -6,6 +6,7 @@ from typing import Any
 
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
+from fivefold.data_parallel.zeropp_rules import techniques
 from fivefold.layout import Layout
 from fivefold.tell.export.settings import Export, Settings, described
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
@@ -35,7 +36,7 @@ def deepspeed(layout: Layout) -> Export:
                 "weight_decay": said["weight_decay"],
             },
         },
-        "zero_optimization": _sharding(said),
+        "zero_optimization": _sharding(said, layout),
     }
     rates = _rates(said)
     if rates is not None:
@@ -109,7 +110,7 @@ def _lost_of_the_rates(said: Settings) -> Iterator[str]:
         )
 
 
-def _sharding(said: Settings) -> dict[str, Any]:
+def _sharding(said: Settings, layout: Layout) -> dict[str, Any]:
     stage = SHARDING[said["data_parallel_sharding_strategy"]].zero_stage
     zero: dict[str, Any] = {"stage": stage}
     if stage:
@@ -120,12 +121,8 @@ def _sharding(said: Settings) -> dict[str, Any]:
         }
     if stage == 3 and not said["overlap_param_gather"]:
         zero["stage3_prefetch_bucket_size"] = 0
-    if stage == 3:
-        zero |= {
-            "zero_quantized_weights": said["zero_quantized_weights"],
-            "zero_hpz_partition_size": said["zero_hpz_partition_size"],
-            "zero_quantized_gradients": said["zero_quantized_gradients"],
-        }
+    if stage == 3:  # ZeRO++
+        zero |= {name: said[name] for name in techniques(layout.config.parallel)}
     if stage and said["optimizer_cpu_offload"]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == 3:
