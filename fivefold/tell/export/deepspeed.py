@@ -36,7 +36,7 @@ def deepspeed(layout: Layout) -> Export:
                 "weight_decay": said["weight_decay"],
             },
         },
-        "zero_optimization": _sharding(said, layout),
+        "zero_optimization": _sharding(said),
     }
     rates = _rates(said)
     if rates is not None:
@@ -110,7 +110,7 @@ def _lost_of_the_rates(said: Settings) -> Iterator[str]:
         )
 
 
-def _sharding(said: Settings, layout: Layout) -> dict[str, Any]:
+def _sharding(said: Settings) -> dict[str, Any]:
     stage = SHARDING[said["data_parallel_sharding_strategy"]].zero_stage
     zero: dict[str, Any] = {"stage": stage}
     if stage:
@@ -121,8 +121,6 @@ def _sharding(said: Settings, layout: Layout) -> dict[str, Any]:
         }
     if stage == 3 and not said["overlap_param_gather"]:
         zero["stage3_prefetch_bucket_size"] = 0
-    if stage == 3:  # ZeRO++
-        zero |= {name: said[name] for name in techniques(layout.config.parallel)}
     if stage and said["optimizer_cpu_offload"]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == 3:
@@ -192,9 +190,9 @@ def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
             "its first all-to-all is over the GPUs of a node, not zero_qgz_partition_size = "
             f"{said['zero_qgz_partition_size']}"
         )
-    rounded = [n for n in ("zero_quantized_weights", "zero_quantized_gradients") if said[n]]
-    if rounded and not sharding.splits_parameters:
-        yield f"ZeRO++ ({', '.join(rounded)}) is for ZeRO stage 3 there"
+    if rounded := techniques(layout.config.parallel):
+        words = ", ".join(f"{name} = {said[name]}" for name in rounded)
+        yield f"ZeRO++ is for ZeRO stage 3 there, and to be added to zero_optimization: {words}"
     if said["num_distributed_optimizer_instances"] > 1 and sharding.splits_optimizer:
         yield (
             f"it shards over all {grid.dp} data-parallel ranks: MiCS, for groups "
