@@ -110,6 +110,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "cp_comm_type": (("a2a",), ("all_gather",), ("a2a+p2p",)),
     "data_parallel_shard_size": (2,),
     "ddp_bucket_size": (1000,),
+    "zero_hpz_partition_size": (2,),
+    "zero_qgz_partition_size": (2,),
     "recompute_modules": (("mlp",),),
     "offload_modules": (("core_attn",),),
     "offload_tensors": (("dispatched_input",), ("pre_mlp_layernorm_output",)),

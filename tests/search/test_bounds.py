@@ -71,7 +71,8 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(
     assert memory_bound(row, ranks)[0] <= memory.max_allocated * (1 + TIGHT)
     least = time_bound(row, ranks, cluster, Software()).seconds[0]
     assert least <= prediction.step_time * (1 + TIGHT)
-    assert least >= prediction.step_time / 5  # and they say something
+    rounds = "zero_quantized_gradients" in OTHERWISE[otherwise]  # by kernels that have no bound
+    assert rounds or least >= prediction.step_time / 5  # and they say something
 
 
 def test_bounds_of_many_are_those_of_each() -> None:

@@ -187,6 +187,14 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
 def _lost_of_the_sharding(said: Settings, layout: Layout) -> Iterator[str]:
     sharding, grid = SHARDING[said["data_parallel_sharding_strategy"]], layout.grid
     said.mention("data_parallel_shard_size")
+    if said["zero_qgz_partition_size"] > 1:
+        yield (
+            "its first all-to-all is over the GPUs of a node, not zero_qgz_partition_size = "
+            f"{said['zero_qgz_partition_size']}"
+        )
+    if rounded := techniques(layout.config.parallel):
+        words = ", ".join(f"{name} = {said[name]}" for name in rounded)
+        yield f"ZeRO++ is for ZeRO stage 3 there, and to be added to zero_optimization: {words}"
     if said["num_distributed_optimizer_instances"] > 1 and sharding.splits_optimizer:
         yield (
             f"it shards over all {grid.dp} data-parallel ranks: MiCS, for groups "
