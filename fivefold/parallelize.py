@@ -158,6 +158,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
                 parts,
                 seed=config.training.seed,
                 label_smoothing=config.training.label_smoothing,
+                z_loss_coeff=config.training.z_loss_coeff,
                 mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
                 experts=config.experts,
                 global_batch_size=config.training.global_batch_size,

@@ -43,13 +43,9 @@ def _lays_stages(config: Config) -> bool:
 def _shares_stages(config: Config) -> bool:
     """Whether several ranks hold the same pipeline stage."""
     parallel = config.parallel
-    degrees = (
-        parallel.data_parallel_shard_size,
-        parallel.num_distributed_optimizer_instances,
-        parallel.context_parallel_size,
-        parallel.tensor_model_parallel_size,
-    )
-    return any(degree != 1 for degree in degrees)
+    data = parallel.data_parallel_shard_size, parallel.num_distributed_optimizer_instances
+    others = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    return any(degree != 1 for degree in (*data, *others))
 
 
 def sums_in_buckets(config: Config, strategy: str | None = None) -> bool:
@@ -67,6 +63,14 @@ def _has_experts(config: Config) -> bool:
     return config.model.num_experts is not None
 
 
+_SCALED = (
+    "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
+    "rope_original_max_position_embeddings"
+)
+_STRETCHED = (
+    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale "
+    "mscale_all_dim yarn_correction_range_round_to_int"
+)
 DEPENDENTS = (
     Dependents(
         ("sequence_parallel", "tp_comm_overlap"),
@@ -286,6 +290,13 @@ DEPENDENTS = (
         ("--optimizer-cpu-offload",),
     ),
     Dependents(
+        ("exp_avg_dtype", "exp_avg_sq_dtype"),
+        "use_precision_aware_optimizer",
+        lambda c: c.optimizer.use_precision_aware_optimizer,
+        "chooses the type of a moment",
+        ("--use-precision-aware-optimizer",),
+    ),
+    Dependents(
         ("fp8_recipe",),
         "fp8_format",
         lambda c: c.training.fp8_format is not None,
@@ -314,27 +325,14 @@ DEPENDENTS = (
         ("--position-embedding-type rope",),
     ),
     Dependents(
-        (
-            "rope_scaling_factor",
-            "rope_low_freq_factor",
-            "rope_high_freq_factor",
-            "rope_original_max_position_embeddings",
-        ),
+        tuple(_SCALED.split()),
         "use_rope_scaling",
         lambda c: c.model.use_rope_scaling,
         "is for scaled rotary positions",
         ("--use-rope-scaling",),
     ),
     Dependents(
-        (
-            "rotary_scaling_factor",
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "yarn_correction_range_round_to_int",
-        ),
+        tuple(_STRETCHED.split()),
         "rope_type",
         lambda c: c.model.rope_type == "yarn",
         "is for positions that YaRN stretches",

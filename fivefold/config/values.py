@@ -54,6 +54,7 @@ _RULES = MappingProxyType(
         "seq_length": _AT_LEAST_ONE,
         "train_iters": _AT_LEAST_ONE,
         "label_smoothing": _SHARE,
+        "z_loss_coeff": _NOT_NEGATIVE,
         "mtp_loss_scaling_factor": _NOT_NEGATIVE,
         "eval_interval": _NOT_NEGATIVE,
         "eval_iters": _NOT_NEGATIVE,

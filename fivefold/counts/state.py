@@ -40,6 +40,7 @@ class StatePolicy:
         compute: bytes of a weight in the compute dtype.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
+        rounded: number of moments that are rounded stochastically after each update.
     """
 
     copy: float
@@ -55,6 +56,7 @@ class StatePolicy:
     in_flight: int = 2
     compute: float = 2.0
     offloaded: float = 0.0
+    rounded: int = 0
 
     @property
     def device_masters(self) -> float:
@@ -90,7 +92,7 @@ def engine_policy(config: Config) -> StatePolicy:
         copy=compute if shared or compute != master else 0,
         gradient=master,
         master=master,
-        moments=2 * master,
+        moments=sum(2 if few else master for few in config.optimizer.rounds_moments),
         splits_copy=sharding.splits_parameters,
         splits_gradient=sharding.splits_gradients,
         splits_optimizer=shared,
@@ -98,6 +100,7 @@ def engine_policy(config: Config) -> StatePolicy:
         reducing=compute + master if shared else 0,
         compute=compute,
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
+        rounded=sum(config.optimizer.rounds_moments),
     )
 
 

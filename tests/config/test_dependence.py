@@ -61,6 +61,9 @@ EXEMPT = {
         ("bias_swiglu_fusion", "rope_fusion", "bias_dropout_fusion"),
         Exempt("the same numbers by kernels of a GPU: tests/model/test_fusions.py", NOWHERE),
     ),
+    "use_precision_aware_optimizer": Exempt(
+        "it lets exp_avg_dtype and exp_avg_sq_dtype choose types, and chooses none itself", NOWHERE
+    ),
     "gradient_accumulation_fusion": Exempt(
         "the same sums, rounded otherwise: tests/data_parallel/test_accumulation.py", NOWHERE
     ),
@@ -111,6 +114,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.1,),
     "attention_dropout": (0.1,),
     "label_smoothing": (0.1,),
+    "z_loss_coeff": (1e-3,),
     "data_path": (("other.jsonl",),),
     "tokenizer_model": ("tokenizer.json",),
     "tokenizer_vocab_size": (300,),
