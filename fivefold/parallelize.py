@@ -299,7 +299,8 @@ def _install_memory(
 ) -> None:
     """What is made again, or not kept: inside the blocks that data parallelism gathers."""
     memory, sequence = layout.config.memory, layout.config.parallel.sequence_parallel
-    host = Host(device, memory.min_offloaded_tensor_size)
+    share = memory.activation_offload_fraction
+    host = Host(device, memory.min_offloaded_tensor_size, share)
     for stage in stages.values():
         if memory.recompute_granularity is not None:
             install_recompute(stage, memory)
@@ -319,7 +320,8 @@ def _install_memory(
         count = memory.recompute_in_flight_limit
         log.info("recompute: whole stages, of all but %d microbatches in flight", count)
     if memory.fine_grained_activation_offloading:
-        log.info("to host memory: what %s save", ", ".join(memory.moved_items))
+        part = f"{share:.0%} of " if share < 1 else ""
+        log.info("to host memory: %swhat %s save", part, ", ".join(memory.moved_items))
 
 
 def _install_data_parallel(

@@ -269,7 +269,7 @@ DEPENDENTS = (
         refused=False,
     ),
     Dependents(
-        ("min_offloaded_tensor_size",),
+        ("min_offloaded_tensor_size", "activation_offload_fraction"),
         "fine_grained_activation_offloading",
         lambda c: c.memory.fine_grained_activation_offloading,
         "chooses activations to move",

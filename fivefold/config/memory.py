@@ -63,6 +63,9 @@ class MemoryConfig:
         "what full recomputation keeps",
     )
     min_offloaded_tensor_size: int = option(1 << 20, "bytes of the smallest tensor to offload")
+    activation_offload_fraction: float = option(
+        1.0, "share of the bytes of each offloaded tensor that goes; the rest stays on the device"
+    )
     cross_entropy_loss_fusion: bool = option(
         False, "compute the loss without keeping intermediate results"
     )

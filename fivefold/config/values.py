@@ -48,6 +48,7 @@ _RULES = MappingProxyType(
         "recompute_num_layers": _AT_LEAST_ONE,
         "tiled_mlp_num_shards": _AT_LEAST_ONE,
         "min_offloaded_tensor_size": _AT_LEAST_ONE,
+        "activation_offload_fraction": (lambda v: 0 < v <= 1, "in (0, 1]"),
         "optimizer_offload_fraction": (lambda v: 0 < v <= 1, "in (0, 1]"),
         "micro_batch_size": _AT_LEAST_ONE,
         "global_batch_size": _AT_LEAST_ONE,

@@ -53,7 +53,9 @@ def memory_words(layout: Layout) -> list[str]:
         words.append(f"recompute beyond {memory.recompute_in_flight_limit} in flight")
     if memory.fine_grained_activation_offloading:
         moved = (*memory.offload_modules, *memory.offload_tensors)
-        words.append(f"offload {' '.join(moved)}")
+        share = memory.activation_offload_fraction
+        part = f"{share:.0%} of " if share < 1 else ""
+        words.append(f"offload {part}{' '.join(moved)}")
     if memory.cross_entropy_loss_fusion:
         words.append(f"fused loss ({memory.cross_entropy_fusion_impl})")
     if memory.optimizer_cpu_offload:

@@ -69,6 +69,12 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {"cross_entropy_loss_fusion": True},
     {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
     {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
+    {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ("core_attn", "mlp_norm"),
+        "min_offloaded_tensor_size": 1,
+        "activation_offload_fraction": 0.25,
+    },
 )
 ON_HOST: tuple[dict[str, Any], ...] = (
     {},

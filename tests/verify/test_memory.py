@@ -24,6 +24,7 @@ MOVED = {
     "fine_grained_activation_offloading": True,
     "offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
     "min_offloaded_tensor_size": 1,
+    "activation_offload_fraction": 0.4,
 }
 LINEAR = NATIVE | {"cross_entropy_fusion_impl": "linear"}
 EVERYTHING = _selective("core_attn", "mlp", "layernorm")
