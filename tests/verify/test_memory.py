@@ -193,7 +193,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "native loss, vocabulary part of padding only",
         "linear loss, vocabulary part of padding only",
         "linear loss, tied over the pipeline, deferred weights, ZeRO-2",
-        "moments of bf16, experts",
+        "the second moment in bf16, two copies of the embedding",
         "moments of bf16, ZeRO-1, tensor parallel, half on the host",
         "pairs of layers, deferred weights, ZeRO-3",
     ),
