@@ -171,6 +171,7 @@ _WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
 _FUSED = {"cross_entropy_loss_fusion": True}
 _MOVED = {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)}
 _HOST = {**_ZERO3, "optimizer_cpu_offload": True}
+_AWARE = {"data_parallel_sharding_strategy": "optim", "use_precision_aware_optimizer": True}
 _LOAD = {"load": "runs/other"}
 
 CHANGES: Mapping[str, Change] = {
@@ -333,6 +334,7 @@ CHANGES: Mapping[str, Change] = {
     "cross_entropy_loss_fusion": Change(True),
     "cross_entropy_fusion_impl": Change("linear", _FUSED),
     "optimizer_cpu_offload": Change(True, _ZERO3),
+    "activation_offload_fraction": Change(0.375, _MOVED),
     "optimizer_offload_fraction": Change(0.375, _HOST),
     # training
     "micro_batch_size": Change(2),
@@ -353,6 +355,7 @@ CHANGES: Mapping[str, Change] = {
     "fused_residual_rmsnorm": Change(True),
     "gradient_accumulation_fusion": Change(False),
     "label_smoothing": Change(0.125),
+    "z_loss_coeff": Change(0.0625),
     "mtp_loss_scaling_factor": Change(0.25, {"mtp_num_layers": 1}),
     "eval_interval": Change(30),
     "eval_iters": Change(7, {"eval_interval": 30}),
@@ -387,6 +390,9 @@ CHANGES: Mapping[str, Change] = {
     "adam_beta2": Change(0.9375),
     "adam_eps": Change(2e-8),
     "clip_grad": Change(0.5),
+    "use_precision_aware_optimizer": Change(True),
+    "exp_avg_dtype": Change("bf16", _AWARE),
+    "exp_avg_sq_dtype": Change("bf16", _AWARE),
     # checkpoint and logging
     "save": Change("runs/mine"),
     "load": Change("runs/other"),

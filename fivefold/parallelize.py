@@ -159,6 +159,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
                 parts,
                 seed=config.training.seed,
                 label_smoothing=config.training.label_smoothing,
+                z_loss_coeff=config.training.z_loss_coeff,
                 mtp_loss_scaling_factor=config.training.mtp_loss_scaling_factor,
                 experts=config.experts,
                 global_batch_size=config.training.global_batch_size,
@@ -299,7 +300,8 @@ def _install_memory(
 ) -> None:
     """What is made again, or not kept: inside the blocks that data parallelism gathers."""
     memory, sequence = layout.config.memory, layout.config.parallel.sequence_parallel
-    host = Host(device, memory.min_offloaded_tensor_size)
+    share = memory.activation_offload_fraction
+    host = Host(device, memory.min_offloaded_tensor_size, share)
     for stage in stages.values():
         if memory.recompute_granularity is not None:
             install_recompute(stage, memory)
@@ -319,7 +321,8 @@ def _install_memory(
         count = memory.recompute_in_flight_limit
         log.info("recompute: whole stages, of all but %d microbatches in flight", count)
     if memory.fine_grained_activation_offloading:
-        log.info("to host memory: what %s save", ", ".join(memory.moved_items))
+        part = f"{share:.0%} of " if share < 1 else ""
+        log.info("to host memory: %swhat %s save", part, ", ".join(memory.moved_items))
 
 
 def _install_data_parallel(

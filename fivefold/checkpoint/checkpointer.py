@@ -28,7 +28,7 @@ from fivefold.checkpoint.integrity import (
     stamps,
     write_manifest,
 )
-from fivefold.checkpoint.matching import mismatches
+from fivefold.checkpoint.matching import check_types, mismatches
 from fivefold.checkpoint.reader import fill
 from fivefold.checkpoint.team import DiskFullError, Team
 from fivefold.checkpoint.writer import PieceSavePlanner, PieceWriter
@@ -158,11 +158,12 @@ class Checkpointer:
 
         Raises:
             CheckpointError: on every rank, if there is no such checkpoint, or it is damaged or of
-                another model.
+                another model, or optimizer state here has fewer bits than it has.
         """
         folder, index = self.open(step)
         pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
         self._check_names(folder, index, pieces, skip)
+        check_types({name: p.local.dtype for name, p in pieces.items()}, index)
         meta = self._read_meta(folder)
         self._team.each(f"loading {folder}", lambda: fill(folder, index, pieces))
         return meta

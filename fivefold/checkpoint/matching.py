@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from fivefold.errors import Mistake, did_you_mean
+import torch
+
+from fivefold.checkpoint.index import SavedTensor
+from fivefold.errors import CheckpointError, Mistake, did_you_mean
 from fivefold.units import human_count
 
 Shapes = Mapping[str, Sequence[int]]
@@ -44,6 +47,31 @@ def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...]) -> list[Mist
         for what, lines in kinds
         if lines
     ]
+
+
+def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTensor]) -> None:
+    """Check that optimizer state fits its type here.
+
+    Raises:
+        CheckpointError: state of 16 bits here was saved in more, of which each load would round
+            some off.
+    """
+    narrow = {
+        name.split(".")[1]: (saved[name].dtype, dtype)
+        for name, dtype in asked.items()
+        if name.startswith("optim.") and dtype.itemsize < saved[name].dtype.itemsize
+        if dtype.itemsize < torch.float32.itemsize
+    }
+    if narrow:
+        raise CheckpointError(
+            str(
+                Mistake(
+                    "the checkpoint has optimizer state of more bits than these settings keep",
+                    tuple(f"{m}: {was}, here {now}" for m, (was, now) in narrow.items()),
+                    works=(*(f"--{m.replace('_', '-')}-dtype fp32" for m in narrow), "--finetune"),
+                )
+            )
+        )
 
 
 def _tensors(count: int) -> str:

@@ -16,13 +16,9 @@ def _lays_stages(config: Config) -> bool:
 def _shares_stages(config: Config) -> bool:
     """Whether several ranks hold the same pipeline stage."""
     parallel = config.parallel
-    degrees = (
-        parallel.data_parallel_shard_size,
-        parallel.num_distributed_optimizer_instances,
-        parallel.context_parallel_size,
-        parallel.tensor_model_parallel_size,
-    )
-    return any(degree != 1 for degree in degrees)
+    data = parallel.data_parallel_shard_size, parallel.num_distributed_optimizer_instances
+    others = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    return any(degree != 1 for degree in (*data, *others))
 
 
 def sums_in_buckets(config: Config, strategy: str | None = None) -> bool:
@@ -40,6 +36,14 @@ def _has_experts(config: Config) -> bool:
     return config.model.num_experts is not None
 
 
+_SCALED = (
+    "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
+    "rope_original_max_position_embeddings"
+)
+_STRETCHED = (
+    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale "
+    "mscale_all_dim yarn_correction_range_round_to_int"
+)
 DEPENDENTS = (
     Dependents(
         ("sequence_parallel", "tp_comm_overlap"),
@@ -238,7 +242,7 @@ DEPENDENTS = (
         refused=False,
     ),
     Dependents(
-        ("min_offloaded_tensor_size",),
+        ("min_offloaded_tensor_size", "activation_offload_fraction"),
         "fine_grained_activation_offloading",
         lambda c: c.memory.fine_grained_activation_offloading,
         "chooses activations to move",
@@ -257,6 +261,13 @@ DEPENDENTS = (
         lambda c: c.memory.optimizer_cpu_offload,
         "is a share of offloaded optimizer state",
         ("--optimizer-cpu-offload",),
+    ),
+    Dependents(
+        ("exp_avg_dtype", "exp_avg_sq_dtype"),
+        "use_precision_aware_optimizer",
+        lambda c: c.optimizer.use_precision_aware_optimizer,
+        "chooses the type of a moment",
+        ("--use-precision-aware-optimizer",),
     ),
     Dependents(
         ("fp8_recipe",),

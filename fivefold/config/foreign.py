@@ -129,6 +129,16 @@ FOREIGN = _table(
         "",
     ),
     ("", "optimizer optim optimizer_type", "AdamW is the only optimizer"),
+    (
+        "--z-loss-coeff",
+        "z_loss z_loss_weight z_loss_multiplier z_loss_alpha logits_z_loss lm_head_z_loss",
+        "--moe-z-loss-coeff is that of routers",
+    ),
+    (
+        "",
+        "main_grads_dtype main_params_dtype store_param_remainders",
+        "masters and summed gradients are fp32; --exp-avg-dtype and --exp-avg-sq-dtype are there",
+    ),
     # Precision
     ("--precision", "dtype torch_dtype mixed_precision param_dtype", ""),
     ("--bf16", "fp16 half float16 amp", "fp16 needs loss scaling, which Fivefold does not have"),

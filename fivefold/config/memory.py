@@ -63,6 +63,9 @@ class MemoryConfig:
         "what full recomputation keeps",
     )
     min_offloaded_tensor_size: int = option(1 << 20, "bytes of the smallest tensor to offload")
+    activation_offload_fraction: float = option(
+        1.0, "share of the bytes of each offloaded tensor that goes; the rest stays on the device"
+    )
     cross_entropy_loss_fusion: bool = option(
         False, "compute the loss without keeping intermediate results"
     )
@@ -137,9 +140,13 @@ def vocab_split_sizes(environment: Mapping[str, str]) -> tuple[int, int]:
         environment: environment variables; Megatron-LM's are positive numbers if they are set.
 
     Raises:
-        ConfigError: one of them is set to something else.
+        ConfigError: one of them is set to something else, or another of their kind is set.
     """
     mistakes = Mistakes()
+    for name in sorted(environment):
+        if name.startswith("LCE_GENERIC_") and name not in VOCAB_SPLIT_VARIABLES:
+            known = " and ".join(VOCAB_SPLIT_VARIABLES)
+            mistakes.add(f"{name} is not known: {known} split the vocabulary of a linear loss")
     sizes = []
     for name in VOCAB_SPLIT_VARIABLES:
         text = environment.get(name, str(DEFAULT_VOCAB_SPLIT))

@@ -11,6 +11,7 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64
 """Bytes of an element, by precision."""
 
 
+MomentType = Literal["fp32", "bf16"]
 NumaBinding = Literal["node", "socket", "exclusive"]
 
 
@@ -56,6 +57,9 @@ class TrainingConfig:
         True, "let products add weight gradients to those of earlier microbatches, in fp32"
     )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
+    z_loss_coeff: float = option(
+        0.0, "factor of the squared log-sum-exp of logits that is added to a token's training loss"
+    )
     mtp_loss_scaling_factor: float = option(
         0.1, "weight of the mean loss of further predictions (multi-token prediction)"
     )
@@ -140,6 +144,20 @@ class OptimizerConfig:
     adam_beta2: float = option(0.95, "decay of the second moment")
     adam_eps: float = option(1e-8, "added to the root of the second moment")
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
+    use_precision_aware_optimizer: bool = option(
+        False, "let exp_avg_dtype and exp_avg_sq_dtype choose the types of AdamW's moments"
+    )
+    exp_avg_dtype: MomentType = option(
+        "fp32", "type of the first moment between steps; bf16 is rounded stochastically"
+    )
+    exp_avg_sq_dtype: MomentType = option(
+        "fp32", "type of the second moment between steps; bf16 is rounded stochastically"
+    )
+
+    @property
+    def rounds_moments(self) -> tuple[bool, bool]:
+        """Whether the first and the second moment are kept in bf16, not in the masters' type."""
+        return self.exp_avg_dtype == "bf16", self.exp_avg_sq_dtype == "bf16"
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class StatePolicy:
         unpacking: bytes of a layer's weights while they are made from a narrower message.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
+        rounded: number of moments that are rounded stochastically after each update.
     """
 
     copy: float
@@ -58,6 +59,7 @@ class StatePolicy:
     compute: float = 2.0
     unpacking: float = 0.0
     offloaded: float = 0.0
+    rounded: int = 0
 
     @property
     def device_masters(self) -> float:
@@ -93,7 +95,7 @@ def engine_policy(config: Config) -> StatePolicy:
         copy=compute if shared or compute != master else 0,
         gradient=master,
         master=master,
-        moments=2 * master,
+        moments=sum(2 if few else master for few in config.optimizer.rounds_moments),
         splits_copy=sharding.splits_parameters,
         splits_gradient=sharding.splits_gradients,
         splits_optimizer=shared,
@@ -102,6 +104,7 @@ def engine_policy(config: Config) -> StatePolicy:
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
+        rounded=sum(config.optimizer.rounds_moments),
     )
 
 

@@ -26,7 +26,7 @@ from fivefold.mesh.device import runs_triton
 from fivefold.model.layers import add_product
 from fivefold.model.leaves import local
 from fivefold.model.loss import token_weights
-from fivefold.model.transformer import Stage
+from fivefold.model.transformer import Stage, trained_z_coeff
 from fivefold.tensor.vocabulary import Entries, merge_statistics
 
 log = logging.getLogger(__name__)
@@ -69,13 +69,15 @@ class NativeCrossEntropy:
         vocab_size: int,
         label_smoothing: float = 0.0,
         weights_T: Tensor | None = None,
+        z_loss_coeff: float = 0.0,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`.
 
         Overwrites the logits, so they must not be used afterwards.
         """
         rank = 0 if self.group is None else self.group.rank()
-        entries = Entries(rank * logits_Tv.shape[1], vocab_size, label_smoothing)
+        first = rank * logits_Tv.shape[1]
+        entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff)
         weights_T = token_weights(labels_T, weights_T, logits_Tv.dtype)
         loss: Tensor = _Native.apply(logits_Tv, labels_T, weights_T, entries, self.group)
         return loss
@@ -138,8 +140,8 @@ class LinearCrossEntropy:
         assert stage.lm_head is not None, "the last stage has the head"
         weight_vH = local(stage.lm_head.weight)
         rank = 0 if self.group is None else self.group.rank()
-        first, smoothing = rank * len(weight_vH), stage.label_smoothing
-        entries = Entries(first, stage.model.vocab_size, smoothing)
+        shape = rank * len(weight_vH), stage.model.vocab_size
+        entries = Entries(*shape, stage.label_smoothing, trained_z_coeff(stage))
         weights_T = token_weights(labels_T, weights_T, x_TH.dtype)
         loss: Tensor = _Linear.apply(x_TH, weight_vH, labels_T, weights_T, entries, self)
         return loss

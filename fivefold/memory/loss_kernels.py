@@ -50,6 +50,7 @@ def overwrite(
         held,
         entries.smoothing / entries.vocab_size,
         1.0 - entries.smoothing,
+        2.0 * entries.z_coeff,
         size=AT_A_TIME,
         num_warps=WARPS,
     )
@@ -98,13 +99,14 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _overwrite(  # type: ignore[no-untyped-def]
-    logits, labels, lse, scale, stride, true, first, held, spread, peak, size: tl.constexpr
+    logits, labels, lse, scale, stride, true, first, held, spread, peak, slope, size: tl.constexpr
 ):
     row = tl.program_id(0)
     place = tl.program_id(1) * size + tl.arange(0, size)
     logits += row.to(tl.int64) * stride + place
     x = tl.load(logits, mask=place < held, other=0.0).to(tl.float32)
-    grad = tl.exp(x - tl.load(lse + row)) - spread
+    norm = tl.load(lse + row)
+    grad = tl.exp(x - norm) * (1.0 + slope * norm) - spread
     grad -= tl.where(place == tl.load(labels + row) - first, peak, 0.0)
     grad = tl.where(place < true, grad * tl.load(scale + row), 0.0)
     tl.store(logits, grad.to(logits.dtype.element_ty), mask=place < held)

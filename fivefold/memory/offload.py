@@ -7,6 +7,7 @@ starts fetching for the previous module, so that copies overlap with compute.
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, TypeVar
 
 import torch
@@ -116,14 +117,15 @@ class Host:
     Args:
         device: device of the activations.
         min_bytes: size below which tensors stay on the device.
+        share: share of each tensor's memory that goes.
 
     Attributes:
         link: copies to and from the host.
         moved_bytes: bytes copied to the host so far; memory that is saved twice is copied once.
     """
 
-    def __init__(self, device: torch.device, min_bytes: int) -> None:
-        self._least = min_bytes
+    def __init__(self, device: torch.device, min_bytes: int, share: float = 1.0) -> None:
+        self._least, self.share = min_bytes, share
         self.link = HostLink(device)
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Copy]]] = {}
         self._latest: weakref.ref[_Group] | None = None
@@ -177,7 +179,7 @@ class Host:
         if copy is None:
             flat = tensor.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
             copy = _Copy(self, flat)
-            self.moved_bytes += flat.nbytes
+            self.moved_bytes += copy.host_bytes
             self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(copy)
         return copy
 
@@ -201,18 +203,31 @@ class _Group:
 
 
 class _Copy:
-    """One storage on the host, and on the device again once fetched."""
+    """One storage on the host, and on the device again once fetched.
+
+    What does not go is copied, too: the storage is freed as a whole, or not at all.
+    """
 
     def __init__(self, host: Host, flat: Tensor) -> None:
-        self._link, self._device = host.link, flat.device
-        self._kept, self._mark = host.link.out(flat)
+        self._link, self._size = host.link, len(flat)
+        goes = ceil(host.share * len(flat))
+        self._rest = flat[goes:].clone()
+        self._kept, self._mark = host.link.out(flat[:goes])
         self._fetched: Tensor | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of it on the host."""
+        return self._kept.nbytes
 
     def fetch(self) -> None:
         """Start copying it back, unless already started."""
         if self._fetched is None:
-            self._fetched = torch.empty_like(self._kept, device=self._device, pin_memory=False)
-            self._mark = self._link.back(self._kept, self._fetched, after=self._mark)
+            self._fetched = self._rest.new_empty(self._size)
+            self._fetched[len(self._kept) :] = self._rest
+            self._rest = self._rest[:0].clone()  # frees it
+            onto = self._fetched[: len(self._kept)]
+            self._mark = self._link.back(self._kept, onto, after=self._mark)
 
     def take(self) -> Tensor:
         """The flat tensor on the device."""

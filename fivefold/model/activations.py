@@ -69,7 +69,7 @@ def saved_activations(
         )
         size = running.element_bytes * model.hidden_size / running.token_parts
         moves = "layer_input" in memory.moved_items
-        away = _large_enough(Kept("layer_input", (size,)), running) if moves else 0.0
+        away = _away(Kept("layer_input", (size,)), running) if moves else 0.0
         first = {"layer_input": Saved(kept=size - away, offloaded=away)} if starts_group else {}
         return first | {
             item.name: Saved(kept=item.size) if item.stays else Saved(remade=_remade(item, running))
@@ -82,11 +82,13 @@ def saved_activations(
         if item.held_by:
             remade = set(running.remade) & set(item.remade_by)
             if item.module in moved and item.held_by not in moved and not remade:
-                saved[item.name] = Saved(offloaded=_large_enough(item, running))
+                away = _away(item, running)
+                rest = away / memory.activation_offload_fraction - away  # held by nothing else
+                saved[item.name] = Saved(kept=rest, offloaded=away)
         elif set(running.remade) & set(item.remade_by):
             saved[item.name] = Saved(remade=_remade(item, running))
         else:
-            away = _large_enough(item, running) if item.module in moved else 0.0
+            away = _away(item, running) if item.module in moved else 0.0
             saved[item.name] = Saved(kept=item.size - away, offloaded=away)
     return saved
 
@@ -230,7 +232,8 @@ def _remade(item: Kept, running: Running) -> float:
     return item.size * running.share_at_once(item.remade_by)
 
 
-def _large_enough(item: Kept, running: Running) -> float:
-    """Bytes per token of an item's tensors that are large enough to be offloaded."""
+def _away(item: Kept, running: Running) -> float:
+    """Bytes per token that are offloaded of an item's tensors that are large enough."""
     least = running.memory.min_offloaded_tensor_size / running.microbatch_tokens
-    return sum(tensor for tensor in item.tensors if tensor >= least)
+    large = sum(tensor for tensor in item.tensors if tensor >= least)
+    return running.memory.activation_offload_fraction * large

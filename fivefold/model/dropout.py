@@ -40,7 +40,7 @@ def hash64(x: Tensor, key: int | Tensor = 0) -> Tensor:
     return _xor_shift_(x, 31)
 
 
-def _mixed(rows: Tensor, columns: Tensor, key: int | Tensor) -> Tensor:
+def random_bits(rows: Tensor, columns: Tensor, key: int | Tensor) -> Tensor:
     """64 random bits for each row and column, as int64."""
     mixed = hash64(rows, key) ^ hash64(columns)
     return _xor_shift_(mixed.mul_(_MULTIPLY_1), 32).mul_(_MULTIPLY_2)
@@ -60,7 +60,7 @@ def drop_mask(rows: Tensor, columns: Tensor, p: float, key: int | Tensor) -> Ten
         p: probability in [0, 1).
         key: int64 scalar that identifies the site and step; different keys give independent masks.
     """
-    return _mixed(rows, columns, key) < threshold(p)
+    return random_bits(rows, columns, key) < threshold(p)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +182,7 @@ class Dropout:
     def uniform(self, features: int, site: str) -> Tensor:
         """Uniform random numbers in [0, 1) for the residual stream, [T, features] fp64."""
         columns_H = torch.arange(features, device=self.rows_T.device)
-        mixed = _mixed(self.rows_T[:, None], columns_H, self._key(site))
+        mixed = random_bits(self.rows_T[:, None], columns_H, self._key(site))
         return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
 
     def heads(self, p: float, site: str, first_head: int, all_heads: int) -> "HeadDropout":

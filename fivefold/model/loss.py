@@ -16,6 +16,7 @@ def cross_entropy(
     vocab_size: int,
     label_smoothing: float = 0.0,
     weights_T: Tensor | None = None,
+    z_loss_coeff: float = 0.0,
 ) -> Tensor:
     """Sum of the token losses, a scalar in fp32 (fp64 for fp64 logits).
 
@@ -25,10 +26,12 @@ def cross_entropy(
         vocab_size: size of the unpadded vocabulary.
         label_smoothing: probability spread evenly over the unpadded vocabulary.
         weights_T: weight of each token's loss; None: all 1.
+        z_loss_coeff: factor of the square of the logits' log-sum-exp, which is added to a token's
+            loss (Chowdhery et al., PaLM, 2022, section 5).
     """
     weights_T = token_weights(labels_T, weights_T, logits_TV.dtype)
     loss: Tensor = _CrossEntropy.apply(
-        logits_TV, labels_T.clamp_min(0), weights_T, vocab_size, label_smoothing
+        logits_TV, labels_T.clamp_min(0), weights_T, vocab_size, label_smoothing, z_loss_coeff
     )
     return loss
 
@@ -37,6 +40,11 @@ def token_weights(labels_T: Tensor, weights_T: Tensor | None, dtype: torch.dtype
     """Weight of each token's loss, 0 where the label is IGNORED, in at least fp32."""
     valid_T = (labels_T != IGNORED).to(torch.promote_types(dtype, torch.float32))
     return valid_T if weights_T is None else valid_T * weights_T.to(valid_T.dtype)
+
+
+def z_slope(lse_T: Tensor, z_coeff: float) -> Tensor:
+    """Derivative of lse + z_coeff x lse^2, the log-sum-exp of logits and its z-loss."""
+    return 1.0 + 2.0 * z_coeff * lse_T
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -50,15 +58,17 @@ class _CrossEntropy(torch.autograd.Function):
         weights_T: Tensor,
         vocab_size: int,
         smoothing: float,
+        z_coeff: float,
     ) -> Tensor:
         true_TV = logits_TV[:, :vocab_size].to(weights_T.dtype)
         norm_T = true_TV.logsumexp(dim=1)
         ctx.save_for_backward(logits_TV, targets_T, weights_T, norm_T)
-        ctx.vocab_size, ctx.smoothing = vocab_size, smoothing
+        ctx.vocab_size, ctx.smoothing, ctx.z_coeff = vocab_size, smoothing, z_coeff
         expected_T = true_TV.gather(1, targets_T[:, None]).squeeze(1)
         if smoothing:
             expected_T = torch.lerp(expected_T, true_TV.mean(dim=1), smoothing)
-        return (norm_T - expected_T) @ weights_T
+        loss_T = norm_T - expected_T
+        return (loss_T + z_coeff * norm_T.square() if z_coeff else loss_T) @ weights_T
 
     @staticmethod
     @once_differentiable
@@ -70,8 +80,8 @@ class _CrossEntropy(torch.autograd.Function):
         grad_TV[:, vocab_size:] = 0.0
         true_TV = grad_TV[:, :vocab_size]
         torch.sub(logits_TV[:, :vocab_size], norm_T[:, None], out=true_TV).exp_()
+        true_TV.mul_(scale_T1 * z_slope(norm_T, ctx.z_coeff)[:, None])
         if smoothing:
-            true_TV.sub_(smoothing / vocab_size)
-        true_TV.mul_(scale_T1)
+            true_TV.sub_(scale_T1 * (smoothing / vocab_size))
         true_TV.scatter_add_(1, targets_T[:, None], (smoothing - 1.0) * scale_T1)
-        return grad_TV.to(logits_TV.dtype), None, None, None, None
+        return grad_TV.to(logits_TV.dtype), None, None, None, None, None

@@ -192,6 +192,7 @@ class Stage(nn.Module):
         *,
         seed: int = 0,
         label_smoothing: float = 0.0,
+        z_loss_coeff: float = 0.0,
         mtp_loss_scaling_factor: float = 0.1,
         experts: ExpertsConfig | None = None,
         global_batch_size: int = 1,
@@ -214,7 +215,7 @@ class Stage(nn.Module):
         copies = parts.mtp > 0 and not parts.embedding
         self.mtp_embed_tokens = Embedding(vocab, hidden) if copies else None
         self.model, self.parts = model, parts
-        self.seed, self.label_smoothing = seed, label_smoothing
+        self.seed, self.label_smoothing, self.z_loss_coeff = seed, label_smoothing, z_loss_coeff
         self.mtp_loss_scaling_factor = mtp_loss_scaling_factor
         self.jitters = rules[0].moe_input_jitter_eps is not None
         self.tie()
@@ -362,6 +363,11 @@ class Stage(nn.Module):
         return Dropout(self.seed, batch.step, rows_T, batch.token_ids, self.fuses_dropout)
 
 
+def trained_z_coeff(stage: Stage) -> float:
+    """Factor of the z-loss: of what is trained, not of evaluations."""
+    return stage.z_loss_coeff if stage.training else 0.0
+
+
 HeadLoss = Callable[[Stage, Tensor, Tensor, Tensor | None], Tensor]
 """(stage, normed states [T, H], labels [T], weights [T]) -> summed loss."""
 
@@ -373,5 +379,10 @@ def plain_head_loss(
     assert stage.lm_head is not None, "the last stage has the head"
     (logits_TV,) = stage.column(x_TH, stage.lm_head)
     return stage.cross_entropy(
-        logits_TV, labels_T, stage.model.vocab_size, stage.label_smoothing, weights_T
+        logits_TV,
+        labels_T,
+        stage.model.vocab_size,
+        stage.label_smoothing,
+        weights_T,
+        trained_z_coeff(stage),
     )

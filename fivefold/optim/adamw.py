@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
+from fivefold.optim.rounding import MOMENTS, NamedElements, RoundingAdamW
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 Block = tuple[Sequence[nn.Parameter], Callable[[], None]]
 
 
@@ -24,6 +24,8 @@ class AdamW:
         config: betas, epsilon and weight decay.
         blocks: parameters that are updated together, and what is called once their new values are
             on their way, in the order of the updates; empty: all parameters together.
+        places: by name, where the parameters' parts are in the whole model; needed where moments
+            have fewer bits than parameters, which are then rounded stochastically.
     """
 
     def __init__(
@@ -31,12 +33,17 @@ class AdamW:
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
         blocks: Sequence[Block] = (),
+        places: Mapping[str, NamedElements] | None = None,
     ) -> None:
+        self._places = places or {}
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
         self._state: dict[str, dict[str, Tensor]] = {
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
-            | {moment: torch.zeros_like(leaf) for moment in MOMENTS}
+            | {
+                moment: torch.zeros_like(leaf, dtype=torch.bfloat16 if few else leaf.dtype)
+                for moment, few in zip(MOMENTS, config.rounds_moments, strict=True)
+            }
             for name, leaf in self._leaves.items()
         }
         named = {parameter: name for name, parameter in self._parameters.items()}
@@ -56,13 +63,13 @@ class AdamW:
             if self._leaves[name].numel():
                 group = groups[0 if decays(name, self._parameters[name]) else 1]
                 group["params"].append(self._leaves[name])
-        optimizer = torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
+        betas = (config.adam_beta1, config.adam_beta2)
+        settings: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.adam_eps}
+        if any(config.rounds_moments):
+            places = {self._leaves[n]: self._places[n] for n in names if n in self._places}
+            optimizer: Any = RoundingAdamW(groups, places, lambda: self._steps, **settings)
+        else:
+            optimizer = torch.optim.AdamW(groups, fused=True, **settings)
         for name in names:
             optimizer.state[self._leaves[name]] = self._state[name]
         return optimizer

@@ -5,7 +5,9 @@ import torch
 from fivefold.data_parallel.fsdp import ShardedStage
 from fivefold.data_parallel.policy import make_policy
 from fivefold.memory.host import HostLink
+from fivefold.mesh.slices import piece_of
 from fivefold.optim.offload import HostAdamW, Optimizer
+from fivefold.optim.rounding import NamedElements
 from fivefold.parallelize import ParallelModel
 
 
@@ -15,6 +17,11 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
     A gradient that FSDP2 has reduced leaves for the host at once, unless further sums follow.
     """
     config, parameters = model.layout.config, model.parameters()
+    seed = config.training.seed
+    places = {
+        name: NamedElements(seed, model.records[name].stored, tuple(piece.shape), piece.slices)
+        for name, piece in ((name, piece_of(p)) for name, p in parameters.items())
+    }
     away = {name: p for name, p in parameters.items() if name in model.on_host}
     host = HostAdamW(
         away,
@@ -22,6 +29,7 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
         config.optimizer,
         make_policy(config.parallel, config.training.precision).master_dtype,
         HostLink(device),
+        places,
     )
     for index, gradients in model.gradients.items():
         if away and isinstance(gradients, ShardedStage):
@@ -30,4 +38,5 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
                 if name in away and len(model.records[name].sums) == 1:
                     host.leave_when_reduced(name)
     early = config.parallel.overlap_param_gather_with_optimizer_step
-    return Optimizer(parameters, config.optimizer, host, [*model.blocks()] if early else ())
+    blocks = [*model.blocks()] if early else ()
+    return Optimizer(parameters, config.optimizer, host, blocks, places)

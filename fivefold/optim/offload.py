@@ -16,6 +16,7 @@ from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import AdamW, Block
 from fivefold.optim.grad_norm import Departed, clip_
+from fivefold.optim.rounding import NamedElements
 
 BUCKET_BYTES = 32 << 20
 
@@ -30,6 +31,7 @@ class HostAdamW:
         config: as for `AdamW`.
         dtype: dtype of masters, moments and gradients.
         link: copies to and from the host, and counts their bytes.
+        places: as for `AdamW`.
     """
 
     def __init__(
@@ -39,11 +41,12 @@ class HostAdamW:
         config: OptimizerConfig,
         dtype: torch.dtype,
         link: HostLink,
+        places: Mapping[str, NamedElements] | None = None,
     ) -> None:
         self._parameters, self._counted, self.link = parameters, counted, link
         # Gradients arrive from the last layer to the first.
         self._buckets = [
-            _Bucket(bucket, config, dtype, link)
+            _Bucket(bucket, config, dtype, link, places)
             for bucket in _in_buckets({n: parameters[n] for n in reversed([*parameters])}, dtype)
         ]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.gradients}
@@ -169,12 +172,13 @@ class _Bucket:
         config: OptimizerConfig,
         dtype: torch.dtype,
         link: HostLink,
+        places: Mapping[str, NamedElements] | None,
     ) -> None:
         shapes = {name: local_tensor(p).shape for name, p in parameters.items()}
         self.masters = {
             name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, shape in shapes.items()
         }
-        self.adamw = AdamW(self.masters, config)
+        self.adamw = AdamW(self.masters, config, places=places)
         sizes = [shape.numel() for shape in shapes.values()]
         parts = link.room(sum(sizes), dtype).split(sizes)
         self._rooms = dict(zip(shapes, parts, strict=True))
@@ -204,6 +208,7 @@ class Optimizer:
         config: betas, epsilon and weight decay.
         host: those whose state is in host memory.
         blocks: as for `AdamW`, of the device's parameters.
+        places: as for `AdamW`, of all parameters.
     """
 
     def __init__(
@@ -212,9 +217,11 @@ class Optimizer:
         config: OptimizerConfig,
         host: HostAdamW,
         blocks: Sequence[Block] = (),
+        places: Mapping[str, NamedElements] | None = None,
     ) -> None:
         self._parameters, self.host = parameters, host
-        self.device = AdamW({n: p for n, p in parameters.items() if n not in host}, config, blocks)
+        here = {n: p for n, p in parameters.items() if n not in host}
+        self.device = AdamW(here, config, blocks, places)
 
     @property
     def steps(self) -> int:

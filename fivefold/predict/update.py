@@ -14,6 +14,10 @@ NORM = 4.0
 TRAFFIC = 30.0 + NORM
 """Bytes per parameter that AdamW and the norm before it move: gradient, master and moments are
 read; master, moments and the copy in the compute type are written."""
+RANDOM_BITS = 112.0
+"""Bytes per parameter that making its 64 random bits reads and writes, by kernels one by one."""
+ROUNDING = 94.0
+"""Bytes per parameter that they move for each moment that is widened, then rounded."""
 KERNELS = 20
 
 
@@ -28,7 +32,8 @@ def update_seconds(
         parameters: number of parameters whose state the rank keeps.
         kernels: number of kernels.
     """
-    kept = (1 - policy.offloaded) * TRAFFIC + policy.offloaded * NORM
+    here = TRAFFIC + _rounding(policy)
+    kept = (1 - policy.offloaded) * here + policy.offloaded * NORM
     return elementwise(cluster.gpu, parameters * kept, kernels)
 
 
@@ -40,6 +45,7 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) ->
     """
     state = policy.master + policy.moments
     touched = 3 * policy.gradient + 2 * state + policy.master + policy.compute
+    touched += _rounding(policy)
     slower = max(touched / cluster.host_rate, policy.compute / cluster.host_bandwidth)
     return parameters * policy.offloaded * slower
 
@@ -58,3 +64,8 @@ def leaving_seconds(
     """
     copied = parameters * policy.offloaded * policy.gradient / cluster.host_bandwidth
     return times * max(0.0, copied - backward)
+
+
+def _rounding(policy: StatePolicy) -> float:
+    """Bytes per parameter that rounding moments moves; on a host within its caches, no faster."""
+    return RANDOM_BITS + ROUNDING * policy.rounded if policy.rounded else 0.0

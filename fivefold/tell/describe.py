@@ -53,13 +53,17 @@ def memory_words(layout: Layout) -> list[str]:
         words.append(f"recompute beyond {memory.recompute_in_flight_limit} in flight")
     if memory.fine_grained_activation_offloading:
         moved = (*memory.offload_modules, *memory.offload_tensors)
-        words.append(f"offload {' '.join(moved)}")
+        share = memory.activation_offload_fraction
+        part = f"{share:.0%} of " if share < 1 else ""
+        words.append(f"offload {part}{' '.join(moved)}")
     if memory.cross_entropy_loss_fusion:
         words.append(f"fused loss ({memory.cross_entropy_fusion_impl})")
     if memory.optimizer_cpu_offload:
         share = memory.optimizer_offload_fraction
         part = f"{share:.0%} of the " if share < 1 else ""
         words.append(f"{part}optimizer on the host")
+    few = zip(("first", "second"), layout.config.optimizer.rounds_moments, strict=True)
+    words += [f"{moment} moment in bf16" for moment, narrow in few if narrow]
     return words
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fivefold.mesh.collectives import all_gather
 from fivefold.model.layers import Embedding
 from fivefold.model.leaves import add_to_grad, local
-from fivefold.model.loss import IGNORED
+from fivefold.model.loss import IGNORED, z_slope
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.linear import Target, sum_tokens
 
@@ -96,25 +96,20 @@ class VocabularyCrossEntropy:
         vocab_size: int,
         label_smoothing: float = 0.0,
         weights_T: Tensor | None = None,
+        z_loss_coeff: float = 0.0,
     ) -> Tensor:
         """Sum of the token losses; arguments as in `model.loss.cross_entropy`."""
-        loss_T: Tensor = _VocabularyCrossEntropy.apply(
-            logits_Tv, labels_T, vocab_size, label_smoothing, self.group
-        )
+        first = self.group.rank() * logits_Tv.shape[1]
+        entries = Entries(first, vocab_size, label_smoothing, z_loss_coeff)
+        loss_T: Tensor = _VocabularyCrossEntropy.apply(logits_Tv, labels_T, entries, self.group)
         return loss_T.sum() if weights_T is None else (loss_T * weights_T.to(loss_T.dtype)).sum()
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits_Tv: Tensor,
-        labels_T: Tensor,
-        vocab_size: int,
-        smoothing: float,
-        group: dist.ProcessGroup,
+        ctx: Any, logits_Tv: Tensor, labels_T: Tensor, entries: "Entries", group: dist.ProcessGroup
     ) -> Tensor:
-        entries = Entries(group.rank() * logits_Tv.shape[1], vocab_size, smoothing)
         losses = entries.losses(entries.statistics(logits_Tv, labels_T), group)
         ctx.save_for_backward(logits_Tv, labels_T, losses.lse_T)
         ctx.entries = entries
@@ -125,7 +120,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         logits_Tv, labels_T, lse_T = ctx.saved_tensors
         scale_T = grad_T.masked_fill(labels_T == IGNORED, 0.0)
         grad_Tv = ctx.entries.gradient(logits_Tv, labels_T, lse_T, scale_T)
-        return grad_Tv.to(logits_Tv.dtype), None, None, None, None
+        return grad_Tv.to(logits_Tv.dtype), None, None, None
 
 
 class TokenLosses(NamedTuple):
@@ -143,11 +138,13 @@ class Entries:
         first: index of the first entry.
         vocab_size: size of the unpadded vocabulary; later entries have no probability.
         smoothing: probability spread evenly over the unpadded vocabulary.
+        z_coeff: factor of the squared log-sum-exp that is added to the loss.
     """
 
     first: int
     vocab_size: int
     smoothing: float
+    z_coeff: float = 0.0
 
     def statistics(self, logits_Tv: Tensor, labels_T: Tensor) -> Tensor:
         """Statistics of these logits for the loss: [3, T], or [2, T] without smoothing.
@@ -170,6 +167,8 @@ class Entries:
         if self.smoothing:
             mean_T = sums[0] / self.vocab_size
             loss_T = (1 - self.smoothing) * loss_T + self.smoothing * (lse_T - mean_T)
+        if self.z_coeff:
+            loss_T += self.z_coeff * lse_T.square()
         return TokenLosses(loss_T, lse_T)
 
     def gradient(
@@ -184,13 +183,13 @@ class Entries:
             scale_T: upstream gradient times the weight of each token's loss; 0 where ignored.
         """
         grad_Tv = (logits_Tv.to(lse_T.dtype) - lse_T[:, None]).exp_()
+        grad_Tv *= (scale_T * z_slope(lse_T, self.z_coeff))[:, None]
         if self.smoothing:
-            grad_Tv -= self.smoothing / self.vocab_size
+            grad_Tv -= (scale_T * (self.smoothing / self.vocab_size))[:, None]
         here_T, mine_T = _own_rows(labels_T, self.first, logits_Tv.shape[1])
-        share_T = here_T.to(grad_Tv.dtype).mul_(self.smoothing - 1.0)
+        share_T = (scale_T * (self.smoothing - 1.0)).to(grad_Tv.dtype).masked_fill_(~here_T, 0.0)
         grad_Tv.scatter_add_(1, mine_T[:, None], share_T[:, None])
         grad_Tv[:, self.true(logits_Tv) :] = 0.0
-        grad_Tv *= scale_T[:, None]
         return grad_Tv
 
     def after(self, skipped: int) -> "Entries":

@@ -19,6 +19,7 @@ from fivefold.model.init import initialise
 from fivefold.model.prediction import valid_by_depth
 from fivefold.model.routing import Decision
 from fivefold.model.transformer import Stage
+from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
 from fivefold.verify.batches import EVALUATION, global_batch, microbatches
@@ -61,6 +62,7 @@ def plain_model(config: Config, dtype: torch.dtype) -> Stage:
         config.model,
         seed=training.seed,
         label_smoothing=training.label_smoothing,
+        z_loss_coeff=training.z_loss_coeff,
         mtp_loss_scaling_factor=training.mtp_loss_scaling_factor,
         experts=config.experts,
         global_batch_size=training.global_batch_size,
@@ -108,6 +110,7 @@ def run_reference(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
         optimizer.step()
+        _round_moments(optimizer, weights, config, step)
         for mixture in master.mixtures:
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
@@ -218,6 +221,24 @@ def _optimizer(weights: Mapping[str, Tensor], config: OptimizerConfig) -> torch.
         foreach=False,
         fused=False,
     )
+
+
+@torch.no_grad()
+def _round_moments(
+    optimizer: torch.optim.AdamW, weights: Mapping[str, Tensor], config: Config, step: int
+) -> None:
+    """Leave in moments of few bits what they can hold; all numbers keep the type of the weights."""
+    few = config.optimizer.rounds_moments
+    if not any(few):
+        return
+    for name, weight in weights.items():
+        whole = tuple(slice(0, size) for size in weight.shape)
+        place = NamedElements(config.training.seed, name, tuple(weight.shape), whole)
+        ((_, bits),) = place.bits(step, weight.device, weight.numel())
+        for moment, narrow, own in zip(MOMENTS, few, (bits, bits >> 16), strict=True):
+            if narrow:
+                wide = place.rows(optimizer.state[weight][moment])
+                wide.copy_(rounded(wide, own))
 
 
 def _copies(weights: Mapping[str, Tensor]) -> Tensors:

@@ -69,11 +69,18 @@ MEMORY: tuple[dict[str, Any], ...] = (
     {"cross_entropy_loss_fusion": True},
     {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"},
     {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn",)},
+    {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ("core_attn", "mlp_norm"),
+        "min_offloaded_tensor_size": 1,
+        "activation_offload_fraction": 0.25,
+    },
 )
 ON_HOST: tuple[dict[str, Any], ...] = (
     {},
     {"optimizer_cpu_offload": True},
     {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
 )
 
 
@@ -129,6 +136,7 @@ def _settings(random: Random, world: int) -> dict[str, Any]:
         "grad_reduce_in_bf16": random.random() < 0.2,
         "overlap_grad_reduce": random.random() < 0.7,
         "label_smoothing": random.choice((0.0, 0.1)),
+        "z_loss_coeff": random.choice((0.0, 1e-3)),
         "seq_length": random.choice((16, 32)),
         "micro_batch_size": microbatch,
         "global_batch_size": microbatch * degrees["dp"] * random.choice((2, 4)),

@@ -127,6 +127,7 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
             "fine_grained_activation_offloading": True,
             "offload_modules": ("core_attn", "attn_proj"),
             "min_offloaded_tensor_size": 200,
+            "activation_offload_fraction": 0.5,
         },
     ),
 }

@@ -68,6 +68,9 @@ EXEMPT = {
         ),
         Exempt("the same numbers by kernels of a GPU: tests/model/test_fusions.py", NOWHERE),
     ),
+    "use_precision_aware_optimizer": Exempt(
+        "it lets exp_avg_dtype and exp_avg_sq_dtype choose types, and chooses none itself", NOWHERE
+    ),
     "gradient_accumulation_fusion": Exempt(
         "the same sums, rounded otherwise: tests/data_parallel/test_accumulation.py", NOWHERE
     ),
@@ -116,11 +119,13 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "offload_modules": (("core_attn",),),
     "offload_tensors": (("dispatched_input",), ("pre_mlp_layernorm_output",)),
     "optimizer_offload_fraction": (0.5,),
+    "activation_offload_fraction": (0.5,),
     "global_batch_size": (16,),
     "seq_length": (32,),
     "hidden_dropout": (0.1,),
     "attention_dropout": (0.1,),
     "label_smoothing": (0.1,),
+    "z_loss_coeff": (1e-3,),
     "data_path": (("other.jsonl",),),
     "tokenizer_model": ("tokenizer.json",),
     "tokenizer_vocab_size": (300,),

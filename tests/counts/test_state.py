@@ -13,6 +13,9 @@ from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from tests.pool import Pool
 
+SECOND = {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"}
+FEW = {**SECOND, "exp_avg_dtype": "bf16"}
+
 
 def config(model: str, **values: object) -> Config:
     changed = replace(PRESETS[model], attention_dropout=0.0, hidden_dropout=0.0)
@@ -38,6 +41,8 @@ def _held(rank: int, world: int, settings: Config) -> tuple[int, int]:
             {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim"},
         ),
         ("debug-llama", {"data_parallel_sharding_strategy": "optim_grads_params"}),
+        ("debug-llama", {"data_parallel_sharding_strategy": "optim", **FEW}),
+        ("debug-llama", {"data_parallel_sharding_strategy": "no_shard", **SECOND}),
     ],
 )
 def test_weights_and_moments_are_what_the_formula_says(
@@ -102,3 +107,20 @@ def test_a_share_is_of_whole_layers_the_last_first_and_the_ends_after_them() -> 
     assert away(1, 1) == ["layers.3", "layers.2", ""]
     assert unit_of("layers.12.mlp.experts.w") == "layers.12" and unit_of("norm.weight") == ""
     assert unit_of("mtp.0.layer.mlp.up_proj.weight") == "mtp.0"
+
+
+@pytest.mark.parametrize(
+    ("few", "strategy", "per_parameter"),
+    [
+        (SECOND, "no_shard", 16),
+        (FEW, "no_shard", 14),
+        (FEW, "optim", 6 + 8 / 4),
+        (FEW, "optim_grads_params", 12 / 4),
+    ],
+)
+def test_bytes_per_parameter_with_moments_in_bf16(
+    few: dict, strategy: str, per_parameter: float
+) -> None:
+    values = {"data_parallel_sharding_strategy": strategy, "precision": "bf16", **few}
+    state = model_state(check(config("debug-llama").with_values(**values), 4), 0)
+    assert state.total - state.gathered == per_parameter * state.parameters

@@ -27,6 +27,7 @@ from tests.pool import run
 
 MODEL = replace(LLAMA, num_layers=1, vocab_size=99, make_vocab_size_divisible_by=52)
 T = 24
+Z = 0.03
 SPLITS = (7, 30)  # neither divides a vocabulary of 104, nor the 52 entries of one of two ranks
 CASES = list(product(["native", "linear"], [0.0, 0.1], [False, True]))
 NAMES = [f"{i}{', smoothed' * bool(s)}{', weighted' * w}" for i, s, w in CASES]
@@ -68,8 +69,8 @@ def _close(ours: Tensor | None, true: Tensor | None) -> None:
 
 @pytest.mark.parametrize(("impl", "smoothing", "weighted"), CASES, ids=NAMES)
 def test_fused_losses_are_the_loss(impl: str, smoothing: float, weighted: bool) -> None:
-    plain = build(MODEL, label_smoothing=smoothing)
-    stage = _fuse(build(MODEL, label_smoothing=smoothing), impl)
+    plain = build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z)
+    stage = _fuse(build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z), impl)
     x, own = _hidden(), _hidden()
     batch = _batch(weighted)
     _close(_backward(stage, own, batch), _backward(plain, x, batch))
@@ -80,8 +81,21 @@ def test_fused_losses_are_the_loss(impl: str, smoothing: float, weighted: bool) 
         _close(stage.loss([stage.norm(own)], batch), plain.loss([plain.norm(x)], batch))
 
 
+@pytest.mark.parametrize("impl", ["plain", "native", "linear"])
+def test_evaluations_have_no_z_loss(impl: str) -> None:
+    with_z, without = (_fuse(build(MODEL, z_loss_coeff=z), impl) for z in (Z, 0.0))
+    batch, x = _batch(weighted=False), _hidden()
+
+    def loss(stage: Stage) -> float:
+        with torch.no_grad():
+            return float(stage.loss([stage.norm(x)], batch))
+
+    assert loss(with_z) > loss(without) + 1.0
+    assert loss(with_z.eval()) == loss(without.eval())
+
+
 def _split(rank: int, world: int, impl: str, smoothing: float, sequence: bool) -> None:
-    plain, stage = (build(MODEL, label_smoothing=smoothing) for _ in range(2))
+    plain, stage = (build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z) for _ in range(2))
     assert stage.lm_head is not None and plain.lm_head is not None
     stage.lm_head.weight.data = stage.lm_head.weight.data.chunk(world)[rank].clone()
     stage.column = ColumnParallel(

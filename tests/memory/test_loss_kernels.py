@@ -12,12 +12,12 @@ from fivefold.audit.work import Multiplications
 from fivefold.memory import cross_entropy as fused
 from fivefold.model.batch import on_device
 from fivefold.tensor.vocabulary import Entries
-from tests.memory.test_cross_entropy import CASES, MODEL, NAMES, T, _batch, _fuse, _hidden
+from tests.memory.test_cross_entropy import CASES, MODEL, NAMES, T, Z, _batch, _fuse, _hidden
 from tests.model.models import build
 
 RANGES = {
     "whole, padded": Entries(0, 99, 0.0),
-    "second of two": Entries(52, 99, 0.1),
+    "second of two": Entries(52, 99, 0.1, Z),
     "padding only": Entries(104, 99, 0.1),
     "shorter than a program": Entries(0, 7, 0.1),
 }
@@ -68,8 +68,8 @@ def test_losses_by_kernels_are_the_loss(
     monkeypatch.setattr(fused, "runs_kernels", lambda _: used.append(1) or True)
     results = []
     for stage, kind in (
-        (build(MODEL, label_smoothing=smoothing), torch.float64),
-        (_fuse(build(MODEL, label_smoothing=smoothing), impl), torch.float32),
+        (build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z), torch.float64),
+        (_fuse(build(MODEL, label_smoothing=smoothing, z_loss_coeff=Z), impl), torch.float32),
     ):
         stage.to(device, kind)
         x = _hidden().detach().to(device, kind).requires_grad_()

@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 
 
 def _moving(
-    modules: tuple[OffloadModule, ...], least: int = 1, model: Any = MODEL
+    modules: tuple[OffloadModule, ...], least: int = 1, model: Any = MODEL, share: float = 1.0
 ) -> tuple[Stage, Host]:
-    stage, host = build(model), Host(CPU, least)
+    stage, host = build(model), Host(CPU, least, share)
     install_deferral(stage, DeferredWeights())
     install_offload(stage, MemoryConfig(offload_modules=modules), host)
     return stage, host
@@ -41,7 +41,7 @@ def _grads(stage: Stage) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model", [MODEL, replace(GPT, num_layers=5)], ids=["llama", "gpt"])
 def test_gradients_are_the_same_up_to_rounding(model: Any) -> None:
-    plain, moved = _grads(build(model)), _grads(_moving(EVERY, model=model)[0])
+    plain, moved = _grads(build(model)), _grads(_moving(EVERY, model=model, share=0.3)[0])
     assert plain.keys() == moved.keys()
     again = _moving(EVERY, model=model)[0]
     remade = MemoryConfig(recompute_granularity="selective", recompute_modules=("mlp", "core_attn"))
@@ -84,13 +84,15 @@ SIZES = (MODEL.kv_size, MODEL.hidden_size, MODEL.q_size)
 @pytest.mark.parametrize(
     "least", [least for size in SIZES for least in (8 * T * size, 8 * T * size + 1)]
 )
-def test_tensors_of_fewer_bytes_stay_as_the_planner_counts(least: int) -> None:
-    stage, host = _moving(EVERY, least)
+@pytest.mark.parametrize("share", [1.0, 0.375])
+def test_tensors_of_fewer_bytes_stay_as_the_planner_counts(least: int, share: float) -> None:
+    stage, host = _moving(EVERY, least, share=share)
     stage(None, batch_of(MODEL, [[12], [12]])).backward()
     memory = MemoryConfig(
         fine_grained_activation_offloading=True,
         offload_modules=EVERY,
         min_offloaded_tensor_size=least,
+        activation_offload_fraction=share,
     )
     running = Running(12, 8, 8, memory=memory, microbatch_tokens=T)
     counted = total(total(saved_activations(MODEL, n, running)) for n in range(5))
@@ -127,6 +129,7 @@ def test_what_has_moved_is_freed() -> None:
     assert _alive(build(MODEL)) == 10
     assert _alive(_moving(("attn_norm", "mlp_norm"))[0]) == 0
     assert _alive(_moving(("attn_norm",))[0]) == 5
+    assert _alive(_moving(("attn_norm",), share=0.5)[0]) == 5, "what stays is a copy"
 
 
 def test_memory_that_is_saved_twice_moves_once_and_comes_back_before_it_is_needed() -> None:

@@ -14,12 +14,16 @@ def example(padded: int, dtype: torch.dtype = torch.float64):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_equals_pytorch_over_the_true_vocabulary(smoothing: float, weighted: bool) -> None:
+@pytest.mark.parametrize("z", [0.0, 0.03])
+def test_equals_pytorch_over_the_true_vocabulary(
+    smoothing: float, weighted: bool, z: float
+) -> None:
     logits, labels, weights = example(16)
-    ours = cross_entropy(logits, labels, 11, smoothing, weights if weighted else None)
+    ours = cross_entropy(logits, labels, 11, smoothing, weights if weighted else None, z)
     losses = F.cross_entropy(
         logits[:, :11], labels, reduction="none", label_smoothing=smoothing, ignore_index=-100
     )
+    losses = losses + z * logits[:, :11].logsumexp(1).square() * (labels != -100)
     theirs = (losses * weights).sum() if weighted else losses.sum()
     torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
     upstream = torch.tensor(0.37, dtype=torch.float64)
@@ -31,7 +35,7 @@ def test_equals_pytorch_over_the_true_vocabulary(smoothing: float, weighted: boo
 
 def test_gradcheck() -> None:
     logits, labels, weights = example(12)
-    torch.autograd.gradcheck(lambda x: cross_entropy(x, labels, 11, 0.05, weights), (logits,))
+    torch.autograd.gradcheck(lambda x: cross_entropy(x, labels, 11, 0.05, weights, 0.1), (logits,))
 
 
 def test_padding_has_no_probability() -> None:

@@ -48,6 +48,7 @@ def test_look_up(sequence: bool) -> None:
     run(4, _look_up, sequence)
 
 
+Z = 0.03
 LABELS = {
     "all valid": [0, 1, 2, 3, 4, 5, 0, 3],
     "some ignored": [0, -100, 5, 3, -100, 1, 2, -100],
@@ -65,11 +66,12 @@ def _loss(
     losses_T = F.cross_entropy(
         logits_TV[:, :TRUE], labels_T, reduction="none", label_smoothing=smoothing
     )
+    losses_T = losses_T + Z * logits_TV[:, :TRUE].logsumexp(1).square() * (labels_T != -100)
     true = (losses_T * weights_T if weighted else losses_T).sum()
     true.backward(torch.tensor(0.7, dtype=torch.float64))
     logits_Tv = logits_TV.detach().chunk(world, 1)[rank].requires_grad_()
     ours = VocabularyCrossEntropy(dist.group.WORLD)(
-        logits_Tv, labels_T, TRUE, smoothing, weights_T if weighted else None
+        logits_Tv, labels_T, TRUE, smoothing, weights_T if weighted else None, Z
     )
     _close(ours, true)
     ours.backward(torch.tensor(0.7, dtype=torch.float64))

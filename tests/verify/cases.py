@@ -150,6 +150,7 @@ def config(model: ModelConfig, ranks: int | None = None, **values: Any) -> Confi
         "micro_batch_size": 1,
         "precision": "fp64",
         "label_smoothing": 0.1,
+        "z_loss_coeff": 0.02,
     } | values
     if ranks is not None and "global_batch_size" not in values:
         degrees = [settings.get(f"{kind}_size", 1) for kind in SPLITS]

@@ -24,10 +24,16 @@ MOVED = {
     "fine_grained_activation_offloading": True,
     "offload_modules": ("attn_norm", "core_attn", "attn_proj", "mlp_norm"),
     "min_offloaded_tensor_size": 1,
+    "activation_offload_fraction": 0.4,
 }
 LINEAR = NATIVE | {"cross_entropy_fusion_impl": "linear"}
 EVERYTHING = _selective("core_attn", "mlp", "layernorm")
 ON_HOST = {"optimizer_cpu_offload": True}
+FEW = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "the optimizer on the host, ZeRO-2, tied over stages, half": (
         4,
@@ -40,6 +46,23 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         "llama",
         flags(tp=2, sequence=True, strategy="optim_grads_params") | ON_HOST,
+    ),
+    "moments of bf16, ZeRO-1, tensor parallel, half on the host": (
+        4,
+        "llama tied",
+        flags(tp=2, strategy="optim") | FEW | ON_HOST | {"optimizer_offload_fraction": 0.5},
+    ),
+    "the second moment in bf16, two copies of the embedding": (
+        4,
+        "gpt",
+        flags(pp=2, stages=STAGES[2, 1], strategy="optim_grads_params")
+        | FEW
+        | {"exp_avg_dtype": "fp32"},
+    ),
+    "moments of bf16, experts": (
+        2,
+        "oss",
+        flags(strategy="optim_grads") | FEW | {"expert_model_parallel_size": 2},
     ),
     "each layer, dropout": (1, "gpt", flags() | _full()),
     "pairs of layers, ZeRO-3": (
@@ -170,6 +193,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "native loss, vocabulary part of padding only",
         "linear loss, vocabulary part of padding only",
         "linear loss, tied over the pipeline, deferred weights, ZeRO-2",
+        "the second moment in bf16, two copies of the embedding",
+        "moments of bf16, ZeRO-1, tensor parallel, half on the host",
         "pairs of layers, deferred weights, ZeRO-3",
     ),
 )

@@ -246,6 +246,10 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
     if said["cross_entropy_loss_fusion"]:
         impl = said["cross_entropy_fusion_impl"]
         yield f"cross_entropy_loss_fusion is code there (cross_entropy_fusion_impl = {impl})"
+    if said["use_precision_aware_optimizer"]:
+        kinds = f"exp_avg_dtype = {said['exp_avg_dtype']}, exp_avg_sq_dtype = "
+        kinds += said["exp_avg_sq_dtype"]
+        yield f"its moments have the type of its masters (use_precision_aware_optimizer, {kinds})"
     share = said["optimizer_offload_fraction"]
     if said["optimizer_cpu_offload"] and not sharding.splits_optimizer:
         yield "an optimizer on the host (optimizer_cpu_offload) needs ZeRO stage 1 or more"

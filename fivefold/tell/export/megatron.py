@@ -215,7 +215,12 @@ def _memory(said: Settings) -> Iterator[str]:
         yield from flag("cross-entropy-fusion-impl", "native" if impl == "linear" else impl)
     if said["optimizer_cpu_offload"]:
         yield from flags(said, "optimizer_cpu_offload", "optimizer_offload_fraction")
+    sharded = said["data_parallel_sharding_strategy"] != "no_shard"
+    aware = sharded and said["use_precision_aware_optimizer"]
+    if aware or said["optimizer_cpu_offload"]:
         yield from flag("use-precision-aware-optimizer")
+    if aware:
+        yield from flags(said, "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def _training(said: Settings) -> Iterator[str]:
@@ -353,6 +358,13 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
             "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
             "alone, and keeps the logits"
         )
+    if any(layout.config.optimizer.rounds_moments):
+        kinds = f"exp_avg_dtype = {said['exp_avg_dtype']}, exp_avg_sq_dtype = "
+        kinds += said["exp_avg_sq_dtype"]
+        if sharded:
+            yield f"it rounds moments to the nearest, not stochastically: {kinds}"
+        else:
+            yield f"use_precision_aware_optimizer was left out: it needs ZeRO-1 or more ({kinds})"
     if said["deterministic_mode"]:
         yield "deterministic_mode wants NCCL_ALGO in the environment, such as NCCL_ALGO=^NVLS"
         if memory.cross_entropy_loss_fusion:

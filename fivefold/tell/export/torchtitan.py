@@ -290,6 +290,10 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
             "optimizer_cpu_offload was left out: training.enable_cpu_offload there moves "
             f"parameters and gradients, too, and all of them (optimizer_offload_fraction = {share})"
         )
+    if said["use_precision_aware_optimizer"]:
+        kinds = f"exp_avg_dtype = {said['exp_avg_dtype']}, exp_avg_sq_dtype = "
+        kinds += said["exp_avg_sq_dtype"]
+        yield f"its moments have the type of its masters (use_precision_aware_optimizer, {kinds})"
     if training.precision == "fp64":
         yield "it computes in fp32 at most, not in precision = fp64"
     corpora = " ".join(said["data_path"])
