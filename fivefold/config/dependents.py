@@ -36,14 +36,6 @@ def _has_experts(config: Config) -> bool:
     return config.model.num_experts is not None
 
 
-_SCALED = (
-    "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor "
-    "rope_original_max_position_embeddings"
-)
-_STRETCHED = (
-    "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale "
-    "mscale_all_dim yarn_correction_range_round_to_int"
-)
 DEPENDENTS = (
     Dependents(
         ("sequence_parallel", "tp_comm_overlap"),

@@ -1,8 +1,4 @@
-"""Model state per rank: bytes of weights, gradients and optimizer state.
-
-Bytes per parameter are a framework's policy; the number of parameters on a rank follows from the
-layout. Planner, audit and the table of derived numbers all use these counts.
-"""
+"""Bytes of weights, gradients and optimizer state per rank; all who count state use these."""
 
 from collections import Counter
 from collections.abc import Iterator
