@@ -19,7 +19,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
-from fivefold.data_parallel.rules import check_data_parallel
+from fivefold.data_parallel.rules import check_contradictions, check_data_parallel
 from fivefold.data_parallel.zeropp_rules import HPZ, check_zeropp
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.expert.rules import check_routers
@@ -113,6 +113,7 @@ def _check(
     check_experts(config, parallel, mistakes)
     check_context(config, parallel, mistakes)
     check_data_parallel(parallel, config.training.precision, mistakes)
+    check_contradictions(config, mistakes)
     if config.model.num_experts is not None:
         check_routing(config.experts, config.model, mistakes)
     _check_sequence(config, mistakes)
@@ -142,26 +143,17 @@ def _check(
 
 
 def _check_gathers(layout: Layout, mistakes: Mistakes) -> None:
-    """Add layers that would be gathered before their weights are there, or freed before their use.
+    """Add layers that would be freed by one half of a pair whose other still needs them.
 
-    The former if they come from the host, the latter by one half of a pair whose other needs them.
+    And copies within a node that no further gather uses.
     """
-    parallel, memory = layout.config.parallel, layout.config.memory
+    parallel = layout.config.parallel
     if parallel.zero_hpz_partition_size > 1 and layout.gathers_once:
         mistakes.add(
             f"{HPZ} = {parallel.zero_hpz_partition_size} has no effect: with "
             f"pipeline_max_unsharded_stages {parallel.pipeline_max_unsharded_stages} every stage "
             "is gathered once a step",
             works=["--pipeline-max-unsharded-stages none", "--zero-hpz-partition-size 1"],
-        )
-    if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_cpu_offload:
-        mistakes.add(
-            "overlap_param_gather_with_optimizer_step gathers what the device has updated, while "
-            "optimizer_cpu_offload still has weights on their way from the host",
-            works=[
-                "--no-overlap-param-gather-with-optimizer-step",
-                "--no-optimizer-cpu-offload",
-            ],
         )
     if (
         parallel.sharding.splits_parameters

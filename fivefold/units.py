@@ -1,6 +1,7 @@
 """Formats bytes, counts, seconds and rates, and reads bytes; the only such formatter."""
 
 import re
+from math import inf
 
 _POWERS = "KMGTP"
 
@@ -44,6 +45,8 @@ def human_seconds(s: float) -> str:
         return f"{s * 1e3:.0f} ms"
     if s < 60:
         return f"{s:.1f} s"
+    if s == inf:
+        return "for ever"
     minutes, seconds = divmod(round(s), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -21,7 +21,7 @@ from tests.test_docs import DOCS, LINK, ROOT, Command, _blocks, _commands
 
 pytestmark = pytest.mark.slow
 
-HERE = ("debug", "demo")  # recipes that this machine can train
+HERE = ("debug", "debug-mixtral", "demo")  # recipes that this machine can train
 STEP = re.compile(r"^ *\d+/\d+ ", re.MULTILINE)
 HEREDOC = re.compile(r"^cat > (\S+) << 'END'\n(.*?)^END$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d[\d.,]*(e[-+]\d+)?( [mu]?s\b)?")

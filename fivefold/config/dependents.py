@@ -206,6 +206,13 @@ DEPENDENTS = (
         ("--grad-reduce-in-bf16",),
     ),
     Dependents(
+        ("zero_qgz_partition_size",),
+        "zero_quantized_gradients",
+        lambda c: c.parallel.zero_quantized_gradients,
+        "divides an all-to-all of gradients",
+        ("--zero-quantized-gradients",),
+    ),
+    Dependents(
         ("recompute_method", "recompute_num_layers"),
         "recompute_granularity",
         lambda c: c.memory.recompute_granularity == "full",

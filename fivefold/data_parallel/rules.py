@@ -1,5 +1,6 @@
 """Validation of data-parallel settings; torch-free."""
 
+from fivefold.config.config import Config
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.errors import Mistakes
@@ -43,5 +44,24 @@ def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mist
                 f"--data-parallel-sharding-strategy {s}"
                 for s, sharding in SHARDING.items()
                 if sharding.splits_optimizer
+            ],
+        )
+
+
+def check_contradictions(config: Config, mistakes: Mistakes) -> None:
+    """Report settings that contradict each other in every layout."""
+    parallel, memory = config.parallel, config.memory
+    if parallel.zero_quantized_gradients and parallel.grad_reduce_in_bf16:
+        mistakes.add(
+            "zero_quantized_gradients and grad_reduce_in_bf16 both say how gradients are sent",
+            works=["--no-grad-reduce-in-bf16", "--no-zero-quantized-gradients"],
+        )
+    if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_cpu_offload:
+        mistakes.add(
+            "overlap_param_gather_with_optimizer_step gathers what the device has updated, while "
+            "optimizer_cpu_offload still has weights on their way from the host",
+            works=[
+                "--no-overlap-param-gather-with-optimizer-step",
+                "--no-optimizer-cpu-offload",
             ],
         )

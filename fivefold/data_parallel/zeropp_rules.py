@@ -47,17 +47,6 @@ def check_zeropp(grid: Grid, parallel: ParallelConfig, experts: bool, mistakes: 
                 f"{name} has no effect: the sharding group, dp_shard x cp, is a single rank",
                 works=[_off(name)],
             )
-    if parallel.zero_quantized_gradients and parallel.grad_reduce_in_bf16:
-        mistakes.add(
-            f"{GRADIENTS} and grad_reduce_in_bf16 both say how gradients are sent",
-            works=["--no-grad-reduce-in-bf16", _off(GRADIENTS)],
-        )
-    if parallel.zero_qgz_partition_size != 1 and not parallel.zero_quantized_gradients:
-        mistakes.add(
-            f"{QGZ} = {parallel.zero_qgz_partition_size} has no effect: it divides the all-to-all "
-            f"of {GRADIENTS}, which is off",
-            works=["--zero-quantized-gradients", _off(QGZ)],
-        )
     for name in (HPZ, QGZ):
         _check_part(name, getattr(parallel, name), grid, experts, mistakes)
 

@@ -32,7 +32,12 @@ class NodeSizes:
 
 
 def experts_within(size: int, grid: Grid) -> int:
-    """Shards of an expert in a node that holds `size` dense shards; 1, too, if it holds all."""
+    """Shards of an expert in a node that holds `size` dense shards; 1, too, if it holds all.
+
+    A size of 1 divides nothing, also where experts have more shards than dense parameters.
+    """
+    if size == 1:
+        return 1
     within = max(1, size * grid.tp // (grid.ep * grid.etp))
     return 1 if within >= grid.expert_shards else within
 

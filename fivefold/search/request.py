@@ -9,6 +9,7 @@ from fivefold.config.dependence import check_dependents
 from fivefold.config.memory import MemoryConfig, check_memory
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.training import ELEMENT_BYTES
+from fivefold.data_parallel.rules import check_contradictions
 from fivefold.errors import Mistakes
 from fivefold.mesh.degrees import DEGREES
 from fivefold.predict.cluster import MAX_GPUS, Cluster
@@ -157,6 +158,7 @@ def _request(
     _check_units(config, cluster, mistakes)
     check_memory(config.memory, config.model, mistakes)
     check_dependents(config, mistakes, planned=True)
+    check_contradictions(config, mistakes)
     mistakes.raise_if_any()
     return asked
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fivefold.cli.main import main
@@ -119,6 +119,7 @@ VALUES = st.one_of(st.none(), st.booleans(), st.text(max_size=3), NUMBERS)
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES), max_size=8))
+@example([{"loss": 1.0, "grad_norm": 1.0, "seconds": 1.7e308}])
 def test_any_metrics_make_a_page(
     tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
 ) -> None:
