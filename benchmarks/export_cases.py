@@ -259,6 +259,7 @@ CHANGES: Mapping[str, Change] = {
         True, {**_PP, "num_layers": 30}, {"num_layers": 31}
     ),
     "pipeline_schedule": Change("zb_h1", _PP),
+    "pipeline_dx_first": Change(False, _PP),
     "pipeline_in_flight_limit": Change(1.5, {**_PP, "pipeline_schedule": "synthesised"}),
     "num_sequence_slices": Change(
         4, {**_PP, "pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2}

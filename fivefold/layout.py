@@ -64,10 +64,16 @@ class Layout:
 
     @property
     def defers_weights(self) -> bool:
-        """Whether some dX is computed, and can be sent, before its dW."""
-        alone = self.order().program().ranks[0] if self.grid.pp == 1 else ()
-        delays = self.config.parallel.delay_wgrad_compute
-        return delays or self.grid.pp > 1 or any(act.kind is Kind.B for act in alone)
+        """Whether some dX is computed before its dW."""
+        parallel = self.config.parallel
+        if parallel.delay_wgrad_compute or (self.grid.pp > 1 and parallel.pipeline_dx_first):
+            return True
+        return any(act.kind is Kind.B for row in self.order().program().ranks for act in row)
+
+    @property
+    def sends_dx_first(self) -> bool:
+        """Whether a dX outside of pairs is sent before its dW, also where the schedule has both."""
+        return self.config.parallel.pipeline_dx_first and self.defers_weights
 
     @property
     def fuses_accumulation(self) -> bool:
@@ -133,8 +139,8 @@ class Layout:
         Args:
             num_microbatches: microbatches of the program; None: those of the layout.
             forward_only: whether to build the program of an evaluation.
-            eager: whether a dX outside of pairs is sent before its dW is computed; None: where
-                the executor computes them separately.
+            eager: whether a dX outside of pairs is sent before its dW is computed; None: as it
+                runs (`sends_dx_first`).
             costs: times by which messages are ordered; None: one unit for each compute action.
 
         Raises:
@@ -165,7 +171,7 @@ class Layout:
         """The compute actions of `program`, before messages are added."""
         return self.order(num_microbatches).executed(
             pairs=self.overlaps_pairs,
-            eager=self.defers_weights if eager is None else eager,
+            eager=self.sends_dx_first if eager is None else eager,
             forward_only=forward_only,
         )
 

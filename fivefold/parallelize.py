@@ -248,7 +248,7 @@ def _install_tensor(
         log.info("tensor parallel over %d%s", layout.grid.tp, " + sequence" if sequence else "")
     if isinstance(exchange, TokensInParts):
         log.info("tensor parallel: parts of products while others travel, by %s", exchange.by)
-    if layout.defers_weights:
+    if layout.sends_dx_first:
         log.info("pipeline: dX is sent before dW is computed")
 
 

@@ -67,6 +67,14 @@ DEPENDENTS = (
         refused=False,
     ),
     Dependents(
+        ("pipeline_dx_first",),
+        "pipeline_model_parallel_size",
+        _pipelined,
+        "is an order of what pipeline ranks send",
+        ("--pipeline-model-parallel-size 2",),
+        searched=True,
+    ),
+    Dependents(
         (
             "num_layers_per_virtual_pipeline_stage",
             "pipeline_model_parallel_layout",

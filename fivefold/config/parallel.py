@@ -69,6 +69,11 @@ class ParallelConfig:
         "order of forwards and backwards; auto: 1f1b, interleaved_1f1b when V > 1, combined_1f1b "
         "to hide experts' all-to-alls; synthesised: a schedule found by search for these stages",
     )
+    pipeline_dx_first: bool = option(
+        True,
+        "send each dX before its dW is computed, where the schedule leaves that open; without, dW "
+        "hides tensor parallelism's messages of dX, and the stage before waits longer",
+    )
     pipeline_in_flight_limit: float | None = option(
         None,
         "most activations that a synthesised schedule may hold on a rank, in microbatches of a "

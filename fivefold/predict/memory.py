@@ -122,7 +122,7 @@ def peak_memory(
     """
     others = policy is not None
     running = Running.of(layout.config, imbalance=imbalance, keeps_masks=others)
-    splits = policy is None and layout.defers_weights
+    splits = policy is None and layout.sends_dx_first
     policy = policy or engine_policy(layout.config)
     kinds, known = [], {}
     for stage in layout.split.stages:

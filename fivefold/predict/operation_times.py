@@ -75,7 +75,8 @@ class OperationTimes:
         self.hidden_tp = (software.hidden_tp or 0.0) if overlaps else 0.0
         self.joins_norm = joins_norm(config)
         pipelined = self.parallel.pipeline_model_parallel_size > 1
-        self.defers = pipelined and software.eager_dx is not False
+        splits = self.parallel.pipeline_dx_first or layout.defers_weights
+        self.defers = pipelined and splits and software.eager_dx is not False
 
     @cached_property
     def hidden_bytes(self) -> float:

@@ -89,7 +89,7 @@ def precision_of(layout: Layout) -> str:
 
 def sends_dx_early(layout: Layout, software: Software) -> bool:
     """Whether a dX that is not in a pair is sent before its dW is computed."""
-    return layout.defers_weights if software.eager_dx is None else software.eager_dx
+    return layout.sends_dx_first if software.eager_dx is None else software.eager_dx
 
 
 def interval(layout: Layout, notes: Sequence[str]) -> float:

@@ -21,7 +21,7 @@ class Software:
         hidden_tp: share of a tensor-parallel collective that `tp_comm_overlap` can hide beside its
             multiplication; None: as in Fivefold, in a part for each rank.
         eager_dx: whether the gradient of a stage's input is sent before those of its weights are
-            computed; None: as in the layout (`Layout.defers_weights`).
+            computed; None: as in the layout (`Layout.sends_dx_first`).
         gradient_bytes: bytes of a gradient element on the wire; None: as in the settings.
         reduces_once: whether, with a pipeline, parameters are gathered and gradients reduced once a
             step for every sharding strategy; Fivefold does it in each microbatch under ZeRO-2 and

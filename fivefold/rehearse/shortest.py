@@ -17,7 +17,7 @@ def enough_to_hold_all(layout: Layout) -> int:
     In a like moment a rank runs the same action, and has at least as many microbatches of each
     stage in flight, and gradients of at least the same stages.
     """
-    splits = layout.defers_weights
+    splits = layout.sends_dx_first
     whole = list(map(_by_action, moments(layout, splits_backward=splits)))
     most = layout.enough_microbatches
     for count in range(1, most):

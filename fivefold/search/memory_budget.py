@@ -132,7 +132,7 @@ class MemoryChooser:
         if LIMIT not in self.free:
             return range(0)
         layout = check(self.request.config, self.request.world)
-        each = moments(layout, splits_backward=layout.defers_weights)
+        each = moments(layout, splits_backward=layout.sends_dx_first)
         return range(1, round(max(float(found.kept.max()) for found in each)))
 
     def timed(self, settings: Settings) -> Candidate | None:

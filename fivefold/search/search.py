@@ -42,7 +42,7 @@ WORK = 450_000  # most pipeline actions to build and simulate, or as much other 
 LONG = 15_000  # actions of a program that is evaluated only after all shorter ones
 REACH = 1.5  # evaluate layouts up to this multiple of the best step time
 MESHES = 10  # meshes whose best layout is shown
-TRIES = 4  # plain layouts of each mesh that are evaluated first
+TRIES = 4  # plain layouts of each mesh that are evaluated first, and meshes tried at the end
 LESS_MEMORY = 1e10  # bytes; also find the fastest layout for a device with this much less memory
 SHARES = (0.75, 0.6, 0.45)  # also find the fastest layout within these shares of device memory
 WORTH = 0.02  # share of the memory that a slower layout must save to be listed
@@ -226,7 +226,10 @@ class _Search:
         return OpenCandidates(self.request, space.take(fits), bounds, self.ledger)
 
     def _refine(self) -> None:
-        """Try finer memory techniques on the best layouts, and on faster ones that do not fit."""
+        """Try finer memory techniques on the best layouts, and on faster ones that do not fit.
+
+        And, on the best ones, dW beside the messages of dX, where tensor parallelism has some.
+        """
         ledger = self.ledger
         best = ledger.best
         missed = sorted((c for c in ledger.rejected if c.bound < best), key=lambda c: c.bound)
@@ -243,6 +246,10 @@ class _Search:
                 config = base.layout.config.with_values(**choice.settings)
                 if self._try(config, replace(base.layout, config=config)):
                     break
+        if "pipeline_dx_first" not in self.request.given:
+            for base in _distinct(sorted(ledger.found, key=lambda c: c.seconds), TRIES):
+                if base.layout.sends_dx_first and base.layout.grid.tp > 1:
+                    self._try(base.layout.config.with_values(pipeline_dx_first=False))
 
     def _try(self, config: Config, layout: Layout | None = None) -> bool:
         """Evaluate a configuration, whose checked layout may be given; return whether it fits."""
@@ -269,7 +276,7 @@ class _Search:
         if base.memory.fits or layout.config.memory.recompute_granularity == "full":
             return
         worst = base.memory.worst
-        held = moments(layout, splits_backward=layout.defers_weights)[worst.pp_rank].kept
+        held = moments(layout, splits_backward=layout.sends_dx_first)[worst.pp_rank].kept
         in_flight = round(held.sum(axis=1).max())
         each = (worst.parts.get("activations", 0.0) + worst.parts.get("loss", 0.0)) / in_flight
         excess = worst.peak - capacity(self.request)

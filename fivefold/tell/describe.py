@@ -23,6 +23,8 @@ def summary(layout: Layout) -> str:
     if layout.grid.pp > 1:
         virtual = layout.split.num_virtual
         words.append(f"{layout.schedule}" + (f" x {virtual} stages" if virtual > 1 else ""))
+        if not parallel.pipeline_dx_first:
+            words.append("dX with its dW")
     if layout.overlaps_pairs:
         words.append("experts' messages in pairs")
     strategy = parallel.sharding.paper_name

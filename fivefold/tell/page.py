@@ -100,7 +100,7 @@ def _timeline(best: Candidate) -> Iterator[str]:
             continue
         try:
             program = layout.order(count).executed(
-                pairs=layout.overlaps_pairs, eager=layout.defers_weights
+                pairs=layout.overlaps_pairs, eager=layout.sends_dx_first
             )
         except ConfigError:
             continue

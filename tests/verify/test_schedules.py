@@ -105,6 +105,14 @@ WITH_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         flags(pp=4, stages=FOUR[LINE]) | case("sliced_1f1b", window_size=5),
     ),
+    "dW with its dX, tensor parallel": (
+        "gpt",
+        flags(pp=2, tp=2, sequence=True, stages=LINE) | case("1f1b", pipeline_dx_first=False),
+    ),
+    "dW with its dX where the schedule has both, ZeRO-2": (
+        "llama tied",
+        flags(pp=2, dp=2, stages=V, strategy="optim_grads") | case("zb_v", pipeline_dx_first=False),
+    ),
     "little memory": ("llama", flags(pp=4, stages=FOUR[V]) | case("v_min")),
     "searched under a limit": (
         "llama tied",
@@ -124,6 +132,7 @@ WITH_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     chosen(
         WITH_OTHERS,
         "two copies of a tied model on four ranks",
+        "dW with its dX, tensor parallel",
         "one stage gathered at a time",
         "slices, stages gathered once",
         "searched under a limit",

@@ -27,10 +27,11 @@ OWN = frozenset(
         "record_memory_history",
         "audit",
         "numa_binding",
+        "pipeline_dx_first",
     }
 )
-"""Settings of the run folder, of logging and of how ranks are started, which have no meaning for
-another trainer."""
+"""Settings of the run folder, of logging, of how ranks are started and of what is sent first, which
+have no meaning for another trainer: others split a backward only where the schedule does."""
 
 
 SPLITS = (
