@@ -143,7 +143,8 @@ def _techniques(result: SearchResult) -> Iterator[Sensitivity]:
     ]
     missing = export(best.layout, "fivefold").missing
     if cluster.gpu.multiplies_in("fp8") and precision_of(best.layout) == "bf16":
-        tried.append(("--fp8-format hybrid", {"fp8_format": "hybrid"}))
+        narrow = {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}
+        tried.append(("--fp8-format hybrid --fp8-recipe tensorwise", narrow))
     for change, settings in tried:
         config = best.layout.config.with_values(**settings)
         if given & set(settings) or config == best.layout.config:
