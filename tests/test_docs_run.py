@@ -97,7 +97,9 @@ def said() -> dict[str, str]:
 def server() -> multiprocessing.context.ForkServerContext:
     """Processes that have imported PyTorch when they begin."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fivefold.train.run", "fivefold.verify.run"])
+    verbs = ("plan", "report", "schedule", "train", "verify")
+    rooms = [f"fivefold.cli.{verb}" for verb in verbs]
+    context.set_forkserver_preload([*rooms, "fivefold.train.run", "fivefold.verify.run"])
     return context
 
 
