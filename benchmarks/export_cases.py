@@ -328,6 +328,7 @@ CHANGES: Mapping[str, Change] = {
     "cross_entropy_fusion_impl": Change("linear", _FUSED),
     "optimizer_cpu_offload": Change(True, _ZERO3),
     "optimizer_offload_fraction": Change(0.375, _HOST),
+    "optimizer_offload_path": Change("/scratch", _HOST),
     # training
     "micro_batch_size": Change(2),
     "global_batch_size": Change(128),

@@ -80,6 +80,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         layer_operations=launched.of_a_layer,
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
         host=sum(tensor.nbytes for tensor in host.tensors()),
+        disk=host.disk_bytes(),
         to_host=host.link.out_bytes - out,
         from_host=host.link.back_bytes - back,
     )

@@ -45,6 +45,7 @@ class RankRecord:
         layer_operations: of these, how many a layer's forward and its backward launch for one
             microbatch; None: no layer ran.
         host: bytes of the optimizer's state in host memory.
+        disk: bytes of it in files.
         to_host: bytes copied to the host for the optimizer.
         from_host: bytes copied back to the device for it.
     """
@@ -64,6 +65,7 @@ class RankRecord:
     operations: Amount | None = None
     layer_operations: tuple[Amount, Amount] | None = None
     host: Amount = 0.0
+    disk: Amount = 0.0
     to_host: Amount = 0.0
     from_host: Amount = 0.0
 
@@ -127,6 +129,7 @@ def expected_record(
         gradients=state.updated * engine_policy(layout.config).gradient,
         optimizer=state.optimizer,
         host=state.host,
+        disk=state.disk,
         to_host=traffic.out,
         from_host=traffic.back,
         activations={

@@ -40,6 +40,7 @@ class StatePolicy:
         compute: bytes of a weight in the compute dtype.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
+        on_disk: whether these masters and moments lie on a disk instead.
     """
 
     copy: float
@@ -55,6 +56,7 @@ class StatePolicy:
     in_flight: int = 2
     compute: float = 2.0
     offloaded: float = 0.0
+    on_disk: bool = False
 
     @property
     def device_masters(self) -> float:
@@ -98,6 +100,7 @@ def engine_policy(config: Config) -> StatePolicy:
         reducing=compute + master if shared else 0,
         compute=compute,
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
+        on_disk=memory.optimizer_offload_path is not None,
     )
 
 
@@ -132,6 +135,7 @@ class ModelState:
         optimizer: bytes of optimizer moments.
         gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only.
         host: bytes in host memory: offloaded masters and moments, and room for their gradients.
+        disk: bytes of offloaded masters and moments on a disk, which are then not in host memory.
         updated: number of parameters that the rank updates, here or on the host.
     """
 
@@ -142,6 +146,7 @@ class ModelState:
     optimizer: float
     gathered: float
     host: float = 0.0
+    disk: float = 0.0
     updated: int = 0
 
     @property
@@ -286,6 +291,7 @@ def model_state(
         gradients = here * policy.gradient
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
+    lying = policy.master + policy.moments
     return ModelState(
         parameters=whole,
         masters=here * policy.master + away * policy.compute,
@@ -293,7 +299,8 @@ def model_state(
         gradients=gradients,
         optimizer=here * policy.moments,
         gathered=gathered * policy.copy if policy.splits_copy else 0,
-        host=away * (policy.master + policy.moments + policy.gradient),
+        host=away * (policy.gradient + (0 if policy.on_disk else lying)),
+        disk=away * lying if policy.on_disk else 0,
         updated=optimizer,
     )
 

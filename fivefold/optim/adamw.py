@@ -24,6 +24,8 @@ class AdamW:
         config: betas, epsilon and weight decay.
         blocks: parameters that are updated together, and what is called once their new values are
             on their way, in the order of the updates; empty: all parameters together.
+        rooms: zeros in which moments are kept, by their names in `state_tensors`; for others, and
+            if there are none, memory is taken.
     """
 
     def __init__(
@@ -31,12 +33,19 @@ class AdamW:
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
         blocks: Sequence[Block] = (),
+        rooms: Mapping[str, Tensor] | None = None,
     ) -> None:
+        rooms = rooms or {}
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
         self._state: dict[str, dict[str, Tensor]] = {
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
-            | {moment: torch.zeros_like(leaf) for moment in MOMENTS}
+            | {
+                moment: rooms[room]
+                if (room := _room(moment, name)) in rooms
+                else torch.zeros_like(leaf)
+                for moment in MOMENTS
+            }
             for name, leaf in self._leaves.items()
         }
         named = {parameter: name for name, parameter in self._parameters.items()}
@@ -113,7 +122,7 @@ class AdamW:
         them restores the optimizer, except for `steps`.
         """
         return {
-            f"optim.{moment}.{name}": piece_of(parameter).like(self._state[name][moment])
+            _room(moment, name): piece_of(parameter).like(self._state[name][moment])
             for name, parameter in self._parameters.items()
             for moment in MOMENTS
         }
@@ -123,6 +132,15 @@ class AdamW:
         for name, parameter in self._parameters.items():
             if self._leaves[name].numel():
                 yield name, parameter, self._leaves[name]
+
+
+def moment_names(name: str) -> tuple[str, ...]:
+    """The names of a parameter's moments, as `AdamW.state_tensors` gives them."""
+    return tuple(_room(moment, name) for moment in MOMENTS)
+
+
+def _room(moment: str, name: str) -> str:
+    return f"optim.{moment}.{name}"
 
 
 def decays(name: str, parameter: Tensor) -> bool:

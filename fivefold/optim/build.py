@@ -1,5 +1,7 @@
 """Builds the optimizer of a rank: which of its state is where, and when gradients leave."""
 
+from pathlib import Path
+
 import torch
 
 from fivefold.data_parallel.fsdp import ShardedStage
@@ -16,12 +18,14 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
     """
     config, parameters = model.layout.config, model.parameters()
     away = {name: p for name, p in parameters.items() if name in model.on_host}
+    folder = config.memory.optimizer_offload_path
     host = HostAdamW(
         away,
         {name: model.records[name].counted for name in away},
         config.optimizer,
         make_policy(config.parallel, config.training.precision).master_dtype,
         HostLink(device),
+        None if folder is None else Path(folder),
     )
     for index, gradients in model.gradients.items():
         if away and isinstance(gradients, ShardedStage):

@@ -2,18 +2,23 @@
 
 As in ZeRO-Offload (Ren et al., USENIX ATC 2021): the device keeps weights in the type in which it
 computes, a gradient leaves it as soon as it is reduced, and the host updates and sends back weights
-bucket by bucket, while later gradients still arrive and earlier weights are on their way.
+bucket by bucket, while later gradients still arrive and earlier weights are on their way. As in
+ZeRO-Infinity (Rajbhandari et al., SC 2021), masters and moments may lie on a disk instead, from
+which one bucket is read while another is updated and those before are written back.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink, Mark
+from fivefold.memory.mapped import MappedTensors
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
-from fivefold.optim.adamw import AdamW, Block
+from fivefold.optim.adamw import AdamW, Block, moment_names
 from fivefold.optim.grad_norm import Departed, clip_
 
 BUCKET_BYTES = 32 << 20
@@ -29,6 +34,10 @@ class HostAdamW:
         config: as for `AdamW`.
         dtype: dtype of masters, moments and gradients.
         link: copies to and from the host, and counts their bytes.
+        folder: where masters and moments lie in files; None: in memory.
+
+    Raises:
+        FivefoldError: the folder cannot hold them, or (in `step`) gave back other bytes.
     """
 
     def __init__(
@@ -38,11 +47,12 @@ class HostAdamW:
         config: OptimizerConfig,
         dtype: torch.dtype,
         link: HostLink,
+        folder: Path | None = None,
     ) -> None:
         self._parameters, self._counted, self.link = parameters, counted, link
         # Gradients arrive from the last layer to the first.
         self._buckets = [
-            _Bucket(bucket, config, dtype, link)
+            _Bucket(bucket, config, dtype, link, folder)
             for bucket in _in_buckets({n: parameters[n] for n in reversed([*parameters])}, dtype)
         ]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.gradients}
@@ -52,11 +62,16 @@ class HostAdamW:
         return name in self._parameters
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is in host memory: masters, moments, and room for gradients."""
+        """All that is in host memory: room for gradients, and masters and moments if no folder."""
         for bucket in self._buckets:
-            yield from (local_tensor(master) for master in bucket.masters.values())
-            yield from (piece.local for piece in bucket.adamw.state_tensors().values())
+            if bucket.mapped is None:
+                yield from (local_tensor(master) for master in bucket.masters.values())
+                yield from (piece.local for piece in bucket.adamw.state_tensors().values())
             yield from bucket.gradients.values()
+
+    def disk_bytes(self) -> int:
+        """Bytes of masters and moments in files."""
+        return sum(bucket.mapped.nbytes for bucket in self._buckets if bucket.mapped)
 
     def leave_when_reduced(self, name: str) -> None:
         """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it."""
@@ -106,13 +121,16 @@ class HostAdamW:
         """
         on_the_way: list[Mark] = []
         place = {name: place for place, name in enumerate(self._left)}
-        for bucket in self._buckets:
+        for bucket, following in zip_longest(self._buckets, self._buckets[1:]):
+            if following is not None:
+                following.fetch()
             self.gradient(max(bucket.gradients, key=place.__getitem__))  # the last to arrive
             if max_norm > 0:
                 exact = torch.tensor(norm, dtype=torch.float64)
                 clip_([*bucket.gradients.values()], exact, max_norm)
             bucket.update(lr)
             on_the_way += bucket.send(self._parameters, self.link)
+            bucket.seal()
         for mark in on_the_way:
             self.link.wait(mark)
         self._left = {}
@@ -122,6 +140,7 @@ class HostAdamW:
         for bucket in self._buckets:
             for mark in bucket.send(self._parameters, self.link):
                 self.link.wait(mark)
+            bucket.seal()
 
     def forget(self) -> None:
         """Drop the gradients that have left."""
@@ -152,7 +171,7 @@ class HostAdamW:
 
 
 class _Bucket:
-    """Parameters that are updated together, in host memory.
+    """Parameters that are updated together, in host memory or, but for gradients, in a file.
 
     Their gradients are in one room, in which weights wait for their way back after the update.
 
@@ -160,6 +179,7 @@ class _Bucket:
         masters: weights that are updated, by name.
         gradients: where their gradients arrive.
         adamw: their optimizer, with the moments.
+        mapped: the file with masters and moments; None: they are in memory.
     """
 
     def __init__(
@@ -168,19 +188,39 @@ class _Bucket:
         config: OptimizerConfig,
         dtype: torch.dtype,
         link: HostLink,
+        folder: Path | None,
     ) -> None:
         shapes = {name: local_tensor(p).shape for name, p in parameters.items()}
+        self.mapped: MappedTensors | None = None
+        rooms: Mapping[str, Tensor] = {}
+        if folder is not None:
+            lying = {n: s for name, s in shapes.items() for n in (name, *moment_names(name))}
+            self.mapped = MappedTensors(lying, dtype, folder)
+            rooms = self.mapped.tensors
         self.masters = {
-            name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, shape in shapes.items()
+            name: nn.Parameter(rooms[name] if rooms else torch.empty(shape, dtype=dtype))
+            for name, shape in shapes.items()
         }
-        self.adamw = AdamW(self.masters, config)
+        self.adamw = AdamW(self.masters, config, rooms=rooms)
         sizes = [shape.numel() for shape in shapes.values()]
         parts = link.room(sum(sizes), dtype).split(sizes)
         self._rooms = dict(zip(shapes, parts, strict=True))
         self.gradients = {name: room.view(shapes[name]) for name, room in self._rooms.items()}
 
+    def fetch(self) -> None:
+        """Start reading what lies in the file."""
+        if self.mapped is not None:
+            self.mapped.fetch()
+
+    def seal(self) -> None:
+        """Let what lies in the file leave memory; the next update checks that it came back."""
+        if self.mapped is not None:
+            self.mapped.seal()
+
     def update(self, lr: float) -> None:
         """Update the masters by the gradients."""
+        if self.mapped is not None:
+            self.mapped.check()
         for name, master in self.masters.items():
             master.grad = self.gradients[name]
         self.adamw.step(lr)

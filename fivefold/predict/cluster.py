@@ -89,6 +89,8 @@ class Cluster:
         host_memory_bytes: bytes of memory of a node's hosts; None: not known, and taken to suffice.
         host_memory_bandwidth: bytes/s of a node's host memory, by the data sheet; None: not known,
             and taken to be as much for each GPU as its link has.
+        disk_bytes: bytes of a node's disks; None: not known, and taken to suffice.
+        disk_bandwidth: bytes/s that a node's disks read and write, together.
         reserved_bytes: bytes of device memory that the driver, NCCL and fragmentation take.
         jitter: standard deviation of a GPU's step time, as a share of it; the slowest of n GPUs is
             sqrt(2 ln n) standard deviations late.
@@ -107,6 +109,8 @@ class Cluster:
     host_bandwidth: float = 50 * GB
     host_memory_bytes: float | None = None
     host_memory_bandwidth: float | None = None
+    disk_bytes: float | None = None
+    disk_bandwidth: float = 6 * GB
     reserved_bytes: float = 2 * GB
     jitter: float = 0.004
     host_operation: float = 15.4e-6
@@ -116,18 +120,18 @@ class Cluster:
     @property
     def host_share(self) -> float:
         """Bytes of host memory for each GPU that takes part; infinite if not known."""
-        return inf if self.host_memory_bytes is None else self.host_memory_bytes / self._sharing
+        return inf if self.host_memory_bytes is None else self.host_memory_bytes / self.sharing
 
     @property
     def host_rate(self) -> float:
         """Bytes/s of host memory that programs reach for each GPU that takes part."""
         if self.host_memory_bandwidth is None:
             return self.host_bandwidth
-        return HOST_EFFICIENCY * self.host_memory_bandwidth / self._sharing
+        return HOST_EFFICIENCY * self.host_memory_bandwidth / self.sharing
 
     @property
-    def _sharing(self) -> int:
-        """GPUs that share a node's host memory."""
+    def sharing(self) -> int:
+        """GPUs that share a node's host memory and disks."""
         return min(self.num_gpus, self.gpus_per_node)
 
 
@@ -322,6 +326,8 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "host_bandwidth": _BANDWIDTH,
         "host_memory_bytes": _BYTES,
         "host_memory_bandwidth": _BANDWIDTH,
+        "disk_bytes": _BYTES,
+        "disk_bandwidth": _BANDWIDTH,
         "reserved_bytes": Range(0, 1e18),
         "jitter": Range(0, 2),
         "host_operation": _SECONDS,

@@ -59,7 +59,8 @@ def memory_words(layout: Layout) -> list[str]:
     if memory.optimizer_cpu_offload:
         share = memory.optimizer_offload_fraction
         part = f"{share:.0%} of the " if share < 1 else ""
-        words.append(f"{part}optimizer on the host")
+        place = "host" if memory.optimizer_offload_path is None else "disk"
+        words.append(f"{part}optimizer on the {place}")
     return words
 
 
