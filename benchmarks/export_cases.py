@@ -337,6 +337,7 @@ CHANGES: Mapping[str, Change] = {
     "optimizer_cpu_offload": Change(True, _ZERO3),
     "activation_offload_fraction": Change(0.375, _MOVED),
     "optimizer_offload_fraction": Change(0.375, _HOST),
+    "optimizer_offload_path": Change("/scratch", _HOST),
     # training
     "micro_batch_size": Change(2),
     "global_batch_size": Change(128),

@@ -1,19 +1,22 @@
 """A step with the optimizer in host memory: seconds, CPU seconds, bytes, beside DeepSpeed's.
 
-    python benchmarks/offload.py [--rounds 5] [--layers 4] [--hidden 512]
+    python benchmarks/offload.py [--rounds 5] [--layers 4] [--hidden 512] [--path FOLDER]
     pip install --no-deps --target DIR deepspeed==0.19.8 hjson py-cpuinfo msgpack ...
     PYTHONPATH=DIR python benchmarks/offload.py --deepspeed
 
 Without a GPU a second tensor stands for host memory, so copies cost what copies within memory cost,
 and nothing overlaps. What is compared is the work of the host in a step: the update of the same
-parameters from the same gradients, by this optimizer, by torch's AdamW alone (the least that
-it could take), and with --deepspeed by DeepSpeed's `DeepSpeedCPUAdam`, which compiles itself.
+parameters from the same gradients, by this optimizer, in memory and on a disk (where masters and
+moments may stay in the page cache, which is not counted), by torch's AdamW alone (the least that it
+could take), and with --deepspeed by DeepSpeed's `DeepSpeedCPUAdam`, which compiles itself.
 """
 
 import argparse
 import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -42,12 +45,19 @@ def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
     return {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in each.items()}
 
 
-def on_host(named: dict[str, tuple[int, ...]]) -> tuple[Callable[[], None], int]:
-    """A step of the optimizer in host memory: gradients leave, weights come back in bf16."""
+def on_host(
+    named: dict[str, tuple[int, ...]], folder: Path | None = None
+) -> tuple[Callable[[], None], int]:
+    """A step of the optimizer in host memory: gradients leave, weights come back in bf16.
+
+    Args:
+        named: shapes of the parameters.
+        folder: where masters and moments lie in files; None: in memory.
+    """
     weights = {n: nn.Parameter(torch.zeros(s, dtype=torch.bfloat16)) for n, s in named.items()}
     gradients = {name: torch.randn(shape) for name, shape in named.items()}
     link = HostLink(torch.device("cpu"))
-    host = HostAdamW(weights, dict.fromkeys(weights, True), CONFIG, torch.float32, link)
+    host = HostAdamW(weights, dict.fromkeys(weights, True), CONFIG, torch.float32, link, folder)
     for piece in host.masters().values():
         piece.local.normal_()
     host.publish()
@@ -105,10 +115,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--deepspeed", action="store_true", help="compare with DeepSpeed's")
+    parser.add_argument("--path", default=tempfile.gettempdir(), help="folder of the disk")
     args = parser.parse_args()
     named = shapes(args.layers, args.hidden)
     count = sum(torch.Size(shape).numel() for shape in named.values())
     ways = {"in host memory": on_host(named), "torch's AdamW alone": plain(named)}
+    ways["on a disk"] = on_host(named, Path(args.path))
     if args.deepspeed:
         ways["DeepSpeedCPUAdam"] = deepspeed(named)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}

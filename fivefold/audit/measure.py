@@ -86,6 +86,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         waits=dict(waits.places),
         peak_allocated=torch.cuda.max_memory_allocated(engine.device) if on_gpu else None,
         host=sum(tensor.nbytes for tensor in host.tensors()),
+        disk=host.disk_bytes(),
         to_host=host.link.out_bytes - out,
         from_host=host.link.back_bytes - back,
     )

@@ -12,9 +12,10 @@ from fivefold.config.config import Config
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.offload import host_traffic
 from fivefold.counts.parameters import shards_of
+from fivefold.counts.policy import engine_policy
 from fivefold.counts.rank_work import kept_activations, multiplications
 from fivefold.counts.routed import StepChoices, rows_of_choices
-from fivefold.counts.state import engine_policy, model_state, stages_held
+from fivefold.counts.state import model_state, stages_held
 from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.errors import DataError
 from fivefold.files import read_json, write_atomic
@@ -47,6 +48,7 @@ class RankRecord:
         waits: how often the host waited for the device in the step, by the line that waits; None:
             not counted.
         host: bytes of the optimizer's state in host memory.
+        disk: bytes of it in files.
         to_host: bytes copied to the host for the optimizer.
         from_host: bytes copied back to the device for it.
     """
@@ -67,6 +69,7 @@ class RankRecord:
     layer_operations: tuple[Amount, Amount] | None = None
     waits: Mapping[str, Amount] | None = None
     host: Amount = 0.0
+    disk: Amount = 0.0
     to_host: Amount = 0.0
     from_host: Amount = 0.0
 
@@ -130,6 +133,7 @@ def expected_record(
         gradients=state.updated * engine_policy(layout.config).gradient,
         optimizer=state.optimizer,
         host=state.host,
+        disk=state.disk,
         to_host=traffic.out,
         from_host=traffic.back,
         activations={

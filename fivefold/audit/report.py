@@ -256,6 +256,8 @@ def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
     """The findings of an optimizer in host memory."""
     if layout.config.memory.optimizer_cpu_offload:
         yield _compare("optimizer in host memory", pairs, lambda r: r.host)
+        if layout.config.memory.optimizer_offload_path is not None:
+            yield _compare("optimizer on disk", pairs, lambda r: r.disk)
         yield _compare("copied to the host", pairs, lambda r: r.to_host)
         yield _compare("copied from the host", pairs, lambda r: r.from_host)
 

@@ -263,10 +263,10 @@ DEPENDENTS = (
         ("--cross-entropy-loss-fusion",),
     ),
     Dependents(
-        ("optimizer_offload_fraction",),
+        ("optimizer_offload_fraction", "optimizer_offload_path"),
         "optimizer_cpu_offload",
         lambda c: c.memory.optimizer_cpu_offload,
-        "is a share of offloaded optimizer state",
+        "is for offloaded optimizer state",
         ("--optimizer-cpu-offload",),
     ),
     Dependents(

@@ -166,6 +166,16 @@ FOREIGN = _table(
         "it takes masters, moments, and gradients as they are reduced",
     ),
     (
+        "--optimizer-offload-path",
+        "nvme_path offload_optimizer_nvme_path nvme_swap_folder",
+        "with --optimizer-cpu-offload; masters and moments lie there, gradients in host memory",
+    ),
+    (
+        "",
+        "buffer_count pipeline_read pipeline_write",
+        "the system's page cache reads ahead and writes back: there is nothing to choose",
+    ),
+    (
         "--optimizer-cpu-offload",
         "param_offload offload_param offload_params zero_infinity",
         "weights stay on the device, in the type in which it computes",

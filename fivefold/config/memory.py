@@ -75,6 +75,9 @@ class MemoryConfig:
     )
     optimizer_cpu_offload: bool = option(False, "keep and step optimizer state in host memory")
     optimizer_offload_fraction: float = option(1.0, "share of the optimizer state in host memory")
+    optimizer_offload_path: str | None = option(
+        None, "folder of the disk on which offloaded masters and moments lie, in place of memory"
+    )
 
     @property
     def remade_modules(self) -> tuple[str, ...]:

@@ -7,118 +7,12 @@ from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
-from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
-from fivefold.config.training import ELEMENT_BYTES
-from fivefold.data_parallel.blocks import UNPACKING, UnitSizes, reduction_buffers
+from fivefold.counts.policy import StatePolicy, engine_policy
+from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
 from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_weights
-
-
-@dataclass(frozen=True)
-class StatePolicy:
-    """Bytes per parameter that a framework keeps, and which of them data-parallel ranks shard.
-
-    Attributes:
-        copy: bytes of the compute-dtype copy of a weight; 0 if the master itself is used.
-        gradient: bytes of the accumulated gradient.
-        master: bytes of the weight that the optimizer updates.
-        moments: bytes of all optimizer moments together.
-        splits_copy: whether copies exist only while their block computes (ZeRO-3).
-        splits_gradient: whether gradients are reduced to shards in every microbatch (ZeRO-2, 3).
-        splits_optimizer: whether master and moments are sharded (ZeRO-1, 2, 3).
-        fresh: bytes of a weight's gradient before it is accumulated; 0 if the matrix multiplication
-            accumulates directly.
-        placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
-        reducing: bytes of a layer's gradients in reduction while the next layer computes.
-        in_flight: number of layers whose copies are held at once if copies are sharded: the one
-            that computes and those being gathered. Both ends of a stage are held while it runs.
-        compute: bytes of a weight in the compute dtype.
-        unpacking: bytes of a layer's weights while they are made from a narrower message.
-        offloaded: share of the parameters whose master and moments are in host memory, to which
-            gradients leave when they are reduced; the device keeps them in the compute dtype.
-        rounded: number of moments that are rounded stochastically after each update.
-    """
-
-    copy: float
-    gradient: float
-    master: float
-    moments: float
-    splits_copy: bool = False
-    splits_gradient: bool = False
-    splits_optimizer: bool = False
-    fresh: float = 0.0
-    placeholder: float = 0.0
-    reducing: float = 0.0
-    in_flight: int = 2
-    compute: float = 2.0
-    unpacking: float = 0.0
-    offloaded: float = 0.0
-    rounded: int = 0
-
-    @property
-    def device_masters(self) -> float:
-        """Bytes of masters on the device, averaged over all parameters."""
-        return (1 - self.offloaded) * self.master
-
-    @property
-    def device_moments(self) -> float:
-        """Bytes of moments on the device, averaged over all parameters."""
-        return (1 - self.offloaded) * self.moments
-
-    @property
-    def device_stand_ins(self) -> float:
-        """Bytes of compute-dtype weights that replace offloaded masters, averaged over parameters.
-
-        FSDP2 gathers from them, and where copies are permanent keeps both.
-        """
-        return self.offloaded * self.compute
-
-    @property
-    def device_gradient(self) -> float:
-        """Bytes of gradient shards on the device, averaged over all parameters."""
-        return (1 - self.offloaded) * self.gradient
-
-
-def engine_policy(config: Config) -> StatePolicy:
-    """Fivefold's policy: masters and gradients in at least fp32, copies in the compute dtype."""
-    sharding, precision = config.parallel.sharding, config.training.precision
-    memory = config.memory
-    compute, master = ELEMENT_BYTES[precision], max(4, ELEMENT_BYTES[precision])
-    shared = sharding.splits_optimizer
-    return StatePolicy(
-        copy=compute if shared or compute != master else 0,
-        gradient=master,
-        master=master,
-        moments=sum(2 if few else master for few in config.optimizer.rounds_moments),
-        splits_copy=sharding.splits_parameters,
-        splits_gradient=sharding.splits_gradients,
-        splits_optimizer=shared,
-        fresh=compute,
-        reducing=(compute + master if shared else 0) + reduction_buffers(config.parallel),
-        compute=compute,
-        unpacking=config.parallel.zero_quantized_weights * UNPACKING,
-        offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
-        rounded=sum(config.optimizer.rounds_moments),
-    )
-
-
-def megatron_policy(splits_optimizer: bool) -> StatePolicy:
-    """Megatron-LM's policy in bf16: matrix multiplications accumulate gradients in fp32.
-
-    Autograd then receives an empty gradient: a new one each time for the output layer, and one kept
-    per shape by Transformer Engine for the layers' weights.
-    """
-    return StatePolicy(
-        copy=2,
-        gradient=4,
-        master=4,
-        moments=8,
-        splits_optimizer=splits_optimizer,
-        fresh=2,
-        placeholder=2,
-    )
 
 
 @dataclass(frozen=True)
@@ -136,6 +30,7 @@ class ModelState:
         gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only, and
             of this rank's part of a second copy of all (hpZ).
         host: bytes in host memory: offloaded masters and moments, and room for their gradients.
+        disk: bytes of offloaded masters and moments on a disk, which are then not in host memory.
         updated: number of parameters that the rank updates, here or on the host.
     """
 
@@ -146,6 +41,7 @@ class ModelState:
     optimizer: float
     gathered: float
     host: float = 0.0
+    disk: float = 0.0
     updated: int = 0
 
     @property
@@ -292,6 +188,7 @@ def model_state(
         gradients = here * policy.gradient
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
+    lying = policy.master + policy.moments
     return ModelState(
         parameters=whole,
         masters=here * policy.master + away * policy.compute,
@@ -299,7 +196,8 @@ def model_state(
         gradients=gradients,
         optimizer=here * policy.moments,
         gathered=gathered * policy.copy + unpacked + kept if policy.splits_copy else 0,
-        host=away * (policy.master + policy.moments + policy.gradient),
+        host=away * (policy.gradient + (0 if policy.on_disk else lying)),
+        disk=away * lying if policy.on_disk else 0,
         updated=optimizer,
     )
 

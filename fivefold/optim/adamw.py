@@ -26,6 +26,8 @@ class AdamW:
             on their way, in the order of the updates; empty: all parameters together.
         places: by name, where the parameters' parts are in the whole model; needed where moments
             have fewer bits than parameters, which are then rounded stochastically.
+        rooms: zeros in which moments are kept, by their names in `state_tensors`; for others, and
+            if there are none, memory is taken.
     """
 
     def __init__(
@@ -34,15 +36,18 @@ class AdamW:
         config: OptimizerConfig,
         blocks: Sequence[Block] = (),
         places: Mapping[str, NamedElements] | None = None,
+        rooms: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._places = places or {}
+        self._places, rooms = places or {}, rooms or {}
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
         self._state: dict[str, dict[str, Tensor]] = {
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
             | {
-                moment: torch.zeros_like(leaf, dtype=torch.bfloat16 if few else leaf.dtype)
-                for moment, few in zip(MOMENTS, config.rounds_moments, strict=True)
+                moment: rooms[room]
+                if (room := _room(moment, name)) in rooms
+                else torch.zeros_like(leaf, dtype=dtype)
+                for moment, dtype in moment_dtypes(config, leaf.dtype).items()
             }
             for name, leaf in self._leaves.items()
         }
@@ -120,7 +125,7 @@ class AdamW:
         them restores the optimizer, except for `steps`.
         """
         return {
-            f"optim.{moment}.{name}": piece_of(parameter).like(self._state[name][moment])
+            _room(moment, name): piece_of(parameter).like(self._state[name][moment])
             for name, parameter in self._parameters.items()
             for moment in MOMENTS
         }
@@ -130,6 +135,24 @@ class AdamW:
         for name, parameter in self._parameters.items():
             if self._leaves[name].numel():
                 yield name, parameter, self._leaves[name]
+
+
+def moment_dtypes(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each moment of a parameter with the given dtype."""
+    few = zip(MOMENTS, config.rounds_moments, strict=True)
+    return {moment: torch.bfloat16 if rounds else dtype for moment, rounds in few}
+
+
+def moment_rooms(name: str, leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
+    """Empty tensors like a parameter's moments, by their names in `AdamW.state_tensors`."""
+    dtypes = moment_dtypes(config, leaf.dtype)
+    return {
+        _room(moment, name): leaf.new_empty(leaf.shape, dtype=dtypes[moment]) for moment in MOMENTS
+    }
+
+
+def _room(moment: str, name: str) -> str:
+    return f"optim.{moment}.{name}"
 
 
 def decays(name: str, parameter: Tensor) -> bool:

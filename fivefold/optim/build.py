@@ -1,5 +1,7 @@
 """Builds the optimizer of a rank: which of its state is where, and when gradients leave."""
 
+from pathlib import Path
+
 import torch
 
 from fivefold.data_parallel.fsdp import ShardedStage
@@ -23,6 +25,7 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
         for name, piece in ((name, piece_of(p)) for name, p in parameters.items())
     }
     away = {name: p for name, p in parameters.items() if name in model.on_host}
+    folder = config.memory.optimizer_offload_path
     host = HostAdamW(
         away,
         {name: model.records[name].counted for name in away},
@@ -30,6 +33,7 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
         make_policy(config.parallel, config.training.precision).master_dtype,
         HostLink(device),
         places,
+        None if folder is None else Path(folder),
     )
     for index, gradients in model.gradients.items():
         if away and isinstance(gradients, ShardedStage):

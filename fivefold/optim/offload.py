@@ -2,19 +2,25 @@
 
 As in ZeRO-Offload (Ren et al., USENIX ATC 2021): the device keeps weights in the type in which it
 computes, a gradient leaves it as soon as it is reduced, and the host updates and sends back weights
-bucket by bucket, while later gradients still arrive and earlier weights are on their way.
+bucket by bucket, while later gradients still arrive and earlier weights are on their way. As in
+ZeRO-Infinity (Rajbhandari et al., SC 2021), masters and moments may lie on a disk instead, from
+which one bucket is read while another is updated and those before are written back.
 """
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink, Mark
+from fivefold.memory.mapped import MappedTensors
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
-from fivefold.optim.adamw import AdamW, Block
+from fivefold.optim.adamw import AdamW, Block, moment_rooms
 from fivefold.optim.grad_norm import Departed, clip_
 from fivefold.optim.rounding import NamedElements
 
@@ -32,6 +38,10 @@ class HostAdamW:
         dtype: dtype of masters, moments and gradients.
         link: copies to and from the host, and counts their bytes.
         places: as for `AdamW`.
+        folder: where masters and moments lie in files; None: in memory.
+
+    Raises:
+        FivefoldError: the folder cannot hold them, or (in `step`) gave back other bytes.
     """
 
     def __init__(
@@ -42,11 +52,12 @@ class HostAdamW:
         dtype: torch.dtype,
         link: HostLink,
         places: Mapping[str, NamedElements] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._parameters, self._counted, self.link = parameters, counted, link
         # Gradients arrive from the last layer to the first.
         self._buckets = [
-            _Bucket(bucket, config, dtype, link, places)
+            _Bucket(bucket, config, dtype, link, places, folder)
             for bucket in _in_buckets({n: parameters[n] for n in reversed([*parameters])}, dtype)
         ]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.gradients}
@@ -56,11 +67,16 @@ class HostAdamW:
         return name in self._parameters
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is in host memory: masters, moments, and room for gradients."""
+        """All that is in host memory: room for gradients, and masters and moments if no folder."""
         for bucket in self._buckets:
-            yield from (local_tensor(master) for master in bucket.masters.values())
-            yield from (piece.local for piece in bucket.adamw.state_tensors().values())
+            if bucket.mapped is None:
+                yield from (local_tensor(master) for master in bucket.masters.values())
+                yield from (piece.local for piece in bucket.adamw.state_tensors().values())
             yield from bucket.gradients.values()
+
+    def disk_bytes(self) -> int:
+        """Bytes of masters and moments in files."""
+        return sum(bucket.mapped.nbytes for bucket in self._buckets if bucket.mapped)
 
     def leave_when_reduced(self, name: str) -> None:
         """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it."""
@@ -110,13 +126,16 @@ class HostAdamW:
         """
         on_the_way: list[Mark] = []
         place = {name: place for place, name in enumerate(self._left)}
-        for bucket in self._buckets:
+        for bucket, following in zip_longest(self._buckets, self._buckets[1:]):
+            if following is not None:
+                following.fetch()
             self.gradient(max(bucket.gradients, key=place.__getitem__))  # the last to arrive
             if max_norm > 0:
                 exact = torch.tensor(norm, dtype=torch.float64)
                 clip_([*bucket.gradients.values()], exact, max_norm)
             bucket.update(lr)
             on_the_way += bucket.send(self._parameters, self.link)
+            bucket.seal()
         for mark in on_the_way:
             self.link.wait(mark)
         self._left = {}
@@ -126,6 +145,7 @@ class HostAdamW:
         for bucket in self._buckets:
             for mark in bucket.send(self._parameters, self.link):
                 self.link.wait(mark)
+            bucket.seal()
 
     def forget(self) -> None:
         """Drop the gradients that have left."""
@@ -156,7 +176,7 @@ class HostAdamW:
 
 
 class _Bucket:
-    """Parameters that are updated together, in host memory.
+    """Parameters that are updated together, in host memory or, but for gradients, in a file.
 
     Their gradients are in one room, in which weights wait for their way back after the update.
 
@@ -164,6 +184,7 @@ class _Bucket:
         masters: weights that are updated, by name.
         gradients: where their gradients arrive.
         adamw: their optimizer, with the moments.
+        mapped: the file with masters and moments; None: they are in memory.
     """
 
     def __init__(
@@ -173,19 +194,40 @@ class _Bucket:
         dtype: torch.dtype,
         link: HostLink,
         places: Mapping[str, NamedElements] | None,
+        folder: Path | None,
     ) -> None:
         shapes = {name: local_tensor(p).shape for name, p in parameters.items()}
+        self.mapped: MappedTensors | None = None
+        rooms: Mapping[str, Tensor] = {}
+        if folder is not None:
+            likes = {n: torch.empty(s, dtype=dtype, device="meta") for n, s in shapes.items()}
+            moments = [moment_rooms(name, like, config) for name, like in likes.items()]
+            self.mapped = MappedTensors(dict(ChainMap(likes, *moments)), folder)
+            rooms = self.mapped.tensors
         self.masters = {
-            name: nn.Parameter(torch.empty(shape, dtype=dtype)) for name, shape in shapes.items()
+            name: nn.Parameter(rooms[name] if rooms else torch.empty(shape, dtype=dtype))
+            for name, shape in shapes.items()
         }
-        self.adamw = AdamW(self.masters, config, places=places)
+        self.adamw = AdamW(self.masters, config, places=places, rooms=rooms)
         sizes = [shape.numel() for shape in shapes.values()]
         parts = link.room(sum(sizes), dtype).split(sizes)
         self._rooms = dict(zip(shapes, parts, strict=True))
         self.gradients = {name: room.view(shapes[name]) for name, room in self._rooms.items()}
 
+    def fetch(self) -> None:
+        """Start reading what lies in the file."""
+        if self.mapped is not None:
+            self.mapped.fetch()
+
+    def seal(self) -> None:
+        """Let what lies in the file leave memory; the next update checks that it came back."""
+        if self.mapped is not None:
+            self.mapped.seal()
+
     def update(self, lr: float) -> None:
         """Update the masters by the gradients."""
+        if self.mapped is not None:
+            self.mapped.check()
         for name, master in self.masters.items():
             master.grad = self.gradients[name]
         self.adamw.step(lr)

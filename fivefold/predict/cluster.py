@@ -28,6 +28,7 @@ from typing import Any, TypeVar, cast
 from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.files import parse_toml, read_text
 from fivefold.hardware import GB, GPUS, Gpu, Rates
+from fivefold.predict.machines import MACHINES
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Cluster:
         host_memory_bytes: bytes of memory of a node's hosts; None: not known, and taken to suffice.
         host_memory_bandwidth: bytes/s of a node's host memory, by the data sheet; None: not known,
             and taken to be as much for each GPU as its link has.
+        disk_bytes: bytes of a node's disks; None: not known, and taken to suffice.
+        disk_bandwidth: bytes/s that a node's disks read and write, together.
         reserved_bytes: bytes of device memory that the driver, NCCL and fragmentation take.
         jitter: standard deviation of a GPU's step time, as a share of it; the slowest of n GPUs is
             sqrt(2 ln n) standard deviations late.
@@ -107,6 +110,8 @@ class Cluster:
     host_bandwidth: float = 50 * GB
     host_memory_bytes: float | None = None
     host_memory_bandwidth: float | None = None
+    disk_bytes: float | None = None
+    disk_bandwidth: float = 6 * GB
     reserved_bytes: float = 2 * GB
     jitter: float = 0.004
     host_operation: float = 15.4e-6
@@ -116,14 +121,14 @@ class Cluster:
     @property
     def host_share(self) -> float:
         """Bytes of host memory for each GPU that takes part; infinite if not known."""
-        return inf if self.host_memory_bytes is None else self.host_memory_bytes / self._sharing
+        return inf if self.host_memory_bytes is None else self.host_memory_bytes / self.sharing
 
     @property
     def host_rate(self) -> float:
         """Bytes/s of host memory that programs reach for each GPU that takes part."""
         if self.host_memory_bandwidth is None:
             return self.host_bandwidth
-        return HOST_EFFICIENCY * self.host_memory_bandwidth / self._sharing
+        return HOST_EFFICIENCY * self.host_memory_bandwidth / self.sharing
 
     def within(self, budget: float) -> "Cluster":
         """The same machines with GPUs on which tensors may take this many bytes."""
@@ -131,8 +136,8 @@ class Cluster:
         return replace(self, gpu=replace(self.gpu, memory_bytes=size))
 
     @property
-    def _sharing(self) -> int:
-        """GPUs that share a node's host memory."""
+    def sharing(self) -> int:
+        """GPUs that share a node's host memory and disks."""
         return min(self.num_gpus, self.gpus_per_node)
 
 
@@ -140,50 +145,6 @@ HOST_EFFICIENCY = 2 / 3
 """Share of the data sheet's host bandwidth that an update is taken to reach; not measured."""
 
 
-@dataclass(frozen=True)
-class _Machine:
-    """The machine usually built with a GPU; rates in GB/s, host times in microseconds.
-
-    The host's memory in GB and its rate are those of the whole node: channels x 8 bytes x MT/s of
-    both sockets.
-    """
-
-    gpus_per_node: int
-    node: float
-    network: float
-    memory: float
-    memory_rate: float
-    host: float = 50
-    node_efficiency: float = 0.8
-    host_operation: float = 15.4
-
-
-_DGX_A100 = 409.6  # 2 EPYC 7742 with 8 channels of DDR4-3200
-_DGX_H100 = 614.4  # 2 Xeon 8480C with 8 channels of DDR5-4800
-_DGX_B200 = 716.8  # 2 Xeon 8570 with 8 channels of DDR5-5600
-_DGX_B300 = 819.2  # 2 Xeon 6776P with 8 channels of DDR5-6400
-_NVL72 = 18_432.0  # 36 Grace with 512 GB/s and 480 GB of LPDDR5X
-_PCIE4 = _Machine(8, 31, 12.5, 512, _DGX_A100, 25)
-_MACHINES: Mapping[str, _Machine] = MappingProxyType(
-    {
-        "A100-40": _Machine(8, 300, 25, 1000, _DGX_A100, 25),
-        "A100-80": _Machine(8, 300, 25, 2000, _DGX_A100, 25),
-        "H100": _Machine(8, 450, 50, 2000, _DGX_H100, host_operation=24.7),
-        "H100-96": _Machine(8, 450, 50, 2000, _DGX_H100, host_operation=24.7),
-        "H800": _Machine(8, 200, 50, 2000, _DGX_H100, host_operation=24.7),
-        "H200": _Machine(8, 450, 50, 2000, _DGX_H100, host_operation=24.7),
-        "B200": _Machine(8, 900, 50, 2000, _DGX_B200, node_efficiency=0.76, host_operation=14.1),
-        "B300": _Machine(8, 900, 100, 2000, _DGX_B300, node_efficiency=0.76, host_operation=14.1),
-        "GB200": _Machine(72, 900, 50, 17_280, _NVL72, 200, 0.76, 13),
-        "GB300": _Machine(72, 900, 100, 17_280, _NVL72, 200, 0.76, 13),
-        "MI300X": _Machine(8, 448, 50, 2300, 921.6, node_efficiency=0.7),
-        "L40S": _PCIE4,
-        "RTX 4090": _PCIE4,
-        # Hosts of four chips.
-        "TPU v4": _Machine(4096, 45 * 6, 25, 1024 * 407, 1024 * _DGX_A100, 16),
-        "TPU v5p": _Machine(8960, 90 * 6, 25, 2240 * 448, 2240 * _DGX_A100, 16),
-    }
-)
 # What people write for the presets.
 _ALIASES: Mapping[str, str] = MappingProxyType(
     {
@@ -217,7 +178,7 @@ def preset(name: str, num_gpus: int | None = None) -> Cluster:
                 tuple(GPUS),
             )
         )
-    machine = _MACHINES[key]
+    machine = MACHINES[key]
     return Cluster(
         name=key,
         gpu=GPUS[key],
@@ -327,6 +288,8 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "host_bandwidth": _BANDWIDTH,
         "host_memory_bytes": _BYTES,
         "host_memory_bandwidth": _BANDWIDTH,
+        "disk_bytes": _BYTES,
+        "disk_bandwidth": _BANDWIDTH,
         "reserved_bytes": Range(0, 1e18),
         "jitter": Range(0, 2),
         "host_operation": _SECONDS,

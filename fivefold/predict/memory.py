@@ -14,7 +14,8 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from fivefold.counts.state import ModelState, StatePolicy, engine_policy, model_state, stages_held
+from fivefold.counts.policy import StatePolicy, engine_policy
+from fivefold.counts.state import ModelState, model_state, stages_held
 from fivefold.layout import Layout
 from fivefold.model.activations import Running
 from fivefold.model.description import layer_kind
@@ -37,6 +38,7 @@ class RankMemory:
         parts: bytes of each part of the peak; their sum is the peak.
         phases: peak bytes of each phase of the step.
         host: most bytes in host memory: offloaded optimizer state and activations.
+        disk: bytes of optimizer state on a disk.
     """
 
     pp_rank: int
@@ -45,6 +47,7 @@ class RankMemory:
     parts: Mapping[str, float]
     phases: Mapping[str, float]
     host: float = 0.0
+    disk: float = 0.0
 
     @cached_property
     def peak(self) -> float:
@@ -61,12 +64,14 @@ class MemoryPrediction:
         reserved: bytes of the device that the driver, NCCL and fragmentation keep.
         capacity: bytes of the device.
         host_capacity: bytes of host memory for each device; infinite if not known.
+        disk_capacity: bytes of disk for each device; infinite if not known.
     """
 
     ranks: tuple[RankMemory, ...]
     reserved: float
     capacity: float
     host_capacity: float = inf
+    disk_capacity: float = inf
 
     @cached_property
     def worst(self) -> RankMemory:
@@ -88,10 +93,15 @@ class MemoryPrediction:
         """Most bytes of any rank in host memory."""
         return max(rank.host for rank in self.ranks)
 
+    @cached_property
+    def disk(self) -> float:
+        """Most bytes of any rank on a disk."""
+        return max(rank.disk for rank in self.ranks)
+
     @property
     def fits(self) -> bool:
-        """Whether neither a device nor its host runs out of memory."""
-        return self.missing <= 0 and self.missing_on_host <= 0
+        """Whether neither a device nor its host runs out of memory, nor a disk of room."""
+        return max(self.missing, self.missing_on_host, self.missing_on_disk) <= 0
 
     @property
     def missing(self) -> float:
@@ -102,6 +112,11 @@ class MemoryPrediction:
     def missing_on_host(self) -> float:
         """Bytes by which a device's share of host memory is too small; negative if it is not."""
         return self.host - self.host_capacity
+
+    @property
+    def missing_on_disk(self) -> float:
+        """Bytes by which a device's share of the disks is too small; negative if it is not."""
+        return self.disk - self.disk_capacity
 
 
 def peak_memory(
@@ -139,8 +154,13 @@ def peak_memory(
         if held not in states:
             states[held] = model_state(layout, pp_rank, policy=policy)
         ranks.append(_rank_peak(layout, pp_rank, found, states[held], sizes))
+    disks = inf if cluster.disk_bytes is None else cluster.disk_bytes / cluster.sharing
     return MemoryPrediction(
-        tuple(ranks), cluster.reserved_bytes, cluster.gpu.memory_bytes, cluster.host_share
+        tuple(ranks),
+        cluster.reserved_bytes,
+        cluster.gpu.memory_bytes,
+        cluster.host_share,
+        disks,
     )
 
 
@@ -167,7 +187,8 @@ def _rank_peak(
     phases |= {phase: float(peaks[at].max()) for phase, at in found.phases()}
     moment = int(peaks.argmax())
     if peaks[moment] < start:
-        return RankMemory(pp_rank, OPTIMIZER, "the optimizer updates", always, phases, host)
+        updates = "the optimizer updates"
+        return RankMemory(pp_rank, OPTIMIZER, updates, always, phases, host, state.disk)
     number = int(found.which[moment])
     parts = always | {"gathered weights": state.gathered}
     parts |= {name: float(size[moment]) for name, size in held.items()}
@@ -180,7 +201,7 @@ def _rank_peak(
     parts["communication"] = sum(point.communication for point in points[number])
     kept = {name: part for name, part in parts.items() if part}
     words = _in_words(found.running[number], points[number])
-    return RankMemory(pp_rank, found.phase(moment), words, kept, phases, host)
+    return RankMemory(pp_rank, found.phase(moment), words, kept, phases, host, state.disk)
 
 
 def _worst_points(running: Acts, sizes: list[StageBytes]) -> list[ActPoint]:

@@ -10,7 +10,8 @@ from functools import cached_property
 from math import prod
 
 from fivefold.config.model import ModelConfig
-from fivefold.counts.state import StatePolicy, stage_blocks
+from fivefold.counts.policy import StatePolicy
+from fivefold.counts.state import stage_blocks
 from fivefold.layout import Layout
 from fivefold.model.activations import (
     Saved,

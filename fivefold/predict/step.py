@@ -12,7 +12,8 @@ from math import exp, inf, log, prod, sqrt
 
 from fivefold.config.sharding import SHARDING, Sharding
 from fivefold.counts.offload import times_reduced
-from fivefold.counts.state import engine_policy, stage_blocks, stages_held
+from fivefold.counts.policy import engine_policy
+from fivefold.counts.state import stage_blocks, stages_held
 from fivefold.layout import Layout
 from fivefold.model.description import LayerKind, layer_kind
 from fivefold.model.shape import StageParts, training_flops

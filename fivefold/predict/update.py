@@ -5,7 +5,7 @@ the host it begins when the norm is known, and weights are copied back while it 
 leave during the backward, over the link. All rates are of data sheets; see `predict.cluster`.
 """
 
-from fivefold.counts.state import StatePolicy
+from fivefold.counts.policy import StatePolicy
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.compute import elementwise
 
@@ -41,12 +41,17 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) ->
     """Seconds of a rank's update on the host, while weights that are updated are copied back.
 
     The gradients are there. Clipping reads and writes them, AdamW reads them and reads and writes
-    masters and moments, and weights are written in the compute type from the masters.
+    masters and moments, and weights are written in the compute type from the masters. What lies on
+    a disk is read and written there meanwhile, bucket by bucket.
     """
     state = policy.master + policy.moments
     touched = 3 * policy.gradient + 2 * state + policy.master + policy.compute
     touched += _rounding(policy)
-    slower = max(touched / cluster.host_rate, policy.compute / cluster.host_bandwidth)
+    slower = max(
+        touched / cluster.host_rate,
+        policy.compute / cluster.host_bandwidth,
+        2 * state * cluster.sharing / cluster.disk_bandwidth if policy.on_disk else 0.0,
+    )
     return parameters * policy.offloaded * slower
 
 

@@ -8,7 +8,7 @@ allocations: their steps are replayed, for models without experts.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fivefold.counts.state import StatePolicy, megatron_policy
+from fivefold.counts.policy import StatePolicy, megatron_policy
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import peak_memory

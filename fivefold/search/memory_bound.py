@@ -6,7 +6,7 @@ from math import ceil
 import numpy as np
 
 from fivefold.config.config import Config
-from fivefold.counts.state import engine_policy
+from fivefold.counts.policy import engine_policy
 from fivefold.model.activations import (
     Saved,
     embedding_bytes,

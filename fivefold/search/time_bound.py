@@ -10,7 +10,7 @@ import numpy as np
 
 from fivefold.config.config import Config
 from fivefold.config.dependents import sums_in_buckets
-from fivefold.counts.state import engine_policy
+from fivefold.counts.policy import engine_policy
 from fivefold.model.description import layer_kind
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import all_reduce, gather, reduce_scatter

@@ -63,7 +63,8 @@ def memory_words(layout: Layout) -> list[str]:
     if memory.optimizer_cpu_offload:
         share = memory.optimizer_offload_fraction
         part = f"{share:.0%} of the " if share < 1 else ""
-        words.append(f"{part}optimizer on the host")
+        place = "host" if memory.optimizer_offload_path is None else "disk"
+        words.append(f"{part}optimizer on the {place}")
     few = zip(("first", "second"), layout.config.optimizer.rounds_moments, strict=True)
     words += [f"{moment} moment in bf16" for moment, narrow in few if narrow]
     return words

@@ -43,7 +43,7 @@ def signed_seconds(seconds: float) -> str:
 def shortfall(memory: MemoryPrediction) -> str:
     """By how much a layout exceeds the fullest device, and the largest parts of its memory.
 
-    If only host memory is too small, by how much.
+    If only host memory or the disk is too small, by how much.
     """
     worst = memory.worst
     if memory.missing <= 0 < memory.missing_on_host:
@@ -51,6 +51,12 @@ def shortfall(memory: MemoryPrediction) -> str:
             f"needs {human_bytes(memory.host)} of host memory for each GPU, "
             f"{human_bytes(memory.missing_on_host)} more than its share of "
             f"{human_bytes(memory.host_capacity)} (--host-memory)"
+        )
+    if memory.missing <= 0 < memory.missing_on_disk:
+        return (
+            f"needs {human_bytes(memory.disk)} of disk for each GPU, "
+            f"{human_bytes(memory.missing_on_disk)} more than its share of "
+            f"{human_bytes(memory.disk_capacity)} (disk_bytes of the cluster)"
         )
     largest = sorted(worst.parts.items(), key=lambda part: -part[1])[:3]
     made_of = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)

@@ -31,6 +31,7 @@ COMPLETIONS = 200  # configurations to check when searching for the one that is 
 Change = dict[str, Any]
 """Values of further flags, by the name of the setting or "num_gpus"."""
 ON_HOST: Change = {"optimizer_cpu_offload": True}
+ON_DISK: Change = ON_HOST | {"optimizer_offload_path": "offloaded"}
 
 
 def why_nothing(result: SearchResult) -> ConfigError:
@@ -57,26 +58,34 @@ def why_nothing(result: SearchResult) -> ConfigError:
 
 
 def _on_host_ways(request: Request) -> Iterator[Change]:
-    """Ways to have the optimizer in host memory, which the search does not try by itself.
+    """Ways to have the optimizer off the device, which the search does not try by itself.
 
-    On one rank it does not try ZeRO-3 either, which then keeps no second copy of the weights.
+    On one rank it does not try ZeRO-3 either, which then keeps no second copy of the weights. A
+    disk is slower than host memory, and named where that is too small.
     """
-    yield ON_HOST
+    extra: list[Change] = [{}]
     if request.world == 1 and "data_parallel_sharding_strategy" not in request.given:
-        yield ON_HOST | {"data_parallel_sharding_strategy": "optim_grads_params"}
+        extra.append({"data_parallel_sharding_strategy": "optim_grads_params"})
+    in_memory = [ON_HOST | more for more in extra]
+    yield from in_memory
+    if "optimizer_offload_path" in request.given:
+        return
+    if not any(_has_plan(request, change) for change in in_memory):
+        yield from (ON_DISK | more for more in extra)
 
 
 def _on_host(flags: str, result: SearchResult) -> str:
-    """What an optimizer in host memory would make fit, and how slow that is."""
+    """What an optimizer off the device would make fit, and how slow that is."""
     best = result.best
     assert best.prediction is not None
     waits = next(part for part in best.prediction.parts if part.name == "offloading")
+    disk = f", and {human_bytes(best.memory.disk)} of disk" if best.memory.disk else ""
     return (
         f"with {flags}: {summary(best.layout)}, "
         f"{human_seconds(best.seconds)} a step ({best.prediction.mfu:.1%} MFU), "
         f"{waits.seconds / best.seconds:.0%} of it for the host, "
         f"{human_bytes(best.memory.device_total)} of each GPU and "
-        f"{human_bytes(best.memory.host)} of host memory for it"
+        f"{human_bytes(best.memory.host)} of host memory for it{disk}"
     )
 
 

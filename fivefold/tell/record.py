@@ -67,6 +67,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "memory_bytes": memory.device_total,
         "capacity_bytes": memory.capacity,
         "host_bytes": memory.host,
+        "disk_bytes": memory.disk,
         "fits": memory.fits,
         "memory_by_rank": [{"peak": rank.peak, **rank.parts} for rank in memory.ranks],
     }

@@ -128,6 +128,7 @@ def memory_table(candidate: Candidate) -> list[str]:
     offloaded = f"in host memory: at most {human_bytes(host)} per GPU"
     if candidate.memory.host_capacity < inf:
         offloaded += f", of its share of {human_bytes(candidate.memory.host_capacity)}"
+    offloaded += f"; on disk: {human_bytes(disk)}" if (disk := candidate.memory.disk) else ""
     return [
         *table(rows, right=range(1, len(shown) + 1)),
         f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",

@@ -17,7 +17,10 @@ def check_start(config: Config) -> None:
         ConfigError: all mistakes at once.
     """
     mistakes = Mistakes()
-    _check_save(config.checkpoint.save, mistakes)
+    save, away = config.checkpoint.save, config.memory.optimizer_offload_path
+    _check_folder("save", "runs" if save is None else save, "runs/NAME", mistakes)
+    if away is not None:
+        _check_folder("optimizer_offload_path", away, "offloaded", mistakes)
     _check_load(config.checkpoint, mistakes)
     with mistakes.collecting():
         if config.logging.tensorboard:
@@ -28,22 +31,23 @@ def check_start(config: Config) -> None:
     mistakes.raise_if_any()
 
 
-def _check_save(save: str | None, mistakes: Mistakes) -> None:
-    if save is None:
-        save = "runs"  # in which the folder will be made
-    elif not save.strip():
-        named = "--save runs/NAME"
-        mistakes.add("save is empty, and must name a folder", works=(named, "no --save"))
+def _check_folder(name: str, given: str, example: str, mistakes: Mistakes) -> None:
+    """Add why the folder that a setting names can neither be written nor made."""
+    flag = f"--{name.replace('_', '-')}"
+    if not given.strip():
+        works = (f"{flag} {example}", f"no {flag}")
+        mistakes.add(f"{name} is empty, and must name a folder", works=works)
         return
     try:
-        there = next(p for p in (Path(save), *Path(save).absolute().parents) if os.path.lexists(p))
+        path = Path(given)
+        there = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
         if not there.is_dir():
             what = "a link to nothing" if there.is_symlink() else "not a folder"
-            mistakes.add(f"save = {save}: {there} is {what}", attempt="another --save")
+            mistakes.add(f"{name} = {given}: {there} is {what}", attempt=f"another {flag}")
         elif not os.access(there, os.W_OK | os.X_OK):
-            mistakes.add(f"save = {save}: {there} cannot be written", attempt="another --save")
+            mistakes.add(f"{name} = {given}: {there} cannot be written", attempt=f"another {flag}")
     except (OSError, ValueError) as error:  # a name that is too long, or has a null
-        mistakes.add(f"save = {save!r} can be no folder: {getattr(error, 'strerror', error)}")
+        mistakes.add(f"{name} = {given!r} can be no folder: {getattr(error, 'strerror', error)}")
 
 
 def _check_load(checkpoint: CheckpointConfig, mistakes: Mistakes) -> None:

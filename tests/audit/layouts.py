@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from random import Random
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,13 @@ MEMORY: tuple[dict[str, Any], ...] = (
 ON_HOST: tuple[dict[str, Any], ...] = (
     {},
     {"optimizer_cpu_offload": True},
-    {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+    {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "optimizer_offload_path": gettempdir(),
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+    },
     {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
 )
 

@@ -120,6 +120,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "offload_tensors": (("dispatched_input",), ("pre_mlp_layernorm_output",)),
     "optimizer_offload_fraction": (0.5,),
     "activation_offload_fraction": (0.5,),
+    "optimizer_offload_path": ("/tmp",),
     "global_batch_size": (16,),
     "seq_length": (32,),
     "hidden_dropout": (0.1,),

@@ -21,7 +21,11 @@ from tests.verify.cases import LLAMA, MIXTURE, MODELS, STAGES, chosen, config, n
 
 STEPS = 2
 AWAY = {"optimizer_cpu_offload": True}
-HERE = {"optimizer_cpu_offload": False, "optimizer_offload_fraction": 1.0}
+HERE = {
+    "optimizer_cpu_offload": False,
+    "optimizer_offload_fraction": 1.0,
+    "optimizer_offload_path": None,
+}
 
 
 def _engine(settings: Config, rank: int, world: int) -> Engine:
@@ -102,9 +106,11 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", chosen(CASES, *[*CASES][::2]))
-def test_every_layout_trains_to_the_same_bits(pool: Pool, case: str) -> None:
+def test_every_layout_trains_to_the_same_bits(pool: Pool, case: str, tmp_path: Path) -> None:
     ranks, model, values = CASES[case]
     settings = config(model, ranks, **({"precision": "bf16"} | named(**values) | AWAY))
+    on_disk = [*CASES].index(case) % 4 == 0  # every second of the gate's
+    settings = settings.with_values(optimizer_offload_path=str(tmp_path) if on_disk else None)
     pool.run(ranks, _both_ways, settings)
 
 
@@ -138,6 +144,7 @@ def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
     pool: Pool, tmp_path: Path
 ) -> None:
     values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7, **AWAY)
+    values |= {"optimizer_offload_path": str(tmp_path / "away")}
     pool.run(2, _refused_saved_and_loaded, config(MODELS["llama tied"], 2, **values), tmp_path)
 
 
@@ -151,13 +158,20 @@ def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
     weights = sum(local_tensor(p).nbytes for p in engine.parameters.values())
     moments = sum(piece.local.nbytes for piece in optimizer.device.state_tensors().values())
     host = sum(tensor.nbytes for tensor in optimizer.host.tensors())
-    return weights, moments, host, state.masters, state.optimizer, state.host
+    disk = optimizer.host.disk_bytes()
+    return weights, moments, host, disk, state.masters, state.optimizer, state.host, state.disk
 
 
+@pytest.mark.parametrize("folder", [None, "away"])
 @pytest.mark.parametrize("case", ["replicated", "two copies of the model", *list(CASES)[-1:]])
-def test_bytes_here_and_on_the_host_are_what_the_formula_says(pool: Pool, case: str) -> None:
+def test_bytes_here_and_on_the_host_are_what_the_formula_says(
+    pool: Pool, tmp_path: Path, case: str, folder: str | None
+) -> None:
     ranks, model, values = CASES[case]
     settings = config(model, ranks, **({"precision": "bf16"} | named(**values) | AWAY))
-    for weights, moments, host, *expected in pool.run(ranks, _held, settings):
-        assert [weights, moments, host] == expected
-        assert host
+    path = folder and str(tmp_path / folder)
+    settings = settings.with_values(optimizer_offload_path=path)
+    for found in pool.run(ranks, _held, settings):
+        measured, expected = found[:4], found[4:]
+        assert measured == expected
+        assert measured[2] and bool(measured[3]) == bool(folder)

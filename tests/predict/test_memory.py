@@ -9,7 +9,8 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
-from fivefold.counts.state import StatePolicy, megatron_policy, model_state
+from fivefold.counts.policy import StatePolicy, megatron_policy
+from fivefold.counts.state import model_state
 from fivefold.layout import Layout
 from fivefold.predict.cluster import preset
 from fivefold.predict.liveness import moments

@@ -9,7 +9,7 @@ from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.counts.offload import host_traffic
-from fivefold.counts.state import engine_policy
+from fivefold.counts.policy import engine_policy
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.predict.cluster import HOST_EFFICIENCY, Cluster, preset
@@ -50,6 +50,20 @@ def test_a_layout_must_fit_into_host_memory_too() -> None:
         assert memory.fits == fits
         assert fits or "more than its share" in shortfall(memory)
         assert peak_memory(layout(**ZERO3), cluster).fits
+
+
+def test_what_lies_on_a_disk_is_counted_there_and_takes_its_time() -> None:
+    cluster = preset("H100")
+    on_disk = AWAY | {"optimizer_offload_path": "away"}
+    here, there = (peak_memory(layout(**ZERO3, **way), cluster) for way in (AWAY, on_disk))
+    assert 4 * there.host == here.host and there.disk == 3 * there.host and here.disk == 0
+    for room, fits in ((8 * there.disk, True), (8 * there.disk - 8, False)):
+        memory = peak_memory(layout(**ZERO3, **on_disk), replace(cluster, disk_bytes=room))
+        assert memory.fits == fits
+        assert fits or "of disk for each GPU" in shortfall(memory)
+        assert peak_memory(layout(**ZERO3, **AWAY), replace(cluster, disk_bytes=room)).fits
+    policy = engine_policy(layout(**on_disk).config)
+    assert offload_seconds(cluster, policy, 1e9) == pytest.approx(24e9 * 8 / 6e9)
 
 
 def test_what_the_host_sends_is_not_gathered_before_it_is_there() -> None:
@@ -117,3 +131,6 @@ def test_nothing_fits_but_with_the_optimizer_on_the_host() -> None:
     assert not search(tight.but(**AWAY)).found
     with pytest.raises(ConfigError, match="of host memory for each GPU"):
         raise why_nothing(search(tight.but(**AWAY)))
+    (mistake,) = why_nothing(search(tight)).mistakes
+    ways = [way for way in mistake.works if "--optimizer-offload-path" in way]
+    assert ways and any(f"with {ways[0]}:" in why and "of disk" in why for why in mistake.why)

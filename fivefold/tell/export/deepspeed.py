@@ -250,7 +250,12 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
         kinds = f"exp_avg_dtype = {said['exp_avg_dtype']}, exp_avg_sq_dtype = "
         kinds += said["exp_avg_sq_dtype"]
         yield f"its moments have the type of its masters (use_precision_aware_optimizer, {kinds})"
-    share = said["optimizer_offload_fraction"]
+    share, path = said["optimizer_offload_fraction"], said["optimizer_offload_path"]
+    if path is not None:
+        yield (
+            f"optimizer_offload_path = {path} was left out, and the optimizer goes to host memory: "
+            "nvme_path there works with ZeRO stage 3 and where its async_io extension can be built"
+        )
     if said["optimizer_cpu_offload"] and not sharding.splits_optimizer:
         yield "an optimizer on the host (optimizer_cpu_offload) needs ZeRO stage 1 or more"
     elif said["optimizer_cpu_offload"] and share < 1 and not sharding.splits_parameters:

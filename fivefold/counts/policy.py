@@ -1,0 +1,115 @@
+"""Bytes per parameter that frameworks keep, and which of them data-parallel ranks share."""
+
+from dataclasses import dataclass
+
+from fivefold.config.config import Config
+from fivefold.config.training import ELEMENT_BYTES
+from fivefold.data_parallel.blocks import UNPACKING, reduction_buffers
+
+
+@dataclass(frozen=True)
+class StatePolicy:
+    """Bytes per parameter that a framework keeps, and which of them data-parallel ranks shard.
+
+    Attributes:
+        copy: bytes of the compute-dtype copy of a weight; 0 if the master itself is used.
+        gradient: bytes of the accumulated gradient.
+        master: bytes of the weight that the optimizer updates.
+        moments: bytes of all optimizer moments together.
+        splits_copy: whether copies exist only while their block computes (ZeRO-3).
+        splits_gradient: whether gradients are reduced to shards in every microbatch (ZeRO-2, 3).
+        splits_optimizer: whether master and moments are sharded (ZeRO-1, 2, 3).
+        fresh: bytes of a weight's gradient before it is accumulated; 0 if the matrix multiplication
+            accumulates directly.
+        placeholder: bytes of the empty gradient kept for each distinct weight of a layer.
+        reducing: bytes of a layer's gradients in reduction while the next layer computes.
+        in_flight: number of layers whose copies are held at once if copies are sharded: the one
+            that computes and those being gathered. Both ends of a stage are held while it runs.
+        compute: bytes of a weight in the compute dtype.
+        unpacking: bytes of a layer's weights while they are made from a narrower message.
+        offloaded: share of the parameters whose master and moments are in host memory, to which
+            gradients leave when they are reduced; the device keeps them in the compute dtype.
+        rounded: number of moments that are rounded stochastically after each update.
+        on_disk: whether these masters and moments lie on a disk instead.
+    """
+
+    copy: float
+    gradient: float
+    master: float
+    moments: float
+    splits_copy: bool = False
+    splits_gradient: bool = False
+    splits_optimizer: bool = False
+    fresh: float = 0.0
+    placeholder: float = 0.0
+    reducing: float = 0.0
+    in_flight: int = 2
+    compute: float = 2.0
+    unpacking: float = 0.0
+    offloaded: float = 0.0
+    rounded: int = 0
+    on_disk: bool = False
+
+    @property
+    def device_masters(self) -> float:
+        """Bytes of masters on the device, averaged over all parameters."""
+        return (1 - self.offloaded) * self.master
+
+    @property
+    def device_moments(self) -> float:
+        """Bytes of moments on the device, averaged over all parameters."""
+        return (1 - self.offloaded) * self.moments
+
+    @property
+    def device_stand_ins(self) -> float:
+        """Bytes of compute-dtype weights that replace offloaded masters, averaged over parameters.
+
+        FSDP2 gathers from them, and where copies are permanent keeps both.
+        """
+        return self.offloaded * self.compute
+
+    @property
+    def device_gradient(self) -> float:
+        """Bytes of gradient shards on the device, averaged over all parameters."""
+        return (1 - self.offloaded) * self.gradient
+
+
+def engine_policy(config: Config) -> StatePolicy:
+    """Fivefold's policy: masters and gradients in at least fp32, copies in the compute dtype."""
+    sharding, precision = config.parallel.sharding, config.training.precision
+    memory = config.memory
+    compute, master = ELEMENT_BYTES[precision], max(4, ELEMENT_BYTES[precision])
+    shared = sharding.splits_optimizer
+    return StatePolicy(
+        copy=compute if shared or compute != master else 0,
+        gradient=master,
+        master=master,
+        moments=sum(2 if few else master for few in config.optimizer.rounds_moments),
+        splits_copy=sharding.splits_parameters,
+        splits_gradient=sharding.splits_gradients,
+        splits_optimizer=shared,
+        fresh=compute,
+        reducing=(compute + master if shared else 0) + reduction_buffers(config.parallel),
+        compute=compute,
+        unpacking=config.parallel.zero_quantized_weights * UNPACKING,
+        offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
+        rounded=sum(config.optimizer.rounds_moments),
+        on_disk=memory.optimizer_offload_path is not None,
+    )
+
+
+def megatron_policy(splits_optimizer: bool) -> StatePolicy:
+    """Megatron-LM's policy in bf16: matrix multiplications accumulate gradients in fp32.
+
+    Autograd then receives an empty gradient: a new one each time for the output layer, and one kept
+    per shape by Transformer Engine for the layers' weights.
+    """
+    return StatePolicy(
+        copy=2,
+        gradient=4,
+        master=4,
+        moments=8,
+        splits_optimizer=splits_optimizer,
+        fresh=2,
+        placeholder=2,
+    )
