@@ -67,6 +67,24 @@ class CheckpointError(FivefoldError):
     """A checkpoint that is missing, truncated, corrupted or of another model."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """The files of a checkpoint are not what was written.
+
+    Attributes:
+        intact: step of the latest checkpoint of its folder that is intact; None if there is none.
+    """
+
+    def __init__(self, message: str, intact: int | None) -> None:
+        super().__init__(message)
+        self.intact = intact
+
+    @property
+    def passed_over(self) -> str:
+        """That a run goes on from the intact checkpoint instead, and why."""
+        damaged, fault = str(self).splitlines()[:2]
+        return f"{damaged}: {fault.strip()}; step {self.intact} is the latest that is intact"
+
+
 class TrainingError(FivefoldError):
     """A run that cannot continue, for example because its loss is not finite."""
 

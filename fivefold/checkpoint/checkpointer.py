@@ -32,7 +32,7 @@ from fivefold.checkpoint.matching import check_types, mismatches
 from fivefold.checkpoint.reader import fill
 from fivefold.checkpoint.team import DiskFullError, Team
 from fivefold.checkpoint.writer import PieceSavePlanner, PieceWriter
-from fivefold.errors import CheckpointError, Mistake
+from fivefold.errors import CheckpointError, DamagedCheckpoint, Mistake
 from fivefold.files import disk_full, free_bytes, read_json, write_atomic
 from fivefold.mesh.groups import new_group
 from fivefold.mesh.slices import Piece, piece_of
@@ -157,8 +157,9 @@ class Checkpointer:
                 load weights only.
 
         Raises:
-            CheckpointError: on every rank, if there is no such checkpoint, or it is damaged or of
-                another model, or optimizer state here has fewer bits than it has.
+            DamagedCheckpoint: on every rank, if files are not what was written.
+            CheckpointError: on every rank, if there is no such checkpoint, or it is of another
+                model, or optimizer state here has fewer bits than it has.
         """
         folder, index = self.open(step)
         pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
@@ -203,7 +204,8 @@ class Checkpointer:
         """The meta of a checkpoint, the latest if None; its tensors are neither read nor checked.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or its meta is damaged.
+            DamagedCheckpoint: its meta is damaged.
+            CheckpointError: there is no such checkpoint.
         """
         folder = self._find(step)
         if faults := find_faults(folder, self._team, META):
@@ -359,7 +361,7 @@ class Checkpointer:
             works=tuple(f"{self._step_flag} {s}" for s in steps),
         )
 
-    def _damaged(self, folder: Path, faults: list[str]) -> CheckpointError:
+    def _damaged(self, folder: Path, faults: list[str]) -> DamagedCheckpoint:
         """The error to raise for a damaged checkpoint, with an intact one to load; collective."""
         steps = self._team.leader(f"looking into {self.folder}", self.steps)
         others = [step for step in reversed(steps) if self._checkpoints.of(step) != folder]
@@ -373,7 +375,8 @@ class Checkpointer:
             attempt = f"{self._step_flag} {intact}"
             if self._step_flag == LOAD_STEP:
                 attempt = f"load it with --load {self.folder} {attempt} and another --save"
-        return CheckpointError(str(Mistake(f"{folder} is damaged", (*faults, why), (), attempt)))
+        what = f"{folder} is damaged"
+        return DamagedCheckpoint(str(Mistake(what, (*faults, why), (), attempt)), intact)
 
 
 def _as_piece(tensor: Tensor | Piece) -> Piece:

@@ -9,7 +9,8 @@ from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import differences
 from fivefold.convert.hub import HubFolder, is_hub_folder
 from fivefold.convert.load import model_in, places_in
-from fivefold.errors import CheckpointError, ConfigError, Mistake
+from fivefold.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, Mistake
+from fivefold.train.loop import Trainer
 from fivefold.train.run_folder import CHECKPOINTS
 from fivefold.train.saved_state import read_state, same_model
 
@@ -23,16 +24,21 @@ class Origin:
         step: step of the checkpoint.
         weights_only: whether only weights are loaded, and steps count from 0 again.
         hub: whether it is a folder of weights as Hugging Face keeps them.
+        damage: why a later checkpoint of the run was passed over; empty if none was.
     """
 
     checkpoints: Path
     step: int
     weights_only: bool
     hub: bool = False
+    damage: str = ""
 
 
 def find_origin(config: Config, folder: Path) -> Origin | None:
-    """The latest checkpoint in a run folder, else the one that --load names, else None.
+    """The latest intact checkpoint in a run folder, else the one that --load names, else None.
+
+    Of the files of a run's own checkpoint only the state is read: damage to others is noticed by
+    `restore`.
 
     Call it in one process only and pass on the result: file systems may briefly show different
     machines different contents.
@@ -51,10 +57,16 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
     else:
         source, step = Checkpointer(checkpoints_of(Path(load))), config.checkpoint.ckpt_step
         weights_only = config.checkpoint.finetune
-    state = read_state(source, step)
+    damage = ""
+    try:
+        state = read_state(source, step)
+    except DamagedCheckpoint as error:
+        if source is not own or error.intact is None:
+            raise
+        state, damage = read_state(own, error.intact), error.passed_over
     same_model(state.model, config.model, source.folder)
     weights_only |= not state.loader["fingerprint"]  # converted weights, which nothing trained yet
-    origin = Origin(source.folder, state.step, weights_only)
+    origin = Origin(source.folder, state.step, weights_only, damage=damage)
     if not weights_only:
         earlier = [] if source is own else source.steps()
         _check_steps(origin, config.training.train_iters, earlier, continues=source is own)
@@ -77,6 +89,38 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
     places_in(hub, config.model)  # before any rank starts
     return Origin(folder, 0, weights_only=True, hub=True)
+
+
+def restore(trainer: Trainer, origin: Origin) -> str:
+    """Load the checkpoint, or if it is one of this run and damaged, the latest that is intact.
+
+    Returns:
+        Why a later checkpoint of the run was passed over; empty if none was.
+
+    Raises:
+        CheckpointError: it is of other tensors, or damaged and no other one is intact.
+        DataError: the data is not what it was.
+    """
+    if origin.hub:
+        trainer.load_hub(origin.checkpoints)
+        return ""
+    own = trainer.checkpointer
+    resumes = origin.checkpoints == own.folder
+    source = own if resumes else Checkpointer(origin.checkpoints)
+    try:
+        try:
+            trainer.restore(source, origin.step, weights_only=origin.weights_only)
+        except DamagedCheckpoint as error:
+            if not resumes or error.intact is None:
+                raise
+            trainer.restore(source, error.intact, weights_only=origin.weights_only)
+            return error.passed_over
+    except DataError as error:  # other data than the checkpoint's
+        folder = own.folder.parent
+        elsewhere = f"--load {folder} --finetune --save {folder}-finetuned"
+        afresh = elsewhere if resumes else "--finetune"
+        raise DataError(f"{error}\n  works: {afresh}") from error
+    return origin.damage
 
 
 def is_finished(origin: Origin | None, config: Config) -> bool:

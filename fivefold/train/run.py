@@ -15,7 +15,7 @@ from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
 from fivefold.data.loader import Loader
 from fivefold.data.prepare import PreparedData
-from fivefold.errors import DataError, FivefoldError
+from fivefold.errors import FivefoldError
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
 from fivefold.model.fp8_rules import check_kernels
@@ -39,7 +39,7 @@ from fivefold.train.loop import Trainer, device_peak
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases, close_all
 from fivefold.train.numa import Binding, bind, choose_bindings, described, prefer_memory
 from fivefold.train.open_files import check_open_files
-from fivefold.train.origin import Origin, find_origin, is_finished
+from fivefold.train.origin import Origin, find_origin, is_finished, restore
 from fivefold.train.profile import check_profiler
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, MetricsFile, RunFolder, new_run_path
@@ -278,18 +278,9 @@ def _make_trainer(
         audit=folder.audit if config.logging.audit else None,
         profile=folder.path if config.logging.profile else None,
     )
-    if job.origin is not None and job.origin.hub:
-        trainer.load_hub(job.origin.checkpoints)
-    elif job.origin is not None:
-        at = job.origin.checkpoints
-        resumes = at == own.folder
-        source = own if resumes else Checkpointer(at)
-        try:
-            trainer.restore(source, job.origin.step, weights_only=job.origin.weights_only)
-        except DataError as error:  # other data than the checkpoint's
-            elsewhere = f"--load {folder.path} --finetune --save {folder.path}-finetuned"
-            afresh = elsewhere if resumes else "--finetune"
-            raise DataError(f"{error}\n  works: {afresh}") from error
+    damage = restore(trainer, job.origin) if job.origin is not None else ""
+    if damage and console is not None:
+        console.warning(damage)
     return trainer
 
 

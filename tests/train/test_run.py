@@ -382,8 +382,9 @@ DAMAGE = {
 
 @pytest.fixture
 def damaged(finished: Path, tmp_path: Path) -> Path:
+    """A run with a single checkpoint, to which harm can be done."""
     run = tmp_path / "damaged"
-    shutil.copytree(finished, run)
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("step-00000003"))
     (tmp_path / "latest").symlink_to("another")
     return run
 
@@ -406,6 +407,22 @@ def test_a_run_that_cannot_go_on_is_refused_and_its_folder_left_alone(
         errors = capfd.readouterr().err
         assert message in errors and "Traceback" not in errors
         assert snapshot(damaged.parent) == before
+
+
+@pytest.mark.parametrize("kind", ["one bit", "no meta", "no manifest"])
+def test_a_run_goes_on_from_the_latest_intact_checkpoint_and_says_so(
+    cache: Path, finished: Path, tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    DAMAGE[kind][0](run)  # type: ignore[operator]
+    words = command(cache, run, "--nproc", "2", "--tp", "2", "--train-iters", "7")
+    assert main([*words[3:], "--lr-decay-iters", "6"]) == 0
+    said = capfd.readouterr()
+    assert "step-00000006 is damaged: " in said.out and "continues after step 3" in said.out
+    assert "step 3 is the latest that is intact" in said.out
+    before = losses(finished)
+    assert losses(run)[: len(before)] == before
 
 
 def test_a_finished_run_has_nothing_left_to_do(
