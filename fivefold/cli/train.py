@@ -45,6 +45,9 @@ class Options:
     cluster: str | None = option(
         None, "kind of GPU, or TOML file of a cluster, for --memory-budget (default: H100)"
     )
+    max_restarts: int = option(
+        0, "times to start the ranks of --nproc again after a failure, from the last checkpoint"
+    )
     dry_run: bool = option(
         False, "show settings, mesh, stages and derived numbers, without starting anything"
     )
@@ -78,7 +81,8 @@ def run(argv: Sequence[str]) -> int:
     check_corpora(config)
     from fivefold.train.run import train
 
-    return train(layout, recipe_name(options.recipe), options.nproc, options.device)
+    name, again = recipe_name(options.recipe), options.max_restarts
+    return train(layout, name, options.nproc, options.device, max_restarts=again)
 
 
 def _by_launcher(error: ConfigError) -> ConfigError:

@@ -166,6 +166,8 @@ def _happenings(folder: Path, starts: Iterable[Record]) -> Iterable[Happening]:
         command = " ".join(map(str, start.get("command", ())))
         host, devices = start.get("host", ""), start.get("devices") or ["CPU"]
         what = f"start{' again' * bool(number)} on {host} ({devices[0]})"
+        if start.get("after"):
+            what += f" after {start['after']}"
         if when := _time_of(start):
             yield Happening(when, what, command)
     for checkpoint in sorted((folder / CHECKPOINTS).glob("step-*/manifest.json")):

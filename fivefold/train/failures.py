@@ -17,6 +17,7 @@ from fivefold.train.signals import STOP_SIGNALS
 
 REPORT_LIMIT = 6_000  # characters of message and of traceback: both fit in a pipe's 64 KiB
 PLACES_SHOWN = 8
+CONFIG_ERROR = 2  # exit status of a rank whose settings are wrong
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def raised(error: BaseException, rank: int, folder: Path | None) -> Failure:
     """The failure of an exception on this rank; its traceback is written to `folder`, if any."""
     when = time.monotonic()
     if isinstance(error, FivefoldError):
-        status = 2 if isinstance(error, ConfigError) else 1
+        status = CONFIG_ERROR if isinstance(error, ConfigError) else 1
         return Failure(str(error)[:REPORT_LIMIT], when, status=status, for_user=True)
     text = "".join(traceback.format_exception(error))
     message = str(error).strip()[:REPORT_LIMIT]

@@ -29,6 +29,7 @@ from fivefold.train import failures
 from fivefold.train.cuda_environment import let_segments_grow, make_deterministic, set_defaults
 from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
+from fivefold.train.fresh_store import fresh_store, keeps_store
 from fivefold.train.heap import keep_freed_memory
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import Answer, RollCall, answers, call, find_suspect
@@ -79,15 +80,36 @@ class _Child:
             self.failure = failures.left(code)
 
 
+@dataclass(frozen=True)
+class End:
+    """How ranks ended.
+
+    Attributes:
+        status: exit status for the shell: 0 if every rank returned 0 or None; 2 after a
+            ConfigError; 128 + signal if killed; else 1 or what the worker returned.
+        why: the first line of the first failure, with its rank; empty if no rank failed by itself.
+    """
+
+    status: int
+    why: str = ""
+
+
 def launch_local(
+    worker: Worker, nproc: int, *, describe: Callable[[int], str] | None = None
+) -> int:
+    """Run `worker(rank_env)` as `run_ranks` does, and return the exit status for the shell."""
+    return run_ranks(worker, nproc, describe=describe).status
+
+
+def run_ranks(
     worker: Worker,
     nproc: int,
     *,
     describe: Callable[[int], str] | None = None,
     errors_folder: Path | None = None,
     threads: int | None = None,
-) -> int:
-    """Run `worker(rank_env)` in `nproc` forked processes and return the exit status for the shell.
+) -> End:
+    """Run `worker(rank_env)` in `nproc` forked processes.
 
     Each rank has torchrun's environment variables, and ends when the parent ends, however it ends.
     When a rank fails, the first cause is printed to stderr with the rank's coordinates and the
@@ -101,10 +123,6 @@ def launch_local(
             the traceback of the first cause is printed.
         threads: threads of each rank, unless OMP_NUM_THREADS says otherwise; None: its share of the
             cores.
-
-    Returns:
-        0 if every rank returned 0 or None; 2 after a ConfigError; 128 + signal if killed; else 1
-        or what the worker returned.
     """
     assert not torch.cuda.is_initialized(), "CUDA does not survive a fork"
     # The port is bound before and the server starts after the fork: no thread is ever forked, and
@@ -131,10 +149,11 @@ def launch_local(
                 _terminate(ranks)
             del store  # the ranks needed it until here
     if cause is None:
-        return 128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0
+        return End(128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0)
     rank, failure = cause
-    failures.explain(failure, place_name(rank, describe), nproc)
-    return failure.status
+    place = place_name(rank, describe)
+    failures.explain(failure, place, nproc)
+    return End(failure.status, f"{place}: {failure.cause.splitlines()[0]}")
 
 
 def init_process_group(
@@ -183,6 +202,8 @@ def init_process_group(
             rendezvous["store"] = dist.TCPStore(
                 env.master_addr, env.master_port, is_master=False, timeout=timeout
             )
+        case "torchrun" if keeps_store():
+            rendezvous["store"] = fresh_store(env, timeout)
         case "torchrun":
             rendezvous["init_method"] = "env://"
         case "slurm":

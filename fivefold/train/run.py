@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from fivefold.train.devices import (
 )
 from fivefold.train.engine import Engine
 from fivefold.train.hosts import crossing, gather_hosts
-from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.launch import End, init_process_group, run_ranks
 from fivefold.train.lock import FolderInUse, RunLock, claim
 from fivefold.train.loop import Trainer, device_peak
 from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases, close_all
@@ -42,6 +43,7 @@ from fivefold.train.open_files import check_open_files
 from fivefold.train.origin import Origin, find_origin, is_finished, restore
 from fivefold.train.profile import check_profiler
 from fivefold.train.rank_env import RankEnv, read_rank_env
+from fivefold.train.restarts import check_restarts, restarting
 from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, MetricsFile, RunFolder, new_run_path
 from fivefold.train.signals import leaving_in_order
 from fivefold.train.started import run_started
@@ -63,6 +65,7 @@ class Job:
         threads: number of CPU threads of each rank.
         bindings: processors of each rank on this machine; empty if ranks are not bound.
         hosts: host of every rank that a launcher has started; empty if this command started them.
+        after: the failure after which the ranks were started again; empty at the first start.
     """
 
     layout: Layout
@@ -75,9 +78,17 @@ class Job:
     lock: RunLock | None = None
     data: PreparedData | None = None
     hosts: Sequence[str] = ()
+    after: str = ""
 
 
-def train(layout: Layout, name: str, nproc: int | None, asked: Asked = "auto") -> int:
+def train(
+    layout: Layout,
+    name: str,
+    nproc: int | None,
+    asked: Asked = "auto",
+    *,
+    max_restarts: int = 0,
+) -> int:
     """Run a recipe and return the exit status.
 
     Args:
@@ -86,8 +97,10 @@ def train(layout: Layout, name: str, nproc: int | None, asked: Asked = "auto") -
         nproc: number of processes to start; None if torchrun or srun has started them, or there is
             only this process.
         asked: kind of device to train on.
+        max_restarts: times to start ranks of this command again after a failure.
     """
     env, config = read_rank_env(), layout.config
+    check_restarts(max_restarts, env.launcher, config.checkpoint.save)
     if env.launcher != "single":
         save = config.checkpoint.save
         return run_started(
@@ -105,20 +118,26 @@ def train(layout: Layout, name: str, nproc: int | None, asked: Asked = "auto") -
             return 0
         with lock.beating():
             job = replace(job, data=open_data(config, print))
-        if nproc is None or nproc == 1:
+        if nproc in (None, 1) and not max_restarts:
             torch.set_num_threads(threads.count)
             device = _join(job, env)
             try:
                 return run_rank(job, env, device)
             finally:
                 dist.destroy_process_group()
-        return launch_local(
-            lambda env: run_rank(job, env, _join(job, env)),
-            nproc,
-            describe=layout.grid.name,
-            errors_folder=RunFolder(job.path).errors,
-            threads=threads.count,
-        )
+
+        def ranks(origin: Origin | None, after: str) -> End:
+            now = replace(job, origin=origin, after=after)
+            return run_ranks(
+                lambda env: run_rank(now, env, _join(now, env)),
+                nproc or 1,
+                describe=layout.grid.name,
+                errors_folder=RunFolder(job.path).errors,
+                threads=threads.count,
+            )
+
+        folder, find = RunFolder(job.path), partial(_find_origin, config, lock)
+        return restarting(ranks, job.origin, find, folder, config, max_restarts)
 
 
 def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) -> int:
@@ -299,6 +318,7 @@ def _begin(
     folder.open(
         settings,
         [torch.cuda.get_device_name(device)] if device.type == "cuda" else [],
+        job.after,
     )
     if job.layout.config.logging.audit:
         folder.expect_audit(settings)

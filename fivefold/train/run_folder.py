@@ -91,16 +91,30 @@ class RunFolder:
             aside = f"mv {self.environment_file} {self.environment_file}.damaged"
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
 
-    def open(self, config_toml: str, device_names: Sequence[str] = ()) -> None:
+    def last_step(self) -> int:
+        """The last step in `metrics.jsonl`; 0 if there is none."""
+        if not self.metrics_file.exists():
+            return 0
+        lines = self.metrics_file.read_bytes().splitlines(keepends=True)
+        steps = (_step_of(line, str(self.metrics_file)) for line in lines)
+        return int(max((step for step in steps if math.isfinite(step)), default=0))
+
+    def open(self, config_toml: str, device_names: Sequence[str] = (), after: str = "") -> None:
         """Create the folder or add a start to it, and point the link `latest` in its parent here.
 
         The link is left out if the parent folder cannot be written.
+
+        Args:
+            config_toml: every setting.
+            device_names: devices of the first rank.
+            after: the failure after which ranks were started again.
 
         Raises:
             DataError: the list of earlier starts is damaged.
             FivefoldError: the folder cannot be written.
         """
-        starts = [*self.starts(), describe_environment(device_names)]
+        again = {"after": after} if after else {}
+        starts = [*self.starts(), describe_environment(device_names) | again]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomic(self.config_file, config_toml)

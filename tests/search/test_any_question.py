@@ -9,6 +9,7 @@ import io
 import random
 import re
 import shlex
+from itertools import count
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from fivefold.tell.record import as_json
 from fivefold.tell.report import best, explained, memory_table, pareto, question, ranked
 
 QUESTIONS = 64  # of each kind; `-m exhaustive` asks a thousand
+ROWS = 30  # layouts of each part that are looked at
 MODELS = ("debug-llama", "debug-gpt", "debug", "gpt2", "deepseek-v2-lite", "mixtral-8x7b")
 SIZES = (1, 1, 2, 2, 3, 4, 4, 6, 8, 16, -1, 0)
 VALUES = {
@@ -207,7 +209,9 @@ def test_what_is_legal_is_enumerated(part: int) -> None:
 def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
     """`check` lets every row pass, with the degrees and the settings that the space says."""
     rows = 0
-    for seed in range(1_000 + part, 1_000 + QUESTIONS, 4):
+    for seed in count(1_000 + part, 4):
+        if rows > ROWS:
+            break
         try:
             here = asked(line_of(seed))
         except ConfigError:
@@ -229,7 +233,6 @@ def test_what_is_enumerated_is_legal_and_has_what_was_given(part: int) -> None:
                     sections = [vars(section) for _, section in config.sections()]
                     assert any(section.get(name, section) == value for section in sections), name
             rows += 1
-    assert rows > 16
 
 
 @pytest.mark.slow

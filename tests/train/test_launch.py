@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.errors import ConfigError, FivefoldError
-from fivefold.train.launch import init_process_group, launch_local
+from fivefold.train.launch import init_process_group, launch_local, run_ranks
 from fivefold.train.rank_env import RankEnv, read_rank_env
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ def test_an_exception_is_the_cause_although_the_others_fail_too(capfd, tmp_path)
             raise ValueError("label 9 is out of range")
         step()
 
-    assert launch_local(worker, 3, describe=place, errors_folder=tmp_path / "errors") == 1
+    assert run_ranks(worker, 3, describe=place, errors_folder=tmp_path / "errors").status == 1
     error = capfd.readouterr().err
     assert "error: rank 1 PP(0) TP(1): ValueError: label 9 is out of range" in error
     assert "the other 2 ranks were stopped" in error
@@ -111,7 +111,7 @@ def test_a_traceback_that_cannot_be_written_does_not_hide_the_cause(capfd, tmp_p
         raise OSError("the true cause")
 
     (tmp_path / "errors").write_text("a file where the folder should be")
-    assert launch_local(worker, 1, errors_folder=tmp_path / "errors") == 1
+    assert run_ranks(worker, 1, errors_folder=tmp_path / "errors").status == 1
     errors = capfd.readouterr().err
     assert "OSError: the true cause" in errors and "in worker" in errors
 

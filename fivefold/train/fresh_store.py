@@ -1,0 +1,53 @@
+"""A store for ranks that torchrun may have started again, without what dead ranks wrote."""
+
+import os
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fivefold.train.rank_env import RankEnv
+
+_PLACE = "fivefold/first rank's store"  # key in torchrun's store: the port
+_LOOK_SECONDS = 0.05
+
+
+def keeps_store() -> bool:
+    """Whether torchrun's agent keeps the store of its ranks when it starts them again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def fresh_store(env: RankEnv, timeout: timedelta) -> dist.Store:
+    """A new store, which the first rank hosts; torchrun's own tells only where it is.
+
+    torchrun's store outlives its ranks (PyTorch 2.4 and later). Groups that are made under the
+    same names again would find the addresses of dead ranks there. One value there can be old, too:
+    the port of a dead first rank, at which nobody answers.
+
+    Raises:
+        DistError: no first rank answers within `timeout`.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    shared = dist.TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timeout)
+    if env.rank == 0:
+        own = dist.TCPStore(
+            env.master_addr, 0, is_master=True, wait_for_workers=False, timeout=timeout
+        )
+        shared.set(_PLACE, str(own.port))
+        return own
+    while True:
+        port = int(shared.get(_PLACE))
+        if _answers(env.master_addr, port):
+            return dist.TCPStore(env.master_addr, port, is_master=False, timeout=timeout)
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"the first rank did not answer within {timeout}")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=1):
+            return True
+    except OSError:
+        return False

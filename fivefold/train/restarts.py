@@ -1,0 +1,125 @@
+"""Starts the ranks of a run again after a failure, from its last complete checkpoint.
+
+The process that watches the ranks has imported everything and has opened the data, so that new
+ranks are forked from it within a second. Under torchrun and srun the launcher starts them again.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fivefold.config.config import Config
+from fivefold.errors import ConfigError, Mistake
+from fivefold.train.failures import CONFIG_ERROR
+from fivefold.train.launch import End
+from fivefold.train.origin import Origin, is_finished
+from fivefold.train.run_folder import RunFolder
+
+
+@dataclass
+class Restarts:
+    """Decides whether ranks that failed are started again.
+
+    A failure that comes back in the same step is of the run itself, such as of its data or
+    settings: it would come back each time.
+
+    Attributes:
+        most: number of restarts of one command.
+        used: number of restarts so far.
+    """
+
+    most: int
+    used: int = 0
+    _before: tuple[str, int] | None = None
+
+    def refusal(self, end: End, step: int) -> str | None:
+        """Why the ranks are not started again; None: they are, and it counts.
+
+        Args:
+            end: how the ranks ended.
+            step: last step that was done.
+        """
+        before, self._before = self._before, (end.why, step)
+        if end.status == CONFIG_ERROR:
+            return "its settings cannot run"
+        if before == self._before:
+            return f"it failed in the same way before, after the same step, {step}"
+        if self.used == self.most:
+            return f"--max-restarts {self.most} is used up"
+        self.used += 1
+        return None
+
+    def told(self, origin: Origin | None, done: int) -> str:
+        """A line on what the ranks that are started again begin with.
+
+        Args:
+            origin: where they begin.
+            done: last step that was done.
+        """
+        step = 0 if origin is None or origin.weights_only else origin.step
+        start = f"the checkpoint of step {step}" if step else "the beginning, without a checkpoint"
+        lost = f"; {done - step} {'step runs' if done - step == 1 else 'steps run'} again"
+        return f"restart {self.used} of {self.most} from {start}{lost if done > step else ''}"
+
+
+def restarting(
+    ranks: Callable[[Origin | None, str], End],
+    origin: Origin | None,
+    find_origin: Callable[[], Origin | None],
+    folder: RunFolder,
+    config: Config,
+    most: int,
+) -> int:
+    """Train on ranks that are started again after a failure; return the exit status.
+
+    Args:
+        ranks: starts ranks from an origin, after a failure, and waits for their end.
+        origin: where the first ones start.
+        find_origin: finds where the next ones do.
+        folder: the run folder.
+        config: settings of the run.
+        most: number of restarts.
+    """
+    restarts = Restarts(most)
+    end = ranks(origin, "")
+    while end.why and most:
+        done = folder.last_step()
+        if (refusal := restarts.refusal(end, done)) is not None:
+            print(f"the ranks are not started again: {refusal}", file=sys.stderr, flush=True)
+            break
+        origin = find_origin()
+        if is_finished(origin, config):
+            print("every step is done and saved", file=sys.stderr, flush=True)
+            return 0
+        print(restarts.told(origin, done), file=sys.stderr, flush=True)
+        end = ranks(origin, end.why)
+    return end.status
+
+
+def check_restarts(most: int, launcher: str, save: str | None) -> None:
+    """Check that something can start the ranks again, and that they will find their run.
+
+    Args:
+        most: restarts that the command asks for.
+        launcher: program that started this process.
+        save: the run folder of --save.
+
+    Raises:
+        ConfigError: the number is negative, ranks of torchrun or srun ask for restarts, or ranks
+            that torchrun would start again would begin a run of their own.
+    """
+    if most < 0:
+        raise ConfigError(Mistake(f"--max-restarts must be at least 0, not {most}"))
+    if launcher in ("torchrun", "slurm") and most:
+        again = {
+            "torchrun": f"torchrun --max-restarts {most} starts them again",
+            "slurm": "sbatch --requeue starts the job again, and `fivefold launch slurm` writes it",
+        }[launcher]
+        what = f"--max-restarts {most} is for the ranks of --nproc; {launcher} started these"
+        raise ConfigError(Mistake(what, (again,), works=("--max-restarts 0",)))
+    torchrun_restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if launcher == "torchrun" and torchrun_restarts != "0" and save is None:
+        what = f"torchrun --max-restarts {torchrun_restarts} needs --save: ranks that it starts"
+        what += " again would begin another run"
+        raise ConfigError(Mistake(what, attempt="--save runs/NAME"))

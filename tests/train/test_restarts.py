@@ -1,0 +1,101 @@
+"""Ranks that failed are started again, and the run loses nothing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fivefold.cli.main import main
+from fivefold.errors import ConfigError
+from fivefold.train.launch import End
+from fivefold.train.restarts import Restarts, check_restarts
+from tests.train.test_run import cache, command, finished, losses, wait_for
+
+__all__ = ["cache", "finished"]  # fixtures
+
+TWO = ("--nproc", "2", "--tp", "2")
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "2"]
+
+
+def kill_a_rank(job: subprocess.Popen[str], run: Path) -> None:
+    """One that has no part in writing metrics, once there is a checkpoint."""
+    wait_for(run / "checkpoints" / "latest", job)
+    psutil.Process(job.pid).children()[-1].send_signal(signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
+    cache: Path, finished: Path, tmp_path: Path, launcher: str
+) -> None:
+    run = tmp_path / "run"
+    words = command(cache, run, "--save-interval", "1", "--train-iters", "30")
+    words += ["--lr-decay-iters", "6"]
+    if launcher == "nproc":
+        words += [*TWO, "--max-restarts", "2"]
+    else:
+        words = [sys.executable, "-m", *TORCHRUN, *words[1:], "--tp", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(words, env=env, **pipes)  # type: ignore[call-overload]
+    kill_a_rank(job, run)
+    said, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    assert re.search(r"continues after step \d+", said)
+    before = losses(finished)
+    assert losses(run)[: len(before)] == before
+    starts = json.loads((run / "environment.json").read_text())
+    assert len(starts) == 2
+    if launcher == "nproc":
+        assert re.search(r"restart 1 of 2 from the checkpoint of step \d+", errors)
+        assert "rank 1 PP(0) DP(0) CP(0) TP(1): killed by SIGKILL" in starts[1]["after"]
+
+
+@pytest.mark.slow
+def test_a_failure_that_comes_back_is_not_tried_for_ever(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = command(cache, tmp_path / "run", "--max-restarts", "9", "--lr-decay-style", "constant")
+    assert main([*words[3:], "--lr", "1e300"]) == 1
+    errors = capfd.readouterr().err
+    assert errors.count("is not finite") == 2 and "restart 1 of 9 from the beginning" in errors
+    assert "not started again: it failed in the same way before, after the same step, " in errors
+
+
+def test_restarts_end_when_they_help_no_more() -> None:
+    restarts = Restarts(2)
+    assert restarts.refusal(End(1, "rank 1: lost"), 4) is None
+    assert restarts.refusal(End(1, "rank 1: lost"), 9) is None
+    assert restarts.used == 2
+    assert restarts.refusal(End(1, "rank 0: lost"), 9) == "--max-restarts 2 is used up"
+    assert "same step, 9" in (restarts.refusal(End(1, "rank 0: lost"), 9) or "")
+    assert Restarts(2).refusal(End(2, "rank 0: 4 GPUs"), 0) == "its settings cannot run"
+
+
+@pytest.mark.parametrize(
+    ("most", "launcher", "torchrun", "save", "message"),
+    [
+        (-1, "single", "0", None, "at least 0"),
+        (1, "torchrun", "0", "runs/a", "torchrun --max-restarts 1 starts them"),
+        (1, "slurm", "0", "runs/a", "sbatch --requeue"),
+        (0, "torchrun", "3", None, "needs --save"),
+    ],
+)
+def test_what_cannot_restart_is_refused(
+    most: int,
+    launcher: str,
+    torchrun: str,
+    save: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", torchrun)
+    with pytest.raises(ConfigError, match=message):
+        check_restarts(most, launcher, save)
+    check_restarts(0, launcher, "runs/a")
