@@ -3,7 +3,7 @@
 from fivefold.cli.style import note
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError, Mistake
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster import Cluster, load_cluster
 from fivefold.units import read_bytes
 
 AUTO = "auto"
@@ -22,6 +22,21 @@ def budget_bytes(text: str) -> float:
         what = f"--memory-budget must be a size above 0, not {text!r}"
         raise ConfigError(Mistake(what, works=EXAMPLES))
     return size
+
+
+def machine_within(cluster: str, world: int, budget: str | None) -> Cluster:
+    """The cluster with so many devices, whose tensors may take a budget.
+
+    Args:
+        cluster: kind of GPU, or TOML file of a cluster.
+        world: number of devices.
+        budget: size; None, or auto: what the device has less the planner's reserve.
+
+    Raises:
+        ConfigError: the budget or the cluster is wrong.
+    """
+    machine = load_cluster(cluster, world)
+    return machine if budget in (None, AUTO) else machine.within(budget_bytes(budget))
 
 
 def within_budget(
@@ -43,9 +58,7 @@ def within_budget(
     from fivefold.search.request import Request
     from fivefold.tell.memory_budget import chosen, nothing_fits
 
-    machine = load_cluster(cluster, world)
-    if budget != AUTO:
-        machine = machine.within(budget_bytes(budget))
+    machine = machine_within(cluster, world, budget)
     request = Request(config, by_flag, machine, frozenset())
     fit = fit_memory(request)
     if fit.best is None:

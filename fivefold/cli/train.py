@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from fivefold.check import check
 from fivefold.cli.budget import BUDGET_HELP, within_budget
@@ -37,13 +38,20 @@ class Options:
     device: Asked = option(
         "auto", "where to train; auto: on GPUs if there are enough; cuda: ranks may share one"
     )
+    layout: Literal["given", "auto"] = option(
+        "given",
+        "auto: the planner's fastest layout for these ranks, in place of the recipe's; layout "
+        "settings that are flags stay",
+    )
     memory_budget: str | None = option(
         None,
         f"{BUDGET_HELP}; auto: those of the cluster's GPU: choose what is recomputed and "
         "offloaded, the fastest that fits",
     )
     cluster: str | None = option(
-        None, "kind of GPU, or TOML file of a cluster, for --memory-budget (default: H100)"
+        None,
+        "kind of GPU, or TOML file of a cluster, for --layout auto and --memory-budget "
+        "(default: H100)",
     )
     max_restarts: int = option(
         0, "times to start the ranks of --nproc again after a failure, from the last checkpoint"
@@ -58,13 +66,19 @@ def run(argv: Sequence[str]) -> int:
     loaded = load_consistent(argv, Options, note)
     options, config = loaded.options, loaded.config
     world = ranks(options.nproc, dry_run=options.dry_run)
-    if options.memory_budget is None and options.cluster is not None:
-        what = f"--cluster {options.cluster} has no effect: its times are for --memory-budget"
-        raise ConfigError(Mistake(what, works=("--memory-budget auto", "--cluster none")))
+    plans, budget = options.layout == "auto", options.memory_budget
+    if not plans and budget is None and options.cluster is not None:
+        what = f"--cluster {options.cluster} has no effect: its times are for a plan"
+        works = ("--layout auto", "--memory-budget auto", "--cluster none")
+        raise ConfigError(Mistake(what, works=works))
     try:
-        if options.memory_budget is not None:
-            cluster, given = options.cluster or USUAL_CLUSTER, loaded.by_flag
-            config = within_budget(config, world, options.memory_budget, cluster, given)
+        cluster = options.cluster or USUAL_CLUSTER
+        if plans:
+            from fivefold.cli.auto_layout import planned
+
+            config = planned(config, world, cluster, loaded.by_flag, budget)
+        elif budget is not None:
+            config = within_budget(config, world, budget, cluster, loaded.by_flag)
         layout = check(config, world)
     except ConfigError as error:
         raise error if options.nproc is not None else _by_launcher(error) from error

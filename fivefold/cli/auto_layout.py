@@ -1,0 +1,82 @@
+"""`train --layout auto`: the planner's fastest layout for the ranks that are there."""
+
+from fivefold.check import check
+from fivefold.cli.budget import machine_within
+from fivefold.cli.style import note
+from fivefold.config.config import Config
+from fivefold.errors import ConfigError
+from fivefold.search.candidate import Candidate
+from fivefold.search.request import Request, request
+from fivefold.search.search import search
+from fivefold.tell.describe import summary
+from fivefold.tell.explain import percent
+from fivefold.tell.infeasible import why_nothing
+from fivefold.units import human_bytes, human_seconds
+
+
+def planned(
+    config: Config, world: int, cluster: str, by_flag: frozenset[str], budget: str | None
+) -> Config:
+    """The configuration with the fastest layout that the trainer has; says which, and how fast.
+
+    Every rank of a launcher comes to the same one: nothing in the search depends on time or chance.
+
+    Args:
+        config: configuration of the run; the layout settings of its recipe are left to the planner.
+        world: number of ranks.
+        cluster: kind of GPU, or TOML file of a cluster, whose times and memory count.
+        by_flag: names of settings that were given by flags; those of the layout stay.
+        budget: most bytes of tensors on a device as text; None: what the GPU has.
+
+    Raises:
+        ConfigError: the configuration or the budget is wrong, or no layout fits.
+    """
+    machine = machine_within(cluster, world, budget)
+    sizes = {"seq_length", "global_batch_size"}  # a run has them, if only by default
+    asked = request(config, machine, by_flag=by_flag, by_recipe=sizes)
+    result = search(asked)
+    if not result.found:
+        raise why_nothing(result).spelled(_ranks_for_gpus)
+    refusal: ConfigError | None = None
+    for candidate in result.found:
+        chosen = _with_layout(config, candidate)
+        try:
+            check(chosen, world)
+        except ConfigError as error:
+            refusal = refusal or error
+            continue
+        note("\n".join(_told(asked, candidate, result.found)))
+        return chosen
+    assert refusal is not None
+    raise refusal
+
+
+def _ranks_for_gpus(choice: str) -> tuple[str, ...]:
+    """A choice for `plan` in the words of `train`."""
+    return (choice.replace("--gpus ", "--nproc "),)
+
+
+def _with_layout(config: Config, candidate: Candidate) -> Config:
+    layout = candidate.layout.config
+    size = layout.training.micro_batch_size
+    return config.with_values(**vars(layout.parallel), **vars(layout.memory), micro_batch_size=size)
+
+
+def _told(asked: Request, chosen: Candidate, found: tuple[Candidate, ...]) -> list[str]:
+
+    peak, room = (
+        human_bytes(chosen.memory.device_total),
+        human_bytes(asked.cluster.gpu.memory_bytes),
+    )
+    lines = [
+        f"layout: {summary(chosen.layout)}",
+        f"  {human_seconds(chosen.seconds)} a step and {peak} of {room}, by the times of "
+        f"{asked.cluster.name}",
+    ]
+    others = [c for c in found if c.mesh != chosen.mesh]
+    if others:
+        slower = percent(others[0].seconds / chosen.seconds - 1)
+        lines.append(f"  the best of another mesh: {summary(others[0].layout)}, {slower}")
+    if fixed := asked.fixed():
+        lines.append(f"  given by flags: {', '.join(f'{n} = {v}' for n, v in fixed.items())}")
+    return lines
