@@ -23,6 +23,7 @@ FLOORS = (
     "config",
     "recipes",
     "hardware",
+    "reliability",
     "mesh",
     "model",
     "tensor",

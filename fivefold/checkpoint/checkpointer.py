@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from fivefold.mesh.slices import Piece, piece_of
 _HEADER = 1_800  # least bytes added to each tensor by torch.save and by the index
 LOAD_STEP = "--ckpt-step"
 
+T = TypeVar("T")
 Tensors = Mapping[str, Tensor | Piece]
 
 
@@ -121,6 +122,11 @@ class Checkpointer:
             self._writing = self._pool.submit(self._write_on, gpu, step, pieces, text, needed)
         else:
             self._write(step, pieces, text, needed)
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """The first rank's result of `work`, on every rank; waits for a save under way."""
+        self.wait()
+        return self._team.leader("agreeing", work)
 
     @property
     def failed(self) -> bool:

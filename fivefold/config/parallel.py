@@ -3,12 +3,19 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fivefold.config.settings import NONE
 from fivefold.config.sharding import SHARDING, Sharding, ShardingStrategy
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field whose help text feeds --help and the flag reference."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, none: str = NONE) -> Any:
+    """A dataclass field whose help text feeds --help and the flag reference.
+
+    Args:
+        default: default value.
+        help: description in one line.
+        none: how flags and TOML spell None.
+    """
+    return field(default=default, metadata={"help": help, "none": none})
 
 
 PipelineSchedule = Literal[

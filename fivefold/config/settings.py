@@ -30,6 +30,7 @@ class Setting:
         positional: whether it is a positional argument rather than a flag.
         default: default value; MISSING if there is none.
         help: description in one line.
+        none: how None is spelled.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Setting:
     positional: bool
     default: Any
     help: str
+    none: str = NONE
 
     @property
     def flag(self) -> str:
@@ -54,7 +56,7 @@ class Setting:
         if self.many:
             several = {int: "whole numbers", float: "numbers", str: "texts"}[self.kind]
             one = f"{one} or a list of {'them' if self.choices else several}"
-        return f"{one}, or {NONE}" if self.optional else one
+        return f"{one}, or {self.none}" if self.optional else one
 
     def from_text(self, text: str) -> Any:
         """Convert a word of the command line to a value.
@@ -62,7 +64,7 @@ class Setting:
         Raises:
             ValueError: the word is not a valid value.
         """
-        if self.optional and text == NONE:
+        if self.optional and text == self.none:
             return None
         if self.kind is bool:
             return {"true": True, "false": False}[text.lower()]
@@ -78,7 +80,7 @@ class Setting:
     def words(self, value: Any) -> str:
         """The inverse of `from_text`; several values are separated by spaces."""
         if value is None or value == ():
-            return NONE
+            return self.none
         if isinstance(value, tuple):
             return " ".join(map(self.words, value))
         return str(value).lower() if isinstance(value, bool) else str(value)
@@ -98,7 +100,7 @@ class Setting:
         Raises:
             ValueError: it has another type, or is not among the choices.
         """
-        if self.optional and value == NONE:
+        if self.optional and value == self.none:
             return None
         if self.many:
             return tuple(map(self._one, value if isinstance(value, list) else [value]))
@@ -115,7 +117,7 @@ class Setting:
     def to_toml(self, value: Any) -> str:
         """The inverse of `from_toml`, as TOML text."""
         if value is None:
-            return f'"{NONE}"'
+            return f'"{self.none}"'
         if isinstance(value, tuple):
             return f"[{', '.join(map(self.to_toml, value))}]"
         if isinstance(value, str):
@@ -158,6 +160,7 @@ def _setting(of: Field, hint: Any) -> Setting:
         positional=of.metadata.get("positional", False),
         default=of.default,
         help=of.metadata["help"],
+        none=of.metadata.get("none", NONE),
     )
 
 

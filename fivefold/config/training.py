@@ -174,7 +174,12 @@ class CheckpointConfig:
     finetune: bool = option(
         False, "load only the weights of --load; step, optimizer and data start anew"
     )
-    save_interval: int = option(0, "steps between checkpoints; 0: only the last step")
+    save_interval: int | None = option(
+        0,
+        "steps between checkpoints; 0: only the last step; auto: as often as loses the least "
+        "time, by what a checkpoint costs here and how often devices fail",
+        none="auto",
+    )
     keep_latest_k: int | None = option(3, "number of checkpoints to keep; none: all")
     async_save: bool = option(True, "write checkpoints while training goes on")
 

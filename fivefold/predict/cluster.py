@@ -29,6 +29,7 @@ from fivefold.errors import ConfigError, Mistake, Mistakes, did_you_mean
 from fivefold.files import parse_toml, read_text
 from fivefold.hardware import GB, GPUS, Gpu, Rates
 from fivefold.predict.machines import MACHINES
+from fivefold.reliability import INTERRUPTIONS_PER_GPU_DAY
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,6 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
 )
 MAX_GPUS = 10_000_000
 NODE_LATENCY, NETWORK_LATENCY = 2e-6, 6e-6  # seconds of a hop, as NCCL shows them
-# 419 unexpected interruptions in 54 days on 16,384 H100s (Llama 3, 2024, section 3.3.4).
-INTERRUPTIONS_PER_GPU_DAY = 419 / 54 / 16384
 
 
 def preset(name: str, num_gpus: int | None = None) -> Cluster:

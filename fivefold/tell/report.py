@@ -8,7 +8,7 @@ from textwrap import wrap
 from fivefold.model.shape import count_parameters
 from fivefold.predict.context import configured_way, context_ways
 from fivefold.predict.prediction import Prediction, precision_of
-from fivefold.predict.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
+from fivefold.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
 from fivefold.tell.degrees import expert_degrees

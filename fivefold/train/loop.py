@@ -28,6 +28,7 @@ from fivefold.train.garbage import collecting
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
 from fivefold.train.not_finite import locate, locate_in_state
 from fivefold.train.profile import profiled
+from fivefold.train.save_interval import SaveInterval
 from fivefold.train.saved_state import SavedState, read_state
 from fivefold.train.signals import StopRequest
 from fivefold.train.vitals import Vitals
@@ -115,7 +116,8 @@ class Trainer:
             CheckpointError: a save failed, perhaps an asynchronous one that began earlier.
         """
         config = self.engine.layout.config
-        interval = config.checkpoint.save_interval
+        every, agree = config.checkpoint.save_interval, self.checkpointer.agree
+        interval = SaveInterval(every, self.step, self.engine.layout.grid.world_size, agree)
         folder = self.checkpointer.folder.parent
         with (
             StopRequest() as request,
@@ -142,8 +144,9 @@ class Trainer:
                 every = config.training.eval_interval
                 if self.validation is not None and self.step % every == 0:
                     self._evaluate(self.validation)
-                if interval and self.step % interval == 0 and not self._dying:
-                    self._save()
+                if interval.due(self.step) and not self._dying:
+                    self._say(interval.plan(self.step))
+                    interval.held = self._save()
             if self._saved != self.step:
                 self._save()
             self.checkpointer.wait()
@@ -171,7 +174,12 @@ class Trainer:
             return nullcontext()
         return profiled(self.engine, self.profile)
 
-    def _save(self) -> None:
+    def _say(self, note: str) -> None:
+        if note and self.console is not None:
+            self.console.note(note)
+
+    def _save(self) -> float:
+        """Save, and return the seconds for which this held the run up."""
         self._see_folder()  # a save would create a deleted folder again
         if self._checks and not self.engine.sound():
             what = f"step {self.step} is not saved: it left weights or moments that are not finite"
@@ -187,10 +195,10 @@ class Trainer:
         tensors: dict[str, Any] = self.engine.written_tensors()
         self.checkpointer.save(self.step, tensors, asdict(state))
         self._saved = self.step
-        if self.console is not None:
-            took = human_seconds(time.perf_counter() - began)
-            how = "being written, held the step up" if self._is_async else "saved in"
-            self.console.note(f"checkpoint of step {self.step} {how} {took}")
+        seconds = time.perf_counter() - began
+        how = "being written, held the step up" if self._is_async else "saved in"
+        self._say(f"checkpoint of step {self.step} {how} {human_seconds(seconds)}")
+        return seconds
 
     @property
     def _is_async(self) -> bool:

@@ -2,7 +2,7 @@ from math import sqrt
 
 import pytest
 
-from fivefold.predict.reliability import (
+from fivefold.reliability import (
     DEVICE_MTBF,
     HOURS,
     best_interval,

@@ -1,4 +1,4 @@
-"""Predicts the effect of failures on a long run: goodput, and the best checkpoint interval.
+"""The effect of failures on a long run: goodput, and the best checkpoint interval.
 
 The rate is that of the 54-day snapshot of Llama 3's pre-training on 16,384 H100s ("The Llama 3 Herd
 of Models", table 5): 419 unexpected interruptions, 78 % of them of hardware. Failures are assumed
@@ -8,10 +8,9 @@ to be independent of each other and of age, so a run on n devices fails n times 
 from dataclasses import dataclass
 from math import exp, sqrt
 
-from fivefold.predict.cluster import INTERRUPTIONS_PER_GPU_DAY
-
 HOURS = 3600.0
 DAYS = 24 * HOURS
+INTERRUPTIONS_PER_GPU_DAY = 419 / 54 / 16384
 DEVICE_MTBF = DAYS / INTERRUPTIONS_PER_GPU_DAY
 """Seconds between two interruptions of one device: 5.8 years."""
 CHECKPOINT_BYTES = 12
