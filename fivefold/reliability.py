@@ -13,8 +13,6 @@ DAYS = 24 * HOURS
 INTERRUPTIONS_PER_GPU_DAY = 419 / 54 / 16384
 DEVICE_MTBF = DAYS / INTERRUPTIONS_PER_GPU_DAY
 """Seconds between two interruptions of one device: 5.8 years."""
-CHECKPOINT_BYTES = 12
-"""Bytes of a checkpoint per parameter: the fp32 master weight and both moments of AdamW."""
 STORAGE_BANDWIDTH = 1e9
 """Bytes/s that one node writes to storage; 16,384 GPUs then reach the 2 TB/s of Llama 3's."""
 RESTART_SECONDS = 600.0
@@ -40,9 +38,9 @@ class Goodput:
     share: float
 
 
-def checkpoint_seconds(parameters: int, nodes: int) -> float:
-    """Seconds that these nodes need to write the state of these parameters."""
-    return parameters * CHECKPOINT_BYTES / (nodes * STORAGE_BANDWIDTH)
+def checkpoint_seconds(size: float, nodes: int) -> float:
+    """Seconds that these nodes need to write a checkpoint of so many bytes."""
+    return size / (nodes * STORAGE_BANDWIDTH)
 
 
 def goodput(

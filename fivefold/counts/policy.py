@@ -98,6 +98,12 @@ def engine_policy(config: Config) -> StatePolicy:
     )
 
 
+def saved_bytes(config: Config) -> float:
+    """Bytes of a checkpoint per parameter: the master weight and both moments of AdamW."""
+    policy = engine_policy(config)
+    return policy.master + policy.moments
+
+
 def megatron_policy(splits_optimizer: bool) -> StatePolicy:
     """Megatron-LM's policy in bf16: matrix multiplications accumulate gradients in fp32.
 

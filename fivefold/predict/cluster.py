@@ -120,6 +120,11 @@ class Cluster:
     price_per_gpu_hour: float | None = None
 
     @property
+    def nodes(self) -> int:
+        """Machines that the GPUs are in."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
     def host_share(self) -> float:
         """Bytes of host memory for each GPU that takes part; infinite if not known."""
         return inf if self.host_memory_bytes is None else self.host_memory_bytes / self.sharing

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from fivefold.layout import Layout
+from fivefold.predict.cluster import Cluster
 from fivefold.search.memory_choices import describe
+from fivefold.units import human_bandwidth, human_bytes
 
 
 def degrees(layout: Layout) -> str:
@@ -12,6 +14,17 @@ def degrees(layout: Layout) -> str:
     sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "ep": grid.ep, "etp": grid.etp}
     words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return " ".join([*words, f"dp {grid.dp}"])
+
+
+def machines(cluster: Cluster) -> str:
+    """The GPUs, and the links between them as far as there are any."""
+    gpus = f"{cluster.num_gpus:,} x {cluster.gpu.name} ({human_bytes(cluster.gpu.memory_bytes)})"
+    inside = human_bandwidth(cluster.node_link.bandwidth)
+    if cluster.nodes == 1:
+        return gpus if cluster.num_gpus == 1 else f"{gpus} in one node, {inside}"
+    between = human_bandwidth(cluster.network_link.bandwidth)
+    each = cluster.gpus_per_node
+    return f"{gpus}, {cluster.nodes:,} nodes of {each}, {inside} inside, {between} a GPU between"
 
 
 def summary(layout: Layout) -> str:

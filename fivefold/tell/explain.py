@@ -170,8 +170,11 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     def faster(link: Link) -> Link:
         return replace(link, bandwidth=link.bandwidth * 1.1)
 
-    yield "network between nodes +10 %", replace(cluster, network_link=faster(cluster.network_link))
-    yield "links inside nodes +10 %", replace(cluster, node_link=faster(cluster.node_link))
+    if cluster.nodes > 1:
+        network = faster(cluster.network_link)
+        yield "network between nodes +10 %", replace(cluster, network_link=network)
+    if cluster.num_gpus > 1:
+        yield "links inside nodes +10 %", replace(cluster, node_link=faster(cluster.node_link))
     rates = replace(gpu, sustained=gpu.sustained * 1.1)
     yield "multiplications +10 %", replace(cluster, gpu=rates)
     memory = replace(gpu, memory_bandwidth=gpu.memory_bandwidth * 1.1)

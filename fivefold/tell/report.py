@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from textwrap import wrap
 
+from fivefold.counts.policy import saved_bytes
 from fivefold.model.shape import count_parameters
 from fivefold.predict.context import configured_way, context_ways
 from fivefold.predict.prediction import Prediction, precision_of
@@ -12,7 +13,7 @@ from fivefold.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodp
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
 from fivefold.tell.degrees import expert_degrees
-from fivefold.tell.describe import context_words, memory_words, requirements, summary
+from fivefold.tell.describe import context_words, machines, memory_words, requirements, summary
 from fivefold.tell.explain import (
     Rule,
     alternatives,
@@ -24,7 +25,7 @@ from fivefold.tell.explain import (
 )
 from fivefold.tell.export.targets import export
 from fivefold.tell.infeasible import why_nothing
-from fivefold.units import human_bandwidth, human_bytes, human_count, human_flops, human_seconds
+from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 
 WIDTH = 100
 CONVENTION = (
@@ -161,14 +162,7 @@ def question(result: SearchResult) -> Iterator[str]:
     active = count_parameters(model, active=True).total
     of_them = "" if active == whole else f", {human_count(active)} of them active"
     yield f"model      {human_count(whole)} parameters{of_them}, {model.num_layers} layers"
-    nodes = -(-request.world // cluster.gpus_per_node)
-    yield (
-        f"cluster    {request.world:,} x {cluster.gpu.name} "
-        f"({human_bytes(cluster.gpu.memory_bytes)}), {nodes:,} node{'s' * (nodes > 1)} of "
-        f"{cluster.gpus_per_node}, "
-        f"{human_bandwidth(cluster.node_link.bandwidth)} inside, "
-        f"{human_bandwidth(cluster.network_link.bandwidth)} a GPU between"
-    )
+    yield f"cluster    {machines(cluster)}"
     tokens = training.global_batch_size * training.seq_length
     yield (
         f"step       {training.global_batch_size:,} sequences of {training.seq_length:,} tokens = "
@@ -237,10 +231,9 @@ def cost(result: SearchResult, tokens: float | None) -> Cost:
     world = result.request.world
     kept = None
     if cluster.interruptions_per_gpu_day:
-        nodes = -(-world // cluster.gpus_per_node)
         kept = goodput(
             world,
-            checkpoint_seconds(parameters(result), nodes),
+            checkpoint_seconds(parameters(result) * saved_bytes(config), cluster.nodes),
             device_mtbf=DAYS / cluster.interruptions_per_gpu_day,
         )
     wall = seconds / kept.share if kept else seconds
@@ -274,7 +267,8 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
     yield (
         f"checkpoints: best every {human_seconds(kept.interval)} "
         f"({max(1, round(kept.interval / result.best.seconds)):,} steps), if writing one stops "
-        f"training for {human_seconds(kept.checkpoint)} (12 bytes a parameter, 1 GB/s a node) and "
+        f"training for {human_seconds(kept.checkpoint)} "
+        f"({saved_bytes(result.request.config):g} bytes a parameter, 1 GB/s a node) and "
         f"a restart takes {human_seconds(kept.restart)}"
     )
     yield f"goodput: {kept.share:.1%} of the time advances the training"
