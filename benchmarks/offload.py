@@ -30,6 +30,8 @@ from fivefold.units import human_bytes, human_seconds
 
 CONFIG = OptimizerConfig(clip_grad=1.0)
 NORM = 2.0  # so that gradients are clipped
+Way = tuple[Callable[[], None], int, int]
+"""A step, the bytes of its state in memory, and those in files."""
 
 
 def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -45,9 +47,7 @@ def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
     return {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in each.items()}
 
 
-def on_host(
-    named: dict[str, tuple[int, ...]], folder: Path | None = None
-) -> tuple[Callable[[], None], int]:
+def on_host(named: dict[str, tuple[int, ...]], folder: Path | None = None) -> Way:
     """A step of the optimizer in host memory: gradients leave, weights come back in bf16.
 
     Args:
@@ -57,7 +57,8 @@ def on_host(
     weights = {n: nn.Parameter(torch.zeros(s, dtype=torch.bfloat16)) for n, s in named.items()}
     gradients = {name: torch.randn(shape) for name, shape in named.items()}
     link = HostLink(torch.device("cpu"))
-    host = HostAdamW(weights, dict.fromkeys(weights, True), CONFIG, torch.float32, link, folder)
+    counted = dict.fromkeys(weights, True)
+    host = HostAdamW(weights, counted, CONFIG, torch.float32, link, folder=folder)
     for piece in host.masters().values():
         piece.local.normal_()
     host.publish()
@@ -70,10 +71,10 @@ def on_host(
             host.leave(name)
         host.step(1e-3, NORM, CONFIG.clip_grad)
 
-    return step, sum(tensor.nbytes for tensor in host.tensors())
+    return step, sum(tensor.nbytes for tensor in host.tensors()), host.disk_bytes()
 
 
-def plain(named: dict[str, tuple[int, ...]]) -> tuple[Callable[[], None], int]:
+def plain(named: dict[str, tuple[int, ...]]) -> Way:
     """AdamW on fp32 weights where they are, without clipping and copies."""
     weights = {name: nn.Parameter(torch.randn(shape)) for name, shape in named.items()}
     gradients = {name: torch.randn_like(weight) for name, weight in weights.items()}
@@ -84,10 +85,10 @@ def plain(named: dict[str, tuple[int, ...]]) -> tuple[Callable[[], None], int]:
             weight.grad = gradients[name]
         optimizer.step(1e-3)
 
-    return step, sum(4 * weight.nbytes for weight in weights.values())
+    return step, sum(4 * weight.nbytes for weight in weights.values()), 0
 
 
-def deepspeed(named: dict[str, tuple[int, ...]]) -> tuple[Callable[[], None], int]:
+def deepspeed(named: dict[str, tuple[int, ...]]) -> Way:
     """What ZeRO-Offload does on the host: clip, `DeepSpeedCPUAdam`, and weights in bf16."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # compiles its extension
 
@@ -105,7 +106,7 @@ def deepspeed(named: dict[str, tuple[int, ...]]) -> tuple[Callable[[], None], in
         for master, weight in zip(masters, back, strict=True):
             weight.copy_(master.detach())
 
-    return step, sum(4 * master.nbytes for master in masters)
+    return step, sum(4 * master.nbytes for master in masters), 0
 
 
 def main() -> None:
@@ -125,18 +126,19 @@ def main() -> None:
         ways["DeepSpeedCPUAdam"] = deepspeed(named)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(args.rounds + 1):
-        for name, (step, _) in ways.items():
+        for name, (step, *_) in ways.items():
             wall, cpu = time.perf_counter(), time.process_time()
             step()
             if turn:  # the first warms up
                 found = (time.perf_counter() - wall, time.process_time() - cpu)
                 taken[name].append(found)
     print(f"{count:,} parameters, {torch.get_num_threads()} threads of {os.cpu_count()} cores")
-    for name, (_, held) in ways.items():
+    for name, (_, held, mapped) in ways.items():
         wall, cpu = (median(column) for column in zip(*taken[name], strict=True))
         print(
             f"{name:<20}  {human_seconds(wall):>8} a step, {human_seconds(cpu):>8} of CPU time, "
-            f"{human_bytes(held)} of state, {human_bytes(held / count)} a parameter"
+            f"{human_bytes(held)} in memory, {human_bytes(mapped)} in files, "
+            f"{human_bytes((held + mapped) / count)} a parameter"
         )
 
 

@@ -145,6 +145,8 @@ def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
 ) -> None:
     values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7, **AWAY)
     values |= {"optimizer_offload_path": str(tmp_path / "away")}
+    # Two types in one file, of which the narrow one comes last.
+    values |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
     pool.run(2, _refused_saved_and_loaded, config(MODELS["llama tied"], 2, **values), tmp_path)
 
 
