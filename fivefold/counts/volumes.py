@@ -151,8 +151,9 @@ class _Volumes:
                 features += sum(self._features(layers[index])[0] for index in group)
                 features += sum(self._tiled_again(self._layer(layers[index])) for index in group)
                 end = self._layer(layers[group[-1]])
-                inputs = self._tiled_again(end)
-                skipped = (inputs + last) * self._last_tile if inputs else last
+                skipped = float(last)
+                if self._is_tiled(end):
+                    skipped = (self._tiled_again(end) + last) * self._last_tile
                 features -= skipped * end.ends_with_sum
         return features
 
@@ -164,10 +165,14 @@ class _Volumes:
 
     def _tiled_again(self, layer: Layer) -> int:
         """Features per token sent when the tiles of a recomputed layer's MLP are recomputed."""
-        if self.layout.config.memory.tiled_mlp_num_shards == 1 or layer.kind.experts:
+        if not self._is_tiled(layer):
             return 0
         sequence = self.parallel.sequence_parallel
         return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in layer.mlp_inputs)
+
+    def _is_tiled(self, layer: Layer) -> bool:
+        """Whether the layer's MLP runs in tiles of the tokens."""
+        return self.layout.config.memory.tiled_mlp_num_shards > 1 and not layer.kind.experts
 
     def _repeated_block(self, layer: Layer) -> int:
         """Like `_repeated` for selective recomputation: up to the last linear layer's input."""

@@ -135,6 +135,7 @@ def _settings(random: Random, world: int) -> dict[str, Any]:
         "pipeline_model_parallel_size": degrees["pp"],
         "num_virtual_stages_per_pipeline_rank": virtual,
         "pipeline_schedule": random.choice(SCHEDULES[virtual if degrees["pp"] > 1 else 0]),
+        "pipeline_dx_first": degrees["pp"] == 1 or random.random() < 0.5,
         "context_parallel_size": degrees["cp"],
         "cp_comm_type": (random.choice(CONTEXT),),
         "data_parallel_sharding_strategy": sharding,

@@ -213,6 +213,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {TP: 2} | FULL | TILES | GPT | {"recompute_num_layers": 1, "hidden_dropout": 0.1},
     ),
+    "tp, pairs of layers recomputed in tiles": (2, {TP: 2} | FULL | TILES),
     "tp + sp, modules recomputed in tiles": (2, SP | SELECTIVE | {"tiled_mlp_num_shards": 3}),
     "tp + sp, stages recomputed": (
         4,

@@ -38,7 +38,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     words = command(cache, run, "--save-interval", "1", "--train-iters", "30")
     words += ["--lr-decay-iters", "6"]
     if launcher == "nproc":
-        words += [*TWO, "--max-restarts", "2"]
+        on_disk = ["--optimizer-cpu-offload", "--optimizer-offload-path", str(tmp_path / "disk")]
+        words += [*TWO, "--max-restarts", "2", *on_disk]
     else:
         words = [sys.executable, "-m", *TORCHRUN, *words[1:], "--tp", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -53,6 +54,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     starts = json.loads((run / "environment.json").read_text())
     assert len(starts) == 2
     if launcher == "nproc":
+        assert not [*(tmp_path / "disk").iterdir()]  # what a killed rank had there is gone
         assert re.search(r"restart 1 of 2 from the checkpoint of step \d+", errors)
         assert "rank 1 PP(0) DP(0) CP(0) TP(1): killed by SIGKILL" in starts[1]["after"]
 
