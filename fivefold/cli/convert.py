@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fivefold.config.huggingface import refuse_adapter
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
@@ -79,5 +80,6 @@ def _check(options: Options, *, inward: bool) -> None:
     if Path(options.target).exists():
         mistakes.add(f"{options.target} is there already", attempt="another folder")
     mistakes.raise_if_any()
+    refuse_adapter(Path(options.source))
     if not inward:
         run_config(Path(options.source))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
-from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface import from_hf_config, refuse_adapter
 from fivefold.config.huggingface.write import differences
 from fivefold.convert.hub import HubFolder, is_hub_folder
 from fivefold.convert.load import model_in, places_in
@@ -52,9 +52,10 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
         source, step, weights_only = own, None, False
     elif load is None:
         return None
-    elif is_hub_folder(Path(load)):
-        return _from_hub(Path(load), config)
     else:
+        refuse_adapter(Path(load))
+        if is_hub_folder(Path(load)):
+            return _from_hub(Path(load), config)
         source, step = Checkpointer(checkpoints_of(Path(load))), config.checkpoint.ckpt_step
         weights_only = config.checkpoint.finetune
     damage = ""

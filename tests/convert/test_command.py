@@ -29,6 +29,23 @@ def test_a_source_that_is_nothing_is_named(
     assert "is not a run folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("verb", ["convert", "train"])
+def test_an_adapter_is_not_taken_for_weights(
+    verb: str, with_base: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    if with_base:
+        (tmp_path / "config.json").write_text("{}")
+    out = str(tmp_path / "out")
+    words = ["convert", str(tmp_path), out]
+    if verb == "train":
+        words = ["train", "debug", "--load", str(tmp_path), "--save", out]
+    assert main(words) != 0
+    assert "holds an adapter of PEFT (LORA)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_written_or_refused_with_what_differs(name: str) -> None:
     model = PRESETS[name]
