@@ -87,11 +87,15 @@ class End:
     Attributes:
         status: exit status for the shell: 0 if every rank returned 0 or None; 2 after a
             ConfigError; 128 + signal if killed; else 1 or what the worker returned.
-        why: the first line of the first failure, with its rank; empty if no rank failed by itself.
+        place: the rank that failed first, with its coordinates; empty if none failed by itself.
+        why: the first line of its failure.
+        stopped: whether a signal asked the run to stop.
     """
 
     status: int
+    place: str = ""
     why: str = ""
+    stopped: bool = False
 
 
 def launch_local(
@@ -149,11 +153,13 @@ def run_ranks(
                 _terminate(ranks)
             del store  # the ranks needed it until here
     if cause is None:
-        return End(128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0)
+        status = 128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0
+        return End(status, stopped=stop.signum is not None)
     rank, failure = cause
     place = place_name(rank, describe)
     failures.explain(failure, place, nproc)
-    return End(failure.status, f"{place}: {failure.cause.splitlines()[0]}")
+    why = failure.cause.splitlines()[0]
+    return End(failure.status, place, why, stopped=stop.signum is not None)
 
 
 def init_process_group(

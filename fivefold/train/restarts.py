@@ -7,7 +7,7 @@ ranks are forked from it within a second. Under torchrun and srun the launcher s
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError, Mistake
@@ -21,8 +21,8 @@ from fivefold.train.run_folder import RunFolder
 class Restarts:
     """Decides whether ranks that failed are started again.
 
-    A failure that comes back in the same step is of the run itself, such as of its data or
-    settings: it would come back each time.
+    A failure that comes back after the same step, on whichever rank is the first to notice, is of
+    the run itself, such as of its data or settings: it would come back each time.
 
     Attributes:
         most: number of restarts of one command.
@@ -31,7 +31,7 @@ class Restarts:
 
     most: int
     used: int = 0
-    _before: tuple[str, int] | None = None
+    _seen: set[tuple[str, int]] = field(default_factory=set)
 
     def refusal(self, end: End, step: int) -> str | None:
         """Why the ranks are not started again; None: they are, and it counts.
@@ -40,14 +40,16 @@ class Restarts:
             end: how the ranks ended.
             step: last step that was done.
         """
-        before, self._before = self._before, (end.why, step)
+        if end.stopped:
+            return "they were asked to stop"
         if end.status == CONFIG_ERROR:
             return "its settings cannot run"
-        if before == self._before:
+        if (end.why, step) in self._seen:
             return f"it failed in the same way before, after the same step, {step}"
         if self.used == self.most:
             return f"--max-restarts {self.most} is used up"
         self.used += 1
+        self._seen.add((end.why, step))
         return None
 
     def told(self, origin: Origin | None, done: int) -> str:
@@ -58,7 +60,7 @@ class Restarts:
             done: last step that was done.
         """
         step = 0 if origin is None or origin.weights_only else origin.step
-        start = f"the checkpoint of step {step}" if step else "the beginning, without a checkpoint"
+        start = f"the checkpoint of step {step}" if step else "the beginning, as no step was saved"
         lost = f"; {done - step} {'step runs' if done - step == 1 else 'steps run'} again"
         return f"restart {self.used} of {self.most} from {start}{lost if done > step else ''}"
 
@@ -93,7 +95,7 @@ def restarting(
             print("every step is done and saved", file=sys.stderr, flush=True)
             return 0
         print(restarts.told(origin, done), file=sys.stderr, flush=True)
-        end = ranks(origin, end.why)
+        end = ranks(origin, f"{end.place}: {end.why}")
     return end.status
 
 
@@ -114,7 +116,7 @@ def check_restarts(most: int, launcher: str, save: str | None) -> None:
     if launcher in ("torchrun", "slurm") and most:
         again = {
             "torchrun": f"torchrun --max-restarts {most} starts them again",
-            "slurm": "sbatch --requeue starts the job again, and `fivefold launch slurm` writes it",
+            "slurm": "the job, submitted again, goes on from its last checkpoint",
         }[launcher]
         what = f"--max-restarts {most} is for the ranks of --nproc; {launcher} started these"
         raise ConfigError(Mistake(what, (again,), works=("--max-restarts 0",)))

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -13,7 +14,8 @@ import pytest
 
 from fivefold.cli.main import main
 from fivefold.errors import ConfigError
-from fivefold.train.launch import End
+from fivefold.train.launch import End, run_ranks
+from fivefold.train.rank_env import RankEnv
 from fivefold.train.restarts import Restarts, check_restarts
 from tests.train.test_run import cache, command, finished, losses, wait_for
 
@@ -63,21 +65,37 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
 def test_a_failure_that_comes_back_is_not_tried_for_ever(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = command(cache, tmp_path / "run", "--max-restarts", "9", "--lr-decay-style", "constant")
-    assert main([*words[3:], "--lr", "1e300"]) == 1
+    words = command(cache, tmp_path / "run", *TWO, "--max-restarts", "9", "--lr", "1e300")
+    assert main([*words[3:], "--lr-decay-style", "constant"]) == 1
     errors = capfd.readouterr().err
     assert errors.count("is not finite") == 2 and "restart 1 of 9 from the beginning" in errors
     assert "not started again: it failed in the same way before, after the same step, " in errors
 
 
 def test_restarts_end_when_they_help_no_more() -> None:
-    restarts = Restarts(2)
-    assert restarts.refusal(End(1, "rank 1: lost"), 4) is None
-    assert restarts.refusal(End(1, "rank 1: lost"), 9) is None
-    assert restarts.used == 2
-    assert restarts.refusal(End(1, "rank 0: lost"), 9) == "--max-restarts 2 is used up"
-    assert "same step, 9" in (restarts.refusal(End(1, "rank 0: lost"), 9) or "")
-    assert Restarts(2).refusal(End(2, "rank 0: 4 GPUs"), 0) == "its settings cannot run"
+    restarts = Restarts(3)
+    assert restarts.refusal(End(1, "rank 1", "lost"), 4) is None
+    assert restarts.refusal(End(1, "rank 1", "lost"), 9) is None
+    assert restarts.refusal(End(1, "rank 1", "killed"), 9) is None
+    assert restarts.used == 3
+    assert restarts.refusal(End(1, "rank 0", "lost"), 10) == "--max-restarts 3 is used up"
+    assert "same step, 9" in (restarts.refusal(End(1, "rank 0", "lost"), 9) or "")
+    assert Restarts(2).refusal(End(2, "rank 0", "4 GPUs"), 0) == "its settings cannot run"
+
+
+def test_a_rank_that_fails_after_a_stop_was_asked_for_is_not_started_again() -> None:
+    def worker(env: RankEnv) -> None:
+        received: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        if env.rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        while not received:
+            time.sleep(0.01)
+        raise OSError("no space left")
+
+    end = run_ranks(worker, 2)
+    assert end.stopped and end.why == "OSError: no space left"
+    assert Restarts(2).refusal(end, 5) == "they were asked to stop"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +103,7 @@ def test_restarts_end_when_they_help_no_more() -> None:
     [
         (-1, "single", "0", None, "at least 0"),
         (1, "torchrun", "0", "runs/a", "torchrun --max-restarts 1 starts them"),
-        (1, "slurm", "0", "runs/a", "sbatch --requeue"),
+        (1, "slurm", "0", "runs/a", "submitted again, goes on"),
         (0, "torchrun", "3", None, "needs --save"),
     ],
 )
