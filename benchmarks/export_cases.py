@@ -363,6 +363,7 @@ CHANGES: Mapping[str, Change] = {
     "eval_iters": Change(7, {"eval_interval": 30}),
     "check_for_nan_in_loss_and_grad": Change(False),
     "distributed_timeout_minutes": Change(20.5),
+    "watchdog_timeout_seconds": Change(30.0),
     "numa_binding": Change("node"),
     "manual_gc": Change(True),
     "manual_gc_interval": Change(200, {"manual_gc": True}),

@@ -71,6 +71,10 @@ class TrainingConfig:
     distributed_timeout_minutes: float = option(
         10.0, "minutes after which a waiting collective fails"
     )
+    watchdog_timeout_seconds: float = option(
+        60.0,
+        "seconds without progress after which the rank at fault is named; 0: never",
+    )
     numa_binding: NumaBinding | None = option(
         None,
         "bind each rank to CPUs near its GPU, or near its memory: those of its NUMA node, of its "

@@ -63,6 +63,7 @@ _RULES = MappingProxyType(
         "eval_iters": _NOT_NEGATIVE,
         "seed": (lambda v: 0 <= v < 1 << 63, "in 0 .. 2^63 - 1"),
         "distributed_timeout_minutes": _POSITIVE,
+        "watchdog_timeout_seconds": _NOT_NEGATIVE,
         "manual_gc_interval": _NOT_NEGATIVE,
         "tokenizer_vocab_size": (lambda v: v >= 257, "at least 257 (256 bytes and an end mark)"),
         "lr": _POSITIVE,

@@ -83,6 +83,7 @@ class Executor:
             half goes on.
         delays_weights: whether an FB computes dW while its messages travel.
         observe: told of every compute act, of an FB as a whole; what measures a step sets it.
+        enter: told of every act that begins, and of the end (None).
         states_into: hidden states of a token that enter a stage, by its index, where further tokens
             are predicted; None: always one.
         lines: groups of two ranks by sender and receiver, for messages between them; other messages
@@ -99,6 +100,7 @@ class Executor:
     turns: Turns
     delays_weights: bool = False
     observe: Observer = field(default=nullcontext)
+    enter: Callable[[Act | None], None] = field(default=lambda act: None)
     states_into: Callable[[int], int] | None = None
     lines: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
 
@@ -174,11 +176,13 @@ class _Step:
     def run(self) -> StepSums:
         with torch.set_grad_enabled(not self._program.forward_only):
             for act in self._acts:
+                self._on.enter(act)
                 if act.kind in COMPUTE:
                     self._compute(act)
                 else:
                     self._manage(act)
         self._mail.finish()
+        self._on.enter(None)
         loss = torch.stack(self._losses).sum(0) if self._losses else torch.zeros_like(self._scale)
         return StepSums(loss, self._routing)
 

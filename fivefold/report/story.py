@@ -23,11 +23,12 @@ from fivefold.report.settings import run_config
 LAST = 20
 """Steps over which the latest values of a run are averaged."""
 EVALUATION = "eval_loss"
-METRICS, ENVIRONMENT, CHECKPOINTS, ERRORS = (
+METRICS, ENVIRONMENT, CHECKPOINTS, ERRORS, HANGS = (
     "metrics.jsonl",
     "environment.json",
     "checkpoints",
     "errors",
+    "hangs",
 )
 Record = Mapping[str, Any]
 
@@ -56,7 +57,7 @@ class Story:
         config: settings of the latest start.
         starts: machine and command line of each start, the first one first.
         records: lines of `metrics.jsonl`, of steps and of evaluations.
-        happenings: starts, checkpoints and failures in order of time.
+        happenings: starts, checkpoints, hangs and failures in order of time.
         seen: when the run last wrote metrics.
     """
 
@@ -177,6 +178,9 @@ def _happenings(folder: Path, starts: Iterable[Record]) -> Iterable[Happening]:
         lines = error.read_text(errors="replace").strip().splitlines()
         rank = error.stem.removeprefix("rank-")
         yield Happening(_changed(error), f"rank {rank} failed", lines[-1] if lines else "")
+    for hang in sorted((folder / HANGS).glob("step-*.txt")):
+        lines = hang.read_text(errors="replace").splitlines()
+        yield Happening(_changed(hang), lines[0] if lines else "no progress", " ".join(lines[1:2]))
 
 
 def _time_of(start: Record) -> datetime | None:

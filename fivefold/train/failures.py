@@ -12,8 +12,9 @@ from pathlib import Path
 from fivefold.errors import ConfigError, FivefoldError
 from fivefold.files import write_atomic
 from fivefold.mesh.groups import lost_connection
-from fivefold.train.roll_call import Suspect, place_of
+from fivefold.train.roll_call import Suspect
 from fivefold.train.signals import STOP_SIGNALS
+from fivefold.train.witness import place_of
 
 REPORT_LIMIT = 6_000  # characters of message and of traceback: both fit in a pipe's 64 KiB
 PLACES_SHOWN = 8

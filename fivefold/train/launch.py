@@ -323,7 +323,7 @@ def _watch(
     no other failure and the run was not asked to stop.
     """
     forwarded = False
-    deadline = None
+    deadline, question = None, 0
     while any(r.running for r in ranks):
         for rank in ranks:
             if rank.running:
@@ -331,7 +331,7 @@ def _watch(
         failed = [r for r in ranks if r.failure]
         if failed and deadline is None:
             deadline = time.monotonic() + SEARCH_SECONDS
-            call(store, [r.rank for r in ranks if r.running])
+            question = call(store, len(ranks))
         if any(r.failure and not r.failure.consequence for r in failed):
             deadline = min(deadline or 0.0, time.monotonic() + SETTLE_SECONDS)
         if deadline is not None and time.monotonic() > deadline:
@@ -348,7 +348,8 @@ def _watch(
     first = min(found, key=lambda pair: (pair[1].consequence, pair[1].when, pair[0]))
     if not first[1].consequence:
         return first
-    return _behind(first, ranks, answers(store, [r.rank for r in ranks]), errors_folder)
+    given = answers(store, [r.rank for r in ranks], question)
+    return _behind(first, ranks, given, errors_folder)
 
 
 def _behind(

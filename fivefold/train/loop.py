@@ -22,6 +22,7 @@ from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import telling_full_disk
 from fivefold.hardware import peak_flops
 from fivefold.model.shape import training_flops
+from fivefold.train.activity import Activity
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
 from fivefold.train.garbage import collecting
@@ -54,6 +55,7 @@ class Trainer:
         step: number of optimizer steps done.
         check_folder: function that raises if the run folder is gone; None on all ranks but the
             first.
+        activity: what this rank is doing, for whoever asks.
     """
 
     engine: Engine
@@ -66,6 +68,7 @@ class Trainer:
     profile: Path | None = None
     step: int = 0
     check_folder: Callable[[], None] | None = None
+    activity: Activity = field(default_factory=Activity)
     _saved: int | None = field(default=None, init=False)
     _steps_here: int = field(default=0, init=False)
     _vitals: Vitals = field(init=False)
@@ -127,6 +130,7 @@ class Trainer:
             stopping = False
             while self.step < config.training.train_iters and not stopping:
                 began = time.perf_counter()
+                self.activity.begin(self.step + 1)
                 batch = self.loader.next_batch()
                 with self._measuring(), self._profiling():
                     result = self.engine.step(

@@ -3,10 +3,11 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.train.activity import Activity
 
 Launcher = Literal["single", "local", "torchrun", "slurm"]
 
@@ -26,6 +27,7 @@ class RankEnv:
         master_port: port of the rendezvous store.
         launcher: program that started the processes; "local" is `launch_local`, whose parent
             process hosts the store.
+        activity: what this process is doing; not part of its address.
     """
 
     rank: int = 0
@@ -35,6 +37,7 @@ class RankEnv:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     launcher: Launcher = "single"
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         mistakes = Mistakes()

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,20 +34,23 @@ from fivefold.train.devices import (
 )
 from fivefold.train.engine import Engine
 from fivefold.train.hosts import crossing, gather_hosts
-from fivefold.train.launch import End, init_process_group, run_ranks
+from fivefold.train.launch import End, init_process_group, place_name, run_ranks
 from fivefold.train.lock import FolderInUse, RunLock, claim
 from fivefold.train.loop import Trainer, device_peak
-from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases, close_all
+from fivefold.train.metrics import close_all
 from fivefold.train.numa import Binding, bind, choose_bindings, described, prefer_memory
 from fivefold.train.open_files import check_open_files
 from fivefold.train.origin import Origin, find_origin, is_finished, restore
 from fivefold.train.profile import check_profiler
 from fivefold.train.rank_env import RankEnv, read_rank_env
 from fivefold.train.restarts import check_restarts, restarting
-from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, MetricsFile, RunFolder, new_run_path
+from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder, new_run_path
 from fivefold.train.signals import leaving_in_order
+from fivefold.train.sinks import open_sinks
 from fivefold.train.started import run_started
 from fivefold.train.threads import Threads, choose_threads
+from fivefold.train.watchdog import Watchdog
+from fivefold.train.witness import mark_work
 
 
 @dataclass(frozen=True)
@@ -197,8 +200,12 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
     folder = RunFolder(job.path)
     if device.type == "cuda":
         keep_flight_record(job.path)
-    with lock.beating() if lock is not None else nullcontext():
+        env.activity.mark = mark_work
+    with ExitStack() as stack:
+        if lock is not None:
+            stack.enter_context(lock.beating())
         data = job.data or open_data(job.layout.config, print if lock else logging.debug)
+        stack.enter_context(_watchdog(job, env, folder))
         console = _open_console(job, device) if env.rank == 0 else None
         trainer = _make_trainer(job, env, folder, device, data, console)
         try:
@@ -217,6 +224,17 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
         if console is not None:
             console.note(f"everything is in {folder.path}")
     return 0
+
+
+def _watchdog(job: Job, env: RankEnv, folder: RunFolder) -> Watchdog:
+    training = job.layout.config.training
+    return Watchdog(
+        env,
+        training.watchdog_timeout_seconds,
+        name=partial(place_name, describe=job.layout.grid.name),
+        ends=f"--distributed-timeout-minutes {training.distributed_timeout_minutes:g}",
+        folder=folder.hangs,
+    )
 
 
 def _join(job: Job, env: RankEnv) -> torch.device:
@@ -296,7 +314,9 @@ def _make_trainer(
         sinks=(),
         audit=folder.audit if config.logging.audit else None,
         profile=folder.path if config.logging.profile else None,
+        activity=env.activity,
     )
+    engine.model.executor.enter = env.activity.enter
     damage = restore(trainer, job.origin) if job.origin is not None else ""
     if damage and console is not None:
         console.warning(damage)
@@ -326,7 +346,7 @@ def _begin(
     if job.origin is not None and job.origin.hub:
         keep_side_files(job.origin.checkpoints, folder.path)
     trainer.check_folder = lock.check
-    trainer.sinks = _open_sinks(job, folder, trainer.step, console)
+    trainer.sinks = open_sinks(job.layout.config, folder, trainer.step, console)
     if (across := crossing(job.layout, job.hosts)) is not None:
         console.warning(across)
     console.note(f"run folder: {folder.path}")
@@ -366,24 +386,3 @@ def _open_console(job: Job, device: torch.device) -> Console:
         rows.append(("NUMA binding", f"{mode}", f"{described(job.bindings)}; {memory}"))
     console.banner(f"fivefold train {job.name}", rows)
     return console
-
-
-def _open_sinks(job: Job, folder: RunFolder, step: int, console: Console) -> list[Sink]:
-    logging_ = job.layout.config.logging
-    metrics = MetricsFile(folder.metrics_file, after_step=step)
-    if metrics.removed:
-        lines = "1 line that is no record"
-        if metrics.removed > 1:
-            lines = f"{metrics.removed} lines that are no records"
-        console.warning(f"removed {lines} from {folder.metrics_file}")
-    sinks: list[Sink] = [metrics]
-    if logging_.tensorboard:
-        sinks.append(TensorBoard(folder.path / "tensorboard"))
-    if logging_.wandb_project:
-        values = {name: asdict(section) for name, section in job.layout.config.sections()}
-        sinks.append(
-            WeightsAndBiases(
-                logging_.wandb_project, folder.path.name, values, folder.path, resume=step > 0
-            )
-        )
-    return sinks

@@ -6,6 +6,7 @@ runs/llama3-8b-20261121-104500/
   metrics.jsonl      one line per step
   run.lock           which run uses the folder, while one does
   errors/            tracebacks of ranks that failed
+  hangs/             stacks of every rank while the run waited for one of them
   pipeline.jsonl     with --profile: when each pipeline action ran in one step
   profile/           with --use-pytorch-profiler: torch's trace of each profiled rank
   audit/             with --audit: what each rank sent, held and computed in one step
@@ -76,6 +77,11 @@ class RunFolder:
     def errors(self) -> Path:
         """The folder with the tracebacks of ranks."""
         return self.path / "errors"
+
+    @property
+    def hangs(self) -> Path:
+        """The folder with what ranks did while the run made no progress."""
+        return self.path / "hangs"
 
     def starts(self) -> list[dict[str, Any]]:
         """The entries of earlier starts.

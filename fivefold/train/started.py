@@ -64,12 +64,18 @@ def run_started(
 
 
 def _tell_torchrun(error: BaseException) -> None:
-    """Write an error that is a surprise where torchrun's summary of failed ranks looks for it."""
-    expected = isinstance(error, FivefoldError | SystemExit)
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and not expected:
+    """Write an error that is a surprise where torchrun's summary of failed ranks looks for it.
+
+    It may end this rank at any moment, and would itself fail if it read half a file.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not isinstance(error, FivefoldError | SystemExit):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+        part = os.environ["TORCHELASTIC_ERROR_FILE"] = f"{path}.part"
         get_error_handler().record_exception(error)
+        with contextlib.suppress(OSError):  # torch tells why it could not write
+            os.replace(part, path)
 
 
 def _ask(
@@ -86,12 +92,12 @@ def _ask(
         _await(store, TOLD, 2 * SEARCH_SECONDS)
         return
     ranks = range(env.world_size)
-    call(store, ranks)
+    question = call(store, env.world_size)
     if _await(store, CAUSE, SEARCH_SECONDS):
         return
     waited = {r: key("waited", r) for r in ranks}
     places = {r: store.get(k).decode() for r, k in waited.items() if store.check([k])}
-    given = answers(store, ranks)
+    given = answers(store, ranks, question)
     silent = {r: process_of(store, r) for r in ranks if r not in places}
     rank, cause = env.rank, failure
     if (suspect := find_suspect(silent, given)) is not None:

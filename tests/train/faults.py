@@ -33,6 +33,7 @@ from fivefold.train.rank_env import read_rank_env
 
 STEP = 2  # in which a fault happens; every step saves
 TIMEOUT_SECONDS = 12.0
+WATCHDOG_SECONDS = 4.0
 SHARD = "--data-parallel-sharding-strategy"
 HSDP = f"--num-distributed-optimizer-instances 2 {SHARD} optim"
 LAYOUTS = {  # ranks, flags
@@ -238,6 +239,8 @@ def command(case: Case, corpus: Path, folder: Path, *, nproc: bool = True) -> li
         "4",
         "--distributed-timeout-minutes",
         str(TIMEOUT_SECONDS / 60),
+        "--watchdog-timeout-seconds",
+        str(WATCHDOG_SECONDS),
     ]
     words += ["--data-path", str(corpus), "--data-cache-path", str(corpus / "cache")]
     words += ["--save", str(folder / str(case)), *flags.split()]

@@ -83,6 +83,10 @@ def check(case: Case, outcome: dict) -> None:
         status = 1
     assert re.search(expected, errors, re.MULTILINE), errors
     assert len(re.findall(r"^error:", errors, re.MULTILINE)) == 1, errors
+    if case.deed in ("stop", "hang") and case.phase != "start":
+        cause = CAUSES[case.deed].split(r"\n")[0]
+        named = rf"^warning: no progress for .* {re.escape(place.rstrip(': '))} {cause}$"
+        assert re.search(named, errors, re.MULTILINE), errors
     assert "Traceback" not in errors
     assert outcome["status"] == status
     assert outcome["seconds"] < SECONDS

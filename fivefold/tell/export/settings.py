@@ -27,11 +27,13 @@ OWN = frozenset(
         "record_memory_history",
         "audit",
         "numa_binding",
+        "watchdog_timeout_seconds",
         "pipeline_dx_first",
     }
 )
-"""Settings of the run folder, of logging, of how ranks are started and of what is sent first, which
-have no meaning for another trainer: others split a backward only where the schedule does."""
+"""Settings of the run folder, of logging, of how ranks are started and watched, and of what is sent
+first, which have no meaning for another trainer: others split a backward only where the schedule
+does."""
 
 
 SPLITS = (

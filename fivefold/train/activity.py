@@ -1,0 +1,81 @@
+"""What the main thread of a rank is doing, for other threads to read. Imports no torch."""
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from fivefold.pipeline.ir import Act, Direction, Kind, Message
+
+
+class Mark(Protocol):
+    """A place in the work of a device, such as a CUDA event."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
+
+class Activity:
+    """The step and the pipeline action of this rank, kept at the cost of two assignments an action.
+
+    Attributes:
+        step: the step under way, from 1; 0 before the first.
+        act: the pipeline action that the host is in; None outside of the stages' program.
+        mark: function that marks a place in the device's work; None where the host does the work.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.act: Act | None = None
+        self.mark: Callable[[], Mark] | None = None
+        self._since = time.monotonic()
+        self._received: list[Message] = []
+        self._marks: list[tuple[Act, Mark]] = []
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the main thread began its step or its pipeline action."""
+        return time.monotonic() - self._since
+
+    def begin(self, step: int) -> None:
+        """Note that a step begins."""
+        self.step, self.act = step, None
+        self._received, self._marks = [], []
+        self._since = time.monotonic()
+
+    def enter(self, act: Act | None) -> None:
+        """Note that the host begins an action, or has done the last one (None)."""
+        self.act, self._since = act, time.monotonic()
+        if act is None:
+            return
+        if act.kind is Kind.RECV and act.message is not None:
+            self._received.append(act.message)
+        elif self.mark is not None:
+            self._marks.append((act, self.mark()))
+
+    @property
+    def device_act(self) -> Act | None:
+        """The latest action that the device has begun; None where the host does the work."""
+        begun = [act for act, mark in self._marks if mark.query()]
+        return begun[-1] if begun else None
+
+    @property
+    def needs(self) -> str:
+        """The messages that the current action needs from other pipeline ranks."""
+        needed = set()
+        for act in () if self.act is None else self.act.elementary:
+            direction = Direction.FORWARD if act.kind is Kind.F else Direction.BACKWARD
+            needed.add((direction, act.stage, act.mb, act.slice))
+        return " and ".join(
+            f"the {m.direction} message of microbatch {m.mb} from stage {m.src_stage} "
+            f"on PP({m.src_rank})"
+            for m in self._received
+            if (m.direction, m.dst_stage, m.mb, m.slice) in needed
+        )
+
+    def __str__(self) -> str:
+        said = f"step {self.step}" if self.step else "before the first step"
+        if self.act is not None:
+            said += f", {self.act}"
+        device = self.device_act
+        return said if device is None else f"{said}; its GPU is in {device}"

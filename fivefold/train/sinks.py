@@ -1,0 +1,37 @@
+"""Where the metrics of a run go."""
+
+from dataclasses import asdict
+
+from fivefold.config.config import Config
+from fivefold.train.console import Console
+from fivefold.train.metrics import Sink, TensorBoard, WeightsAndBiases
+from fivefold.train.run_folder import MetricsFile, RunFolder
+
+
+def open_sinks(config: Config, folder: RunFolder, step: int, console: Console) -> list[Sink]:
+    """The destinations of metrics that the settings name, apart from the console.
+
+    Args:
+        config: every setting.
+        folder: run folder; records of steps after `step`, the last one done, are removed there.
+        step: number of steps done.
+        console: told of lines that are no records.
+    """
+    logging = config.logging
+    metrics = MetricsFile(folder.metrics_file, after_step=step)
+    if metrics.removed:
+        lines = "1 line that is no record"
+        if metrics.removed > 1:
+            lines = f"{metrics.removed} lines that are no records"
+        console.warning(f"removed {lines} from {folder.metrics_file}")
+    sinks: list[Sink] = [metrics]
+    if logging.tensorboard:
+        sinks.append(TensorBoard(folder.path / "tensorboard"))
+    if logging.wandb_project:
+        values = {name: asdict(section) for name, section in config.sections()}
+        sinks.append(
+            WeightsAndBiases(
+                logging.wandb_project, folder.path.name, values, folder.path, resume=step > 0
+            )
+        )
+    return sinks
