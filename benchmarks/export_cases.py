@@ -405,6 +405,7 @@ CHANGES: Mapping[str, Change] = {
     "keep_latest_k": Change(7),
     "async_save": Change(False),
     "log_interval": Change(10),
+    "log_straggler": Change(True),
     "tensorboard": Change(True),
     "wandb_project": Change("project"),
     "profile": Change(True),

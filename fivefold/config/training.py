@@ -193,6 +193,9 @@ class LoggingConfig:
     """Console, metrics, profiles and audits; metrics.jsonl is always written."""
 
     log_interval: int = option(1, "steps between console lines")
+    log_straggler: bool = option(
+        False, "compare the times of replicas at each console line, and name those that are slow"
+    )
     tensorboard: bool = option(False, "write TensorBoard events (extra: fivefold[tensorboard])")
     wandb_project: str | None = option(None, "report to this W&B project (extra: fivefold[wandb])")
     profile: bool = option(

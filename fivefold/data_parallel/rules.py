@@ -65,3 +65,21 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
                 "--no-optimizer-cpu-offload",
             ],
         )
+
+
+def check_stragglers(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Report a comparison of replicas where there are none, or where all take the same time."""
+    if not config.logging.log_straggler:
+        return
+    replicas = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
+    if replicas == 1:
+        mistakes.add(
+            "log_straggler compares data-parallel replicas, and there is one",
+            works=["--no-log-straggler"],
+        )
+    elif parallel.sharding.splits_parameters:
+        mistakes.add(
+            "log_straggler compares the times of replicas, and with optim_grads_params these wait "
+            "for each other in every layer",
+            works=["--no-log-straggler", "--data-parallel-sharding-strategy optim"],
+        )

@@ -83,7 +83,8 @@ class Executor:
             half goes on.
         delays_weights: whether an FB computes dW while its messages travel.
         observe: told of every compute act, of an FB as a whole; what measures a step sets it.
-        enter: told of every act that begins, and of the end (None).
+        enter: told of every act that begins, again when a compute act has what it needs, and of the
+            end (None).
         states_into: hidden states of a token that enter a stage, by its index, where further tokens
             are predicted; None: always one.
         lines: groups of two ranks by sender and receiver, for messages between them; other messages
@@ -218,6 +219,7 @@ class _Step:
             self._await(kid)
             if kid.kind in READS_PARAMETERS:
                 self._on.gradients[kid.stage].await_unshard()
+        self._on.enter(act)
         with self._on.observe(act):
             self._run(act)
 

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
-from fivefold.pipeline.ir import Act, Direction, Kind, Message
+from fivefold.pipeline.ir import COMPUTE, Act, Direction, Kind, Message
 
 
 class Mark(Protocol):
@@ -14,9 +15,13 @@ class Mark(Protocol):
         """Whether the device has come to it."""
         ...
 
+    def elapsed_time(self, later: Any, /) -> float:
+        """Milliseconds from here to a later mark, once the device has come to both."""
+        ...
+
 
 class Activity:
-    """The step and the pipeline action of this rank, kept at the cost of two assignments an action.
+    """The step and the pipeline action of this rank, kept at the cost of a few assignments.
 
     Attributes:
         step: the step under way, from 1; 0 before the first.
@@ -30,7 +35,7 @@ class Activity:
         self.mark: Callable[[], Mark] | None = None
         self._since = time.monotonic()
         self._received: list[Message] = []
-        self._marks: list[tuple[Act, Mark]] = []
+        self._entered: list[tuple[Act | None, float, Mark | None]] = []
 
     @property
     def idle_seconds(self) -> float:
@@ -40,24 +45,34 @@ class Activity:
     def begin(self, step: int) -> None:
         """Note that a step begins."""
         self.step, self.act = step, None
-        self._received, self._marks = [], []
+        self._received, self._entered = [], []
         self._since = time.monotonic()
 
     def enter(self, act: Act | None) -> None:
-        """Note that the host begins an action, or has done the last one (None)."""
+        """Note that an action begins; again, that its messages are there; or that all are done."""
         self.act, self._since = act, time.monotonic()
-        if act is None:
-            return
-        if act.kind is Kind.RECV and act.message is not None:
+        self._entered.append((act, self._since, self.mark() if self.mark else None))
+        if act is not None and act.kind is Kind.RECV and act.message is not None:
             self._received.append(act.message)
-        elif self.mark is not None:
-            self._marks.append((act, self.mark()))
 
     @property
     def device_act(self) -> Act | None:
-        """The latest action that the device has begun; None where the host does the work."""
-        begun = [act for act, mark in self._marks if mark.query()]
-        return begun[-1] if begun else None
+        """The latest computing action that the device has begun; None where the host computes."""
+        for act, _, mark in reversed(self._entered):
+            if act is not None and act.kind in COMPUTE and mark is not None and mark.query():
+                return act
+        return None
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of the step's computing actions, without their waits for messages, of the device
+        that does the work; once it has done it."""
+        total = 0.0
+        for (act, began, mark), (following, ended, after) in pairwise(self._entered):
+            if act is None or act.kind not in COMPUTE or act is following:
+                continue
+            total += ended - began if mark is None else mark.elapsed_time(after) / 1e3
+        return total
 
     @property
     def needs(self) -> str:

@@ -32,6 +32,7 @@ from fivefold.train.profile import profiled
 from fivefold.train.save_interval import SaveInterval
 from fivefold.train.saved_state import SavedState, read_state
 from fivefold.train.signals import StopRequest
+from fivefold.train.stragglers import Stragglers
 from fivefold.train.vitals import Vitals
 from fivefold.units import human_seconds
 
@@ -56,6 +57,7 @@ class Trainer:
         check_folder: function that raises if the run folder is gone; None on all ranks but the
             first.
         activity: what this rank is doing, for whoever asks.
+        stragglers: comparison of replicas; None: none is asked for.
     """
 
     engine: Engine
@@ -69,6 +71,7 @@ class Trainer:
     step: int = 0
     check_folder: Callable[[], None] | None = None
     activity: Activity = field(default_factory=Activity)
+    stragglers: Stragglers | None = None
     _saved: int | None = field(default=None, init=False)
     _steps_here: int = field(default=0, init=False)
     _vitals: Vitals = field(init=False)
@@ -221,6 +224,11 @@ class Trainer:
     def _record(self, result: StepResult, seconds: float) -> None:
         training = self.engine.layout.config.training
         tokens = training.global_batch_size * training.seq_length
+        extra = dict(result.extra)
+        if self.stragglers is not None:
+            found = self.stragglers.look(self.step, self.activity.compute_seconds)
+            extra |= found.numbers
+            self._say(found.text)
         per_token = training_flops(self.engine.layout.config.model, training.seq_length).total
         self._tell(
             StepMetrics(
@@ -236,7 +244,7 @@ class Trainer:
                 peak_flops=device_peak(self.engine.device, training.precision),
                 memory_bytes=peak_memory(self.engine.device),
                 data_wait_seconds=self.loader.data_wait_s,
-                extra=result.extra,
+                extra=extra,
                 routing=result.routing,
             )
         )

@@ -48,6 +48,7 @@ from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder, new_run
 from fivefold.train.signals import leaving_in_order
 from fivefold.train.sinks import open_sinks
 from fivefold.train.started import run_started
+from fivefold.train.stragglers import Stragglers
 from fivefold.train.threads import Threads, choose_threads
 from fivefold.train.watchdog import Watchdog
 from fivefold.train.witness import mark_work
@@ -315,12 +316,19 @@ def _make_trainer(
         audit=folder.audit if config.logging.audit else None,
         profile=folder.path if config.logging.profile else None,
         activity=env.activity,
+        stragglers=_stragglers(engine) if config.logging.log_straggler else None,
     )
     engine.model.executor.enter = env.activity.enter
     damage = restore(trainer, job.origin) if job.origin is not None else ""
     if damage and console is not None:
         console.warning(damage)
     return trainer
+
+
+def _stragglers(engine: Engine) -> Stragglers:
+    layout = engine.layout
+    interval = layout.config.logging.log_interval
+    return Stragglers(layout.grid, engine.groups.world, engine.device, interval)
 
 
 def _begin(

@@ -114,6 +114,6 @@ def place_of(stack: traceback.StackSummary) -> str:
 
 def mark_work() -> torch.cuda.Event:
     """An event that has happened once the current GPU has done the work it has been given."""
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -244,6 +244,7 @@ VALUES = [
     layout("tiny tokenizer", "--tokenizer-vocab-size 10", "256 bytes and an end mark"),
     layout("all smoothed", "--label-smoothing 1", "label_smoothing must be in [0, 1)"),
     layout("no timeout", "--distributed-timeout-minutes 0", "must be positive"),
+    layout("one replica", "--log-straggler", "and there is one"),
     layout("no interval", "--log-interval 0", "log_interval must be at least 1"),
 ]
 

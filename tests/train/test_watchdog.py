@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -111,12 +112,17 @@ def test_a_device_is_behind_its_host() -> None:
         def query(self) -> bool:
             return self.yes
 
-    activity, marks = Activity(), [Reached(True), Reached(False)]
+        def elapsed_time(self, later: Any) -> float:
+            return 2000.0
+
+    activity, marks = Activity(), [*map(Reached, (True, True, True, False, False))]
     activity.mark = iter(marks).__next__
     activity.begin(1)
     activity.enter(Act(Kind.RECV, 3, 4, message=MESSAGE))
     assert activity.device_act is None
     activity.enter(FORWARD)
+    activity.enter(FORWARD)
     activity.enter(BACKWARD)
     activity.enter(None)
     assert str(activity) == "step 1; its GPU is in F of stage 3 microbatch 4"
+    assert activity.compute_seconds == 4.0

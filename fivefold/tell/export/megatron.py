@@ -246,7 +246,7 @@ def _training(said: Settings) -> Iterator[str]:
     yield from flag("distributed-timeout-minutes", ceil(said["distributed_timeout_minutes"]))
     for name in ("rope_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"):
         yield from set_flag(f"no_{name}", not said[name])
-    yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode")
+    yield from flags(said, "manual_gc", "manual_gc_interval", "deterministic_mode", "log_straggler")
     yield from flags(said, "split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
 
