@@ -31,6 +31,7 @@ from packaging.version import Version
 from benchmarks.export_cases import CHANGES, changed, layouts
 from fivefold.config.layer_pattern import expert_layers
 from fivefold.config.model import ModelConfig
+from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import settings_of
 from fivefold.files import write_atomic
 from fivefold.layout import Layout
@@ -73,7 +74,7 @@ NOT_COMPARED = (
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
     *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
     *("account_for_loss_in_pipeline_split", "microbatch_group_size_per_virtual_pipeline_stage"),
-    "activation_func",
+    *("activation_func", "bias_gelu_fusion"),  # which also says there which GELU it is
 )
 """Settings whose meaning is compared: as stages, and as an activation."""
 MEANINGLESS = {
@@ -134,6 +135,8 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
     named = "\n".join(found.missing)
     for name, value in _values(layout):
         theirs = getattr(args, ITS_NAMES.get(name, name), value)
+        if name == "ddp_bucket_size" and value == ParallelConfig.ddp_bucket_size:
+            continue  # each trainer's default suits its own messages
         if not _same(value, theirs) and name not in named:
             raise ValueError(f"{name} is {value!r} here, {theirs!r} there, and is not named")
     if "pipeline_schedule" not in named and "Megatron-LM" not in named:
@@ -191,6 +194,10 @@ def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, list):
         moved = ["moe" if module == "routed_experts" else module for module in ours]
         return isinstance(ours, str) or list(dict.fromkeys(moved)) == theirs
+    if theirs is None and ours == 0:
+        return True  # never
+    if isinstance(theirs, torch.dtype):
+        theirs = {torch.float32: "fp32", torch.bfloat16: "bf16"}.get(theirs, theirs)
     if isinstance(ours, bool) or ours is None or isinstance(ours, str):
         return ours == theirs or str(ours) == str(theirs)
     return bool(ours == theirs)

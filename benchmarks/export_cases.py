@@ -362,6 +362,8 @@ CHANGES: Mapping[str, Change] = {
     "eval_interval": Change(30),
     "eval_iters": Change(7, {"eval_interval": 30}),
     "check_for_nan_in_loss_and_grad": Change(False),
+    "check_weight_hash_across_dp_replicas_interval": Change(50),
+    "check_loss_across_dp_replicas_interval": Change(70),
     "distributed_timeout_minutes": Change(20.5),
     "watchdog_timeout_seconds": Change(30.0),
     "numa_binding": Change("node"),

@@ -19,7 +19,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
-from fivefold.data_parallel.rules import check_contradictions, check_data_parallel, check_stragglers
+from fivefold.data_parallel.rules import check_contradictions, check_data_parallel, check_replicas
 from fivefold.data_parallel.zeropp_rules import HPZ, check_zeropp
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.expert.rules import check_routers
@@ -119,7 +119,7 @@ def _check(
     _check_sequence(config, mistakes)
     check_schedule(config, parallel, mistakes)
     _check_profile(config, world_size, mistakes)
-    check_stragglers(config, parallel, mistakes)
+    check_replicas(config, parallel, mistakes)
     split = None
     with mistakes.collecting():
         split = _split(config, parallel)

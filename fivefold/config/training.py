@@ -68,6 +68,13 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop before the optimizer step when the loss or gradient norm is not finite"
     )
+    check_weight_hash_across_dp_replicas_interval: int = option(
+        0, "steps after which replicas compare hashes of their weights, as before a save; 0: never"
+    )
+    check_loss_across_dp_replicas_interval: int = option(
+        0,
+        "steps after which replicas compare their losses of the same microbatches; 0: never",
+    )
     distributed_timeout_minutes: float = option(
         10.0, "minutes after which a waiting collective fails"
     )

@@ -60,7 +60,7 @@ class Loader:
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._run = global_batch_size // dp_size
-        self._offset = dp_rank * self._run
+        self._dp_rank = dp_rank
         self._prefetch = prefetch
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: Future[list[Microbatch]] | None = None
@@ -71,19 +71,23 @@ class Loader:
         """This rank's microbatches of the next step: GBS / (dp_size * micro_batch_size) of them."""
         began = time.perf_counter()
         if self._ahead is None:
-            batch = self._read(self.consumed_samples)
+            batch = self._read(self.consumed_samples, self._dp_rank)
         else:
             batch, self._ahead = self._ahead.result(), None
         self.consumed_samples += self._global_batch_size
         if self._prefetch:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="fivefold-data")
-            self._ahead = self._thread.submit(self._read, self.consumed_samples)
+            self._ahead = self._thread.submit(self._read, self.consumed_samples, self._dp_rank)
         self.data_wait_s = time.perf_counter() - began
         return batch
 
-    def _read(self, consumed_samples: int) -> list[Microbatch]:
-        first = consumed_samples + self._offset
+    def batch_of(self, dp_rank: int) -> list[Microbatch]:
+        """The microbatches that another data-parallel rank got when this one got its latest."""
+        return self._read(self.consumed_samples - self._global_batch_size, dp_rank)
+
+    def _read(self, consumed_samples: int, dp_rank: int) -> list[Microbatch]:
+        first = consumed_samples + dp_rank * self._run
         return [
             self._dataset.microbatch(range(start, start + self._micro_batch_size))
             for start in range(first, first + self._run, self._micro_batch_size)

@@ -67,19 +67,45 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
         )
 
 
-def check_stragglers(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
-    """Report a comparison of replicas where there are none, or where all take the same time."""
-    if not config.logging.log_straggler:
-        return
-    replicas = parallel.data_parallel_shard_size * parallel.num_distributed_optimizer_instances
-    if replicas == 1:
-        mistakes.add(
-            "log_straggler compares data-parallel replicas, and there is one",
-            works=["--no-log-straggler"],
-        )
-    elif parallel.sharding.splits_parameters:
-        mistakes.add(
-            "log_straggler compares the times of replicas, and with optim_grads_params these wait "
-            "for each other in every layer",
-            works=["--no-log-straggler", "--data-parallel-sharding-strategy optim"],
-        )
+def check_replicas(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Report comparisons of replicas where there are none, or where they say nothing."""
+    training, instances = config.training, parallel.num_distributed_optimizer_instances
+    replicas = parallel.data_parallel_shard_size * instances
+    weights, losses = (
+        "check_weight_hash_across_dp_replicas_interval",
+        "check_loss_across_dp_replicas_interval",
+    )
+    if config.logging.log_straggler:
+        if replicas == 1:
+            mistakes.add(
+                "log_straggler compares data-parallel replicas, and there is one",
+                works=["--no-log-straggler"],
+            )
+        elif parallel.sharding.splits_parameters:
+            mistakes.add(
+                "log_straggler compares the times of replicas, and with optim_grads_params these "
+                "wait for each other in every layer",
+                works=["--no-log-straggler", "--data-parallel-sharding-strategy optim"],
+            )
+    if training.check_weight_hash_across_dp_replicas_interval:
+        if parallel.sharding.splits_optimizer and instances == 1:
+            mistakes.add(
+                f"{weights} compares copies of weights that are kept from step to step, and "
+                f"{parallel.data_parallel_sharding_strategy} keeps each weight once",
+                works=[_off(weights), "--data-parallel-sharding-strategy no_shard"],
+            )
+        elif replicas * parallel.context_parallel_size == 1:
+            mistakes.add(f"{weights} compares replicas, and there is one", works=[_off(weights)])
+    if training.check_loss_across_dp_replicas_interval:
+        if replicas == 1:
+            mistakes.add(f"{losses} compares replicas, and there is one", works=[_off(losses)])
+        elif parallel.expert_model_parallel_size > 1:
+            mistakes.add(
+                f"{losses} needs replicas that compute alone, and experts are divided among them",
+                f"expert_model_parallel_size = {parallel.expert_model_parallel_size}",
+                works=[_off(losses)],
+            )
+
+
+def _off(setting: str) -> str:
+    return f"--{setting.replace('_', '-')} 0"

@@ -1,6 +1,7 @@
 """Forward, backward, reduce and update on one rank, and evaluate: no input, output or logging."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -215,18 +216,31 @@ class Engine:
     def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of several global batches without dropout, and their
         number."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        tokens = torch.zeros_like(total, dtype=torch.int64)
+        with self._evaluating():
+            for microbatches in batches:
+                total += self._sums(self._loss(microbatches))[0][0]
+                tokens += self._count(self._batches(microbatches))
+        return float(total) / max(int(tokens), 1), int(tokens)
+
+    def local_loss(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """This rank's part of the summed loss without dropout, scalar; 0 without the head."""
+        with self._evaluating():
+            return self._loss(microbatches)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         self.model.train(False)
-        one = torch.ones((), dtype=torch.float64, device=self.device)
-        total, tokens = torch.zeros_like(one), torch.zeros_like(one, dtype=torch.int64)
-        for microbatches in batches:
-            here = self._batches(microbatches)
-            program = self._program(len(microbatches), forward_only=True)
-            moved = on_device(here, self.device)
-            total += self._sums(self.model.executor.run(program, moved, one).loss)[0][0]
-            tokens += self._count(here)
+        yield
         self.model.train(True)
         self.model.reshard()
-        return float(total) / max(int(tokens), 1), int(tokens)
+
+    def _loss(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        program = self._program(len(microbatches), forward_only=True)
+        one = torch.ones((), dtype=torch.float64, device=self.device)
+        batches = on_device(self._batches(microbatches), self.device)
+        return self.model.executor.run(program, batches, one).loss
 
     def sound(self) -> bool:
         """Whether weights and moments are finite on every rank; collective."""

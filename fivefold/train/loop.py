@@ -32,6 +32,7 @@ from fivefold.train.profile import profiled
 from fivefold.train.save_interval import SaveInterval
 from fivefold.train.saved_state import SavedState, read_state
 from fivefold.train.signals import StopRequest
+from fivefold.train.silent_errors import SilentErrors
 from fivefold.train.stragglers import Stragglers
 from fivefold.train.vitals import Vitals
 from fivefold.units import human_seconds
@@ -75,9 +76,11 @@ class Trainer:
     _saved: int | None = field(default=None, init=False)
     _steps_here: int = field(default=0, init=False)
     _vitals: Vitals = field(init=False)
+    _silent: SilentErrors = field(init=False)
 
     def __post_init__(self) -> None:
         self._vitals = Vitals(self.engine.layout.config.model.vocab_size)
+        self._silent = SilentErrors(self.engine, self.loader)
 
     def restore(self, source: Checkpointer, step: int | None, *, weights_only: bool) -> None:
         """Load weights, and unless `weights_only` optimizer, step and place in the data.
@@ -148,6 +151,7 @@ class Trainer:
                 stopping = result.votes > 0
                 self._record(result, time.perf_counter() - began)
                 self._see_that_it_learns(result)
+                self._see_replicas(saving=False)
                 every = config.training.eval_interval
                 if self.validation is not None and self.step % every == 0:
                     self._evaluate(self.validation)
@@ -191,6 +195,7 @@ class Trainer:
         if self._checks and not self.engine.sound():
             what = f"step {self.step} is not saved: it left weights or moments that are not finite"
             raise self._stopped(what, locate_in_state(self.engine))
+        self._see_replicas(saving=True)
         began = time.perf_counter()
         config = self.engine.layout.config
         state = SavedState(
@@ -278,6 +283,16 @@ class Trainer:
         if self.console is not None and not symptom.fatal:
             kept = ("no checkpoint is written meanwhile",) if self._dying else ()
             self.console.warning(str(Mistake(what, symptom.why + kept, attempt=self._slower)))
+
+    def _see_replicas(self, *, saving: bool) -> None:
+        """Compare replicas, where that is due.
+
+        Raises:
+            TrainingError: they differ, on every rank.
+        """
+        if lines := self._silent.look(self.step, saving=saving):
+            what = f"step {self.step}: replicas differ, so that one of them has made a silent error"
+            raise self._stopped(what, lines, passing=True)
 
     def _stopped(
         self, what: str, why: Sequence[str], then: str = "", *, passing: bool = False

@@ -168,6 +168,9 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     yield from set_flag("ddp_reduce_scatter_with_fp32_accumulation", wide)
     if said["ddp_bucket_size"] != ParallelConfig.ddp_bucket_size:
         yield from flags(said, "ddp_bucket_size")
+    if not sharding.splits_optimizer:
+        weights = "check_weight_hash_across_dp_replicas_interval"
+        yield from set_flag(weights, said[weights] or None)
 
 
 def _gathers_early(layout: Layout, runs: Layout) -> bool:

@@ -1,0 +1,170 @@
+"""What no device reports: a bit that changed in one replica, or a loss that one replica computes
+otherwise, is found in every layout, and nothing is found where nothing is wrong."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.data.packing import Microbatch
+from fivefold.mesh.slices import local_tensor
+from fivefold.train.engine import Engine
+from fivefold.train.silent_errors import SilentErrors, fingerprint, odd_ones
+from fivefold.verify.batches import global_batch, microbatches
+from tests.pool import run
+from tests.verify.cases import LLAMA, MODELS, config, named, shared_groups
+
+STAGES = {"pipeline_model_parallel_layout": "Ett|tttL"}
+TWO = {"num_distributed_optimizer_instances": 2}
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "bf16": (2, "llama", named(precision="bf16")),
+    "tp": (4, "llama", named(tp=2)),
+    "sp, cp": (8, "llama", named(tp=2, cp=2, sequence_parallel=True)),
+    "pp, tied": (4, "llama tied", named(pp=2, **STAGES)),
+    "replicas of shards": (4, "llama", named(strategy="optim_grads_params", **TWO)),
+    "replicas of states": (8, "llama tied", named(tp=2, strategy="optim", **TWO)),
+    "two copies": (4, "llama tied", named(pp=2, pipeline_schedule="dualpipe", **STAGES)),
+    "experts": (4, "oss", named(ep=2)),
+    "replicas of expert shards": (8, "oss", named(ep=2, strategy="optim_grads", **TWO)),
+}
+
+
+class Batches:
+    """Stands for the loader: the batch of each data-parallel rank."""
+
+    def __init__(self, settings: Config, dp: int) -> None:
+        self._settings, self._dp = settings, dp
+
+    def batch_of(self, dp_rank: int) -> list[Microbatch]:
+        size = self._settings.training.global_batch_size // self._dp
+        rows = slice(dp_rank * size, (dp_rank + 1) * size)
+        return microbatches(self._settings, global_batch(self._settings, 0), rows)
+
+
+def trained(rank: int, world: int, model: str, values: dict[str, Any]) -> Engine:
+    settings = config(MODELS[model], world, **values)
+    weights = "check_weight_hash_across_dp_replicas_interval"
+    settings = settings.with_values(**{weights: 1})
+    engine = Engine(check(settings, world), rank, torch.device("cpu"))
+    grid = engine.layout.grid
+    for _ in range(2):
+        engine.step(Batches(engine.layout.config, grid.dp).batch_of(grid.dp_rank(rank)))
+    return engine
+
+
+def compare_weights(rank: int, world: int, model: str, values: dict[str, Any]) -> list[Any]:
+    """What is found after two steps, and then with a bit changed on each rank in turn."""
+    with shared_groups():
+        engine = trained(rank, world, model, values)
+        errors = SilentErrors(engine, None)  # type: ignore[arg-type]
+        found = [("", errors.look(1, saving=False))]
+        for step, wrong in enumerate(range(world), 2):
+            names = [n for n, p in engine.parameters.items() if local_tensor(p).numel()]
+            name = names[step % len(names)]
+            bits = local_tensor(engine.parameters[name]).view(torch.int16).flatten()
+            if rank == wrong:
+                bits[-1] ^= 1
+            found.append((name, errors.look(step, saving=bool(step % 2))))
+            if rank == wrong:
+                bits[-1] ^= 1
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_changed_bit_is_found_and_named(layout: str) -> None:
+    world, model, values = LAYOUTS[layout]
+    grid = check(config(MODELS[model], world, **values), world).grid
+    found = run(world, compare_weights, model, values)
+    assert [looks[0] for looks in found] == [("", [])] * world
+    for number in range(1, world + 1):
+        wrong = number - 1
+        lines = {tuple(looks[number][1]) for looks in found}
+        ((line,),) = lines  # one line, the same on every rank
+        assert f"rank {wrong} {grid.name(wrong)}" in line
+        assert line.endswith(" is not that of its replicas")
+        changed = found[wrong][number][0]
+        assert line.split(" of rank")[0] in (changed, "embed_tokens.weight")
+
+
+def compare_losses(rank: int, world: int, values: dict[str, Any], wrong: int) -> list[str]:
+    with shared_groups():
+        settings = config(LLAMA, world, **values)
+        settings = settings.with_values(check_loss_across_dp_replicas_interval=2)
+        engine = Engine(check(settings, world), rank, torch.device("cpu"))
+        errors = SilentErrors(engine, Batches(engine.layout.config, engine.layout.grid.dp))  # type: ignore[arg-type]
+        assert errors.look(1, saving=False) == errors.look(2, saving=True) == []
+        with spoilt(engine) if rank == wrong else patch.object(engine, "device", engine.device):
+            found = errors.look(2, saving=False)
+        assert all(stage.training for stage in engine.model.stages.values())
+        return found
+
+
+@contextmanager
+def spoilt(engine: Engine) -> Iterator[None]:
+    """The least error of this rank's loss that there is."""
+    original = engine._loss
+
+    def other(batch: list[Microbatch]) -> torch.Tensor:
+        loss = original(batch)
+        return torch.nextafter(loss, torch.full_like(loss, torch.inf))
+
+    with patch.object(engine, "_loss", other):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "values", "wrong"),
+    [
+        (2, named(attention_dropout=0.1, hidden_dropout=0.1), 1),
+        (4, named(strategy="optim_grads_params"), 2),
+        (4, named(cp=2), 3),
+        (8, named(tp=2, pp=2, strategy="optim", **STAGES), 5),
+    ],
+)
+def test_a_loss_that_one_replica_computes_otherwise_is_found(
+    world: int, values: dict[str, Any], wrong: int
+) -> None:
+    grid = check(config(LLAMA, world, **values), world).grid
+    assert run(world, compare_losses, values, -1) == [[]] * world
+    ((line,),) = {tuple(found) for found in run(world, compare_losses, values, wrong)}
+    assert f"rank {wrong} {grid.name(wrong)}" in line
+    assert " computed a loss of " in line and " from the same microbatches" in line
+    replicas = grid.group_of(wrong, ("dp_replicate", "dp_shard"))
+    others = [r for r in replicas if r != wrong and f"rank {r} " in line]
+    assert others == ([] if len(replicas) > 2 else [r for r in replicas if r != wrong])
+
+
+@given(
+    size=st.integers(1, 5000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]),
+    data=st.data(),
+)
+def test_any_bit_changes_the_fingerprint(
+    size: int, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(size)
+    raw = torch.randint(0, 256, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    place = data.draw(st.integers(0, raw.numel() - 1))
+    bit = data.draw(st.integers(0, 7))
+    with patch(
+        "fivefold.train.silent_errors._PIECE", data.draw(st.sampled_from([7, 1000, 1 << 20]))
+    ):
+        before = fingerprint(raw.view(dtype))
+        raw[place] ^= 1 << bit
+        assert int(before) != int(fingerprint(raw.view(dtype)))
+
+
+def test_the_odd_ones_are_those_that_differ_from_most() -> None:
+    assert odd_ones({3: "a", 5: "a", 7: "a"}) == []
+    assert odd_ones({3: "a", 5: "b", 7: "a"}) == [5]
+    assert odd_ones({3: "a", 5: "b"}) == [3, 5]
+    assert odd_ones({0: "a", 1: "a", 2: "b", 3: "b"}) == [0, 1, 2, 3]
