@@ -1,6 +1,7 @@
-"""Parses the data paths of a run and their weights."""
+"""Parses the data paths of a run, with weights or names."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,6 +11,8 @@ from shlex import quote
 from fivefold.data.corpus import resolve
 from fivefold.data.indexed import is_indexed
 from fivefold.errors import Mistakes
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,37 @@ def parse_data_path(data_path: Sequence[str]) -> list[Source]:
             )
     mistakes.raise_if_any()
     return [Source(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]
+
+
+def parse_named_paths(words: Sequence[str]) -> dict[str, Source]:
+    """Parse NAME=PATH of validation sets, in their order.
+
+    Raises:
+        ConfigError: an entry has no name or no path, or two have the same; all mistakes at once.
+    """
+    mistakes = Mistakes()
+    found: dict[str, Source] = {}
+    for place, word in enumerate(words, start=1):
+        name, equals, path = word.partition("=")
+        entry = f"entry {place} of valid_data_path, {word!r},"
+        if not equals or "/" in name:
+            made = re.sub(r"\W+", "-", Path(word).stem).strip("-_") or f"set{place}"
+            why = "each validation set is NAME=PATH, and its loss is eval_loss_NAME"
+            attempt = f"--valid-data-path {quote(f'{made}={word}')}"
+            mistakes.add(f"{entry} has no name", why, attempt=attempt)
+        elif not _NAME.fullmatch(name):
+            mistakes.add(f"{entry} has a name that is not letters, digits, and _ . - after them")
+        elif not path:
+            mistakes.add(f"{entry} has no path after {name}=")
+        elif name in found:
+            mistakes.add(
+                f"two entries of valid_data_path are called {name}: {found[name].path} and {path}",
+                "a set of several files is a folder, or a glob in quotes",
+            )
+        else:
+            found[name] = Source(path)
+    mistakes.raise_if_any()
+    return found
 
 
 def _weight(word: str) -> Fraction | None:

@@ -213,7 +213,7 @@ class Engine:
         """The numbers of `gradients`, once the device has them."""
         return found.read(self._routers.layers)
 
-    def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[Sequence[Microbatch]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of several global batches without dropout, and their
         number."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)

@@ -18,6 +18,7 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.convert.load import fill_from_hub
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
+from fivefold.data.validation import ValidationSet
 from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import telling_full_disk
 from fivefold.hardware import peak_flops
@@ -25,6 +26,7 @@ from fivefold.model.shape import training_flops
 from fivefold.train.activity import Activity
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
+from fivefold.train.evaluation import evaluations
 from fivefold.train.garbage import collecting
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
 from fivefold.train.not_finite import locate, locate_in_state
@@ -48,7 +50,7 @@ class Trainer:
     Attributes:
         engine: runs steps and evaluations on this rank.
         loader: training batches of this data-parallel rank.
-        validation: validation batches; None if the run never evaluates.
+        validation: what each evaluation reads; empty if the run never evaluates.
         checkpointer: checkpointer of the run's own folder.
         console: console output; None on all ranks but the first.
         sinks: further destinations of the metrics; empty on all ranks but the first.
@@ -63,7 +65,7 @@ class Trainer:
 
     engine: Engine
     loader: Loader
-    validation: Loader | None
+    validation: Sequence[ValidationSet]
     checkpointer: Checkpointer
     console: Console | None
     sinks: Sequence[Sink]
@@ -153,8 +155,8 @@ class Trainer:
                 self._see_that_it_learns(result)
                 self._see_replicas(saving=False)
                 every = config.training.eval_interval
-                if self.validation is not None and self.step % every == 0:
-                    self._evaluate(self.validation)
+                if self.validation and self.step % every == 0:
+                    self._evaluate()
                 if interval.due(self.step) and not self._dying:
                     self._say(interval.plan(self.step))
                     interval.held = self._save()
@@ -216,15 +218,13 @@ class Trainer:
     def _is_async(self) -> bool:
         return self.engine.layout.config.checkpoint.async_save
 
-    def _evaluate(self, validation: Loader) -> None:
-        began = time.perf_counter()
-        validation.seek(0)
-        count = self.engine.layout.config.training.eval_iters
-        loss, tokens = self.engine.evaluate([validation.next_batch() for _ in range(count)])
-        if self._checks and not math.isfinite(loss):
-            what = f"the validation loss after step {self.step} is not finite: {loss:.6g}"
-            raise self._stopped(what, locate_in_state(self.engine))
-        self._tell(EvalMetrics(self.step, loss, tokens, time.perf_counter() - began))
+    def _evaluate(self) -> None:
+        for metrics in evaluations(self.engine, self.validation, self.step):
+            if self._checks and not math.isfinite(metrics.loss):
+                of = f"validation loss of {metrics.name}" if metrics.name else "validation loss"
+                what = f"the {of} after step {self.step} is not finite: {metrics.loss:.6g}"
+                raise self._stopped(what, locate_in_state(self.engine))
+            self._tell(metrics)
 
     def _record(self, result: StepResult, seconds: float) -> None:
         training = self.engine.layout.config.training

@@ -14,8 +14,8 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
-from fivefold.data.loader import Loader
 from fivefold.data.prepare import PreparedData
+from fivefold.data.validation import validation_sets
 from fivefold.errors import FivefoldError
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
@@ -33,6 +33,7 @@ from fivefold.train.devices import (
     visible_gpus,
 )
 from fivefold.train.engine import Engine
+from fivefold.train.evaluation import rank_loader
 from fivefold.train.hosts import crossing, gather_hosts
 from fivefold.train.launch import End, init_process_group, place_name, run_ranks
 from fivefold.train.lock import FolderInUse, RunLock, claim
@@ -303,13 +304,10 @@ def _make_trainer(
         keep_latest=config.checkpoint.keep_latest_k,
         async_save=config.checkpoint.async_save,
     )
-    validation = None
-    if config.training.evaluates:
-        validation = _loader(job.layout, env, data, validation=True)
     trainer = Trainer(
         engine,
-        _loader(job.layout, env, data),
-        validation,
+        rank_loader(job.layout, env.rank, data.train),
+        validation_sets(config.training, data) if config.training.evaluates else (),
         own,
         console,
         sinks=(),
@@ -360,20 +358,6 @@ def _begin(
     console.note(f"run folder: {folder.path}")
     if trainer.step:
         console.note(f"continues after step {trainer.step}")
-
-
-def _loader(
-    layout: Layout, env: RankEnv, data: PreparedData, *, validation: bool = False
-) -> Loader:
-    training = layout.config.training
-    return Loader(
-        data.valid if validation else data.train,
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-        dp_rank=layout.grid.dp_rank(env.rank),
-        dp_size=layout.grid.dp,
-        prefetch=not validation,
-    )
 
 
 def _open_console(job: Job, device: torch.device) -> Console:

@@ -57,6 +57,15 @@ def test_all_that_is_missing_is_told_at_once_and_what_is_offered_works(name, tmp
     check(f"{name} {attempt}")
 
 
+def test_every_validation_set_that_is_missing_is_told(tmp_path):
+    (tmp_path / "b.txt").write_text("text")
+    sets = f"a={tmp_path}/a.txt b={tmp_path}/b.txt c={tmp_path}/c"
+    with pytest.raises(DataError) as error:
+        check(f"debug --valid-data-path {sets} --eval-interval 1")
+    assert "validation set a: " in str(error.value) and "validation set c: " in str(error.value)
+    assert "validation set b" not in str(error.value)
+
+
 def test_a_part_that_is_there_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with write_indexed("mine", "u2") as writer:
