@@ -17,10 +17,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 @dataclass(frozen=True)
 class Source:
-    """One data path and its weight in the blend; None means its number of samples."""
+    """One data path.
+
+    Attributes:
+        path: the path as it was given.
+        weight: its weight in the blend; None: its number of samples.
+        flag: what stands before it on a command line.
+    """
 
     path: str
     weight: Fraction | None = None
+    flag: str = "--data-path "
 
     @property
     def indexed_prefix(self) -> str | None:
@@ -96,7 +103,7 @@ def parse_named_paths(words: Sequence[str]) -> dict[str, Source]:
                 "a set of several files is a folder, or a glob in quotes",
             )
         else:
-            found[name] = Source(path)
+            found[name] = Source(path, flag=f"--valid-data-path {name}=")
     mistakes.raise_if_any()
     return found
 
@@ -131,9 +138,13 @@ def grouped(sources: Sequence[Source]) -> list[Group]:
         if prefix := source.indexed_prefix:
             groups.append(Group(name, source.weight, prefix=prefix))
         elif source.weight is not None:
-            groups.append(Group(name, source.weight, files=tuple(resolve(source.path))))
+            groups.append(
+                Group(name, source.weight, files=tuple(resolve(source.path, source.flag)))
+            )
         elif source is loose[0]:
             names = [os.path.basename(other.path.rstrip("/")) for other in loose]
-            files = dict.fromkeys(file for other in loose for file in resolve(other.path))
+            files = dict.fromkeys(
+                file for other in loose for file in resolve(other.path, other.flag)
+            )
             groups.append(Group(" + ".join(names), None, files=tuple(files)))
     return groups

@@ -1,5 +1,6 @@
 """What a recipe reads and does not ship with is named, with commands that get it or do without."""
 
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ def test_every_validation_set_that_is_missing_is_told(tmp_path):
         check(f"debug --valid-data-path {sets} --eval-interval 1")
     assert "validation set a: " in str(error.value) and "validation set c: " in str(error.value)
     assert "validation set b" not in str(error.value)
+    for works in re.findall("works: (.*)", str(error.value)):
+        check(f"debug {works} --eval-interval 1")
 
 
 def test_a_part_that_is_there_is_not_replaced(tmp_path, monkeypatch):
