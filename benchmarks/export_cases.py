@@ -400,6 +400,9 @@ CHANGES: Mapping[str, Change] = {
     "use_precision_aware_optimizer": Change(True),
     "exp_avg_dtype": Change("bf16", _AWARE),
     "exp_avg_sq_dtype": Change("bf16", _AWARE),
+    "non_persistent_save_interval": Change(20),
+    "non_persistent_local_ckpt_dir": Change("/tmp", {"non_persistent_save_interval": 20}),
+    "replication_jump": Change(4, {"non_persistent_save_interval": 20}),
     # checkpoint and logging
     "save": Change("runs/mine"),
     "load": Change("runs/other"),

@@ -30,12 +30,13 @@ from fivefold.checkpoint.integrity import (
 )
 from fivefold.checkpoint.matching import check_types, mismatches
 from fivefold.checkpoint.reader import fill
+from fivefold.checkpoint.staging import Staging
 from fivefold.checkpoint.team import DiskFullError, Team
 from fivefold.checkpoint.writer import PieceSavePlanner, PieceWriter
 from fivefold.errors import CheckpointError, DamagedCheckpoint, Mistake
 from fivefold.files import disk_full, free_bytes, read_json, write_atomic
 from fivefold.mesh.groups import new_group
-from fivefold.mesh.slices import Piece, piece_of
+from fivefold.mesh.slices import Piece, as_piece
 
 _HEADER = 1_800  # least bytes added to each tensor by torch.save and by the index
 LOAD_STEP = "--ckpt-step"
@@ -81,7 +82,7 @@ class Checkpointer:
             process_group = new_group(backend="gloo")
         self._team = Team(process_group)
         self._async = async_save
-        self._staged: dict[str, Tensor] = {}
+        self._staging = Staging()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -114,10 +115,10 @@ class Checkpointer:
         """
         self.wait()
         text = json.dumps(meta, indent=1)
-        pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
         needed = self._make_room(step, pieces)
         if self._async:
-            pieces = self._stage(pieces)
+            pieces = self._staging.copy(pieces)
             gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
             self._writing = self._pool.submit(self._write_on, gpu, step, pieces, text, needed)
         else:
@@ -168,7 +169,7 @@ class Checkpointer:
                 model, or optimizer state here has fewer bits than it has.
         """
         folder, index = self.open(step)
-        pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
         self._check_names(folder, index, pieces, skip)
         check_types({name: p.local.dtype for name, p in pieces.items()}, index)
         meta = self._read_meta(folder)
@@ -195,7 +196,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank, if `job` ("loading weights") failed on one.
         """
-        pieces = {name: _as_piece(tensor) for name, tensor in tensors.items()}
+        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
         self._team.each(job, lambda: work(pieces))
 
     def find(self, step: int | None) -> int:
@@ -309,19 +310,6 @@ class Checkpointer:
             f"reading {path}", lambda: read_json(path, dict[str, Any], CheckpointError)
         )
 
-    def _stage(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
-        """Copies of the tensors on the CPU, in memory that is reused by the next save."""
-        staged = {}
-        for name, piece in pieces.items():
-            local, copy = piece.local, self._staged.get(name)
-            if copy is None or copy.shape != local.shape or copy.dtype != local.dtype:
-                copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self._staged[name] = copy
-            staged[name] = piece.like(copy.copy_(local, non_blocking=local.is_cuda))
-        if any(piece.local.is_cuda for piece in pieces.values()):
-            torch.cuda.current_stream().synchronize()
-        return staged
-
     def _check_names(
         self,
         folder: Path,
@@ -383,7 +371,3 @@ class Checkpointer:
                 attempt = f"load it with --load {self.folder} {attempt} and another --save"
         what = f"{folder} is damaged"
         return DamagedCheckpoint(str(Mistake(what, (*faults, why), (), attempt)), intact)
-
-
-def _as_piece(tensor: Tensor | Piece) -> Piece:
-    return tensor if isinstance(tensor, Piece) else piece_of(tensor)

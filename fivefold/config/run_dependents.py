@@ -122,6 +122,13 @@ OF_RUNS = (
         ("--profile",),
     ),
     Dependents(
+        ("non_persistent_local_ckpt_dir", "replication_jump"),
+        "non_persistent_save_interval",
+        lambda c: c.checkpoint.non_persistent_save_interval > 0,
+        "says where states in memory are kept",
+        ("--non-persistent-save-interval 20",),
+    ),
+    Dependents(
         ("manual_gc_interval",),
         "manual_gc",
         lambda c: c.training.manual_gc,

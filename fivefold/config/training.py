@@ -201,6 +201,17 @@ class CheckpointConfig:
     )
     keep_latest_k: int | None = option(3, "number of checkpoints to keep; none: all")
     async_save: bool = option(True, "write checkpoints while training goes on")
+    non_persistent_save_interval: int = option(
+        0, "steps between copies of each rank's state in the memory of its host; 0: none"
+    )
+    non_persistent_local_ckpt_dir: str = option(
+        "/dev/shm", "folder in the memory of each host for these copies"
+    )
+    replication_jump: int | None = option(
+        None,
+        "ranks between a rank and the one on whose host its second copy is kept; none: so many "
+        "that it is another host",
+    )
 
 
 @dataclass(frozen=True)

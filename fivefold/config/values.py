@@ -81,6 +81,8 @@ _RULES = MappingProxyType(
         "clip_grad": _NOT_NEGATIVE,
         "ckpt_step": _NOT_NEGATIVE,
         "save_interval": _NOT_NEGATIVE,
+        "non_persistent_save_interval": _NOT_NEGATIVE,
+        "replication_jump": _NOT_NEGATIVE,
         "keep_latest_k": _AT_LEAST_ONE,
         "log_interval": _AT_LEAST_ONE,
     }

@@ -30,6 +30,11 @@ class Source:
     flag: str = "--data-path "
 
     @property
+    def files(self) -> list[Path]:
+        """Its files, sorted; DataError where there are none."""
+        return resolve(self.path, self.flag)
+
+    @property
     def indexed_prefix(self) -> str | None:
         """The prefix of a .bin/.idx pair, if the path names one; else None."""
         prefix = os.path.expanduser(self.path)
@@ -138,13 +143,9 @@ def grouped(sources: Sequence[Source]) -> list[Group]:
         if prefix := source.indexed_prefix:
             groups.append(Group(name, source.weight, prefix=prefix))
         elif source.weight is not None:
-            groups.append(
-                Group(name, source.weight, files=tuple(resolve(source.path, source.flag)))
-            )
+            groups.append(Group(name, source.weight, files=tuple(source.files)))
         elif source is loose[0]:
             names = [os.path.basename(other.path.rstrip("/")) for other in loose]
-            files = dict.fromkeys(
-                file for other in loose for file in resolve(other.path, other.flag)
-            )
+            files = dict.fromkeys(file for other in loose for file in other.files)
             groups.append(Group(" + ".join(names), None, files=tuple(files)))
     return groups

@@ -32,6 +32,11 @@ def piece_of(tensor: Tensor) -> Piece:
     return Piece(local_tensor(tensor), global_shape(tensor), local_slices(tensor))
 
 
+def as_piece(tensor: Tensor | Piece) -> Piece:
+    """The local part of a tensor, or the piece itself."""
+    return tensor if isinstance(tensor, Piece) else piece_of(tensor)
+
+
 def laid_out_like(tensor: Tensor, local: Tensor) -> Tensor:
     """A tensor with the layout of another, DTensor or plain tensor, and this local part."""
     if not isinstance(tensor, DTensor):

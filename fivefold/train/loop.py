@@ -15,12 +15,13 @@ import torch
 
 from fivefold.audit.measure import measured
 from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.local import LocalCheckpoints
 from fivefold.convert.load import fill_from_hub
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
 from fivefold.errors import CheckpointError, Mistake, TrainingError
-from fivefold.files import telling_full_disk
+from fivefold.files import as_kind, telling_full_disk
 from fivefold.hardware import peak_flops
 from fivefold.model.shape import training_flops
 from fivefold.train.activity import Activity
@@ -61,6 +62,7 @@ class Trainer:
             first.
         activity: what this rank is doing, for whoever asks.
         stragglers: comparison of replicas; None: none is asked for.
+        local: states in the memory of hosts; None: none are kept.
     """
 
     engine: Engine
@@ -75,6 +77,7 @@ class Trainer:
     check_folder: Callable[[], None] | None = None
     activity: Activity = field(default_factory=Activity)
     stragglers: Stragglers | None = None
+    local: LocalCheckpoints | None = None
     _saved: int | None = field(default=None, init=False)
     _steps_here: int = field(default=0, init=False)
     _vitals: Vitals = field(init=False)
@@ -102,6 +105,27 @@ class Trainer:
         self.engine.after_load(state.step)
         self.step = state.step
         self._saved = self.step if source.folder == self.checkpointer.folder else None
+
+    def restore_local(self, after: int) -> bool:
+        """Load the latest state that the memory of hosts has of this layout, if it is later than
+        step `after`; collective. Returns whether there was one.
+
+        Raises:
+            CheckpointError: it is damaged.
+            DataError: the data is not what it was.
+        """
+        if self.local is None:
+            return False
+        tensors = self.engine.stored_tensors()
+        step = self.local.find(tensors)
+        if step is None or step <= after:
+            return False
+        what = f"the state of step {step} in memory"
+        state = as_kind(self.local.load(tensors), SavedState, what, CheckpointError)
+        self.loader.load_state_dict(state.loader)
+        self.engine.after_load(state.step)
+        self.step = state.step
+        return True
 
     def load_hub(self, folder: Path) -> None:
         """Load weights from a Hugging Face folder; each rank reads its own slices.
@@ -157,12 +181,16 @@ class Trainer:
                 every = config.training.eval_interval
                 if self.validation and self.step % every == 0:
                     self._evaluate()
+                if self._keeps_local:
+                    self._save_local()
                 if interval.due(self.step) and not self._dying:
                     self._say(interval.plan(self.step))
                     interval.held = self._save()
             if self._saved != self.step:
                 self._save()
             self.checkpointer.wait()
+            if self.local is not None:
+                self.local.remove()
             if stopping and self.console is not None:
                 self.console.note(f"asked to stop ({request.reason}): saved step {self.step}")
             self._see_folder()
@@ -194,11 +222,39 @@ class Trainer:
     def _save(self) -> float:
         """Save, and return the seconds for which this held the run up."""
         self._see_folder()  # a save would create a deleted folder again
+        self._see_state()
+        began = time.perf_counter()
+        tensors: dict[str, Any] = self.engine.written_tensors()
+        self.checkpointer.save(self.step, tensors, self._state)
+        self._saved = self.step
+        seconds = time.perf_counter() - began
+        how = "being written, held the step up" if self._is_async else "saved in"
+        self._say(f"checkpoint of step {self.step} {how} {human_seconds(seconds)}")
+        return seconds
+
+    def _save_local(self) -> None:
+        assert self.local is not None
+        self._see_state()
+        self.local.save(self.step, self.engine.stored_tensors(), self._state)
+
+    @property
+    def _keeps_local(self) -> bool:
+        every = self.engine.layout.config.checkpoint.non_persistent_save_interval
+        return self.local is not None and self.step % every == 0 and not self._dying
+
+    def _see_state(self) -> None:
+        """See that what is about to be saved is sound.
+
+        Raises:
+            TrainingError: something is not finite, or replicas differ, on every rank.
+        """
         if self._checks and not self.engine.sound():
             what = f"step {self.step} is not saved: it left weights or moments that are not finite"
             raise self._stopped(what, locate_in_state(self.engine))
         self._see_replicas(saving=True)
-        began = time.perf_counter()
+
+    @property
+    def _state(self) -> dict[str, Any]:
         config = self.engine.layout.config
         state = SavedState(
             step=self.step,
@@ -206,13 +262,7 @@ class Trainer:
             model=asdict(config.model),
             seq_length=config.training.seq_length,
         )
-        tensors: dict[str, Any] = self.engine.written_tensors()
-        self.checkpointer.save(self.step, tensors, asdict(state))
-        self._saved = self.step
-        seconds = time.perf_counter() - began
-        how = "being written, held the step up" if self._is_async else "saved in"
-        self._say(f"checkpoint of step {self.step} {how} {human_seconds(seconds)}")
-        return seconds
+        return asdict(state)
 
     @property
     def _is_async(self) -> bool:

@@ -92,21 +92,29 @@ def _from_hub(folder: Path, config: Config) -> Origin:
     return Origin(folder, 0, weights_only=True, hub=True)
 
 
-def restore(trainer: Trainer, origin: Origin) -> str:
-    """Load the checkpoint, or if it is one of this run and damaged, the latest that is intact.
+def restore(trainer: Trainer, origin: Origin | None) -> str:
+    """Load the latest state of this run in memory, if it is later than the checkpoint; else the
+    checkpoint; if that is one of this run and damaged, the latest that is intact.
 
     Returns:
-        Why a later checkpoint of the run was passed over; empty if none was.
+        Why a later state or checkpoint of the run was passed over; empty if none was.
 
     Raises:
         CheckpointError: it is of other tensors, or damaged and no other one is intact.
         DataError: the data is not what it was.
     """
+    own, passed_over = trainer.checkpointer, ""
+    resumes = origin is None or origin.checkpoints == own.folder
+    try:
+        if resumes and trainer.restore_local(0 if origin is None else origin.step):
+            return ""
+    except CheckpointError as error:  # the checkpoint on disk is complete
+        passed_over = str(error)
+    if origin is None:
+        return passed_over
     if origin.hub:
         trainer.load_hub(origin.checkpoints)
         return ""
-    own = trainer.checkpointer
-    resumes = origin.checkpoints == own.folder
     source = own if resumes else Checkpointer(origin.checkpoints)
     try:
         try:
@@ -121,7 +129,7 @@ def restore(trainer: Trainer, origin: Origin) -> str:
         elsewhere = f"--load {folder} --finetune --save {folder}-finetuned"
         afresh = elsewhere if resumes else "--finetune"
         raise DataError(f"{error}\n  works: {afresh}") from error
-    return origin.damage
+    return origin.damage or passed_over
 
 
 def is_finished(origin: Origin | None, config: Config) -> bool:

@@ -26,10 +26,12 @@ class Restarts:
 
     Attributes:
         most: number of restarts of one command.
+        kept: tells of which step this host's memory has the states, if of any.
         used: number of restarts so far.
     """
 
     most: int
+    kept: Callable[[], int | None] = field(default=lambda: None)
     used: int = 0
     _seen: set[tuple[str, int]] = field(default_factory=set)
 
@@ -56,11 +58,13 @@ class Restarts:
         """A line on what the ranks that are started again begin with.
 
         Args:
-            origin: where they begin.
+            origin: where they begin, unless memory has a later state.
             done: last step that was done.
         """
         step = 0 if origin is None or origin.weights_only else origin.step
         start = f"the checkpoint of step {step}" if step else "the beginning, as no step was saved"
+        if (kept := self.kept() or 0) > step:
+            step, start = kept, f"the state of step {kept} in memory"
         lost = f"; {done - step} {'step runs' if done - step == 1 else 'steps run'} again"
         return f"restart {self.used} of {self.most} from {start}{lost if done > step else ''}"
 
@@ -71,7 +75,7 @@ def restarting(
     find_origin: Callable[[], Origin | None],
     folder: RunFolder,
     config: Config,
-    most: int,
+    restarts: Restarts,
 ) -> int:
     """Train on ranks that are started again after a failure; return the exit status.
 
@@ -81,11 +85,10 @@ def restarting(
         find_origin: finds where the next ones do.
         folder: the run folder.
         config: settings of the run.
-        most: number of restarts.
+        restarts: decides whether there is another start.
     """
-    restarts = Restarts(most)
     end = ranks(origin, "")
-    while end.why and most:
+    while end.why and restarts.most:
         done = folder.last_step()
         if (refusal := restarts.refusal(end, done)) is not None:
             print(f"the ranks are not started again: {refusal}", file=sys.stderr, flush=True)

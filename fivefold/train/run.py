@@ -3,23 +3,23 @@
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.local import latest_complete
 from fivefold.config.config import Config
 from fivefold.config.sources import to_toml
 from fivefold.counts.derived import describe
 from fivefold.data.prepare import PreparedData
-from fivefold.data.validation import validation_sets
 from fivefold.errors import FivefoldError
 from fivefold.expert.deepep_rules import check_deepep
 from fivefold.layout import Layout
 from fivefold.model.fp8_rules import check_kernels
+from fivefold.train.build import local_place, make_trainer, open_local
 from fivefold.train.console import Console
 from fivefold.train.convert import keep_side_files
 from fivefold.train.corpora import open_data
@@ -32,58 +32,25 @@ from fivefold.train.devices import (
     pci_addresses,
     visible_gpus,
 )
-from fivefold.train.engine import Engine
-from fivefold.train.evaluation import rank_loader
 from fivefold.train.hosts import crossing, gather_hosts
+from fivefold.train.job import Job
 from fivefold.train.launch import End, init_process_group, place_name, run_ranks
 from fivefold.train.lock import FolderInUse, RunLock, claim
 from fivefold.train.loop import Trainer, device_peak
 from fivefold.train.metrics import close_all
 from fivefold.train.numa import Binding, bind, choose_bindings, described, prefer_memory
 from fivefold.train.open_files import check_open_files
-from fivefold.train.origin import Origin, find_origin, is_finished, restore
+from fivefold.train.origin import Origin, find_origin, is_finished
 from fivefold.train.profile import check_profiler
 from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.train.restarts import check_restarts, restarting
-from fivefold.train.run_folder import CHECKPOINTS, TOKENIZER, RunFolder, new_run_path
+from fivefold.train.restarts import Restarts, check_restarts, restarting
+from fivefold.train.run_folder import TOKENIZER, RunFolder, new_run_path
 from fivefold.train.signals import leaving_in_order
 from fivefold.train.sinks import open_sinks
 from fivefold.train.started import run_started
-from fivefold.train.stragglers import Stragglers
 from fivefold.train.threads import Threads, choose_threads
 from fivefold.train.watchdog import Watchdog
 from fivefold.train.witness import mark_work
-
-
-@dataclass(frozen=True)
-class Job:
-    """The information that every rank of a run gets.
-
-    Attributes:
-        layout: the checked layout.
-        name: name of the recipe.
-        path: path of the run folder.
-        origin: checkpoint to start from; None: new weights.
-        lock: lock of the run folder; None on ranks that write only checkpoints there.
-        data: the tokenised corpora; None if each rank opens them itself.
-        device: kind of device of every rank.
-        threads: number of CPU threads of each rank.
-        bindings: processors of each rank on this machine; empty if ranks are not bound.
-        hosts: host of every rank that a launcher has started; empty if this command started them.
-        after: the failure after which the ranks were started again; empty at the first start.
-    """
-
-    layout: Layout
-    name: str
-    path: Path
-    origin: Origin | None
-    device: DeviceChoice
-    threads: Threads
-    bindings: Sequence[Binding] = ()
-    lock: RunLock | None = None
-    data: PreparedData | None = None
-    hosts: Sequence[str] = ()
-    after: str = ""
 
 
 def train(
@@ -142,7 +109,13 @@ def train(
             )
 
         folder, find = RunFolder(job.path), partial(_find_origin, config, lock)
-        return restarting(ranks, job.origin, find, folder, config, max_restarts)
+
+        def kept() -> int | None:
+            place = local_place(job, folder)
+            return None if place is None else latest_complete(place, nproc or 1)
+
+        restarts = Restarts(max_restarts, kept)
+        return restarting(ranks, job.origin, find, folder, config, restarts)
 
 
 def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) -> int:
@@ -209,11 +182,12 @@ def run_rank(job: Job, env: RankEnv, device: torch.device) -> int:
         data = job.data or open_data(job.layout.config, print if lock else logging.debug)
         stack.enter_context(_watchdog(job, env, folder))
         console = _open_console(job, device) if env.rank == 0 else None
-        trainer = _make_trainer(job, env, folder, device, data, console)
+        trainer = make_trainer(job, env, folder, device, data, console)
         try:
             dist.barrier()
             if lock is not None and console is not None:
                 _begin(job, folder, lock, trainer, data, console)
+            trainer.local = trainer.local or open_local(job, folder, trainer)
             trainer.run()
         except (FivefoldError, OSError):
             if lock is not None:
@@ -287,46 +261,6 @@ def _nothing_to_do(job: Job) -> str:
         f"{job.path} has done all of its {steps} steps: nothing is left to do\n"
         f"  try:   --train-iters {2 * steps} to go on, or another --save to train anew"
     )
-
-
-def _make_trainer(
-    job: Job,
-    env: RankEnv,
-    folder: RunFolder,
-    device: torch.device,
-    data: PreparedData,
-    console: Console | None,
-) -> Trainer:
-    config = job.layout.config
-    engine = Engine(job.layout, env.rank, device, initialises=job.origin is None)
-    own = Checkpointer(
-        folder.path / CHECKPOINTS,
-        keep_latest=config.checkpoint.keep_latest_k,
-        async_save=config.checkpoint.async_save,
-    )
-    trainer = Trainer(
-        engine,
-        rank_loader(job.layout, env.rank, data.train),
-        validation_sets(config.training, data) if config.training.evaluates else (),
-        own,
-        console,
-        sinks=(),
-        audit=folder.audit if config.logging.audit else None,
-        profile=folder.path if config.logging.profile else None,
-        activity=env.activity,
-        stragglers=_stragglers(engine) if config.logging.log_straggler else None,
-    )
-    engine.model.executor.enter = env.activity.enter
-    damage = restore(trainer, job.origin) if job.origin is not None else ""
-    if damage and console is not None:
-        console.warning(damage)
-    return trainer
-
-
-def _stragglers(engine: Engine) -> Stragglers:
-    layout = engine.layout
-    interval = layout.config.logging.log_interval
-    return Stragglers(layout.grid, engine.groups.world, engine.device, interval)
 
 
 def _begin(

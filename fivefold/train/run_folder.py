@@ -13,6 +13,7 @@ runs/llama3-8b-20261121-104500/
 runs/latest -> llama3-8b-20261121-104500
 """
 
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -96,6 +97,15 @@ class RunFolder:
         except DataError as error:
             aside = f"mv {self.environment_file} {self.environment_file}.damaged"
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
+
+    def identity(self) -> str | None:
+        """A hash of this run's path and first start, which another run there does not have; None
+        before the first start."""
+        starts = self.starts()
+        if not starts:
+            return None
+        text = f"{self.path.resolve()} {json.dumps(starts[0], sort_keys=True)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def last_step(self) -> int:
         """The last step in `metrics.jsonl`; 0 if there is none."""

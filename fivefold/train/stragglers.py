@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from fivefold.mesh.collectives import all_gather
 from fivefold.mesh.grid import Grid
+from fivefold.train.engine import Engine
 from fivefold.units import human_seconds
 
 SLOW = 1.1
@@ -31,24 +31,17 @@ class Stragglers:
     that a slow one makes its group slow.
 
     Args:
-        grid: the ranks.
-        world: group of all ranks.
-        device: device of this rank.
-        interval: steps over which times are averaged before ranks compare them.
+        engine: engine of this rank; its settings say over how many steps times are averaged.
     """
 
-    def __init__(
-        self,
-        grid: Grid,
-        world: dist.ProcessGroup | None,
-        device: torch.device,
-        interval: int,
-    ) -> None:
-        self._grid, self._world, self._device, self._interval = grid, world, device, interval
+    def __init__(self, engine: Engine) -> None:
+        self._grid, self._world = engine.layout.grid, engine.groups.world
+        self._device = engine.device
+        self._interval = engine.layout.config.logging.log_interval
         self._seconds: list[float] = []
 
     def look(self, step: int, seconds: float) -> Comparison:
-        """Add a step's compute time; every `interval` steps, compare; collective.
+        """Add a step's compute time; at each console line, compare; collective.
 
         Returns:
             The same on every rank.

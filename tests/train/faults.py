@@ -50,7 +50,7 @@ LAYOUTS = {  # ranks, flags
 }
 PHASES: dict[str, tuple[Any, str]] = {  # what is called in it
     "start": (run, "init_process_group"),
-    "data": (run, "_make_trainer"),
+    "data": (run, "make_trainer"),
     "forward": (_Step, "_forward"),
     "backward": (_Step, "_differentiate"),
     "reduction": (ParallelModel, "finish_gradients"),

@@ -1,0 +1,322 @@
+"""Keeps the state of each rank in the memory of its host, and a copy on another host.
+
+A file system in memory, such as /dev/shm, keeps what a process that dies had; the copy on another
+host keeps what a host that is lost had. These are Megatron-Core's local checkpoints
+(`--non-persistent-ckpt-type local`) with replication.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fivefold.checkpoint.staging import Staging
+from fivefold.checkpoint.team import Team
+from fivefold.errors import CheckpointError
+from fivefold.files import atomic_path, caused_by_full_disk, disk_full
+from fivefold.mesh.groups import new_group
+from fivefold.mesh.slices import Piece, as_piece
+
+CHUNK = 1 << 28  # bytes of a message
+_FILE = re.compile(r"rank-(\d{5,})-([0-9a-f]{16})\.safetensors")
+_STEP = re.compile(r"step-(\d{8,})")
+_LOST = -1  # the size of a file that could not be written
+_META = "meta"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A step whose state all ranks can get.
+
+    Attributes:
+        step: number of optimizer steps done.
+        holders: for each rank, a rank on whose host its file lies; itself if possible.
+    """
+
+    step: int
+    holders: tuple[int, ...]
+
+
+class LocalCheckpoints:
+    """What ranks of one layout keep of their latest two states; only that layout can load it.
+
+    On each host: `step-00000100/rank-00003-<layout>.safetensors`. All methods are collective.
+
+    One class because saving, finding and loading share the folder, the group and the save under
+    way.
+
+    Args:
+        folder: folder of this host, in its memory.
+        host: name of this host.
+        jump: how many ranks further the copy of a rank's state is kept; None: so many that it is
+            another host; 0, or on the same host: there is no copy.
+        process_group: gloo group of all ranks, which nothing else uses; None: a new one, or this
+            process alone.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        host: str,
+        jump: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if process_group is None and dist.is_initialized():
+            process_group = new_group(backend="gloo")
+        self._folder, self._group = folder, process_group
+        self._team = Team(process_group)
+        hosts = self._team.together("naming hosts", lambda: host)
+        self._hosts = hosts
+        rank, size = self._team.rank, self._team.size
+        jump = _jump_to_another(hosts) if jump is None else jump % size
+        self._to, self._from = (rank + jump) % size, (rank - jump) % size
+        self._staging = Staging()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._complete = 0
+        self._found: _Found | None = None
+
+    def save(self, step: int, tensors: Mapping[str, Tensor | Piece], meta: Any) -> None:
+        """Copy this rank's tensors, and write them while training goes on.
+
+        Args:
+            step: number of completed optimizer steps.
+            tensors: all tensors that this rank needs to go on, by name.
+            meta: values that JSON can hold.
+
+        Raises:
+            CheckpointError: on every rank, if the save before failed on one: memory was full.
+        """
+        self.wait()
+        complete = min(self._team.together("saving in memory", lambda: self._complete))
+        self._remove_all_but(complete, step)
+        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        staged = self._staging.copy(pieces)
+        self._writing = self._pool.submit(self._write, step, staged, json.dumps(meta))
+
+    def wait(self) -> None:
+        """Wait until nothing is being written.
+
+        Raises:
+            CheckpointError: on every rank, if the save under way failed on one.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._team.each(f"keeping states in {self._folder}", writing.result)
+
+    def find(self, tensors: Mapping[str, Tensor | Piece]) -> int | None:
+        """The latest step of which every rank can get a state of this layout; None if none."""
+        own = _signature({name: as_piece(tensor) for name, tensor in tensors.items()})
+        job = f"looking into {self._folder}"
+        everyones = self._team.together(job, lambda: (own, _listed(self._folder)))
+        signatures = [signature for signature, _ in everyones]
+        for step in sorted({step for _, files in everyones for step in files}, reverse=True):
+            holders = []
+            for rank, signature in enumerate(signatures):
+                known = [
+                    holder
+                    for holder, (_, files) in enumerate(everyones)
+                    if (rank, signature) in files.get(step, ())
+                ]
+                if not known:
+                    break
+                holders.append(rank if rank in known else known[0])
+            else:
+                self._found = _Found(step, tuple(holders))
+                return step
+        return None
+
+    def load(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
+        """Fill tensors in place from the step that `find` returned, and return its meta.
+
+        Raises:
+            CheckpointError: on every rank, if a file is damaged.
+        """
+        assert self._found is not None
+        pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
+        found, rank = self._found, self._team.rank
+        folder, own = self._folder / _folder(found.step), _signature(pieces)
+        signatures = self._team.together("loading", lambda: own)
+        for owner, holder in enumerate(found.holders):
+            path = folder / _name(owner, signatures[owner])
+            if owner != holder and rank == holder:
+                self._send(path, owner)
+            elif owner != holder and rank == owner:
+                self._receive(path, holder)
+        self._complete = found.step
+        job = f"loading step {found.step} from {self._folder}"
+        path = folder / _name(rank, own)
+        meta = self._team.each(job, lambda: _check(path, pieces))  # before anything is changed
+        self._team.each(job, lambda: _fill(path, pieces))
+        return meta
+
+    def remove(self) -> None:
+        """Remove what this rank keeps: the run is saved elsewhere."""
+        self.wait()
+        self._remove_all_but()
+        with suppress(OSError):  # others still have files there
+            self._folder.rmdir()
+
+    def _write(self, step: int, pieces: dict[str, Piece], meta: str) -> None:
+        from safetensors.torch import save_file
+
+        folder = self._folder / _folder(step)
+        path = folder / _name(self._team.rank, _signature(pieces))
+        size, problem = _LOST, None
+        try:
+            with atomic_path(path) as temporary:
+                tensors = {name: piece.local.contiguous() for name, piece in pieces.items()}
+                save_file(tensors, temporary, {_META: meta})
+            size = path.stat().st_size
+        except Exception as error:  # the neighbour still waits for a size
+            problem = error
+        self._exchange(path, size, folder)
+        if problem is not None:
+            if (full := caused_by_full_disk(problem)) is not None:
+                needed = sum(p.local.numel() * p.local.element_size() for p in pieces.values())
+                told = disk_full("keeping states in memory failed", self._folder, needed=needed)
+                raise CheckpointError(str(told)) from full
+            raise problem
+        self._complete = step
+
+    def _exchange(self, path: Path, size: int, folder: Path) -> None:
+        """Send this rank's file to the rank that keeps its copy, and keep that of another."""
+        sends = self._hosts[self._to] != self._hosts[self._team.rank]
+        keeps = self._hosts[self._from] != self._hosts[self._team.rank]
+        works = []
+        if sends:
+            header = torch.tensor([size, int(path.name[-28:-12], 16) - (1 << 63)])
+            works.append(dist.isend(header, group=self._group, group_dst=self._to))
+            works += self._start_send(path, size, self._to) if size > 0 else []
+        try:
+            if keeps:
+                incoming = torch.zeros(2, dtype=torch.int64)
+                dist.recv(incoming, group=self._group, group_src=self._from)
+                count, signature = incoming.tolist()
+                if count == _LOST:
+                    raise CheckpointError(f"rank {self._from} could not keep its state")
+                name = _name(self._from, f"{signature + (1 << 63):016x}")
+                self._take(folder / name, count, self._from)
+        finally:
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+    def _send(self, path: Path, to: int) -> None:
+        size = path.stat().st_size
+        dist.send(torch.tensor([size]), group=self._group, group_dst=to)
+        for work in self._start_send(path, size, to):
+            if work is not None:
+                work.wait()
+
+    def _receive(self, path: Path, source: int) -> None:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, group=self._group, group_src=source)
+        self._take(path, int(size), source)
+
+    def _start_send(self, path: Path, size: int, to: int) -> list[dist.Work | None]:
+        data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        pieces = data.split(CHUNK)
+        return [dist.isend(piece, group=self._group, group_dst=to) for piece in pieces]
+
+    def _take(self, path: Path, size: int, source: int) -> None:
+        """Write what another rank sends; all of it is received even if it cannot be written."""
+        parts = self._incoming(size, source)
+        try:
+            with atomic_path(path) as temporary, temporary.open("wb") as file:
+                for part in parts:
+                    part.numpy().tofile(file)
+        finally:
+            for _ in parts:
+                pass
+
+    def _incoming(self, size: int, source: int) -> Iterator[Tensor]:
+        buffer = torch.empty(min(size, CHUNK), dtype=torch.uint8)
+        for start in range(0, size, CHUNK):
+            part = buffer[: min(CHUNK, size - start)]
+            dist.recv(part, group=self._group, group_src=source)
+            yield part
+
+    def _remove_all_but(self, *steps: int) -> None:
+        """Remove files of this rank, and those that it keeps of another, of other steps."""
+        for folder in self._folder.glob("step-*"):
+            if folder.name in map(_folder, steps):
+                continue
+            for rank in {self._team.rank, self._from}:
+                for path in folder.glob(f"*rank-{rank:05d}-*"):  # also what was being written
+                    path.unlink(missing_ok=True)
+            with suppress(OSError):  # others still have files there
+                folder.rmdir()
+
+
+def latest_complete(folder: Path, world_size: int) -> int | None:
+    """The latest step of which the states of so many ranks lie on this host; None if none."""
+    complete = [s for s, files in _listed(folder).items() if len({*files}) >= world_size]
+    return max(complete, default=None)
+
+
+def _listed(folder: Path) -> dict[int, list[tuple[int, str]]]:
+    """Step -> ranks and layouts of the files of this host."""
+    found: dict[int, list[tuple[int, str]]] = {}
+    for path in folder.glob("step-*/rank-*"):
+        step, file = _STEP.fullmatch(path.parent.name), _FILE.fullmatch(path.name)
+        if step and file:
+            found.setdefault(int(step[1]), []).append((int(file[1]), file[2]))
+    return found
+
+
+def _folder(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _name(rank: int, signature: str) -> str:
+    return f"rank-{rank:05d}-{signature}.safetensors"
+
+
+def _signature(pieces: Mapping[str, Piece]) -> str:
+    """A hash of names, types and places of tensors, the same in the same layout only."""
+    parts = [
+        (name, str(piece.local.dtype), tuple(piece.local.shape), str(piece.slices))
+        for name, piece in sorted(pieces.items())
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _jump_to_another(hosts: list[str]) -> int:
+    """The least distance between ranks at which all are on different hosts; 0 if there is none."""
+    size = len(hosts)
+    for jump in range(1, size):
+        if all(hosts[rank] != hosts[(rank + jump) % size] for rank in range(size)):
+            return jump
+    return 0
+
+
+def _check(path: Path, pieces: Mapping[str, Piece]) -> dict[str, Any]:
+    """The meta of a file, all of whose tensors are there."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            if absent := pieces.keys() - set(file.keys()):
+                raise ValueError(f"{min(absent)} is not in it")
+            meta: dict[str, Any] = json.loads(file.metadata()[_META])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return meta
+
+
+def _fill(path: Path, pieces: Mapping[str, Piece]) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name, piece in pieces.items():
+            piece.local.copy_(file.get_tensor(name))

@@ -1,0 +1,78 @@
+"""Builds the training loop of one rank, and fills it with what the run has saved."""
+
+import socket
+from pathlib import Path
+
+import torch
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.checkpoint.local import LocalCheckpoints
+from fivefold.data.prepare import PreparedData
+from fivefold.data.validation import validation_sets
+from fivefold.train.console import Console
+from fivefold.train.engine import Engine
+from fivefold.train.evaluation import rank_loader
+from fivefold.train.job import Job
+from fivefold.train.loop import Trainer
+from fivefold.train.origin import restore
+from fivefold.train.rank_env import RankEnv
+from fivefold.train.run_folder import CHECKPOINTS, RunFolder
+from fivefold.train.stragglers import Stragglers
+
+
+def make_trainer(
+    job: Job,
+    env: RankEnv,
+    folder: RunFolder,
+    device: torch.device,
+    data: PreparedData,
+    console: Console | None,
+) -> Trainer:
+    """The trainer of this rank, at the latest step that the run has saved, else at its origin.
+
+    Raises:
+        CheckpointError: what the run has saved cannot be loaded.
+        DataError: the data is not what it was.
+    """
+    config = job.layout.config
+    engine = Engine(job.layout, env.rank, device, initialises=job.origin is None)
+    own = Checkpointer(
+        folder.path / CHECKPOINTS,
+        keep_latest=config.checkpoint.keep_latest_k,
+        async_save=config.checkpoint.async_save,
+    )
+    trainer = Trainer(
+        engine,
+        rank_loader(job.layout, env.rank, data.train),
+        validation_sets(config.training, data) if config.training.evaluates else (),
+        own,
+        console,
+        sinks=(),
+        audit=folder.audit if config.logging.audit else None,
+        profile=folder.path if config.logging.profile else None,
+        activity=env.activity,
+        stragglers=Stragglers(engine) if config.logging.log_straggler else None,
+    )
+    trainer.local = open_local(job, folder, trainer)
+    engine.model.executor.enter = env.activity.enter
+    damage = restore(trainer, job.origin)
+    if damage and console is not None:
+        console.warning(damage)
+    return trainer
+
+
+def open_local(job: Job, folder: RunFolder, trainer: Trainer) -> LocalCheckpoints | None:
+    """The states in memory, once the run folder has its first start; collective."""
+    place = trainer.checkpointer.agree(lambda: local_place(job, folder))
+    if place is None:
+        return None
+    jump = job.layout.config.checkpoint.replication_jump
+    return LocalCheckpoints(place, socket.gethostname(), jump)
+
+
+def local_place(job: Job, folder: RunFolder) -> Path | None:
+    """Where this host's memory keeps states of the run; None: nowhere, or not yet."""
+    checkpoint, identity = job.layout.config.checkpoint, folder.identity()
+    if not checkpoint.non_persistent_save_interval or identity is None:
+        return None
+    return Path(checkpoint.non_persistent_local_ckpt_dir) / "fivefold" / identity

@@ -1,0 +1,87 @@
+"""A run whose ranks die goes on from the memory of its host, with bitwise the same losses."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.train.test_run import cache, command, finished, losses, wait_for
+
+__all__ = ["cache", "finished"]  # fixtures
+
+LONG = ("--train-iters", "30", "--lr-decay-iters", "6", "--save-interval", "0")
+
+
+def start(words: list[str]) -> "subprocess.Popen[str]":
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, env=env, **pipes)  # type: ignore[call-overload, no-any-return]
+
+
+def ranks(job: "subprocess.Popen[str]") -> list[psutil.Process]:
+    return psutil.Process(job.pid).children()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+def test_a_killed_rank_costs_the_steps_since_the_last_state(
+    cache: Path, finished: Path, tmp_path: Path, launcher: str
+) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    words = command(cache, run, *LONG, "--tp", "2", "--non-persistent-save-interval", "2")
+    words += ["--non-persistent-local-ckpt-dir", str(memory)]
+    if launcher == "nproc":
+        words += ["--nproc", "2", "--max-restarts", "1"]
+    else:
+        torchrun = "-m torch.distributed.run --standalone --nproc_per_node 2 --max-restarts 1"
+        words = [sys.executable, *torchrun.split(), *words[1:]]
+    job = start(words)
+    deadline = time.monotonic() + 60
+    while not [*memory.glob("*/*/step-00000004/*")]:
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    ranks(job)[-1].send_signal(signal.SIGKILL)
+    _, errors = job.communicate(timeout=200)
+    assert job.returncode == 0, errors
+    if launcher == "nproc":
+        again = re.search(r"restart 1 of 1 from the state of step (\d+) in memory", errors)
+        assert again and int(again[1]) >= 2
+    before = losses(finished)
+    assert losses(run)[: len(before)] == before
+    assert [*memory.glob("*/*")] == []  # nothing is left once the run is on the disk
+    assert len([*(run / "checkpoints").glob("step-*")]) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_fifty_kills_lose_nothing(cache: Path, tmp_path: Path) -> None:
+    """Eight ranks, any of which dies at any moment."""
+    kills, memory = 50, tmp_path / "memory"
+    layout = ["--nproc", "8", "--tp", "2", "--data-parallel-sharding-strategy", "optim"]
+    words = [*layout, "--global-batch-size", "8", "--train-iters", "150", "--save-interval", "0"]
+    whole = start(command(cache, tmp_path / "whole", *words))
+    assert whole.communicate()[1] == "" and whole.returncode == 0
+    keeping = ["--non-persistent-save-interval", "3", "--max-restarts", "200"]
+    keeping += ["--non-persistent-local-ckpt-dir", str(memory)]
+    job = start(command(cache, tmp_path / "run", *words, *keeping))
+    chance, killed = random.Random(50), 0
+    wait_for(tmp_path / "run" / "metrics.jsonl", job)
+    while job.poll() is None:
+        time.sleep(chance.uniform(0.5, 6.0))
+        alive = ranks(job) if job.poll() is None else []
+        if alive and killed < kills:
+            chance.choice(alive).kill()
+            killed += 1
+    errors = job.stderr.read() if job.stderr else ""
+    assert job.returncode == 0, errors
+    found = re.findall(r"from the state of step \d+ in memory(?:; (\d+) steps? run)?", errors)
+    assert killed >= 20 and len(found) >= killed // 2
+    assert all(int(lost or 0) <= 3 for lost in found)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
