@@ -88,12 +88,18 @@ class PreparedData:
 
 
 def prepare(
-    config: "DataConfig", seq_length: int, seed: int, progress: Progress = _log.info
+    config: "DataConfig",
+    seq_length: int,
+    seed: int,
+    progress: Progress = _log.info,
+    *,
+    named_only: bool = False,
 ) -> PreparedData:
     """Open the corpora of `config.data_path`; tokenise those that are not in the cache.
 
     Any number of processes may call this at the same time: one does the work, the others wait. Text
-    without weights forms one corpus, in the order of the paths.
+    without weights forms one corpus, in the order of the paths. With `named_only` only validation
+    sets with names are opened, whose tokens are those of `config.tokenizer_model`.
 
     Raises:
         ConfigError: settings contradict each other; all mistakes at once.
@@ -108,7 +114,7 @@ def prepare(
             f"cannot make the cache folder {cache}: {error.strerror}\n"
             "  data_cache_path has to be a folder that can be written"
         ) from error
-    groups = grouped(sources)
+    groups = [] if named_only else grouped(sources)
     named = {n: grouped([s])[0] for n, s in parse_named_paths(config.valid_data_path).items()}
     files = [file for group in groups for file in group.files]
     template = None

@@ -1,11 +1,13 @@
 """The validation sets of a run: the split of its corpus, and sets with names."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fivefold.data.dataset import Corpus, Dataset, parse_split
+from fivefold.data.packing import IGNORED
 from fivefold.data.prepare import PreparedData
+from fivefold.data.tokenizer import Tokenizer
 from fivefold.errors import DataError, Mistakes
 
 if TYPE_CHECKING:
@@ -20,13 +22,20 @@ class ValidationSet:
         name: its name; empty: the validation split of the corpus.
         dataset: its samples, in the order of the corpus.
         batches: global batches of an evaluation.
-        end: samples that count; later ones fill the last batch, without a loss. None: all count.
+        samples: samples that count; later ones fill the last batch, without a loss.
     """
 
     name: str
     dataset: Dataset
     batches: int
-    end: int | None = None
+    samples: int
+
+    def text_bytes(self, tokenizer: Tokenizer) -> int | None:
+        """Bytes of the text whose tokens have a loss; None if the tokenizer does not tell them."""
+        if (bytes_V := tokenizer.token_bytes) is None:
+            return None
+        labels = (self.dataset.microbatch([n]).labels_BS for n in range(self.samples))
+        return sum(int(bytes_V[each[each != IGNORED]].sum()) for each in labels)
 
 
 def validation_sets(training: "TrainingConfig", data: PreparedData) -> tuple[ValidationSet, ...]:
@@ -48,7 +57,7 @@ def validation_sets(training: "TrainingConfig", data: PreparedData) -> tuple[Val
         if training.full_validation:
             found.append(ValidationSet(name, dataset, -(-count // size), count))
             continue
-        found.append(ValidationSet(name, dataset, iters))
+        found.append(ValidationSet(name, dataset, iters, iters * size))
         if name and count < iters * size:
             fewer = [f"--eval-iters {count // size}"] if count >= size else []
             mistakes.add(
@@ -61,9 +70,14 @@ def validation_sets(training: "TrainingConfig", data: PreparedData) -> tuple[Val
     return tuple(found)
 
 
+def has_split(split: str, named: Collection[str]) -> bool:
+    """Whether the validation split of the corpus is evaluated, beside the sets with names."""
+    return parse_split(split)[1] > 0 or not named
+
+
 def _datasets(data: PreparedData, *, unweighted: bool) -> Iterator[tuple[str, Dataset]]:
     """The name and the samples of each set."""
-    if parse_split(data.split)[1] or not data.named:
+    if has_split(data.split, data.named):
         corpora = [replace(each, weight=None) if unweighted else each for each in data.corpora]
         yield "", replace(data, corpora=tuple(corpora)).valid
     for name, corpus in data.named.items():

@@ -255,6 +255,11 @@ class Engine:
         kept = self._by_stored_name(record for record in self._records if record.loaded)
         return kept | self.model.buffers(copies=True)
 
+    def stored_weights(self) -> dict[str, Tensor | Piece]:
+        """`stored_tensors` without the optimizer's state."""
+        stored = self.stored_tensors()
+        return {name: kept for name, kept in stored.items() if not name.startswith("optim.")}
+
     def written_tensors(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without second copies, which another rank writes."""
         kept = self._by_stored_name(record for record in self._records if record.written)

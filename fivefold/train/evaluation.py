@@ -32,6 +32,6 @@ def evaluations(engine: Engine, sets: Iterable[ValidationSet], step: int) -> Ite
     for each in sets:
         began = time.perf_counter()
         rank = engine.groups.rank
-        loader = rank_loader(engine.layout, rank, each.dataset, prefetch=False, end=each.end)
+        loader = rank_loader(engine.layout, rank, each.dataset, prefetch=False, end=each.samples)
         loss, tokens = engine.evaluate(loader.next_batch() for _ in range(each.batches))
         yield EvalMetrics(step, loss, tokens, time.perf_counter() - began, each.name)

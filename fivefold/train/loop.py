@@ -96,7 +96,7 @@ class Trainer:
         """
         state = read_state(source, step)
         if weights_only:
-            source.load(state.step, self._weights(), skip=("optim.",))
+            source.load(state.step, self.engine.stored_weights(), skip=("optim.",))
             self.engine.after_load(0)
             return
         self.loader.load_state_dict(state.loader)
@@ -134,13 +134,8 @@ class Trainer:
             CheckpointError: on every rank, if the tensors are of another model or cannot be read.
         """
         fill = partial(fill_from_hub, folder, self.engine.layout.config.model)
-        self.checkpointer.load_by(f"loading {folder}", self._weights(), fill)
+        self.checkpointer.load_by(f"loading {folder}", self.engine.stored_weights(), fill)
         self.engine.after_load(0)
-
-    def _weights(self) -> dict[str, Any]:
-        """What a checkpoint stores of this rank, without the optimizer's state."""
-        stored = self.engine.stored_tensors()
-        return {name: tensor for name, tensor in stored.items() if not name.startswith("optim.")}
 
     def run(self) -> None:
         """Train until `train_iters` steps are done or a signal asks to stop, then save.

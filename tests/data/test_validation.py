@@ -39,13 +39,13 @@ def training(**options):
 
 
 def read(data, **options):
-    return [(s.name, s.batches, s.end) for s in validation_sets(training(**options), data)]
+    return [(s.name, s.batches, s.samples) for s in validation_sets(training(**options), data)]
 
 
 def test_the_split_comes_first_unless_it_has_no_share_and_others_have_names(data):
-    assert read(data(code=16)) == [("", 4, None), ("code", 4, None)]
-    assert read(data(split="1", code=16)) == [("code", 4, None)]
-    assert read(data(), eval_iters=9) == [("", 9, None)]
+    assert read(data(code=16)) == [("", 4, 16), ("code", 4, 16)]
+    assert read(data(split="1", code=16)) == [("code", 4, 16)]
+    assert read(data(), eval_iters=9) == [("", 9, 36)]
     with pytest.raises(DataError, match="valid split of all is too short"):
         read(data(split="1"))
 
@@ -58,7 +58,7 @@ def test_every_named_set_that_is_too_small_is_told_and_what_is_offered_works(dat
     assert "some has 9 samples" in some.what and "few has 3 samples" in few.what
     assert some.works == ("--eval-iters 2", "--full-validation")
     assert few.works == ("--full-validation",)
-    assert read(data(some=9), eval_iters=2)[1] == ("some", 2, None)
+    assert read(data(some=9), eval_iters=2)[1] == ("some", 2, 8)
     whole = [("some", 3, 9), ("few", 1, 3), ("enough", 4, 16)]
     assert read(sets, full_validation=True)[1:] == whole
     with pytest.raises(DataError, match=r"validation set none: .*too short"):
@@ -86,7 +86,7 @@ def test_a_whole_pass_reads_each_sample_once(
     size = dp * mbs * accumulated
     options = TrainingConfig(global_batch_size=size, eval_interval=1, full_validation=True)
     (found,) = validation_sets(options, prepared)
-    assert found.end == sum(sizes) and (found.batches - 1) * size < sum(sizes)
+    assert found.samples == sum(sizes) and (found.batches - 1) * size < sum(sizes)
     read = []
     for rank in range(dp):
         loader = Loader(
@@ -96,14 +96,14 @@ def test_a_whole_pass_reads_each_sample_once(
             dp_rank=rank,
             dp_size=dp,
             prefetch=False,
-            end=found.end,
+            end=found.samples,
         )
         for batch in [each for _ in range(found.batches) for each in loader.next_batch()]:
             rows = zip(batch.tokens_BS, batch.labels_BS, batch.token_ids_BS, strict=True)
             for tokens, labels, ids in rows:
                 sample = ids[0] // LENGTH
-                assert (sample < found.end) == (labels != IGNORED).any()
-                if sample < found.end:
+                assert (sample < found.samples) == (labels != IGNORED).any()
+                if sample < found.samples:
                     read.append(found.dataset.locate(sample))
                     assert tokens[0] == found.dataset.window(sample)[0][0]
     assert sorted(read) == [(c, n) for c, size in enumerate(sizes) for n in range(size)]
