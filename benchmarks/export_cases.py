@@ -361,6 +361,7 @@ CHANGES: Mapping[str, Change] = {
     "mtp_loss_scaling_factor": Change(0.25, {"mtp_num_layers": 1}),
     "eval_interval": Change(30),
     "eval_iters": Change(7, {"eval_interval": 30}),
+    "full_validation": Change(True, {"eval_interval": 30}),
     "check_for_nan_in_loss_and_grad": Change(False),
     "check_weight_hash_across_dp_replicas_interval": Change(50),
     "check_loss_across_dp_replicas_interval": Change(70),
@@ -372,6 +373,7 @@ CHANGES: Mapping[str, Change] = {
     "deterministic_mode": Change(True),
     # data
     "data_path": Change(("corpus",)),
+    "valid_data_path": Change(("code=sources", "prose=books"), {"eval_interval": 30}),
     "tokenizer_model": Change("tokenizer.json"),
     "tokenizer_vocab_size": Change(1000),
     "data_cache_path": Change("cache"),

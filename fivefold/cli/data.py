@@ -34,6 +34,10 @@ def run(argv: Sequence[str]) -> int:
         tokens, documents = len(corpus.data.tokens), corpus.data.num_documents
         why = f"in {documents:,} documents" + (f", weight {corpus.weight}" if corpus.weight else "")
         rows.append((corpus.name, f"{human_count(tokens)} tokens", why))
+    for name, corpus in data.named.items():
+        tokens, documents = len(corpus.data.tokens), corpus.data.num_documents
+        told = f"in {documents:,} documents of {corpus.name}"
+        rows.append((f"validation set {name}", f"{human_count(tokens)} tokens", told))
     length, batch = config.training.seq_length, config.training.global_batch_size
     for part in ("train", "valid", "test"):
         try:

@@ -27,6 +27,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "watch": "show a run in the terminal while it goes on",
         "profile": "show what torch's profiler saw of a run, and join the traces of its ranks",
         "report": "show a run, or two side by side, as a page",
+        "eval": "loss of a checkpoint over validation sets, in any layout",
         "sample": "continue a prompt with a trained model",
         "convert": "weights from Hugging Face into a run, or from a run to Hugging Face",
         "data": "tokenise a recipe's corpus and count its tokens",

@@ -297,5 +297,19 @@ DEPENDENTS = (
         "is the length of evaluations",
         ("--eval-interval 10",),
     ),
+    Dependents(
+        ("eval_iters",),
+        "full_validation",
+        lambda c: not c.training.full_validation,
+        "is the length of evaluations that read a part of each set",
+        ("--no-full-validation",),
+    ),
+    Dependents(
+        ("full_validation", "valid_data_path"),
+        "eval_interval",
+        lambda c: c.training.evaluates,
+        "is for evaluations",
+        ("--eval-interval 10",),
+    ),
     *OF_RUNS,
 )

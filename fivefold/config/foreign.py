@@ -233,6 +233,11 @@ FOREIGN = _table(
     ("--finetune", "no_load_optim no_load_rng", ""),
     ("--log-interval", "logging_steps log_every log_freq print_every", ""),
     ("--eval-interval", "eval_steps eval_every val_check_interval", ""),
+    (
+        "--valid-data-path",
+        "multiple_validation_sets validation_set_names validation_file valid_file eval_dataset",
+        "each set is NAME=PATH",
+    ),
     ("--tensorboard", "tensorboard_dir logging_dir", "events are in the run folder"),
     ("--wandb-project", "wandb use_wandb project report_to", ""),
     ("", "wandb_exp_name run_name", "a run is called as its folder, which --save names"),

@@ -63,8 +63,11 @@ class TrainingConfig:
     mtp_loss_scaling_factor: float = option(
         0.1, "weight of the mean loss of further predictions (multi-token prediction)"
     )
-    eval_interval: int = option(0, "steps between evaluations on the validation split; 0: never")
-    eval_iters: int = option(4, "global batches per evaluation; 0: no evaluations")
+    eval_interval: int = option(0, "steps between evaluations on the validation sets; 0: never")
+    eval_iters: int = option(4, "global batches per evaluation of a set; 0: no evaluations")
+    full_validation: bool = option(
+        False, "evaluate each sample of the validation sets, not eval_iters batches"
+    )
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop before the optimizer step when the loss or gradient norm is not finite"
     )
@@ -99,8 +102,8 @@ class TrainingConfig:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the validation split is ever read."""
-        return self.eval_interval > 0 and self.eval_iters > 0
+        """Whether validation sets are ever read."""
+        return self.eval_interval > 0 and (self.eval_iters > 0 or self.full_validation)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,11 @@ class DataConfig:
         ("builtin",),
         "files, folders, globs (.txt .md .py .jsonl .parquet .arrow), Megatron .bin/.idx prefixes, "
         "or 'builtin' (the Python standard library's sources); alternate with weights to blend",
+    )
+    valid_data_path: tuple[str, ...] = option(
+        (),
+        "validation sets, each NAME=PATH of a kind that data_path takes, with a loss of its own "
+        "(eval_loss_NAME) beside that of the validation split",
     )
     tokenizer_model: str | None = option(
         None, "path of a tokenizer.json; without it a byte-level BPE is trained on the corpus"

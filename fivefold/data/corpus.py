@@ -51,10 +51,14 @@ def kind(path: Path) -> str:
     return Path(path.stem).suffix.lower() + suffix if suffix in _COMPRESSED else suffix
 
 
-def resolve(spec: str) -> list[Path]:
+def resolve(spec: str, flag: str = "--data-path ") -> list[Path]:
     """The files that a data path names, sorted: a file, a folder, a glob or `builtin`.
 
     Folders are read recursively; hidden files and files of other kinds are left out.
+
+    Args:
+        spec: the data path.
+        flag: what stands before it on a command line.
 
     Raises:
         DataError: the path does not exist, or names no file that can be read.
@@ -62,12 +66,12 @@ def resolve(spec: str) -> list[Path]:
     if spec == BUILTIN:
         return _builtin_files()
     try:
-        return _resolve(spec, Path(spec).expanduser())
+        return _resolve(spec, Path(spec).expanduser(), flag)
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise DataError(f"{spec} cannot be read: {error.strerror}") from error
 
 
-def _resolve(spec: str, path: Path) -> list[Path]:
+def _resolve(spec: str, path: Path, flag: str) -> list[Path]:
     if path.is_dir():
         _refuse_splits(spec, path)
         return _known(spec, _walk(path))
@@ -76,7 +80,7 @@ def _resolve(spec: str, path: Path) -> list[Path]:
             raise DataError(
                 f"{path} cannot be read as text: unknown extension {kind(path) or '(none)'!r}\n"
                 f"  what can be read: {_kinds()}, or a .bin/.idx prefix\n"
-                f"  works: --data-path {BUILTIN}"
+                f"  works: {flag}{BUILTIN}"
             )
         return _known(spec, [path])
     if glob.has_magic(spec):
@@ -89,7 +93,7 @@ def _resolve(spec: str, path: Path) -> list[Path]:
         f"  looked for: {where}, or {where}.bin and .idx\n"
         f"{how_to_get(spec)}"
         f"  what can be read: a file ({_kinds()}), a folder, a glob, or a .bin/.idx prefix\n"
-        f"  works: --data-path {BUILTIN}"
+        f"  works: {flag}{BUILTIN}"
     )
 
 

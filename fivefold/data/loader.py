@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, TypedDict
 
 from fivefold.data.dataset import Dataset
-from fivefold.data.packing import Microbatch
+from fivefold.data.packing import IGNORED, Microbatch
 from fivefold.errors import ConfigError, DataError
 
 
@@ -45,8 +45,11 @@ class Loader:
         dp_size: int,
         consumed_samples: int = 0,
         prefetch: bool = True,
+        end: int | None = None,
     ) -> None:
         """With `prefetch`, a thread (started by the first batch) prepares one batch ahead.
+
+        Global samples from `end` on have no labels: they fill the last batch of a whole pass.
 
         Raises:
             ConfigError: the global batch is not a multiple of micro_batch_size * dp_size.
@@ -62,6 +65,7 @@ class Loader:
         self._run = global_batch_size // dp_size
         self._dp_rank = dp_rank
         self._prefetch = prefetch
+        self._end = end
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: Future[list[Microbatch]] | None = None
         self.consumed_samples = consumed_samples
@@ -88,10 +92,14 @@ class Loader:
 
     def _read(self, consumed_samples: int, dp_rank: int) -> list[Microbatch]:
         first = consumed_samples + dp_rank * self._run
-        return [
-            self._dataset.microbatch(range(start, start + self._micro_batch_size))
-            for start in range(first, first + self._run, self._micro_batch_size)
-        ]
+        starts = range(first, first + self._run, self._micro_batch_size)
+        return [self._microbatch(start) for start in starts]
+
+    def _microbatch(self, start: int) -> Microbatch:
+        batch = self._dataset.microbatch(range(start, start + self._micro_batch_size))
+        if self._end is not None:
+            batch.labels_BS[max(self._end - start, 0) :] = IGNORED
+        return batch
 
     def seek(self, consumed_samples: int) -> None:
         """Make the next batch start at this global sample."""

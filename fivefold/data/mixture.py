@@ -1,6 +1,7 @@
-"""Parses the data paths of a run and their weights."""
+"""Parses the data paths of a run, with weights or names."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,13 +12,27 @@ from fivefold.data.corpus import resolve
 from fivefold.data.indexed import is_indexed
 from fivefold.errors import Mistakes
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
 
 @dataclass(frozen=True)
 class Source:
-    """One data path and its weight in the blend; None means its number of samples."""
+    """One data path.
+
+    Attributes:
+        path: the path as it was given.
+        weight: its weight in the blend; None: its number of samples.
+        flag: what stands before it on a command line.
+    """
 
     path: str
     weight: Fraction | None = None
+    flag: str = "--data-path "
+
+    @property
+    def files(self) -> list[Path]:
+        """Its files, sorted; DataError where there are none."""
+        return resolve(self.path, self.flag)
 
     @property
     def indexed_prefix(self) -> str | None:
@@ -67,6 +82,37 @@ def parse_data_path(data_path: Sequence[str]) -> list[Source]:
     return [Source(path, weight) for path, weight in zip(words[1::2], weights[::2], strict=True)]
 
 
+def parse_named_paths(words: Sequence[str]) -> dict[str, Source]:
+    """Parse NAME=PATH of validation sets, in their order.
+
+    Raises:
+        ConfigError: an entry has no name or no path, or two have the same; all mistakes at once.
+    """
+    mistakes = Mistakes()
+    found: dict[str, Source] = {}
+    for place, word in enumerate(words, start=1):
+        name, equals, path = word.partition("=")
+        entry = f"entry {place} of valid_data_path, {word!r},"
+        if not equals or "/" in name:
+            made = re.sub(r"\W+", "-", Path(word).stem).strip("-_") or f"set{place}"
+            why = "each validation set is NAME=PATH, and its loss is eval_loss_NAME"
+            attempt = f"--valid-data-path {quote(f'{made}={word}')}"
+            mistakes.add(f"{entry} has no name", why, attempt=attempt)
+        elif not _NAME.fullmatch(name):
+            mistakes.add(f"{entry} has a name that is not letters, digits, and _ . - after them")
+        elif not path:
+            mistakes.add(f"{entry} has no path after {name}=")
+        elif name in found:
+            mistakes.add(
+                f"two entries of valid_data_path are called {name}: {found[name].path} and {path}",
+                "a set of several files is a folder, or a glob in quotes",
+            )
+        else:
+            found[name] = Source(path, flag=f"--valid-data-path {name}=")
+    mistakes.raise_if_any()
+    return found
+
+
 def _weight(word: str) -> Fraction | None:
     try:
         return Fraction(word)
@@ -97,9 +143,9 @@ def grouped(sources: Sequence[Source]) -> list[Group]:
         if prefix := source.indexed_prefix:
             groups.append(Group(name, source.weight, prefix=prefix))
         elif source.weight is not None:
-            groups.append(Group(name, source.weight, files=tuple(resolve(source.path))))
+            groups.append(Group(name, source.weight, files=tuple(source.files)))
         elif source is loose[0]:
             names = [os.path.basename(other.path.rstrip("/")) for other in loose]
-            files = dict.fromkeys(file for other in loose for file in resolve(other.path))
+            files = dict.fromkeys(file for other in loose for file in other.files)
             groups.append(Group(" + ".join(names), None, files=tuple(files)))
     return groups

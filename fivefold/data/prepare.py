@@ -7,9 +7,9 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from fivefold.data.corpus import pieces
-from fivefold.data.dataset import Corpus, Dataset, parse_split
+from fivefold.data.dataset import Corpus, Dataset
 from fivefold.data.indexed import IndexedTokens, write_indexed
-from fivefold.data.mixture import Group, Source, grouped, parse_data_path
+from fivefold.data.mixture import Group, grouped, parse_named_paths
 from fivefold.data.packing import BEGINS, LEARNT, Packing
-from fivefold.data.tokenizer import SMALLEST_VOCAB_SIZE, Tokenizer
-from fivefold.errors import DataError, Mistakes
+from fivefold.data.rules import DEFAULT_VOCAB_SIZE, checked_sources
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.errors import DataError
 from fivefold.units import human_bytes, human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from fivefold.data.template import ChatTemplate
 
 DEFAULT_CACHE = "~/.cache/fivefold/data"
-DEFAULT_VOCAB_SIZE = 8192
 # A tokenizer learns from about this many characters of text, spread over the corpus.
 TRAINING_CHARACTERS = 32 << 20
 # Text is encoded in batches of about this many characters, in parallel.
@@ -48,6 +48,9 @@ class PreparedData:
 
     Each split is a `Dataset`, or raises DataError if a corpus leaves it less than one sample.
     Training samples are shuffled; validation and test samples keep the order of the corpus.
+
+    Attributes:
+        named: corpora of the validation sets that have names.
     """
 
     tokenizer: Tokenizer
@@ -55,6 +58,7 @@ class PreparedData:
     packing: Packing
     split: str
     seed: int
+    named: Mapping[str, Corpus] = field(default_factory=dict)
 
     @cached_property
     def train(self) -> Dataset:
@@ -84,12 +88,18 @@ class PreparedData:
 
 
 def prepare(
-    config: "DataConfig", seq_length: int, seed: int, progress: Progress = _log.info
+    config: "DataConfig",
+    seq_length: int,
+    seed: int,
+    progress: Progress = _log.info,
+    *,
+    named_only: bool = False,
 ) -> PreparedData:
     """Open the corpora of `config.data_path`; tokenise those that are not in the cache.
 
     Any number of processes may call this at the same time: one does the work, the others wait. Text
-    without weights forms one corpus, in the order of the paths.
+    without weights forms one corpus, in the order of the paths. With `named_only` only validation
+    sets with names are opened, whose tokens are those of `config.tokenizer_model`.
 
     Raises:
         ConfigError: settings contradict each other; all mistakes at once.
@@ -104,7 +114,8 @@ def prepare(
             f"cannot make the cache folder {cache}: {error.strerror}\n"
             "  data_cache_path has to be a folder that can be written"
         ) from error
-    groups = grouped(sources)
+    groups = [] if named_only else grouped(sources)
+    named = {n: grouped([s])[0] for n, s in parse_named_paths(config.valid_data_path).items()}
     files = [file for group in groups for file in group.files]
     template = None
     if config.sft and config.tokenizer_model is not None:
@@ -112,14 +123,15 @@ def prepare(
         from fivefold.data.template import ChatTemplate
 
         template = ChatTemplate.load(config.tokenizer_model)
-        check_conversations(files)
+        check_conversations([*files, *(file for group in named.values() for file in group.files)])
     tokenizer = _tokenizer(config, files, cache, progress)
-    corpora = [
-        _corpus(group, config.text_key, tokenizer, template, cache, progress) for group in groups
-    ]
+
+    def opened(group: Group) -> Corpus:
+        return _corpus(group, config.text_key, tokenizer, template, cache, progress)
+
     return PreparedData(
         tokenizer=tokenizer,
-        corpora=tuple(corpora),
+        corpora=tuple(opened(group) for group in groups),
         packing=Packing(
             seq_length,
             tokenizer.eod_id,
@@ -129,6 +141,7 @@ def prepare(
         ),
         split=config.split,
         seed=seed,
+        named={name: opened(group) for name, group in named.items()},
     )
 
 
@@ -239,67 +252,6 @@ def build_index(
     progress(
         f"tokenised {human_count(tokens)} tokens in {human_seconds(time.perf_counter() - began)}"
     )
-
-
-def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
-    """Check the settings of the data without opening a file; return the data paths.
-
-    Raises:
-        ConfigError: all mistakes at once.
-    """
-    mistakes = Mistakes()
-    sources: list[Source] = []
-    with mistakes.collecting():
-        sources = parse_data_path(config.data_path)
-    with mistakes.collecting():
-        parse_split(config.split)
-    indexed = [source.path for source in sources if source.indexed_prefix]
-    if indexed and config.tokenizer_model is None:
-        mistakes.add(
-            f"{indexed[0]} holds tokens already, so tokenizer_model has to name their tokenizer",
-            "--tokenizer-model takes the path of a tokenizer.json, or of a folder that holds one",
-        )
-    if config.sft:
-        _check_sft(config, indexed, mistakes)
-    size = config.tokenizer_vocab_size
-    if config.tokenizer_model is None and size is not None and size < SMALLEST_VOCAB_SIZE:
-        mistakes.add(
-            f"tokenizer_vocab_size {size} is too small for a byte-level BPE",
-            f"256 bytes + 1 end of document = {SMALLEST_VOCAB_SIZE}",
-            works=[
-                f"--tokenizer-vocab-size {size}"
-                for size in (SMALLEST_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
-            ],
-        )
-    if seed < 0:
-        mistakes.add(f"seed {seed} is negative")
-    mistakes.raise_if_any()
-    return sources
-
-
-def _check_sft(config: "DataConfig", indexed: Sequence[str], mistakes: Mistakes) -> None:
-    """Collect settings that contradict training on conversations."""
-    if indexed:
-        mistakes.add(
-            f"{indexed[0]} holds tokens already, and sft needs conversations: .jsonl or .parquet",
-            works=["--no-sft"],
-        )
-    if config.tokenizer_model is None:
-        mistakes.add(
-            "sft needs tokenizer_model: conversations become text by the tokenizer's chat template",
-            "--tokenizer-model takes the folder of a chat model, with its tokenizer.json",
-            works=["--no-sft"],
-        )
-    if config.text_key != "text":
-        mistakes.add(
-            f"text_key {config.text_key} is for text, and sft reads conversations",
-            works=["--text-key text", "--no-sft"],
-        )
-    if not config.eod_mask_loss:
-        mistakes.add(
-            "no eod_mask_loss has no effect with sft: answers alone are learnt",
-            works=["--eod-mask-loss", "--no-sft"],
-        )
 
 
 def _tokenizer(

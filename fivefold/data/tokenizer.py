@@ -137,6 +137,22 @@ class Tokenizer:
         """The type in which tokens are stored: uint16 below 65500 tokens, as in Megatron-LM."""
         return np.dtype(np.uint16 if self.vocab_size < 65500 else np.int32)
 
+    @cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """Bytes of text that each token stands for, [vocabulary]; None unless it is byte-level.
+
+        The vocabulary of a byte-level BPE has a character for each byte (GPT-2). Special tokens
+        stand for no text.
+        """
+        if (_state(self._backend.decoder) or {}).get("type") != "ByteLevel":
+            return None
+        bytes_V = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._backend.get_vocab(with_added_tokens=False).items():
+            bytes_V[number] = len(token)
+        for number, added in self._backend.get_added_tokens_decoder().items():
+            bytes_V[number] = 0 if added.special else len(added.content.encode())
+        return bytes_V
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, in `token_dtype`; nothing is added at either end.
 

@@ -6,7 +6,7 @@ from importlib.resources import files
 from math import inf
 
 from fivefold import pages
-from fivefold.report.story import EVALUATION, LAST, Story, evaluated
+from fivefold.report.story import LAST, Story, evaluated, validation_set
 
 MOST_POINTS = 4000
 """Most steps that a line shows; of more, the means of equal stretches."""
@@ -103,7 +103,7 @@ def _losses(story: Story) -> Iterator[tuple[str, Mapping[int, float], str]]:
     if smooth:
         yield f"training, mean of {LAST} steps", _running(losses), "line"
     for name in evaluated(story.evaluations):
-        told = f"validation{name.removeprefix(EVALUATION).replace('/', ' ')}"
+        told = f"validation{validation_set(name)}"
         yield told, story.values(name, story.evaluations), "points"
 
 

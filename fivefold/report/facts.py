@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fivefold.config.config import Config
 from fivefold.model.shape import count_parameters
-from fivefold.report.story import EVALUATION, LAST, Story, evaluated
+from fivefold.report.story import LAST, Story, evaluated, validation_set
 from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 
 
@@ -66,7 +66,7 @@ def _best(name: str) -> Callable[[Story], str]:
 
 
 def _set(name: str) -> str:
-    return f"lowest validation loss{name.removeprefix(EVALUATION).replace('/', ' ')}"
+    return f"lowest validation loss{validation_set(name)}"
 
 
 def _told(value: float | None, shown: Callable[[float], str]) -> str:

@@ -162,6 +162,12 @@ def evaluated(records: Iterable[Record]) -> list[str]:
     return [*dict.fromkeys(key for r in records for key in r if key.startswith(EVALUATION))]
 
 
+def validation_set(column: str) -> str:
+    """' NAME' of the set whose losses a column of `evaluated` has; empty for the split."""
+    name = column.removeprefix(EVALUATION)
+    return f" {name[1:]}" if name else ""
+
+
 def _happenings(folder: Path, starts: Iterable[Record]) -> Iterable[Happening]:
     for number, start in enumerate(starts):
         command = " ".join(map(str, start.get("command", ())))

@@ -7,11 +7,11 @@ import torch
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.local import LocalCheckpoints
-from fivefold.data.loader import Loader
 from fivefold.data.prepare import PreparedData
-from fivefold.layout import Layout
+from fivefold.data.validation import validation_sets
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine
+from fivefold.train.evaluation import rank_loader
 from fivefold.train.job import Job
 from fivefold.train.loop import Trainer
 from fivefold.train.origin import restore
@@ -41,13 +41,10 @@ def make_trainer(
         keep_latest=config.checkpoint.keep_latest_k,
         async_save=config.checkpoint.async_save,
     )
-    validation = None
-    if config.training.evaluates:
-        validation = _loader(job.layout, env, data, validation=True)
     trainer = Trainer(
         engine,
-        _loader(job.layout, env, data),
-        validation,
+        rank_loader(job.layout, env.rank, data.train),
+        validation_sets(config.training, data) if config.training.evaluates else (),
         own,
         console,
         sinks=(),
@@ -79,17 +76,3 @@ def local_place(job: Job, folder: RunFolder) -> Path | None:
     if not checkpoint.non_persistent_save_interval or identity is None:
         return None
     return Path(checkpoint.non_persistent_local_ckpt_dir) / "fivefold" / identity
-
-
-def _loader(
-    layout: Layout, env: RankEnv, data: PreparedData, *, validation: bool = False
-) -> Loader:
-    training = layout.config.training
-    return Loader(
-        data.valid if validation else data.train,
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-        dp_rank=layout.grid.dp_rank(env.rank),
-        dp_size=layout.grid.dp,
-        prefetch=not validation,
-    )

@@ -146,9 +146,10 @@ class Console:
         self._print(Text(GAP.join(f"{c.text(metrics):>{c.space}}" for c in self._columns)))
 
     def _print_evaluation(self, metrics: EvalMetrics) -> None:
+        of = f" of {metrics.name}" if metrics.name else ""
         self._print(
             Text(
-                f"step {metrics.step}: validation loss {metrics.loss:.4f}, perplexity "
+                f"step {metrics.step}: validation loss{of} {metrics.loss:.4f}, perplexity "
                 f"{metrics.perplexity:.4g} ({human_count(metrics.tokens)} tokens in "
                 f"{human_seconds(metrics.seconds)})",
                 style="cyan",

@@ -5,9 +5,11 @@ from dataclasses import replace
 from fivefold.config.config import Config
 from fivefold.config.training import DataConfig
 from fivefold.data.corpus import BUILTIN
-from fivefold.data.mixture import grouped
-from fivefold.data.prepare import PreparedData, Progress, checked_sources, prepare
+from fivefold.data.mixture import grouped, parse_named_paths
+from fivefold.data.prepare import PreparedData, Progress, prepare
+from fivefold.data.rules import checked_sources
 from fivefold.data.tokenizer import Tokenizer
+from fivefold.data.validation import validation_sets
 from fivefold.errors import ConfigError, DataError, Mistake
 from fivefold.recipes import FETCH
 
@@ -37,6 +39,11 @@ def check_corpora(config: Config) -> None:
         missing.append(str(error))
         if any(source.path in FETCH for source in sources):
             instead.append(f"--data-path {BUILTIN}")
+    for name, source in parse_named_paths(settings.valid_data_path).items():
+        try:
+            grouped([source])
+        except DataError as error:
+            missing.append(f"validation set {name}: {error}")
     try:
         if settings.tokenizer_model is not None:
             _check_vocabulary(config, Tokenizer.load(settings.tokenizer_model))
@@ -61,7 +68,7 @@ def open_data(config: Config, progress: Progress) -> PreparedData:
     _check_vocabulary(config, data.tokenizer)
     _ = data.train  # raises an error in the split before any process starts
     if training.evaluates:
-        _ = data.valid
+        validation_sets(training, data)
     return data
 
 

@@ -213,7 +213,7 @@ class Engine:
         """The numbers of `gradients`, once the device has them."""
         return found.read(self._routers.layers)
 
-    def evaluate(self, batches: Sequence[Sequence[Microbatch]]) -> tuple[float, int]:
+    def evaluate(self, batches: Iterable[Sequence[Microbatch]]) -> tuple[float, int]:
         """Mean loss over the valid tokens of several global batches without dropout, and their
         number."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -254,6 +254,11 @@ class Engine:
         """Weights and optimizer state by the names of the whole model, for a checkpoint."""
         kept = self._by_stored_name(record for record in self._records if record.loaded)
         return kept | self.model.buffers(copies=True)
+
+    def stored_weights(self) -> dict[str, Tensor | Piece]:
+        """`stored_tensors` without the optimizer's state."""
+        stored = self.stored_tensors()
+        return {name: kept for name, kept in stored.items() if not name.startswith("optim.")}
 
     def written_tensors(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without second copies, which another rank writes."""

@@ -19,6 +19,7 @@ from fivefold.checkpoint.local import LocalCheckpoints
 from fivefold.convert.load import fill_from_hub
 from fivefold.data.loader import Loader
 from fivefold.data.packing import Microbatch
+from fivefold.data.validation import ValidationSet
 from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import as_kind, telling_full_disk
 from fivefold.hardware import peak_flops
@@ -26,6 +27,7 @@ from fivefold.model.shape import training_flops
 from fivefold.train.activity import Activity
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
+from fivefold.train.evaluation import evaluations
 from fivefold.train.garbage import collecting
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
 from fivefold.train.not_finite import locate, locate_in_state
@@ -49,7 +51,7 @@ class Trainer:
     Attributes:
         engine: runs steps and evaluations on this rank.
         loader: training batches of this data-parallel rank.
-        validation: validation batches; None if the run never evaluates.
+        validation: what each evaluation reads; empty if the run never evaluates.
         checkpointer: checkpointer of the run's own folder.
         console: console output; None on all ranks but the first.
         sinks: further destinations of the metrics; empty on all ranks but the first.
@@ -65,7 +67,7 @@ class Trainer:
 
     engine: Engine
     loader: Loader
-    validation: Loader | None
+    validation: Sequence[ValidationSet]
     checkpointer: Checkpointer
     console: Console | None
     sinks: Sequence[Sink]
@@ -94,7 +96,7 @@ class Trainer:
         """
         state = read_state(source, step)
         if weights_only:
-            source.load(state.step, self._weights(), skip=("optim.",))
+            source.load(state.step, self.engine.stored_weights(), skip=("optim.",))
             self.engine.after_load(0)
             return
         self.loader.load_state_dict(state.loader)
@@ -132,13 +134,8 @@ class Trainer:
             CheckpointError: on every rank, if the tensors are of another model or cannot be read.
         """
         fill = partial(fill_from_hub, folder, self.engine.layout.config.model)
-        self.checkpointer.load_by(f"loading {folder}", self._weights(), fill)
+        self.checkpointer.load_by(f"loading {folder}", self.engine.stored_weights(), fill)
         self.engine.after_load(0)
-
-    def _weights(self) -> dict[str, Any]:
-        """What a checkpoint stores of this rank, without the optimizer's state."""
-        stored = self.engine.stored_tensors()
-        return {name: tensor for name, tensor in stored.items() if not name.startswith("optim.")}
 
     def run(self) -> None:
         """Train until `train_iters` steps are done or a signal asks to stop, then save.
@@ -177,8 +174,8 @@ class Trainer:
                 self._see_that_it_learns(result)
                 self._see_replicas(saving=False)
                 every = config.training.eval_interval
-                if self.validation is not None and self.step % every == 0:
-                    self._evaluate(self.validation)
+                if self.validation and self.step % every == 0:
+                    self._evaluate()
                 if self._keeps_local:
                     self._save_local()
                 if interval.due(self.step) and not self._dying:
@@ -266,15 +263,13 @@ class Trainer:
     def _is_async(self) -> bool:
         return self.engine.layout.config.checkpoint.async_save
 
-    def _evaluate(self, validation: Loader) -> None:
-        began = time.perf_counter()
-        validation.seek(0)
-        count = self.engine.layout.config.training.eval_iters
-        loss, tokens = self.engine.evaluate([validation.next_batch() for _ in range(count)])
-        if self._checks and not math.isfinite(loss):
-            what = f"the validation loss after step {self.step} is not finite: {loss:.6g}"
-            raise self._stopped(what, locate_in_state(self.engine))
-        self._tell(EvalMetrics(self.step, loss, tokens, time.perf_counter() - began))
+    def _evaluate(self) -> None:
+        for metrics in evaluations(self.engine, self.validation, self.step):
+            if self._checks and not math.isfinite(metrics.loss):
+                of = f"validation loss of {metrics.name}" if metrics.name else "validation loss"
+                what = f"the {of} after step {self.step} is not finite: {metrics.loss:.6g}"
+                raise self._stopped(what, locate_in_state(self.engine))
+            self._tell(metrics)
 
     def _record(self, result: StepResult, seconds: float) -> None:
         training = self.engine.layout.config.training

@@ -150,12 +150,17 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """One evaluation: mean loss over `tokens` valid tokens, after optimizer step `step`."""
+    """One evaluation: mean loss over `tokens` valid tokens, after optimizer step `step`.
+
+    Attributes:
+        name: name of the validation set; empty: the validation split of the corpus.
+    """
 
     step: int
     loss: float
     tokens: int
     seconds: float
+    name: str = ""
 
     @property
     def perplexity(self) -> float:
@@ -170,11 +175,12 @@ class EvalMetrics:
     @property
     def values(self) -> dict[str, float]:
         """Name -> scalar, as in `metrics.jsonl` and the trackers."""
+        suffix = f"_{self.name}" if self.name else ""
         return {
-            "eval_loss": self.loss,
-            "eval_perplexity": self.perplexity,
-            "eval_tokens": self.tokens,
-            "eval_seconds": self.seconds,
+            f"eval_loss{suffix}": self.loss,
+            f"eval_perplexity{suffix}": self.perplexity,
+            f"eval_tokens{suffix}": self.tokens,
+            f"eval_seconds{suffix}": self.seconds,
         }
 
 

@@ -134,6 +134,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "label_smoothing": (0.1,),
     "z_loss_coeff": (1e-3,),
     "data_path": (("other.jsonl",),),
+    "valid_data_path": (("other=other.jsonl",),),
     "tokenizer_model": ("tokenizer.json",),
     "tokenizer_vocab_size": (300,),
     "data_cache_path": ("elsewhere",),

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
+from tokenizers import models, processors
 
 from fivefold.data.indexed import IndexedTokens
 from fivefold.data.prepare import build_index
@@ -218,3 +218,16 @@ def test_every_kind_keeps_its_own_tokens(name):
     backend, text = Backend.from_str(definition), "The a b  don't\n\n  foo.\r\n12 "
     expected = backend.encode(text, add_special_tokens=False).ids
     assert Tokenizer(definition, "it").encode_batch([text])[0].tolist() == expected
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=40))
+def test_bytes_of_the_tokens_of_a_byte_level_tokenizer_are_those_of_the_text(tokenizer, text):
+    (tokens,) = tokenizer.encode_batch([text])
+    assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
+    assert tokenizer.token_bytes[tokenizer.eod_id] == 0
+
+
+def test_tokenizers_of_other_kinds_tell_no_bytes():
+    model = models.WordLevel({"a": 0, "[UNK]": 1, "</s>": 2}, unk_token="[UNK]")
+    assert Tokenizer(Backend(model).to_str(), "words").token_bytes is None

@@ -33,6 +33,7 @@ IN_OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
     },
     "torchtitan": {
         "deterministic_mode": "deterministic",
+        "full_validation": "steps",
         "data_parallel_sharding_strategy": "fsdp_reshard_after_forward",
         "distributed_timeout_minutes": "train_timeout_seconds",
         "lr_wsd_decay_iters": "decay_ratio",

@@ -1,5 +1,6 @@
 """What a recipe reads and does not ship with is named, with commands that get it or do without."""
 
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -55,6 +56,17 @@ def test_all_that_is_missing_is_told_at_once_and_what_is_offered_works(name, tmp
     assert f"looked for: {tmp_path / data.data_path[0]}" in str(error.value)
     attempt = str(error.value).rpartition("\n  try:   ")[2]
     check(f"{name} {attempt}")
+
+
+def test_every_validation_set_that_is_missing_is_told(tmp_path):
+    (tmp_path / "b.txt").write_text("text")
+    sets = f"a={tmp_path}/a.txt b={tmp_path}/b.txt c={tmp_path}/c"
+    with pytest.raises(DataError) as error:
+        check(f"debug --valid-data-path {sets} --eval-interval 1")
+    assert "validation set a: " in str(error.value) and "validation set c: " in str(error.value)
+    assert "validation set b" not in str(error.value)
+    for works in re.findall("works: (.*)", str(error.value)):
+        check(f"debug {works} --eval-interval 1")
 
 
 def test_a_part_that_is_there_is_not_replaced(tmp_path, monkeypatch):

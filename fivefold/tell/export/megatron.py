@@ -228,7 +228,7 @@ def _memory(said: Settings) -> Iterator[str]:
 
 def _training(said: Settings) -> Iterator[str]:
     yield from flags(said, "micro_batch_size", "global_batch_size", "seq_length", "train_iters")
-    yield from flags(said, "seed")
+    yield from flags(said, "seed", "full_validation")
     yield from set_flag("bf16", said["precision"] == "bf16")
     if said["fp8_format"] and not said["fp4_format"]:
         yield from flags(said, "fp8_format")
@@ -386,6 +386,8 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         f"corpus, tokenizer and checkpoints are yours to give: data_path = {corpora}, "
         f"tokenizer_model = {tokenizer}"
     )
+    if sets := " ".join(said["valid_data_path"]):
+        yield f"valid_data_path = {sets}: --multiple-validation-sets there, and --train-data-path"
 
 
 def _connections(layout: Layout) -> Iterator[str]:

@@ -92,11 +92,12 @@ def _training(said: Settings, layout: Layout) -> Iterator[str]:
     seconds = ceil(60 * said["distributed_timeout_minutes"])
     yield from flag("comm.init_timeout_seconds", seconds)
     yield from flag("comm.train_timeout_seconds", seconds)
-    evaluates = said["eval_interval"] > 0 and said["eval_iters"] > 0
+    whole = said["full_validation"]
+    evaluates = said["eval_interval"] > 0 and (said["eval_iters"] > 0 or whole)
     yield from _switch("validator.enable", evaluates)
     if evaluates:
         yield from flag("validator.freq", said["eval_interval"])
-        yield from flag("validator.steps", said["eval_iters"])
+        yield from flag("validator.steps", -1 if whole else said["eval_iters"])
     yield from flag("profiler.no_enable_profiling")
     overlapped = said["tp_comm_overlap"]
     yield from _switch("compile.enable", said["compile"] or overlapped)

@@ -1,0 +1,148 @@
+"""`fivefold eval`: the loss of a run's checkpoint over its validation sets."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from fivefold.check import check
+from fivefold.cli.style import note
+from fivefold.config.config import SETTINGS, Config
+from fivefold.config.dependence import without_orphans
+from fivefold.config.memory import MemoryConfig
+from fivefold.config.parallel import ParallelConfig, option
+from fivefold.config.settings import argument
+from fivefold.config.sharding import ShardingStrategy
+from fivefold.config.sources import load_options
+from fivefold.config.training import LoggingConfig, OptimizerConfig
+from fivefold.counts.derived import as_table
+from fivefold.errors import ConfigError, Mistake
+from fivefold.layout import Layout
+from fivefold.report.settings import run_config
+from fivefold.train.devices import Asked
+from fivefold.units import human_count, human_seconds
+
+if TYPE_CHECKING:
+    from fivefold.train.eval import Evaluated
+
+
+def _same(name: str, default: Any = None) -> Any:
+    """A setting of runs as an option; None: as in the run."""
+    return option(default, SETTINGS[name].help)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compute the loss of a run's checkpoint over its validation sets, in any layout.
+
+    Without flags one device reads what the run itself reads at an evaluation: the same losses.
+    Perplexity is exp(loss) by token; bits a byte, known for byte-level tokenizers, compare models
+    with different tokenizers.
+    """
+
+    run: str = argument("run folder of `fivefold train`")
+    step: int | None = option(None, "step of the checkpoint (default: the latest)")
+    nproc: int = option(1, "processes to start on this machine")
+    device: Asked = option(
+        "auto", "where to run; auto: on GPUs if there are enough; cuda: ranks may share one"
+    )
+    json: bool = option(False, "print the result as JSON")
+    valid_data_path: tuple[str, ...] = _same("valid_data_path", ())
+    split: str | None = _same("split")
+    eval_iters: int | None = _same("eval_iters")
+    full_validation: bool | None = _same("full_validation")
+    micro_batch_size: int | None = _same("micro_batch_size")
+    global_batch_size: int | None = _same("global_batch_size")
+    tensor_model_parallel_size: int = _same("tensor_model_parallel_size", 1)
+    sequence_parallel: bool = _same("sequence_parallel", False)
+    pipeline_model_parallel_size: int = _same("pipeline_model_parallel_size", 1)
+    context_parallel_size: int = _same("context_parallel_size", 1)
+    expert_model_parallel_size: int = _same("expert_model_parallel_size", 1)
+    data_parallel_sharding_strategy: ShardingStrategy = _same(
+        "data_parallel_sharding_strategy", "no_shard"
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    options = load_options(argv, Options)
+    layout = check(_config(options), options.nproc)
+    from fivefold.train.eval import evaluate_run
+
+    folder = Path(options.run)
+    found = evaluate_run(folder, layout, step=options.step, device=options.device, progress=note)
+    if options.json:
+        print(json.dumps(_as_json(options.run, found), indent=2))
+    else:
+        print("\n".join(_text(options.run, layout, found)))
+    return 0
+
+
+def _config(options: Options) -> Config:
+    """The settings of the run, with its layout and its evaluations replaced by what is asked for.
+
+    What only trains (recomputation, the optimizer, logs) is left at its defaults.
+    """
+    config = run_config(Path(options.run))
+    if config.training.label_smoothing:
+        note("label_smoothing of the run is left out: perplexity is that of the text")
+    memory, chosen = config.memory, vars(options).items()
+    given = {name: x for name, x in chosen if name in SETTINGS and x is not None and x != ()}
+    config = replace(
+        config,
+        parallel=ParallelConfig(),
+        memory=MemoryConfig(
+            cross_entropy_loss_fusion=memory.cross_entropy_loss_fusion,
+            cross_entropy_fusion_impl=memory.cross_entropy_fusion_impl,
+        ),
+        optimizer=OptimizerConfig(),
+        logging=LoggingConfig(),
+    ).with_values(**{"eval_interval": 1, "label_smoothing": 0.0} | given)
+    config = without_orphans(config, [*given])[0]
+    if not config.training.evaluates:
+        works = ("--eval-iters 4", "--full-validation")
+        raise ConfigError(Mistake("eval_iters is 0, which evaluates nothing", works=works))
+    return config
+
+
+def _as_json(run: str, found: Sequence["Evaluated"]) -> dict[str, Any]:
+    return {
+        "run": run,
+        "step": found[0].metrics.step,
+        "sets": [
+            {
+                "name": each.metrics.name or None,
+                "loss": each.metrics.loss,
+                "perplexity": each.metrics.perplexity,
+                "tokens": each.metrics.tokens,
+                "samples": each.samples,
+                "bytes": each.text_bytes,
+                "bits_per_byte": each.bits_per_byte,
+                "seconds": each.metrics.seconds,
+            }
+            for each in found
+        ],
+    }
+
+
+def _text(run: str, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[str]:
+    rows = []
+    for each in found:
+        its, bits = each.metrics, each.bits_per_byte
+        told = [f"perplexity {its.perplexity:.4g}"]
+        told += [f"{bits:.4f} bits a byte"] if bits is not None else []
+        told += [f"{human_count(its.tokens)} tokens of {each.samples:,} samples"]
+        told += [human_seconds(its.seconds)]
+        rows.append((its.name or "validation split", f"loss {its.loss:.4f}", ", ".join(told)))
+    yield as_table(rows)
+    training, grid = layout.config.training, layout.grid
+    read = f"{training.eval_iters} batches of {training.global_batch_size} of each set"
+    if training.full_validation:
+        read = "each sample once"
+    ranks = "one device" if grid.world_size == 1 else f"{grid.world_size} ranks"
+    yield f"step {found[0].metrics.step} in {training.precision} on {ranks}; {read}"
+    after = "PROMPT" if training.full_validation else "--full-validation"
+    verb = "sample" if training.full_validation else "eval"
+    yield f"  next: fivefold {verb} {quote(run)} {after}"

@@ -1,0 +1,78 @@
+"""Checks the settings of the data without opening a file."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fivefold.data.dataset import parse_split
+from fivefold.data.mixture import Source, parse_data_path, parse_named_paths
+from fivefold.data.tokenizer import SMALLEST_VOCAB_SIZE
+from fivefold.errors import Mistakes
+
+if TYPE_CHECKING:
+    from fivefold.config.training import DataConfig
+
+DEFAULT_VOCAB_SIZE = 8192
+
+
+def checked_sources(config: "DataConfig", seed: int) -> list[Source]:
+    """Check the settings of the data without opening a file; return the training corpora.
+
+    Raises:
+        ConfigError: all mistakes at once.
+    """
+    mistakes = Mistakes()
+    sources: list[Source] = []
+    with mistakes.collecting():
+        sources = parse_data_path(config.data_path)
+    named: dict[str, Source] = {}
+    with mistakes.collecting():
+        named = parse_named_paths(config.valid_data_path)
+    with mistakes.collecting():
+        parse_split(config.split)
+    indexed = [s.path for s in (*sources, *named.values()) if s.indexed_prefix]
+    if indexed and config.tokenizer_model is None:
+        mistakes.add(
+            f"{indexed[0]} holds tokens already, so tokenizer_model has to name their tokenizer",
+            "--tokenizer-model takes the path of a tokenizer.json, or of a folder that holds one",
+        )
+    if config.sft:
+        _check_sft(config, indexed, mistakes)
+    size = config.tokenizer_vocab_size
+    if config.tokenizer_model is None and size is not None and size < SMALLEST_VOCAB_SIZE:
+        mistakes.add(
+            f"tokenizer_vocab_size {size} is too small for a byte-level BPE",
+            f"256 bytes + 1 end of document = {SMALLEST_VOCAB_SIZE}",
+            works=[
+                f"--tokenizer-vocab-size {size}"
+                for size in (SMALLEST_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
+            ],
+        )
+    if seed < 0:
+        mistakes.add(f"seed {seed} is negative")
+    mistakes.raise_if_any()
+    return sources
+
+
+def _check_sft(config: "DataConfig", indexed: Sequence[str], mistakes: Mistakes) -> None:
+    """Collect settings that contradict training on conversations."""
+    if indexed:
+        mistakes.add(
+            f"{indexed[0]} holds tokens already, and sft needs conversations: .jsonl or .parquet",
+            works=["--no-sft"],
+        )
+    if config.tokenizer_model is None:
+        mistakes.add(
+            "sft needs tokenizer_model: conversations become text by the tokenizer's chat template",
+            "--tokenizer-model takes the folder of a chat model, with its tokenizer.json",
+            works=["--no-sft"],
+        )
+    if config.text_key != "text":
+        mistakes.add(
+            f"text_key {config.text_key} is for text, and sft reads conversations",
+            works=["--text-key text", "--no-sft"],
+        )
+    if not config.eod_mask_loss:
+        mistakes.add(
+            "no eod_mask_loss has no effect with sft: answers alone are learnt",
+            works=["--eod-mask-loss", "--no-sft"],
+        )

@@ -1,0 +1,128 @@
+"""Evaluates a checkpoint of a run over validation sets, in any layout."""
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.config.config import Config
+from fivefold.data.prepare import PreparedData, Progress, prepare
+from fivefold.data.validation import ValidationSet, has_split, validation_sets
+from fivefold.errors import FivefoldError
+from fivefold.files import read_json, write_atomic
+from fivefold.layout import Layout
+from fivefold.train.devices import Asked, choose_device, visible_gpus
+from fivefold.train.engine import Engine
+from fivefold.train.evaluation import evaluations
+from fivefold.train.launch import init_process_group, run_ranks
+from fivefold.train.metrics import EvalMetrics
+from fivefold.train.origin import checkpoints_of
+from fivefold.train.rank_env import RankEnv
+from fivefold.train.run_folder import TOKENIZER
+from fivefold.train.saved_state import read_state, same_model
+from fivefold.train.threads import choose_threads
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The loss of a checkpoint over a validation set.
+
+    Attributes:
+        metrics: loss, perplexity and number of tokens.
+        samples: samples that were read.
+        text_bytes: bytes of the text of these tokens; None if they are not known.
+    """
+
+    metrics: EvalMetrics
+    samples: int
+    text_bytes: int | None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits that the model needs for a byte of text, which no choice of tokens changes."""
+        if not self.text_bytes:
+            return None
+        return self.metrics.loss * self.metrics.tokens / math.log(2) / self.text_bytes
+
+
+def evaluate_run(
+    run: Path,
+    layout: Layout,
+    *,
+    step: int | None = None,
+    device: Asked = "auto",
+    progress: Progress,
+) -> list[Evaluated]:
+    """Evaluate a checkpoint in processes started on this machine, one for each rank of a layout.
+
+    Args:
+        run: a run folder.
+        layout: checked layout, of the run's model; its settings say which sets are read.
+        step: step of the checkpoint; the latest when None.
+        device: where the ranks compute.
+        progress: told of work on the data.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError, DataError: the data cannot be read, or is too little.
+        FivefoldError: a rank failed, which has printed why.
+    """
+    source = Checkpointer(checkpoints_of(run), step_flag="--step")
+    state = read_state(source, step)
+    same_model(state.model, layout.config.model, source.folder)
+    data = _data(run, layout.config, progress)
+    sets = validation_sets(layout.config.training, data)
+    found = _on_ranks(layout, (source.folder, state.step), sets, device)
+    return [
+        Evaluated(metrics, each.samples, each.text_bytes(data.tokenizer))
+        for metrics, each in zip(found, sets, strict=True)
+    ]
+
+
+def _data(run: Path, config: Config, progress: Progress) -> PreparedData:
+    """The validation sets by the tokenizer of the run, wherever that came from."""
+    data, training = config.data, config.training
+    if not data.sft:  # whose templates stand beside the tokenizer
+        data = replace(data, tokenizer_model=str(run / TOKENIZER))
+    splits = has_split(data.split, data.valid_data_path)
+    return prepare(data, training.seq_length, training.seed, progress, named_only=not splits)
+
+
+def evaluate_rank(
+    engine: Engine, source: tuple[Path, int], sets: Sequence[ValidationSet]
+) -> list[EvalMetrics]:
+    """Load a checkpoint, of a folder and a step, into an engine and evaluate it; collective."""
+    folder, step = source
+    checkpoints = Checkpointer(folder, step_flag="--step")
+    checkpoints.load(step, engine.stored_weights(), skip=("optim.",))
+    engine.after_load(step)
+    return [*evaluations(engine, sets, step)]
+
+
+def _on_ranks(
+    layout: Layout, source: tuple[Path, int], sets: Sequence[ValidationSet], asked: Asked
+) -> list[EvalMetrics]:
+    training, world = layout.config.training, layout.grid.world_size
+    device = choose_device(asked, RankEnv(), world, visible_gpus())
+    with tempfile.TemporaryDirectory(prefix="fivefold-eval-") as folder:
+        result = Path(folder) / "losses.json"
+
+        def rank(env: RankEnv) -> None:
+            here = init_process_group(
+                env,
+                device.kind,
+                shared=device.shared,
+                timeout_seconds=60 * training.distributed_timeout_minutes,
+                deterministic=training.deterministic_mode,
+            )
+            found = evaluate_rank(Engine(layout, env.rank, here, initialises=False), source, sets)
+            if env.rank == 0:
+                write_atomic(result, json.dumps([asdict(metrics) for metrics in found]))
+
+        threads = choose_threads(layout, world, device.kind).count
+        if run_ranks(rank, world, describe=layout.grid.name, threads=threads).status:
+            raise FivefoldError("the evaluation failed")
+        return read_json(result, list[EvalMetrics], FivefoldError)

@@ -1,0 +1,209 @@
+"""Losses of validation sets: those of the plain model by every layout, and where a run has them."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.check import check
+from fivefold.cli.main import main
+from fivefold.config.config import Config
+from fivefold.config.sources import read_config, to_toml
+from fivefold.data.packing import IGNORED
+from fivefold.data.tokenizer import Tokenizer
+from fivefold.data.validation import validation_sets
+from fivefold.model.init import initialise
+from fivefold.report.charts import charts_of
+from fivefold.report.facts import facts
+from fivefold.report.story import read_story
+from fivefold.train.corpora import open_data
+from fivefold.train.engine import Engine
+from fivefold.train.eval import evaluate_rank
+from fivefold.train.evaluation import evaluations
+from fivefold.train.run_folder import CHECKPOINTS
+from fivefold.verify.reference import batches_of, plain_model
+from tests.pool import run
+
+pytestmark = pytest.mark.slow
+
+LENGTH = 32
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS: list[tuple[int, str, dict[str, Any]]] = [
+    (1, "debug", {}),
+    (4, "debug", {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    (4, "debug", {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
+    (4, "debug", {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
+    (4, "debug-mixtral", {"expert_model_parallel_size": 2, **SPLIT}),
+]
+"""The last of 3 batches of the set of 17 samples holds one, so that most ranks only fill it."""
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of data: documents of uneven length, some of a single word."""
+    folder = tmp_path_factory.mktemp("sets")
+    words = [f"line {n} says {n * n % 97}. " * (1 + n * 7 % 23) for n in range(120)]
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "{w}"}}\n' for w in words))
+    (folder / "odd.jsonl").write_text("".join(f'{{"text": "{w[:9]}"}}\n' for w in words))
+    (folder / "one.txt").write_text("one document that says a little more than others do. " * 9)
+    return {
+        "data_path": (f"{folder}/text.jsonl",),
+        "valid_data_path": (f"odd={folder}/odd.jsonl", f"one={folder}/one.txt"),
+        "data_cache_path": f"{folder}/cache",
+        "tokenizer_vocab_size": 300,
+        "split": "9,1",
+    }
+
+
+def _config(recipe: str, corpora: dict[str, Any], **settings: Any) -> Config:
+    values = {"global_batch_size": 8, "micro_batch_size": 1, "seq_length": LENGTH}
+    values |= {"precision": "fp64", "eval_interval": 1, "eval_iters": 1}
+    return read_config(recipe, **values | corpora | settings)
+
+
+def _measured(rank: int, world: int, config: Config) -> list[tuple[str, float, int]]:
+    engine = Engine(check(config, world), rank, torch.device("cpu"))
+    sets = validation_sets(config.training, open_data(config, lambda _: None))
+    return [(each.name, each.loss, each.tokens) for each in evaluations(engine, sets, 0)]
+
+
+def _expected(config: Config) -> list[tuple[str, float, int]]:
+    """Each sample alone through the plain model."""
+    model = plain_model(config, torch.float64).eval()
+    initialise(model, config.training.seed)
+    found = []
+    for each in validation_sets(config.training, open_data(config, lambda _: None)):
+        samples = [each.dataset.microbatch([n]) for n in range(each.samples)]
+        with torch.no_grad():
+            losses = [model(None, batch, None).sum() for batch in batches_of(config, samples, 0)]
+        tokens = sum(int((sample.labels_BS != IGNORED).sum()) for sample in samples)
+        found.append((each.name, float(sum(losses)) / tokens, tokens))
+    return found
+
+
+@pytest.mark.parametrize(("world", "recipe", "settings"), LAYOUTS)
+@pytest.mark.parametrize("whole", [{"full_validation": True, "eval_iters": 4}, {}])
+def test_every_layout_has_the_losses_of_the_plain_model(
+    world: int, recipe: str, settings: dict[str, Any], whole: Any, corpora: dict[str, Any]
+) -> None:
+    config = _config(recipe, corpora, **settings | whole)
+    if not whole:
+        config = config.with_values(valid_data_path=corpora["valid_data_path"][:1])
+    expected = _expected(config)
+    assert [name for name, *_ in expected] == ["", "odd", "one"][: len(expected)]
+    for measured in run(world, _measured, config):
+        for (name, loss, tokens), (its, its_loss, its_tokens) in zip(
+            measured, expected, strict=True
+        ):
+            assert (name, tokens) == (its, its_tokens)
+            assert loss == pytest.approx(its_loss, rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def trained(corpora: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run with three sets, one of which is read in part, and what it said."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = _config("debug", corpora, train_iters=2, eval_interval=2, lr_warmup_iters=0)
+    config = config.with_values(save=f"{folder}/run", full_validation=True, eval_iters=4)
+    (folder / "run.toml").write_text(to_toml(config))
+    with redirect_stdout(StringIO()) as out:
+        assert main(["train", f"{folder}/run.toml"]) == 0
+    return folder / "run", out.getvalue()
+
+
+def _losses(run: Path) -> dict[str, float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {key: r[key] for r in records for key in r if key.startswith("eval_loss")}
+
+
+def test_a_run_shows_the_losses_of_each_set(trained: tuple[Path, str]) -> None:
+    folder, said = trained
+    found = _losses(folder)
+    assert [*found] == ["eval_loss", "eval_loss_odd", "eval_loss_one"]
+    for key, loss in found.items():
+        of = key.removeprefix("eval_loss").replace("_", " of ")
+        assert f"step 2: validation loss{of} {loss:.4f}" in said
+    story = read_story(folder)
+    names = {line.name for chart in charts_of([story]) for line in chart.lines}
+    assert {"validation", "validation odd", "validation one"} <= names
+    rows = {row[0] for row in facts([story])}
+    assert {"lowest validation loss odd", "lowest validation loss one"} <= rows
+
+
+def _loaded(rank: int, world: int, config: Config, run: Path) -> list[float]:
+    engine = Engine(check(config, world), rank, torch.device("cpu"), initialises=False)
+    sets = validation_sets(config.training, open_data(config, lambda _: None))
+    return [found.loss for found in evaluate_rank(engine, (run / CHECKPOINTS, 2), sets)]
+
+
+@pytest.mark.parametrize(("world", "recipe", "settings"), LAYOUTS[:4])
+def test_a_checkpoint_has_in_every_layout_the_losses_that_its_run_had(
+    world: int, recipe: str, settings: dict[str, Any], trained: tuple[Path, str]
+) -> None:
+    config = read_config(trained[0] / "config.toml", data_parallel_shard_size=-1, **settings)
+    exact = 0.0 if world == 1 else 1e-12
+    for losses in run(world, _loaded, config, trained[0]):
+        assert losses == pytest.approx([*_losses(trained[0]).values()], rel=exact, abs=0.0)
+
+
+def _fivefold(*words: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, from which ranks can be forked."""
+    command = [sys.executable, "-m", "fivefold", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_eval_says_losses_first_and_the_next_command_last(
+    trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    """On two ranks, with sets of its own and no corpus of the run in sight."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0], folder)
+    text = "A document \u00e9 \u4e16\u754c of its own says 1 and 2.\n" * 40
+    (tmp_path / "new.txt").write_text(text)
+    settings = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(
+        re.sub("(?m)^data_path.*", 'data_path = ["gone"]', settings)
+    )
+    words = ["eval", str(folder), "--valid-data-path", f"new={tmp_path}/new.txt", "--split", "1"]
+    found = _fivefold(*words, "--nproc", "2", "--tp", "2", "--json")
+    assert found.returncode == 0, found.stderr
+    (new,) = json.loads(found.stdout)["sets"]
+    assert new["name"] == "new" and new["perplexity"] == pytest.approx(math.exp(new["loss"]))
+    tokenizer = Tokenizer.load(folder / "tokenizer.json")
+    tokens = [*tokenizer.encode_batch([text])[0], tokenizer.eod_id]
+    read = tokens[1 : new["samples"] * LENGTH + 1]  # what is predicted
+    assert new["tokens"] == len(read) and len(tokens) - len(read) <= LENGTH
+    told = len(tokenizer.decode(n for n in read if n != tokenizer.eod_id).encode())
+    assert new["bytes"] == told
+    bits = new["loss"] * new["tokens"] / math.log(2)
+    assert new["bits_per_byte"] == pytest.approx(bits / told)
+
+    said = _fivefold(*words)
+    first, *_, last = said.stdout.splitlines()
+    assert first.split()[:3] == ["new", "loss", f"{new['loss']:.4f}"]
+    assert last == f"  next: fivefold sample {folder} PROMPT"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--step 7", "works: --step 2"),
+        ("--eval-iters 0 --no-full-validation", "works: --eval-iters 4 | --full-validation"),
+        ("--nproc 3", "works: --global-batch-size 6 | --global-batch-size 9"),
+        ("--lr 1", "unknown flag --lr"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told_before_a_process_starts(
+    flags: str, said: str, trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(trained[0]), *flags.split()]) == 2
+    assert said in capsys.readouterr().err
