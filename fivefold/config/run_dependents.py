@@ -129,6 +129,20 @@ OF_RUNS = (
         ("--non-persistent-save-interval 20",),
     ),
     Dependents(
+        ("spiky_loss_factor",),
+        "check_for_spiky_loss",
+        lambda c: c.training.check_for_spiky_loss,
+        "says what a spike is",
+        ("--check-for-spiky-loss",),
+    ),
+    Dependents(
+        ("bad_step_action",),
+        "check_for_nan_in_loss_and_grad",
+        lambda c: c.training.check_for_nan_in_loss_and_grad or c.training.check_for_spiky_loss,
+        "says what follows a step that is found to be bad",
+        ("--check-for-nan-in-loss-and-grad", "--check-for-spiky-loss"),
+    ),
+    Dependents(
         ("manual_gc_interval",),
         "manual_gc",
         lambda c: c.training.manual_gc,

@@ -13,6 +13,7 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64
 
 MomentType = Literal["fp32", "bf16"]
 NumaBinding = Literal["node", "socket", "exclusive"]
+BadStepAction = Literal["stop", "skip", "rewind"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,17 @@ class TrainingConfig:
     )
     check_for_nan_in_loss_and_grad: bool = option(
         True, "stop before the optimizer step when the loss or gradient norm is not finite"
+    )
+    check_for_spiky_loss: bool = option(
+        False, "treat a step whose loss is far above those before it as one that is not finite"
+    )
+    spiky_loss_factor: float = option(
+        2.0, "a loss above so many times the median of the last 100 steps is a spike"
+    )
+    bad_step_action: BadStepAction = option(
+        "stop",
+        "what follows a step that is not finite or spikes: stop; skip to the next data; or rewind "
+        "to the latest saved state, with the next data",
     )
     check_weight_hash_across_dp_replicas_interval: int = option(
         0, "steps after which replicas compare hashes of their weights, as before a save; 0: never"

@@ -62,6 +62,7 @@ _RULES = MappingProxyType(
         "eval_interval": _NOT_NEGATIVE,
         "eval_iters": _NOT_NEGATIVE,
         "seed": (lambda v: 0 <= v < 1 << 63, "in 0 .. 2^63 - 1"),
+        "spiky_loss_factor": (lambda v: v > 1, "above 1"),
         "check_weight_hash_across_dp_replicas_interval": _NOT_NEGATIVE,
         "check_loss_across_dp_replicas_interval": _NOT_NEGATIVE,
         "distributed_timeout_minutes": _POSITIVE,

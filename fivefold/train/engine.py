@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 from torch import Tensor, nn
@@ -80,10 +80,11 @@ class DeviceResult:
     extra: Mapping[str, Tensor]
     routing: Tensor
 
-    @property
-    def found_inf(self) -> Tensor:
-        """1 if the loss or the gradient norm is no number, else 0; fp32 scalar."""
-        return 1.0 - (self.loss.isfinite() & self.grad_norm.isfinite()).float()
+    def found_inf(self, limit: float = inf) -> Tensor:
+        """1 if the loss or the gradient norm is no number, or the loss above `limit`, else 0; fp32
+        scalar."""
+        good = self.loss.isfinite() & self.grad_norm.isfinite()
+        return 1.0 - (good & (self.loss <= limit)).float()
 
     def read(self, layers: Sequence[int] = ()) -> StepResult:
         """The numbers, once the device has them.
@@ -146,7 +147,11 @@ class Engine:
         return self.optimizer.steps
 
     def step(
-        self, microbatches: Sequence[Microbatch], *, vote: Callable[[], bool] = lambda: False
+        self,
+        microbatches: Sequence[Microbatch],
+        *,
+        vote: Callable[[], bool] = lambda: False,
+        limit: float = inf,
     ) -> StepResult:
         """Forward, backward, reduce, and unless something is not finite clip and update.
 
@@ -155,8 +160,9 @@ class Engine:
         Args:
             microbatches: this data-parallel rank's part of the global batch.
             vote: whether this rank asks all to stop after this step; asked at its end.
+            limit: loss above which the step is not taken.
         """
-        return self.apply(self.gradients(microbatches, vote=vote))
+        return self.apply(self.gradients(microbatches, vote=vote), limit)
 
     def gradients(
         self, microbatches: Sequence[Microbatch], *, vote: Callable[[], bool] = lambda: False
@@ -187,24 +193,25 @@ class Engine:
             routing = all_reduce(routing, self.groups.world)
         return DeviceResult(loss, norm, tokens.flatten()[0], votes, lr, extra, routing)
 
-    def apply(self, found: DeviceResult) -> StepResult:
+    def apply(self, found: DeviceResult, limit: float = inf) -> StepResult:
         """Clip the gradients by their norm and step the optimizer, on the device and then the host.
 
-        Where something is not finite, and that is checked, the device leaves weights, moments and
-        gradients as they are: the host learns of it only afterwards.
+        Where something is not finite, and that is checked, or the loss is above `limit`, the device
+        leaves weights, moments and gradients as they are: the host learns of it only afterwards.
         """
         config = self.layout.config
-        checks, limit = config.training.check_for_nan_in_loss_and_grad, config.optimizer.clip_grad
-        found_inf = found.found_inf if checks else None
-        if limit > 0:
+        checks, clip = config.training.check_for_nan_in_loss_and_grad, config.optimizer.clip_grad
+        checks |= limit < inf
+        found_inf = found.found_inf(limit) if checks else None
+        if clip > 0:
             grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-            clip_(grads, found.grad_norm, limit, found_inf)
+            clip_(grads, found.grad_norm, clip, found_inf)
         self.optimizer.device.step(found.lr, found_inf)
         result = self.read(found)
-        if checks and not result.finite:
+        if checks and not (result.finite and result.loss <= limit):
             self.optimizer.steps -= 1
         else:
-            self.optimizer.host.step(found.lr, result.grad_norm, limit)
+            self.optimizer.host.step(found.lr, result.grad_norm, clip)
             self._routers.update(found.routing)
             self.optimizer.zero_grad()
         return result

@@ -1,8 +1,6 @@
 """The training loop of one rank: data in, steps, evaluations, checkpoints, metrics out."""
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -10,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fivefold.audit.measure import measured
 from fivefold.checkpoint.checkpointer import Checkpointer
@@ -22,13 +18,14 @@ from fivefold.data.packing import Microbatch
 from fivefold.data.validation import ValidationSet
 from fivefold.errors import CheckpointError, Mistake, TrainingError
 from fivefold.files import as_kind, telling_full_disk
-from fivefold.hardware import peak_flops
 from fivefold.model.shape import training_flops
 from fivefold.train.activity import Activity
+from fivefold.train.bad_steps import BadSteps
 from fivefold.train.console import Console
 from fivefold.train.engine import Engine, StepResult
 from fivefold.train.evaluation import evaluations
 from fivefold.train.garbage import collecting
+from fivefold.train.meters import device_peak, peak_memory
 from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
 from fivefold.train.not_finite import locate, locate_in_state
 from fivefold.train.profile import profiled
@@ -82,10 +79,12 @@ class Trainer:
     _steps_here: int = field(default=0, init=False)
     _vitals: Vitals = field(init=False)
     _silent: SilentErrors = field(init=False)
+    _bad: BadSteps = field(init=False)
 
     def __post_init__(self) -> None:
         self._vitals = Vitals(self.engine.layout.config.model.vocab_size)
         self._silent = SilentErrors(self.engine, self.loader)
+        self._bad = BadSteps(self.engine.layout.config.training)
 
     def restore(self, source: Checkpointer, step: int | None, *, weights_only: bool) -> None:
         """Load weights, and unless `weights_only` optimizer, step and place in the data.
@@ -102,8 +101,7 @@ class Trainer:
         self.loader.load_state_dict(state.loader)
         tensors: dict[str, Any] = self.engine.stored_tensors()
         source.load(state.step, tensors)
-        self.engine.after_load(state.step)
-        self.step = state.step
+        self._continue(state)
         self._saved = self.step if source.folder == self.checkpointer.folder else None
 
     def restore_local(self, after: int) -> bool:
@@ -123,9 +121,13 @@ class Trainer:
         what = f"the state of step {step} in memory"
         state = as_kind(self.local.load(tensors), SavedState, what, CheckpointError)
         self.loader.load_state_dict(state.loader)
+        self._continue(state)
+        return True
+
+    def _continue(self, state: SavedState) -> None:
         self.engine.after_load(state.step)
         self.step = state.step
-        return True
+        self._bad.remember(state.losses)
 
     def load_hub(self, folder: Path) -> None:
         """Load weights from a Hugging Face folder; each rank reads its own slices.
@@ -161,15 +163,18 @@ class Trainer:
                 batch = self.loader.next_batch()
                 with self._measuring(), self._profiling():
                     result = self.engine.step(
-                        batch, vote=lambda: request.signum is not None or self.checkpointer.failed
+                        batch,
+                        vote=lambda: request.signum is not None or self.checkpointer.failed,
+                        limit=self._bad.limit,
                     )
-                if not result.finite and self._checks:
-                    raise self._not_finite(result, batch)
+                stopping = result.votes > 0
+                if bad := self._bad.look(self.step + 1, result):
+                    self._leave_out(bad, result, batch)
+                    continue
                 self.step += 1
                 self._steps_here += 1
                 self._see_folder()
                 collect_garbage(self.step)
-                stopping = result.votes > 0
                 self._record(result, time.perf_counter() - began)
                 self._see_that_it_learns(result)
                 self._see_replicas(saving=False)
@@ -256,6 +261,7 @@ class Trainer:
             loader=self.loader.state_dict(),
             model=asdict(config.model),
             seq_length=config.training.seq_length,
+            losses=self._bad.losses,
         )
         return asdict(state)
 
@@ -304,14 +310,33 @@ class Trainer:
             for sink in (self.console, *self.sinks):
                 sink.record(metrics)
 
-    def _not_finite(self, result: StepResult, batch: Sequence[Microbatch]) -> TrainingError:
-        """The error that says where infinities or NaNs are, the same on every rank."""
-        what = (
-            f"step {self.step + 1} is not finite: loss {result.loss:.6g}, "
-            f"gradient norm {result.grad_norm:.6g}"
-        )
-        where, passing = locate(self.engine, batch)
-        return self._stopped(what, where, "the step was not taken; ", passing=passing)
+    def _leave_out(self, bad: str, result: StepResult, batch: Sequence[Microbatch]) -> None:
+        """Go on after a step that was not taken, as the settings say.
+
+        Raises:
+            TrainingError: they say to stop, or leaving steps out does not help, on every rank.
+        """
+        action = self.engine.layout.config.training.bad_step_action
+        if action == "stop" or self._bad.too_many:
+            finite: tuple[list[str], bool] = ([], False)
+            where, passing = finite if result.finite else locate(self.engine, batch)
+            raise self._stopped(bad, where, "the step was not taken; ", passing=passing)
+        self.engine.optimizer.zero_grad()
+        position = self.loader.consumed_samples
+        then = "its data is skipped"
+        if action == "rewind":
+            self.checkpointer.wait()
+            disk = self.checkpointer.agree(self.checkpointer.latest) or 0
+            if self.local is not None:
+                self.local.wait()
+            if not self.restore_local(disk):
+                if not disk:
+                    raise self._stopped(bad, ["there is no state of the run to go back to"])
+                self.restore(self.checkpointer, disk, weights_only=False)
+            self.loader.seek(position)
+            then = f"back to the state of step {self.step}, with the data that follows"
+        if self.console is not None:
+            self.console.warning(f"{bad}: {then}")
 
     def _see_that_it_learns(self, result: StepResult) -> None:
         """Warn if the run no longer learns; stop it before its checkpoints replace good ones.
@@ -372,18 +397,3 @@ class Trainer:
     @property
     def _checks(self) -> bool:
         return self.engine.layout.config.training.check_for_nan_in_loss_and_grad
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: of the allocator on a GPU, of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-def device_peak(device: torch.device, precision: str) -> float | None:
-    """Peak FLOP/s of a known GPU; None on a CPU and on an unknown GPU."""
-    if device.type != "cuda":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device), precision)

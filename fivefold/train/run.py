@@ -36,7 +36,8 @@ from fivefold.train.hosts import crossing, gather_hosts
 from fivefold.train.job import Job
 from fivefold.train.launch import End, init_process_group, place_name, run_ranks
 from fivefold.train.lock import FolderInUse, RunLock, claim
-from fivefold.train.loop import Trainer, device_peak
+from fivefold.train.loop import Trainer
+from fivefold.train.meters import device_peak
 from fivefold.train.metrics import close_all
 from fivefold.train.numa import Binding, bind, choose_bindings, described, prefer_memory
 from fivefold.train.open_files import check_open_files

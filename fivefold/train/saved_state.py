@@ -29,12 +29,14 @@ class SavedState:
         loader: place in the data, and a description of the data.
         model: fields of the model's `ModelConfig`.
         seq_length: tokens per sample.
+        losses: the latest losses, oldest first, where spikes are looked for.
     """
 
     step: _Count
     loader: LoaderState
     model: dict[str, Any]
     seq_length: _Count
+    losses: tuple[float, ...] = ()
 
 
 def read_state(source: Checkpointer, step: int | None) -> SavedState:

@@ -83,6 +83,10 @@ EXEMPT = {
     "watchdog_timeout_seconds": Exempt(
         "seen only where a rank does not go on: tests/train/test_watchdog.py", NOWHERE
     ),
+    **dict.fromkeys(
+        ("check_for_spiky_loss", "bad_step_action"),
+        Exempt("seen only where a step is bad: tests/train/test_bad_steps.py", NOWHERE),
+    ),
     "numa_binding": Exempt("the same numbers: tests/train/test_numa.py", NOWHERE),
     "manual_gc": Exempt("the same numbers: tests/train/test_garbage.py", NOWHERE),
     "deterministic_mode": Exempt(

@@ -1,0 +1,72 @@
+"""Recognises steps that do harm: of a loss or gradient that is no number, or of a spiking loss."""
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+from fivefold.config.training import TrainingConfig
+from fivefold.train.engine import StepResult
+
+REMEMBERED = 100  # losses
+LEAST = 20  # losses, before one of them can be a spike
+MOST = 10  # bad steps with no good one between them that are left out
+
+
+class BadSteps:
+    """Judges each step's result, which is the same on all ranks, and so is the judgement.
+
+    Args:
+        training: what is checked, and what becomes of a bad step.
+    """
+
+    def __init__(self, training: TrainingConfig) -> None:
+        self._training = training
+        self._losses: deque[float] = deque(maxlen=REMEMBERED)
+        self._in_a_row = self._reached = 0
+
+    def remember(self, losses: Iterable[float]) -> None:
+        """Go on with the losses before a state of the run, unless these are known already."""
+        if not self._losses:
+            self._losses.extend(losses)
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The latest losses, oldest first, where spikes are looked for."""
+        return tuple(self._losses)
+
+    @property
+    def limit(self) -> float:
+        """The loss above which the next step is a spike."""
+        if not self._training.check_for_spiky_loss or len(self._losses) < LEAST:
+            return math.inf
+        return self._training.spiky_loss_factor * median(self._losses)
+
+    def look(self, step: int, result: StepResult) -> str:
+        """What is bad about a step that was not taken; empty if it is good."""
+        wrong = ""
+        if not result.finite and self._training.check_for_nan_in_loss_and_grad:
+            wrong = (
+                f"step {step} is not finite: loss {result.loss:.6g}, "
+                f"gradient norm {result.grad_norm:.6g}"
+            )
+        elif result.loss > self.limit:
+            usual = median(self._losses)
+            wrong = (
+                f"the loss of step {step} is a spike: {result.loss:.6g}, "
+                f"{result.loss / usual:.2f} x {usual:.6g}, the median of {len(self._losses)} steps"
+            )
+        if wrong:
+            self._in_a_row += 1
+            self._reached = max(self._reached, step)
+        else:
+            if step >= self._reached:  # beyond what was run again
+                self._in_a_row = 0
+            if self._training.check_for_spiky_loss:
+                self._losses.append(result.loss)
+        return wrong
+
+    @property
+    def too_many(self) -> bool:
+        """Whether leaving steps out does not help."""
+        return self._in_a_row > MOST
