@@ -200,6 +200,9 @@ def test_eval_says_losses_first_and_the_next_command_last(
         ("--eval-iters 0 --no-full-validation", "works: --eval-iters 4 | --full-validation"),
         ("--nproc 3", "works: --global-batch-size 6 | --global-batch-size 9"),
         ("--lr 1", "unknown flag --lr"),
+        ("--limit 2", "--limit has no effect: it is for tasks"),
+        ("--tasks x --tp 2", "--tensor-model-parallel-size has no effect with --tasks"),
+        ("--tasks x --limit 0", "limit must be at least 1, not 0"),
     ],
 )
 def test_what_cannot_be_evaluated_is_told_before_a_process_starts(
