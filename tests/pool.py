@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from fivefold.mesh.groups import lost_connection
-from fivefold.train.launch import die_with_parent
+from fivefold.train.children import die_with_parent
 
 REPORT_SECONDS = 1.0  # for the other ranks' reports after the first failure
 

@@ -124,15 +124,17 @@ def disagreeing(symptom: Failure, places: Mapping[int, str]) -> Failure:
     return replace(symptom, details=("every rank waited for others:", *shown))
 
 
-def explain(failure: Failure, place: str, world_size: int) -> None:
-    """Print to stderr what happened on the rank `place`, and that the other ranks end."""
+def explain(failure: Failure, place: str, world_size: int, *, goes_on: bool = False) -> None:
+    """Print to stderr what happened on the rank `place`, and what becomes of the others."""
     if failure.for_user:
         print(f"error: {failure.cause}", file=sys.stderr, flush=True)
         return
     lines = [f"error: {place}: {failure.cause}", *(f"  {line}" for line in failure.details)]
     if world_size > 1:
-        others = "other rank was" if world_size == 2 else f"other {world_size - 1} ranks were"
-        lines.append(f"  the {others} stopped")
+        others, are, meet = f"other {world_size - 1} ranks", "were", "meet"
+        if world_size == 2:
+            others, are, meet = "other rank", "was", "meets"
+        lines.append(f"  the {others} {f'{meet} a new one' if goes_on else f'{are} stopped'}")
     if failure.traceback_file:
         lines.append(f"  traceback: {failure.traceback_file}")
     elif failure.traceback:

@@ -5,17 +5,13 @@ that eight interpreters take. The parent must therefore stay clean: no CUDA cont
 pass and no thread of its own before `launch_local`.
 """
 
-import ctypes
-import faulthandler
-import json
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,58 +22,19 @@ import torch.distributed as dist
 from fivefold.errors import ConfigError, Mistake
 from fivefold.mesh.shared_gpu import Pause, share_gpu
 from fivefold.train import failures
+from fivefold.train.children import POLL_SECONDS, Child, Worker, fork, signal_all, terminate
 from fivefold.train.cuda_environment import let_segments_grow, make_deterministic, set_defaults
 from fivefold.train.devices import sees_own_gpu_only
 from fivefold.train.failures import Failure
 from fivefold.train.fresh_store import fresh_store, keeps_store
 from fivefold.train.heap import keep_freed_memory
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.roll_call import Answer, RollCall, answers, call, find_suspect
-from fivefold.train.signals import STOP_SIGNALS, StopRequest, passed_on
+from fivefold.train.rejoin import Generations, Orders
+from fivefold.train.roll_call import Answer, answers, call, find_suspect
+from fivefold.train.signals import StopRequest, passed_on
 
-Worker = Callable[[RankEnv], int | None]
-
-POLL_SECONDS = 0.02
 SETTLE_SECONDS = 0.3  # to wait for the report of a rank that failed a moment earlier
 SEARCH_SECONDS = 3.0  # to wait for the end of a rank that others lost: it frees its memory first
-GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-DONE = b"done"  # the report of a rank whose work is done
-
-
-@dataclass
-class _Child:
-    """A child process and the pipe on which it reports how it ended.
-
-    Attributes:
-        failure: the reason for which it failed; None if it did not.
-        done: time at which its work was done, in seconds on the system's monotonic clock.
-    """
-
-    rank: int
-    pid: int
-    reports: int
-    failure: Failure | None = None
-    done: float | None = None
-    running: bool = True
-
-    def poll(self, stopping: bool) -> None:
-        """Check whether the process has ended; `stopping` says whether it was told to."""
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid == 0:
-            return
-        self.running = False
-        with open(self.reports, "rb", buffering=0) as pipe:
-            report = pipe.read()  # None if nothing came but a helper of the rank holds the pipe
-        code = os.waitstatus_to_exitcode(status)
-        if report == DONE and code == 0:
-            self.done = time.monotonic()
-        elif report and report != DONE:
-            self.failure = Failure(**json.loads(report))
-        elif code < 0:
-            self.failure = failures.killed(-code, stopping)
-        else:
-            self.failure = failures.left(code)
 
 
 @dataclass(frozen=True)
@@ -112,6 +69,7 @@ def run_ranks(
     describe: Callable[[int], str] | None = None,
     errors_folder: Path | None = None,
     threads: int | None = None,
+    revive: Callable[[End], tuple[Orders | None, str]] | None = None,
 ) -> End:
     """Run `worker(rank_env)` in `nproc` forked processes.
 
@@ -127,17 +85,24 @@ def run_ranks(
             the traceback of the first cause is printed.
         threads: threads of each rank, unless OMP_NUM_THREADS says otherwise; None: its share of the
             cores.
+        revive: how the ranks would end -> what the living ones and new ones do together, as
+            `rejoin.keep_on` does it, or None if they end, and a line that says so; None: they end.
     """
     assert not torch.cuda.is_initialized(), "CUDA does not survive a fork"
-    # The port is bound before and the server starts after the fork: no thread is ever forked, and
-    # ranks that connect early wait in the backlog.
+    # The port is bound before and the server starts after the first fork, so that ranks that
+    # connect early wait in the backlog.
     with closing(socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * nproc))) as listener:
         port = listener.getsockname()[1]
-        ranks: list[_Child] = []
+        ranks: list[Child] = []
+
+        def start(rank: int, generation: int) -> Child:
+            env = RankEnv(rank, rank, nproc, nproc, "127.0.0.1", port, "local", generation)
+            return fork(worker, env, errors_folder, threads)
+
+        cause: tuple[int, Failure] | None = None
+        told = ""
         with StopRequest() as stop:
-            for rank in range(nproc):
-                env = RankEnv(rank, rank, nproc, nproc, "127.0.0.1", port, "local")
-                ranks.append(_fork(worker, env, errors_folder, threads))
+            ranks += [start(rank, 0) for rank in range(nproc)]
             try:
                 store = dist.TCPStore(
                     "127.0.0.1",
@@ -146,20 +111,54 @@ def run_ranks(
                     wait_for_workers=False,
                     master_listen_fd=listener.detach(),
                 )
-                cause = _watch(ranks, stop, store, errors_folder)
+                generations = Generations(store, nproc)
+                cause = _watch(ranks, stop, store, errors_folder, generations if revive else None)
+                while cause is not None and revive is not None:
+                    end = _end(cause, describe, stop)
+                    orders, told = revive(end)
+                    if orders is None:
+                        break
+                    failures.explain(cause[1], end.place, nproc, goes_on=True)
+                    print(told, file=sys.stderr, flush=True)
+                    _replace(ranks, generations, orders, start)
+                    cause = _watch(ranks, stop, store, errors_folder, generations)
             except KeyboardInterrupt:  # a second Ctrl-C
                 cause = None
             finally:
-                _terminate(ranks)
+                terminate(ranks)
             del store  # the ranks needed it until here
     if cause is None:
         status = 128 + (stop.signum or 0) if any(r.failure for r in ranks) else 0
         return End(status, stopped=stop.signum is not None)
+    end = _end(cause, describe, stop)
+    failures.explain(cause[1], end.place, nproc)
+    if told:
+        print(told, file=sys.stderr, flush=True)
+    return end
+
+
+def _end(
+    cause: tuple[int, Failure], describe: Callable[[int], str] | None, stop: StopRequest
+) -> End:
     rank, failure = cause
-    place = place_name(rank, describe)
-    failures.explain(failure, place, nproc)
     why = failure.cause.splitlines()[0]
-    return End(failure.status, place, why, stopped=stop.signum is not None)
+    return End(failure.status, place_name(rank, describe), why, stopped=stop.signum is not None)
+
+
+def _replace(
+    ranks: list[Child],
+    generations: Generations,
+    orders: Orders,
+    start: Callable[[int, int], Child],
+) -> None:
+    """Start new ranks for those that died or do not let go, and have all of them go on."""
+    living = {rank.rank for rank in ranks if rank.running}
+    late = generations.await_let_go(living)
+    terminate([ranks[rank] for rank in late], at_once=True)
+    for number, rank in enumerate(ranks):
+        if not rank.running:
+            ranks[number] = start(number, generations.latest + 1)
+    generations.begin(orders)
 
 
 def init_process_group(
@@ -205,9 +204,10 @@ def init_process_group(
         case "single":
             rendezvous["store"] = dist.HashStore()
         case "local":
-            rendezvous["store"] = dist.TCPStore(
+            store = dist.TCPStore(
                 env.master_addr, env.master_port, is_master=False, timeout=timeout
             )
+            rendezvous["store"] = dist.PrefixStore(f"generation {env.generation}", store)
         case "torchrun" if keeps_store():
             rendezvous["store"] = fresh_store(env, timeout)
         case "torchrun":
@@ -245,77 +245,17 @@ def _bind_gpu(env: RankEnv, shared: bool) -> torch.device:
     return device
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when process `parent`, which forked it, ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-
-
 def place_name(rank: int, describe: Callable[[int], str] | None) -> str:
     """The name of a rank, with its coordinates if `describe` is given."""
     return f"rank {rank}" + (f" {describe(rank)}" if describe else "")
 
 
-def _fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int | None) -> _Child:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    reports_in, reports_out = os.pipe()
-    parent = os.getpid()
-    # Signals wait until the child has its own handlers: the inherited ones would swallow them.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            _become_rank(env, parent, threads)
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            status = _run_worker(worker, env, reports_out, errors_folder)
-        finally:
-            # Not sys.exit: the frames and exit handlers of the parent must not run here.
-            os._exit(status)
-    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-    os.close(reports_out)
-    os.set_blocking(reports_in, False)
-    return _Child(env.rank, pid, reports_in)
-
-
-def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
-    die_with_parent(parent)
-    # A terminal sends Ctrl-C to the whole process group; only the parent answers, with another.
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable(file=2)
-    os.environ.update(env.variables)
-    # Gloo would look the host's name up, which fails on many laptops.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    if "OMP_NUM_THREADS" not in os.environ:  # as with torchrun, what the user set is per rank
-        threads = threads or max(1, torch.get_num_threads() // env.world_size)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-
-
-def _run_worker(worker: Worker, env: RankEnv, reports: int, errors_folder: Path | None) -> int:
-    try:
-        with RollCall(env):
-            status = worker(env) or 0
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        report = DONE
-    except BaseException as error:
-        failure = failures.raised(error, env.rank, errors_folder)
-        report = json.dumps(asdict(failure), ensure_ascii=False).encode(errors="replace")
-        status = failure.status
-    os.write(reports, report)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return status
-
-
 def _watch(
-    ranks: list[_Child], stop: StopRequest, store: dist.Store, errors_folder: Path | None
+    ranks: list[Child],
+    stop: StopRequest,
+    store: dist.Store,
+    errors_folder: Path | None,
+    generations: Generations | None,
 ) -> tuple[int, Failure] | None:
     """Wait until every rank has ended or one has failed; return the first failure and its rank.
 
@@ -324,12 +264,15 @@ def _watch(
     """
     forwarded = False
     deadline, question = None, 0
+    waiting: set[int] = set()
     while any(r.running for r in ranks):
         for rank in ranks:
             if rank.running:
                 rank.poll(stopping=forwarded)
         failed = [r for r in ranks if r.failure]
-        if failed and deadline is None:
+        if generations is not None:
+            waiting = generations.waiting
+        if (failed or waiting) and deadline is None:
             deadline = time.monotonic() + SEARCH_SECONDS
             question = call(store, len(ranks))
         if any(r.failure and not r.failure.consequence for r in failed):
@@ -338,23 +281,43 @@ def _watch(
             break
         if stop.signum and not forwarded:
             forwarded = True
-            _signal_all(ranks, passed_on(stop.signum))
+            signal_all(ranks, passed_on(stop.signum))
         time.sleep(POLL_SECONDS)
     found = [(r.rank, r.failure) for r in ranks if r.failure]
     if forwarded:
         found = [(rank, failure) for rank, failure in found if not failure.consequence]
+    given = answers(store, [r.rank for r in ranks], question) if question else {}
+    if not found and waiting and any(r.running for r in ranks):
+        return _held_up(ranks, waiting, given, errors_folder)
     if not found:
         return None
     first = min(found, key=lambda pair: (pair[1].consequence, pair[1].when, pair[0]))
     if not first[1].consequence:
         return first
-    given = answers(store, [r.rank for r in ranks], question)
     return _behind(first, ranks, given, errors_folder)
+
+
+def _held_up(
+    ranks: Sequence[Child],
+    waiting: set[int],
+    given: Mapping[int, Answer],
+    errors_folder: Path | None,
+) -> tuple[int, Failure]:
+    """The rank for which ranks that lost a connection still wait."""
+    gone = [(r.done, r.rank) for r in ranks if r.done is not None]
+    noticed = min(waiting), Failure("lost the connection to another rank", time.monotonic())
+    if gone:
+        when, early = min(gone)
+        return early, Failure("left with status 0, while others still needed it", when)
+    busy = {r.rank: r.pid for r in ranks if r.running and r.rank not in waiting}
+    if (suspect := find_suspect(busy, given)) is not None:
+        return suspect.rank, failures.suspected(suspect, noticed, errors_folder)
+    return noticed
 
 
 def _behind(
     symptom: tuple[int, Failure],
-    ranks: Sequence[_Child],
+    ranks: Sequence[Child],
     given: Mapping[int, Answer],
     errors_folder: Path | None,
 ) -> tuple[int, Failure]:
@@ -374,22 +337,3 @@ def _behind(
     places = {r.rank: r.failure.place for r in ranks if r.failure}
     places |= {rank: given[rank].place for rank in running}
     return rank, failures.disagreeing(noticed, places)
-
-
-def _signal_all(ranks: list[_Child], signum: int) -> None:
-    for rank in ranks:
-        if rank.running:
-            os.kill(rank.pid, signum)
-
-
-def _terminate(ranks: list[_Child]) -> None:
-    """Stop the ranks that still run: SIGTERM, then SIGKILL."""
-    _signal_all(ranks, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while any(r.running for r in ranks):
-        if time.monotonic() > deadline:
-            _signal_all(ranks, signal.SIGKILL)
-        for rank in ranks:
-            if rank.running:
-                rank.poll(stopping=True)
-        time.sleep(POLL_SECONDS)

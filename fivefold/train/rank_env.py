@@ -27,6 +27,7 @@ class RankEnv:
         master_port: port of the rendezvous store.
         launcher: program that started the processes; "local" is `launch_local`, whose parent
             process hosts the store.
+        generation: how often living ranks have met again, with new ones for those that died.
         activity: what this process is doing; not part of its address.
     """
 
@@ -37,6 +38,7 @@ class RankEnv:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     launcher: Launcher = "single"
+    generation: int = 0
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     def __post_init__(self) -> None:

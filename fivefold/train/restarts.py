@@ -1,20 +1,29 @@
 """Starts the ranks of a run again after a failure, from its last complete checkpoint.
 
 The process that watches the ranks has imported everything and has opened the data, so that new
-ranks are forked from it within a second. Under torchrun and srun the launcher starts them again.
+ranks are forked from it within a second. Where states are kept in memory, only ranks that died are
+new ones. Under torchrun and srun the launcher starts all of them again.
 """
 
 import os
+import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 from fivefold.config.config import Config
 from fivefold.errors import ConfigError, Mistake
 from fivefold.train.failures import CONFIG_ERROR
 from fivefold.train.launch import End
 from fivefold.train.origin import Origin, is_finished
+from fivefold.train.rejoin import Orders
 from fivefold.train.run_folder import RunFolder
+
+KILLED = 128 + signal.SIGKILL
+KILLS = 10  # after the same step
 
 
 @dataclass
@@ -22,7 +31,8 @@ class Restarts:
     """Decides whether ranks that failed are started again.
 
     A failure that comes back after the same step, on whichever rank is the first to notice, is of
-    the run itself, such as of its data or settings: it would come back each time.
+    the run itself, such as of its data or settings: it would come back each time. What kills a rank
+    from outside may do so several times, and is of the run only if it does not stop.
 
     Attributes:
         most: number of restarts of one command.
@@ -33,7 +43,7 @@ class Restarts:
     most: int
     kept: Callable[[], int | None] = field(default=lambda: None)
     used: int = 0
-    _seen: set[tuple[str, int]] = field(default_factory=set)
+    _seen: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def refusal(self, end: End, step: int) -> str | None:
         """Why the ranks are not started again; None: they are, and it counts.
@@ -46,12 +56,12 @@ class Restarts:
             return "they were asked to stop"
         if end.status == CONFIG_ERROR:
             return "its settings cannot run"
-        if (end.why, step) in self._seen:
+        if self._seen[end.why, step] == (KILLS if end.status == KILLED else 1):
             return f"it failed in the same way before, after the same step, {step}"
         if self.used == self.most:
             return f"--max-restarts {self.most} is used up"
         self.used += 1
-        self._seen.add((end.why, step))
+        self._seen[end.why, step] += 1
         return None
 
     def told(self, origin: Origin | None, done: int) -> str:
@@ -69,37 +79,85 @@ class Restarts:
         return f"restart {self.used} of {self.most} from {start}{lost if done > step else ''}"
 
 
+class Again(NamedTuple):
+    """Another start.
+
+    Attributes:
+        origin: where the ranks begin; None: at the beginning.
+        after: the failure after which they do.
+    """
+
+    origin: Origin | None
+    after: str
+
+    @classmethod
+    def of(cls, orders: Orders) -> "Again":
+        """What `orders` says."""
+        origin = orders["origin"]
+        if origin is not None:
+            origin = Origin(**origin | {"checkpoints": Path(origin["checkpoints"])})
+        return cls(origin, orders["after"])
+
+    @property
+    def orders(self) -> Orders:
+        """The same, to be sent to ranks."""
+        origin = None if self.origin is None else asdict(self.origin)
+        if origin is not None:
+            origin["checkpoints"] = str(origin["checkpoints"])
+        return {"origin": origin, "after": self.after}
+
+
+@dataclass
+class NextStart:
+    """Finds whether and where ranks start after a failure.
+
+    Attributes:
+        restarts: decides whether they do.
+        find_origin: finds where they do.
+        folder: the run folder.
+        config: settings of the run.
+        finished: whether nothing was left to do after the last failure.
+    """
+
+    restarts: Restarts
+    find_origin: Callable[[], Origin | None]
+    folder: RunFolder
+    config: Config
+    finished: bool = False
+
+    def __call__(self, end: End) -> tuple[Again | None, str]:
+        """The next start, None if there is none, and a line on it."""
+        if not self.restarts.most:
+            return None, ""
+        done = self.folder.last_step()
+        if (refusal := self.restarts.refusal(end, done)) is not None:
+            return None, f"the ranks are not started again: {refusal}"
+        origin = self.find_origin()
+        if is_finished(origin, self.config):
+            self.finished = True
+            return None, "every step is done and saved"
+        return Again(origin, f"{end.place}: {end.why}"), self.restarts.told(origin, done)
+
+
 def restarting(
-    ranks: Callable[[Origin | None, str], End],
-    origin: Origin | None,
-    find_origin: Callable[[], Origin | None],
-    folder: RunFolder,
-    config: Config,
-    restarts: Restarts,
+    ranks: Callable[[Origin | None, str], End], origin: Origin | None, following: NextStart
 ) -> int:
     """Train on ranks that are started again after a failure; return the exit status.
 
     Args:
         ranks: starts ranks from an origin, after a failure, and waits for their end.
         origin: where the first ones start.
-        find_origin: finds where the next ones do.
-        folder: the run folder.
-        config: settings of the run.
-        restarts: decides whether there is another start.
+        following: finds where the next ones do.
     """
     end = ranks(origin, "")
-    while end.why and restarts.most:
-        done = folder.last_step()
-        if (refusal := restarts.refusal(end, done)) is not None:
-            print(f"the ranks are not started again: {refusal}", file=sys.stderr, flush=True)
+    while end.why:
+        again, told = following(end)
+        if told:
+            print(told, file=sys.stderr, flush=True)
+        if again is None:
             break
-        origin = find_origin()
-        if is_finished(origin, config):
-            print("every step is done and saved", file=sys.stderr, flush=True)
-            return 0
-        print(restarts.told(origin, done), file=sys.stderr, flush=True)
-        end = ranks(origin, f"{end.place}: {end.why}")
-    return end.status
+        end = ranks(*again)
+    return 0 if following.finished else end.status
 
 
 def check_restarts(most: int, launcher: str, save: str | None) -> None:

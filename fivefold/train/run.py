@@ -1,7 +1,7 @@
 """Runs a checked layout: data, processes, run folder, training loop."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,8 @@ from fivefold.train.open_files import check_open_files
 from fivefold.train.origin import Origin, find_origin, is_finished
 from fivefold.train.profile import check_profiler
 from fivefold.train.rank_env import RankEnv, read_rank_env
-from fivefold.train.restarts import Restarts, check_restarts, restarting
+from fivefold.train.rejoin import Orders, keep_on
+from fivefold.train.restarts import Again, NextStart, Restarts, check_restarts, restarting
 from fivefold.train.run_folder import TOKENIZER, RunFolder, new_run_path
 from fivefold.train.signals import leaving_in_order
 from fivefold.train.sinks import open_sinks
@@ -98,24 +99,49 @@ def train(
             finally:
                 dist.destroy_process_group()
 
-        def ranks(origin: Origin | None, after: str) -> End:
-            now = replace(job, origin=origin, after=after)
-            return run_ranks(
-                lambda env: run_rank(now, env, _join(now, env)),
-                nproc or 1,
-                describe=layout.grid.name,
-                errors_folder=RunFolder(job.path).errors,
-                threads=threads.count,
-            )
+        return _train_here(job, nproc or 1, max_restarts, partial(_find_origin, config, lock))
 
-        folder, find = RunFolder(job.path), partial(_find_origin, config, lock)
 
-        def kept() -> int | None:
-            place = local_place(job, folder)
-            return None if place is None else latest_complete(place, nproc or 1)
+def _train_here(
+    job: Job, nproc: int, max_restarts: int, find_origin: Callable[[], Origin | None]
+) -> int:
+    """Train on ranks that this process starts, also after failures."""
+    folder, layout = RunFolder(job.path), job.layout
 
-        restarts = Restarts(max_restarts, kept)
-        return restarting(ranks, job.origin, find, folder, config, restarts)
+    def kept() -> int | None:
+        place = local_place(job, folder)
+        return None if place is None else latest_complete(place, nproc)
+
+    following = NextStart(Restarts(max_restarts, kept), find_origin, folder, layout.config)
+    started = partial(
+        run_ranks,
+        nproc=nproc,
+        describe=layout.grid.name,
+        errors_folder=folder.errors,
+        threads=job.threads.count,
+    )
+    if layout.config.checkpoint.non_persistent_save_interval and max_restarts:
+
+        def revive(end: End) -> tuple[Orders | None, str]:
+            again, told = following(end)
+            return (None if again is None else again.orders), told
+
+        end = started(partial(keep_on, partial(_run_ordered, job)), revive=revive)
+        return 0 if following.finished else end.status
+
+    def ranks(origin: Origin | None, after: str) -> End:
+        again = Again(origin, after)
+        return started(partial(_run_ordered, job, orders=again.orders))
+
+    return restarting(ranks, job.origin, following)
+
+
+def _run_ordered(job: Job, env: RankEnv, orders: Orders | None) -> int:
+    """Train on this rank from where `orders` says, else from where the job does."""
+    if orders is not None:
+        again = Again.of(orders)
+        job = replace(job, origin=again.origin, after=again.after)
+    return run_rank(job, env, _join(job, env))
 
 
 def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) -> int:
