@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fivefold.errors import FivefoldError
-from fivefold.model.batch import Batch
+from fivefold.model.batch import Batch, on_device
 from fivefold.model.transformer import Stage
 
 Ids = tuple[int, ...]
@@ -73,11 +73,9 @@ class Scorer:
         positions_1T = torch.cat([torch.arange(len(tokens)) for tokens in inputs])[None]
         counts = torch.tensor([len(tokens) for tokens in inputs])
         documents_1T = torch.arange(len(inputs)).repeat_interleave(counts)[None]
-        batch = Batch(
-            *(each.to(self._device) for each in (tokens_1T, tokens_1T, positions_1T)),
-            documents_1T.to(self._device),
-            torch.arange(tokens_1T.shape[1], device=self._device)[None],
-        )
+        places_1T = torch.arange(tokens_1T.shape[1])[None]
+        packed = Batch(tokens_1T, tokens_1T, positions_1T, documents_1T, places_1T)
+        (batch,) = on_device([packed], self._device)
         return self._stage.logits(None, batch)[:, : self._stage.model.vocab_size]
 
 
