@@ -214,7 +214,7 @@ def _text(run: str, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[st
         rows.append((its.name or "validation split", f"loss {its.loss:.4f}", ", ".join(told)))
     yield as_table(rows)
     training, grid = layout.config.training, layout.grid
-    read = f"{training.eval_iters} batches of {training.global_batch_size} of each set"
+    read = f"the first {training.eval_iters * training.global_batch_size:,} samples of each set"
     if training.full_validation:
         read = "each sample once"
     ranks = "one device" if grid.world_size == 1 else f"{grid.world_size} ranks"
