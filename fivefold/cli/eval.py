@@ -23,6 +23,7 @@ from fivefold.layout import Layout
 from fivefold.report.settings import run_config
 from fivefold.train.devices import Asked
 from fivefold.train.metrics import check_installed
+from fivefold.train.rank_env import read_rank_env
 from fivefold.units import human_count, human_seconds
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
+    if (launcher := read_rank_env().launcher) != "single":
+        what = f"{launcher} has started ranks, and this command starts its own"
+        raise ConfigError(Mistake(what, attempt="fivefold eval RUN --nproc N, without a launcher"))
     _check_tasks(options)
     if options.tasks:
         return _run_tasks(options)
