@@ -1,7 +1,7 @@
-"""`fivefold eval`: the loss of a run's checkpoint over its validation sets."""
+"""`fivefold eval`: the loss of a run's checkpoint over its validation sets, or what tasks say."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -13,19 +13,24 @@ from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import without_orphans
 from fivefold.config.memory import MemoryConfig
 from fivefold.config.parallel import ParallelConfig, option
-from fivefold.config.settings import argument
+from fivefold.config.settings import argument, settings_of
 from fivefold.config.sharding import ShardingStrategy
 from fivefold.config.sources import load_options
 from fivefold.config.training import LoggingConfig, OptimizerConfig
 from fivefold.counts.derived import as_table
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.layout import Layout
 from fivefold.report.settings import run_config
 from fivefold.train.devices import Asked
+from fivefold.train.metrics import check_installed
+from fivefold.train.rank_env import read_rank_env
 from fivefold.units import human_count, human_seconds
 
 if TYPE_CHECKING:
     from fivefold.train.eval import Evaluated
+
+_OF_TASKS = ("num_fewshot", "limit")
+_OF_BOTH = ("run", "step", "device", "json", "tasks")
 
 
 def _same(name: str, default: Any = None) -> Any:
@@ -39,7 +44,8 @@ class Options:
 
     Without flags one device reads what the run itself reads at an evaluation: the same losses.
     Perplexity is exp(loss) by token; bits a byte, known for byte-level tokenizers, compare models
-    with different tokenizers.
+    with different tokenizers. --tasks evaluates tasks of lm-evaluation-harness instead, on one
+    device (extra: fivefold[eval]).
     """
 
     run: str = argument("run folder of `fivefold train`")
@@ -49,6 +55,13 @@ class Options:
         "auto", "where to run; auto: on GPUs if there are enough; cuda: ranks may share one"
     )
     json: bool = option(False, "print the result as JSON")
+    tasks: tuple[str, ...] = option(
+        (), "tasks of lm-evaluation-harness that choose or score: names, or paths of .yaml files"
+    )
+    num_fewshot: int | None = option(
+        None, "examples in each context of --tasks (default: the task's)"
+    )
+    limit: int | None = option(None, "first documents of each of --tasks (default: all)")
     valid_data_path: tuple[str, ...] = _same("valid_data_path", ())
     split: str | None = _same("split")
     eval_iters: int | None = _same("eval_iters")
@@ -68,6 +81,12 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
+    if (launcher := read_rank_env().launcher) != "single":
+        what = f"{launcher} has started ranks, and this command starts its own"
+        raise ConfigError(Mistake(what, attempt="fivefold eval RUN --nproc N, without a launcher"))
+    _check_tasks(options)
+    if options.tasks:
+        return _run_tasks(options)
     layout = check(_config(options), options.nproc)
     from fivefold.train.eval import evaluate_run
 
@@ -78,6 +97,67 @@ def run(argv: Sequence[str]) -> int:
     else:
         print("\n".join(_text(options.run, layout, found)))
     return 0
+
+
+def _check_tasks(options: Options) -> None:
+    """Refuse flags that have no effect with --tasks, or without."""
+    mistakes = Mistakes()
+    for setting in settings_of(Options):
+        value = getattr(options, setting.name)
+        if setting.name in _OF_BOTH or value == setting.default:
+            continue
+        if not options.tasks and setting.name in _OF_TASKS:
+            what = f"{setting.flag} has no effect: it is for tasks, and --tasks names none"
+            mistakes.add(what, attempt="--tasks NAME, or a .yaml file")
+        elif options.tasks and setting.name not in _OF_TASKS:
+            what = f"{setting.flag} has no effect with --tasks, which run on one device"
+            mistakes.add(what, attempt=f"no {setting.flag}, or no --tasks")
+    for name in _OF_TASKS:
+        least = 1 if name == "limit" else 0
+        if (value := getattr(options, name)) is not None and value < least:
+            mistakes.add(f"{name} must be at least {least}, not {value}")
+    with mistakes.collecting():
+        if options.tasks:
+            check_installed("lm_eval", "--tasks", "eval")
+    mistakes.raise_if_any()
+    run_config(Path(options.run))
+
+
+def _run_tasks(options: Options) -> int:
+    from fivefold.train.harness import evaluate_tasks
+
+    found = evaluate_tasks(
+        Path(options.run),
+        options.tasks,
+        step=options.step,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        device=options.device,
+    )
+    if options.json:
+        kept = ("results", "groups", "n-samples", "n-shot", "versions", "lm_eval_version")
+        print(json.dumps({name: found[name] for name in kept if name in found}, indent=2))
+        return 0
+    print(as_table(_task_rows(found)))
+    print(f"by lm_eval {found['lm_eval_version']}, on one device in fp32")
+    print(f"  next: fivefold eval {quote(options.run)} --full-validation")
+    return 0
+
+
+def _task_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Each task or group with its metrics: `acc 0.4167`, and the standard error where known."""
+    for task, metrics in found["results"].items():
+        told = []
+        for key, value in metrics.items():
+            name, comma, filtered = key.partition(",")
+            if not comma or name.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            error = metrics.get(f"{name}_stderr,{filtered}")
+            spread = f" \u00b1 {error:.4f}" if isinstance(error, int | float) else ""
+            told.append(f"{name} {value:.4f}{spread}")
+        samples = found["n-samples"].get(task)
+        read = f"{samples['effective']:,} of {samples['original']:,} documents" if samples else ""
+        yield task, ", ".join(told), read
 
 
 def _config(options: Options) -> Config:
@@ -138,7 +218,7 @@ def _text(run: str, layout: Layout, found: Sequence["Evaluated"]) -> Iterator[st
         rows.append((its.name or "validation split", f"loss {its.loss:.4f}", ", ".join(told)))
     yield as_table(rows)
     training, grid = layout.config.training, layout.grid
-    read = f"{training.eval_iters} batches of {training.global_batch_size} of each set"
+    read = f"the first {training.eval_iters * training.global_batch_size:,} samples of each set"
     if training.full_validation:
         read = "each sample once"
     ranks = "one device" if grid.world_size == 1 else f"{grid.world_size} ranks"

@@ -235,7 +235,8 @@ FOREIGN = _table(
     ("--eval-interval", "eval_steps eval_every val_check_interval", ""),
     (
         "--valid-data-path",
-        "multiple_validation_sets validation_set_names validation_file valid_file eval_dataset",
+        "multiple_validation_sets validation_set_names per_split_data_args_path validation_file "
+        "valid_file eval_dataset",
         "each set is NAME=PATH",
     ),
     ("--tensorboard", "tensorboard_dir logging_dir", "events are in the run folder"),

@@ -43,7 +43,8 @@ def validation_sets(training: "TrainingConfig", data: PreparedData) -> tuple[Val
 
     The validation split of the corpus comes first; where `split` gives it no share, and other sets
     have names, there is none. With `full_validation` each sample of a set is read once: weights
-    of a blend do not count then.
+    of a blend do not count then (of several corpora with more than 2^20 samples together, a few
+    may be read twice in place of others: see `Blend`).
 
     Raises:
         ConfigError: sets with a name have fewer samples than an evaluation reads.

@@ -257,15 +257,15 @@ def close_all(sinks: Iterable[Sink]) -> None:
         raise first
 
 
-def check_installed(package: str, name: str) -> None:
-    """Look for an optional package, without importing it.
+def check_installed(package: str, name: str, extra: str | None = None) -> None:
+    """Look for an optional package, without importing it; `extra` is ours, if called otherwise.
 
     Raises:
         ConfigError: it is not installed.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:  # none: a folder of that name, such as W&B's beside us
-        raise _not_installed(package, name)
+        raise _not_installed(package, name, extra)
 
 
 def _require(package: str, name: str) -> ModuleType:
@@ -277,6 +277,6 @@ def _require(package: str, name: str) -> ModuleType:
         raise _not_installed(package, name) from None
 
 
-def _not_installed(package: str, name: str) -> ConfigError:
+def _not_installed(package: str, name: str, extra: str | None = None) -> ConfigError:
     what = f"{name} is asked for, but {package} is not installed"
-    return ConfigError(Mistake(what, attempt=f'pip install "fivefold[{package}]"'))
+    return ConfigError(Mistake(what, attempt=f'pip install "fivefold[{extra or package}]"'))

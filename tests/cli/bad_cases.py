@@ -379,6 +379,17 @@ CORPORA = [
     corpus("odd weights", "--data-path 0.3 a 0.7", "data_path has 3 entries"),
     corpus("weight of nothing", "--data-path 0 a 1 b", "weight 0 in data_path is not positive"),
     corpus("weight for a path", "--data-path 1 2", "entry 2 of data_path is 2, where a path"),
+    corpus(
+        "validation sets without names",
+        "--valid-data-path a b=c b=d --eval-interval 5",
+        "entry 1 of valid_data_path, 'a', has no name",
+        "two entries of valid_data_path are called b: c and d",
+    ),
+    corpus(
+        "no validation set",
+        "--valid-data-path few=nothere --eval-interval 5",
+        "validation set few: no such file or folder: nothere",
+    ),
     corpus("split in words", "--split most,rest", "split 'most,rest' is not up to three shares"),
     corpus("split below zero", "--split=-1,2,3", "split '-1,2,3'"),
     corpus("split of nothing", "--split 0,0,0", "split '0,0,0'"),

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from fivefold.check import check
+from fivefold.cli.eval import run as evaluate
 from fivefold.cli.main import main
 from fivefold.config.config import Config
 from fivefold.config.sources import read_config, to_toml
 from fivefold.data.packing import IGNORED
 from fivefold.data.tokenizer import Tokenizer
 from fivefold.data.validation import validation_sets
+from fivefold.errors import ConfigError
 from fivefold.model.init import initialise
 from fivefold.report.charts import charts_of
 from fivefold.report.facts import facts
@@ -145,7 +147,7 @@ def _loaded(rank: int, world: int, config: Config, run: Path) -> list[float]:
     return [found.loss for found in evaluate_rank(engine, (run / CHECKPOINTS, 2), sets)]
 
 
-@pytest.mark.parametrize(("world", "recipe", "settings"), LAYOUTS[:4])
+@pytest.mark.parametrize(("world", "recipe", "settings"), LAYOUTS[:2] + LAYOUTS[3:4])
 def test_a_checkpoint_has_in_every_layout_the_losses_that_its_run_had(
     world: int, recipe: str, settings: dict[str, Any], trained: tuple[Path, str]
 ) -> None:
@@ -193,6 +195,26 @@ def test_eval_says_losses_first_and_the_next_command_last(
     assert last == f"  next: fivefold sample {folder} PROMPT"
 
 
+def test_a_launcher_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1" if "RANK" in name else "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    with pytest.raises(ConfigError, match="torchrun has started ranks"):
+        evaluate(["anything"])
+
+
+def test_label_smoothing_is_left_out_and_said(
+    trained: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (trained[0] / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(
+        text.replace("label_smoothing = 0.0", "label_smoothing = 0.1")
+    )
+    assert main(["eval", str(tmp_path), "--nproc", "3"]) == 2
+    assert "label_smoothing of the run is left out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -200,6 +222,9 @@ def test_eval_says_losses_first_and_the_next_command_last(
         ("--eval-iters 0 --no-full-validation", "works: --eval-iters 4 | --full-validation"),
         ("--nproc 3", "works: --global-batch-size 6 | --global-batch-size 9"),
         ("--lr 1", "unknown flag --lr"),
+        ("--limit 2", "--limit has no effect: it is for tasks"),
+        ("--tasks x --tp 2", "--tensor-model-parallel-size has no effect with --tasks"),
+        ("--tasks x --limit 0", "limit must be at least 1, not 0"),
     ],
 )
 def test_what_cannot_be_evaluated_is_told_before_a_process_starts(
