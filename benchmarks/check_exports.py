@@ -69,6 +69,11 @@ ITS_NAMES = {
     "fp4_format": "fp4",
 }
 """Under which Megatron-LM keeps what its flags of our names say."""
+ITS_OWN = {
+    "use_precision_aware_optimizer": "optimizer_cpu_offload",
+    "bias_swiglu_fusion": "glu_linear_offset",
+}
+"""What it sets itself where something else is set: the same numbers by other code."""
 NOT_COMPARED = (
     *("pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank"),
     *("num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers"),
@@ -137,6 +142,8 @@ def read_by_megatron(found: Export, layout: Layout) -> None:
         theirs = getattr(args, ITS_NAMES.get(name, name), value)
         if name == "ddp_bucket_size" and value == ParallelConfig.ddp_bucket_size:
             continue  # each trainer's default suits its own messages
+        if (cause := ITS_OWN.get(name)) and getattr(args, cause):
+            continue
         if not _same(value, theirs) and name not in named:
             raise ValueError(f"{name} is {value!r} here, {theirs!r} there, and is not named")
     if "pipeline_schedule" not in named and "Megatron-LM" not in named:
