@@ -120,6 +120,8 @@ def run_ranks(
                         break
                     failures.explain(cause[1], end.place, nproc, goes_on=True)
                     print(told, file=sys.stderr, flush=True)
+                    if cause[0] not in generations.waiting:  # it may be stopped, or hang
+                        terminate([ranks[cause[0]]], at_once=True)
                     _replace(ranks, generations, orders, start)
                     cause = _watch(ranks, stop, store, errors_folder, generations)
             except KeyboardInterrupt:  # a second Ctrl-C
