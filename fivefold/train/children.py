@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -97,6 +98,7 @@ def fork(worker: Worker, env: RankEnv, errors_folder: Path | None, threads: int 
 
 def _become_rank(env: RankEnv, parent: int, threads: int | None) -> None:
     die_with_parent(parent)
+    gc.freeze()  # what the parent has left over may wait for threads that are not here
     # A terminal sends Ctrl-C to the whole process group; only the parent answers, with another.
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_DFL)

@@ -1,5 +1,6 @@
 """Real processes, but few and short-lived ones."""
 
+import gc
 import os
 import re
 import signal
@@ -251,3 +252,22 @@ def test_a_second_ctrl_c_ends_ranks_that_will_not_leave(parent, tmp_path):
 
 def alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_what_the_parent_left_over_is_not_collected_by_a_rank() -> None:
+    """Threads of a group are not there in a fork, and to wait for one would abort the rank."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            store = dist.HashStore()
+            self.me, self.group = self, dist.ProcessGroupGloo(store, 0, 1)
+
+    def worker(env: RankEnv) -> None:
+        gc.collect()
+
+    gc.disable()
+    try:
+        Cycle()
+        assert launch_local(worker, 2) == 0
+    finally:
+        gc.enable()
