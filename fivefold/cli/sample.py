@@ -1,53 +1,111 @@
-"""`fivefold sample`: continue a prompt with a trained model."""
+"""`fivefold sample`: continue prompts, or a conversation, with a trained model."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
-from fivefold.errors import Mistakes
+from fivefold.errors import DataError, Mistake, Mistakes
+from fivefold.files import read_text
 from fivefold.report.settings import run_config
+from fivefold.train.devices import Asked
+
+if TYPE_CHECKING:
+    from fivefold.train.sample import Sampler, Sampling
 
 
 @dataclass(frozen=True)
 class Options:
-    """Continue a prompt with the model of a run, on one device, whatever layout trained it."""
+    """Continue prompts with the model of a run, on one device, whatever layout trained it."""
 
     run: str = argument("run folder of `fivefold train`")
     prompt: str = argument("text to continue", "")
+    prompts: str | None = option(None, "file of texts to continue, one a line, all at once")
+    num_samples: int = option(1, "texts for each prompt")
+    chat: bool = option(
+        False, "answer each line of the standard input, by the tokenizer's chat template"
+    )
     step: int | None = option(None, "step of the checkpoint (default: the latest)")
     max_tokens: int = option(100, "most tokens to generate")
     temperature: float = option(
         0.8, "temperature of the softmax: 0 always takes the most likely token"
     )
     top_k: int = option(50, "number of most likely tokens to draw from; 0: all")
+    top_p: float = option(1.0, "least probability that the tokens to draw from have together")
     seed: int = option(0, "seed of the draws")
+    device: Asked = option("auto", "where to compute")
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
     _check(options)
-    from fivefold.train.sample import sample
+    prompts = _prompts(options)
+    from fivefold.train.sample import Sampler, Sampling
 
-    texts = sample(
-        Path(options.run),
-        options.prompt,
-        step=options.step,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
+    sampler = Sampler(Path(options.run), options.step, options.device)
+    how = Sampling(
+        options.max_tokens, options.temperature, options.top_k, options.top_p, options.seed
     )
-    sys.stdout.write(options.prompt)
-    for text in texts:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    print()
+    if options.chat:
+        _converse(sampler, how)
+    elif len(prompts) == 1:
+        _show(prompts[0], (new for (new,) in sampler.write(prompts, how)))
+    else:
+        written = [""] * len(prompts)
+        for news in sampler.write(prompts, how):
+            written = [text + new for text, new in zip(written, news, strict=True)]
+        for number, (prompt, text) in enumerate(zip(prompts, written, strict=True), 1):
+            print(f"[{number}] {prompt}{text}")
     return 0
+
+
+def _show(begin: str, news: Iterator[str]) -> str:
+    """Print a text while it is written, and return what is new."""
+    sys.stdout.write(begin)
+    written = ""
+    for new in news:
+        written += new
+        sys.stdout.write(new)
+        sys.stdout.flush()
+    print(flush=True)
+    return written
+
+
+def _converse(sampler: "Sampler", how: "Sampling") -> None:
+    """Answer line by line, each time with the whole conversation so far."""
+    from fivefold.data.template import ChatTemplate, Message
+
+    model = sampler.config.data.tokenizer_model
+    if model is None:
+        what = "--chat needs a chat template, and this run trained a tokenizer of its own"
+        why = "templates come with the tokenizers of chat models (--tokenizer-model)"
+        raise DataError(str(Mistake(what, (why,))))
+    template = ChatTemplate.load(model)
+    talk: list[Message] = []
+    for line in sys.stdin:
+        talk.append({"role": "user", "content": line.rstrip("\n")})
+        prompt, _ = template.render(talk, None, "the conversation", prompt=True)
+        through, _ = template.render(
+            [*talk, {"role": "assistant", "content": "x"}], None, "the conversation"
+        )
+        after = through.removeprefix(prompt + "x")  # what the template puts after an answer
+        ends = sampler.tokenizer.encode_batch([after])[0].tolist()[:1] if after != through else []
+        answer = _show("", (new for (new,) in sampler.write([prompt], how, ends)))
+        talk.append({"role": "assistant", "content": answer})
+
+
+def _prompts(options: Options) -> list[str]:
+    prompts = [options.prompt]
+    if options.prompts is not None:
+        prompts = read_text(options.prompts, DataError).splitlines()
+        if not prompts:
+            raise DataError(f"{options.prompts} has no line")
+    return [prompt for prompt in prompts for _ in range(options.num_samples)]
 
 
 def _check(options: Options) -> None:
@@ -55,11 +113,19 @@ def _check(options: Options) -> None:
     mistakes = Mistakes()
     for name, value, least in (
         ("max_tokens", options.max_tokens, 1),
+        ("num_samples", options.num_samples, 1),
         ("temperature", options.temperature, 0),
         ("top_k", options.top_k, 0),
         ("seed", options.seed, 0),
     ):
         if value < least:
             mistakes.add(f"--{name.replace('_', '-')} must be at least {least}, not {value:g}")
+    if not 0 < options.top_p <= 1:
+        mistakes.add(f"--top-p must be above 0 and at most 1, not {options.top_p:g}")
+    given = [bool(options.prompt), options.prompts is not None, options.chat]
+    if sum(given) > 1:
+        mistakes.add("a prompt, --prompts and --chat exclude each other")
+    if options.chat and options.num_samples > 1:
+        mistakes.add("--chat gives one answer to each line", works=["--num-samples 1"])
     mistakes.raise_if_any()
     run_config(Path(options.run))

@@ -123,6 +123,11 @@ class Batch:
             part=part,
         )
 
+    def last(self) -> "Batch":
+        """The last token of each row, as a slice."""
+        length = self.tokens.shape[1]
+        return self._slice(length - 1, length)
+
     def cut(self, num_slices: int) -> tuple["Batch", ...]:
         """Consecutive sequence slices of equal length."""
         if num_slices == 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 from fivefold.model.batch import Documents
 from fivefold.model.dropout import Dropout, LayerDropout
 from fivefold.model.rope import RotaryTables
-from fivefold.model.sequence_slices import SlicedSequence
+from fivefold.model.sequence_slices import KeysAndValues
 from fivefold.model.shards import MicrobatchShare
 
 
@@ -23,7 +23,7 @@ class Context:
         packing: document boundaries; None if every row is one document.
         dropout: dropout and router jitter; None in evaluation or if the model uses neither.
         part: the tokens this rank holds, if rows are split over ranks; None if it holds all.
-        sequence: keys and values of earlier sequence slices; None if rows are whole.
+        sequence: keeps keys and values of earlier sequence slices; None if rows are whole.
         routing: router decisions by layer, which a recomputed forward reuses.
         token_ids_T: run-wide ids of this rank's tokens in the residual stream; None for a model
             without experts.
@@ -37,7 +37,7 @@ class Context:
     packing: Documents | None
     dropout: Dropout | None
     part: MicrobatchShare | None
-    sequence: SlicedSequence | None
+    sequence: KeysAndValues | None
     routing: dict[int, Any]
     token_ids_T: Tensor | None
     first_ids_B: Tensor

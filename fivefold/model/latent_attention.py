@@ -97,6 +97,8 @@ class LatentAttention(AttentionBlock):
         (kv_TF,) = self.column(latent_TC, self.kv_b_proj)
         key_BS1R = self._shared_key(key_TR, context)
         k, v = _Joined.apply(_by_rows(kv_TF, context, q_BSND.shape[2]), key_BS1R, self.model)
+        if context.sequence is not None:
+            k, v = context.sequence.join(self.site, k, v)
         return q_BSND, k, v
 
     def _queries(self, query: Tensor, context: Context) -> Tensor:

@@ -10,6 +10,7 @@ features.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,35 @@ class _KeptSlice:
     edge: GradientEdge | None = None
 
 
+class KeysAndValues(Protocol):
+    """What attention does with keys and values of a part of its sequences."""
+
+    def join(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens up to the end of the part, both as [B, L, G, D].
+
+        Args:
+            site: names the layer.
+            k_BSGD: keys of the part, [B, S, G, D].
+            v_BSGD: values of the part, the same.
+        """
+        ...
+
+
+class GrowingSequence:
+    """The keys and values of sequences to which tokens are added: the cache of a decoder."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def join(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Add keys and values; all so far, as `KeysAndValues` has it."""
+        if site in self._kept:
+            k_BLGD, v_BLGD = self._kept[site]
+            k_BSGD, v_BSGD = torch.cat((k_BLGD, k_BSGD), 1), torch.cat((v_BLGD, v_BSGD), 1)
+        self._kept[site] = k_BSGD, v_BSGD
+        return self._kept[site]
+
+
 class SlicedSequence:
     """The keys and values of one microbatch in one stage, by sequence slice."""
 
@@ -35,17 +65,8 @@ class SlicedSequence:
         """Announce the forward, or the recomputation, of slice `index`."""
         self._at = index
 
-    def join(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens up to the end of the current slice.
-
-        Args:
-            site: names the layer.
-            k_BSGD: keys of the slice, [B, S, G, D].
-            v_BSGD: values of the slice, the same.
-
-        Returns:
-            Both as [B, L, G, D].
-        """
+    def join(self, site: str, k_BSGD: Tensor, v_BSGD: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens up to the end of the current slice."""
         return self._join((site, "key"), k_BSGD), self._join((site, "value"), v_BSGD)
 
     def _join(self, name: tuple[str, str], own_BSGD: Tensor) -> Tensor:

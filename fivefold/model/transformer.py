@@ -37,7 +37,7 @@ from fivefold.model.mlp import MLP
 from fivefold.model.prediction import FurtherToken, objective, targets
 from fivefold.model.rope import RotaryTables
 from fivefold.model.routing import Decision
-from fivefold.model.sequence_slices import SlicedSequence
+from fivefold.model.sequence_slices import KeysAndValues
 from fivefold.model.shape import StageParts, has_final_norm, whole_model
 
 Norm = Callable[[Tensor], Tensor]
@@ -267,7 +267,7 @@ class Stage(nn.Module):
         self,
         x_TH: Tensor | None,
         batch: Batch,
-        sequence: SlicedSequence | None = None,
+        sequence: KeysAndValues | None = None,
         routing: dict[int, Decision] | None = None,
     ) -> Tensor:
         """Hidden states [T, H] of the stage, or the summed loss (a scalar) if it holds the head.
@@ -286,10 +286,10 @@ class Stage(nn.Module):
             return self.loss(states, batch)
         return states[0] if len(states) == 1 else torch.cat(states)
 
-    def logits(self, x_TH: Tensor | None, batch: Batch) -> Tensor:
-        """Logits [T, V] over the padded vocabulary; the stage must hold the head."""
+    def logits(self, batch: Batch, sequence: KeysAndValues | None = None) -> Tensor:
+        """Logits [T, V] over the padded vocabulary; the stage must be the whole model."""
         assert self.lm_head is not None, "the last stage has the head"
-        state_TH = self._states(*self._run_layers(x_TH, batch, None, None), batch)[0]
+        state_TH = self._states(*self._run_layers(None, batch, sequence, None), batch)[0]
         (logits_TV,) = self.column(state_TH, self.lm_head)
         return logits_TV
 
@@ -309,7 +309,7 @@ class Stage(nn.Module):
         self,
         x_TH: Tensor | None,
         batch: Batch,
-        sequence: SlicedSequence | None,
+        sequence: KeysAndValues | None,
         routing: dict[int, Decision] | None,
     ) -> tuple[Tensor, Context]:
         """Embedding (if held) and layers: hidden states [T, H] before the final norm."""

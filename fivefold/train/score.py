@@ -76,7 +76,7 @@ class Scorer:
         places_1T = torch.arange(tokens_1T.shape[1])[None]
         packed = Batch(tokens_1T, tokens_1T, positions_1T, documents_1T, places_1T)
         (batch,) = on_device([packed], self._device)
-        return self._stage.logits(None, batch)[:, : self._stage.model.vocab_size]
+        return self._stage.logits(batch)[:, : self._stage.model.vocab_size]
 
 
 def _scored(logits_CV: Tensor, targets_C: Tensor) -> tuple[float, bool]:

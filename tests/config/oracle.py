@@ -102,7 +102,7 @@ def our_logits(config: ModelConfig, model: nn.Module) -> tuple[Tensor, Tensor]:
     """Tokens [1, S], and the logits [S, V] that this project's model gives with those weights."""
     batch = batch_of(config, [[LENGTH]])
     with torch.no_grad():
-        logits = our_stage(config, model).logits(None, batch)
+        logits = our_stage(config, model).logits(batch)
     return batch.tokens, logits[:, : config.vocab_size]
 
 
@@ -114,7 +114,7 @@ def both_gradients(
     generator = torch.Generator().manual_seed(2)
     shape = LENGTH, config.vocab_size
     grad = torch.randn(shape, generator=generator, dtype=torch.float64)
-    stage.logits(None, batch)[:, : config.vocab_size].backward(grad)
+    stage.logits(batch)[:, : config.vocab_size].backward(grad)
     with InFp64():
         model(batch.tokens).logits[0].backward(grad)
     theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

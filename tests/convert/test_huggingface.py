@@ -56,7 +56,7 @@ def test_logits_are_theirs(kind: str, tmp_path: Path) -> None:
     config, stage = our_stage(tmp_path)
     batch = batch_of(config.model, [[LENGTH]])
     with torch.no_grad():
-        ours = stage.logits(None, batch)[:, : config.model.vocab_size]
+        ours = stage.logits(batch)[:, : config.model.vocab_size]
     expected = oracle_logits(theirs.eval(), batch.tokens)
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
 

@@ -33,7 +33,7 @@ def alone(stage: Stage, context: list[int], continuation: list[int]) -> tuple[fl
     tokens = torch.tensor([*context, *continuation][-(WINDOW + 1) :])
     row, place = tokens[None, :-1], torch.arange(len(tokens) - 1)[None]
     with torch.no_grad():
-        logits = stage.logits(None, Batch(row, row, place, None, place))
+        logits = stage.logits(Batch(row, row, place, None, place))
     logs = logits[-len(continuation) :, : stage.model.vocab_size].log_softmax(-1)
     likely = logs.argmax(-1).tolist() == continuation
     return sum(float(log[n]) for log, n in zip(logs, continuation, strict=True)), likely
@@ -66,7 +66,7 @@ def test_the_most_likely_continuation_is_known_as_such():
     for _ in range(3):
         row, place = torch.tensor([context + chosen]), torch.arange(3 + len(chosen))[None]
         with torch.no_grad():
-            logits = stage.logits(None, Batch(row, row, place, None, place))
+            logits = stage.logits(Batch(row, row, place, None, place))
         chosen.append(int(logits[-1, : stage.model.vocab_size].argmax()))
     other = [*chosen[:2], chosen[2] ^ 1]
     found = Scorer(stage, WINDOW, 100).score([((3, 1, 4), tuple(x)) for x in (chosen, other)])

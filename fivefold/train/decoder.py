@@ -1,0 +1,62 @@
+"""Continues rows of tokens, each new token at the cost of one, by keeping keys and values."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fivefold.model.batch import Batch, on_device
+from fivefold.model.sequence_slices import GrowingSequence
+from fivefold.model.transformer import Stage
+
+
+class Decoder:
+    """What comes next in rows of tokens, of any lengths, as if each row were alone.
+
+    Rows are filled up on the left by a document of their own. Once the longest row has more tokens
+    than the window, what each token sees moves on with it, and all of the window is computed anew.
+
+    Args:
+        stage: a whole model.
+        rows: at least one token each.
+        window: most tokens that the model is given.
+    """
+
+    def __init__(self, stage: Stage, rows: Sequence[Sequence[int]], window: int) -> None:
+        self._stage, self._window = stage.eval(), window
+        self._rows = [list(row) for row in rows]
+        self._device = next(stage.parameters()).device
+        self._cache: GrowingSequence | None = None
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add a token to each row."""
+        for row, token in zip(self._rows, tokens, strict=True):
+            row.append(token)
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """Logits [rows, V] of the token after each row, over the vocabulary without padding."""
+        length = max(map(len, self._rows))
+        batch = self._batch(min(length, self._window))
+        if length > self._window:
+            self._cache = None
+        elif self._cache is None:
+            self._cache = GrowingSequence()
+        else:
+            batch = batch.last()
+        (there,) = on_device([batch], self._device)
+        logits_TV = self._stage.logits(there, self._cache)
+        last_BV = logits_TV.unflatten(0, (len(self._rows), -1))[:, -1]
+        return last_BV[:, : self._stage.model.vocab_size]
+
+    def _batch(self, length: int) -> Batch:
+        """The last tokens of each row, so many with those that fill it up."""
+        shape = (len(self._rows), length)
+        tokens, positions, documents = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+        for number, row in enumerate(self._rows):
+            kept = torch.tensor(row[-length:])
+            tokens[number, length - len(kept) :] = kept
+            positions[number, length - len(kept) :] = torch.arange(len(kept))
+            documents[number, length - len(kept) :] = 1
+        ids = torch.arange(shape[0])[:, None] * self._window + torch.arange(length)
+        return Batch(tokens, tokens, positions, documents, ids)
