@@ -251,9 +251,10 @@ class LocalCheckpoints:
         for folder in self._folder.glob("step-*"):
             if folder.name in map(_folder, steps):
                 continue
-            for rank in {self._team.rank, self._from}:
-                for path in folder.glob(f"*rank-{rank:05d}-*"):  # also what was being written
-                    path.unlink(missing_ok=True)
+            # What was being written when a rank died; safetensors has names of its own for that.
+            patterns = [".tmp*", *(f"rank-{r:05d}-*" for r in {self._team.rank, self._from})]
+            for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+                path.unlink(missing_ok=True)
             with suppress(OSError):  # others still have files there
                 folder.rmdir()
 

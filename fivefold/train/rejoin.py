@@ -51,8 +51,8 @@ def keep_on(work: Callable[[RankEnv, Orders | None], int], env: RankEnv) -> int:
 
 
 def _let_go() -> None:
-    """Close every connection. Whatever refers to a group keeps it open, as do torch's meshes (since
-    2.12), which DTensor's caches of operations hold for ever."""
+    """Close every connection. Whatever refers to a group keeps it open, as do torch's meshes (seen
+    in 2.13), which DTensor's caches of operations hold for ever."""
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
     gc.collect()
