@@ -248,14 +248,17 @@ class LocalCheckpoints:
 
     def _remove_all_but(self, *steps: int) -> None:
         """Remove files of this rank, and those that it keeps of another, of other steps."""
-        for folder in self._folder.glob("step-*"):
+        folders: list[Path] = []
+        with suppress(FileNotFoundError):
+            folders = [*self._folder.glob("step-*")]
+        # What was being written when a rank died; safetensors has names of its own for that.
+        patterns = [".tmp*", *(f"rank-{rank:05d}-*" for rank in {self._team.rank, self._from})]
+        for folder in folders:
             if folder.name in map(_folder, steps):
                 continue
-            # What was being written when a rank died; safetensors has names of its own for that.
-            patterns = [".tmp*", *(f"rank-{r:05d}-*" for r in {self._team.rank, self._from})]
-            for path in [path for pattern in patterns for path in folder.glob(pattern)]:
-                path.unlink(missing_ok=True)
-            with suppress(OSError):  # others still have files there
+            with suppress(OSError):  # other ranks still have files there, or have removed it
+                for path in [path for pattern in patterns for path in folder.glob(pattern)]:
+                    path.unlink(missing_ok=True)
                 folder.rmdir()
 
 
@@ -268,10 +271,11 @@ def latest_complete(folder: Path, world_size: int) -> int | None:
 def _listed(folder: Path) -> dict[int, list[tuple[int, str]]]:
     """Step -> ranks and layouts of the files of this host."""
     found: dict[int, list[tuple[int, str]]] = {}
-    for path in folder.glob("step-*/rank-*"):
-        step, file = _STEP.fullmatch(path.parent.name), _FILE.fullmatch(path.name)
-        if step and file:
-            found.setdefault(int(step[1]), []).append((int(file[1]), file[2]))
+    with suppress(FileNotFoundError):  # a rank that still lives removes an old step
+        for path in folder.glob("step-*/rank-*"):
+            step, file = _STEP.fullmatch(path.parent.name), _FILE.fullmatch(path.name)
+            if step and file:
+                found.setdefault(int(step[1]), []).append((int(file[1]), file[2]))
     return found
 
 
