@@ -196,7 +196,8 @@ def init_process_group(
     if device_type == "cuda":
         set_defaults()
         device = _bind_gpu(env, shared)
-        let_segments_grow(device)
+        if not torch.cuda.memory_reserved(device):  # not again, for a new generation
+            let_segments_grow(device)
         backend = share_gpu(device, pause) if shared else "cpu:gloo,cuda:nccl"
     else:
         keep_freed_memory()

@@ -15,7 +15,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -58,8 +57,6 @@ def _let_go() -> None:
     gc.collect()
     for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _await_orders(env: RankEnv) -> Orders:
