@@ -264,11 +264,12 @@ def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
         yield _compare("copied from the host", pairs, lambda r: r.from_host)
     if memory.param_cpu_offload:
         yield _compare("weights brought to the device", pairs, lambda r: r.brought)
-        _, record = max(pairs, key=lambda pair: pair[1].waited)
-        hidden = 1 - record.waited / record.moving if record.moving else 1.0
-        note = f"of {human_seconds(record.moving)} of reading and copying, {hidden:.0%} was hidden"
-        name, waited = "waited for weights", record.waited
-        yield Finding(name, None, waited, None, record.rank, 0, human_seconds, note)
+    _, slowest = max(pairs, key=lambda pair: pair[1].waited)
+    if slowest.moving:  # copies that the host does not make itself take it no time
+        hidden = max(0.0, 1 - slowest.waited / slowest.moving)
+        note = f"of {human_seconds(slowest.moving)} of reading and copying, {hidden:.0%} was hidden"
+        name, waited = "waited for weights", slowest.waited
+        yield Finding(name, None, waited, None, slowest.rank, 0, human_seconds, note)
 
 
 def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:

@@ -96,22 +96,26 @@ class OffloadedParameters:
 
     def _bring(self, block: AwayShards, onto: Tensor) -> Mark:
         """Start copying a block to the device."""
-        began, held = time.perf_counter(), self._blocks[block]
+        held = self._blocks[block]
         if [block] != self._order[self._at : self._at + 1]:
             self._turn_to(block)
         self._at += 1
         if held.mapped is None:
-            mark = self.link.back(held.flat, onto)
-            self.moving_seconds += time.perf_counter() - began
-        else:
-            reading = self._ahead.popleft()
-            self.moving_seconds += reading.done.result()
-            copying = time.perf_counter()
-            room = self._rooms[reading.room][: held.nbytes].view(block.dtype)
-            mark = self._marks[reading.room] = self.link.back(room, onto)
-            self.moving_seconds += time.perf_counter() - copying
-            self._read_ahead()
+            return self._copy(held.flat, onto)
+        reading, began = self._ahead.popleft(), time.perf_counter()
+        self.moving_seconds += reading.done.result()
         self.waited_seconds += time.perf_counter() - began
+        room = self._rooms[reading.room][: held.nbytes].view(block.dtype)
+        mark = self._marks[reading.room] = self._copy(room, onto)
+        self._read_ahead()
+        return mark
+
+    def _copy(self, room: Tensor, onto: Tensor) -> Mark:
+        began = time.perf_counter()
+        mark = self.link.back(room, onto, visits=True)
+        if mark is None:  # it has ended
+            self.moving_seconds += (took := time.perf_counter() - began)
+            self.waited_seconds += took
         return mark
 
     def _turn_to(self, block: AwayShards) -> None:
