@@ -191,7 +191,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     on_host = _on_host(layout, pp_rank, records)
     for stage in stages.values():
         for name, parameter in stage.named_parameters():
-            if name in on_host:
+            if name in on_host or not records[name].trained:
                 parameter.data = parameter.data.to(policy.compute_dtype)
     _install_tensor(layout, groups, stages, deferred, records)
     meanwhile = turns.give_way if layout.overlaps_pairs else None
@@ -382,7 +382,8 @@ def _install_data_parallel(
     sums = {"data": groups.data}
     if groups.experts is not None:
         sums["edp"] = groups.experts.edp
-    over = {name: sums[records[name].sums[0]] for name, _ in stage.named_parameters()}
+    trained = [name for name, _ in stage.named_parameters() if records[name].trained]
+    over = {name: sums[records[name].sums[0]] for name in trained}
     return ReplicatedStage(stage, over, policy, reduces_in_hooks=in_hooks)
 
 

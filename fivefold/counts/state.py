@@ -80,19 +80,24 @@ class GatheredBlock:
         return sum(map(prod, (*self.dense, *self.experts)))
 
 
-def stage_blocks(layout: Layout, stage: StageParts) -> list[GatheredBlock]:
-    """The blocks of a stage: its ends, then further predictions, then each kind of layer."""
+def stage_blocks(
+    layout: Layout, stage: StageParts, *, trained: bool = False
+) -> list[GatheredBlock]:
+    """The blocks of a stage: its ends, then further predictions, then each kind of layer.
+
+    `trained`: only the parameters that are trained.
+    """
     model, grid = layout.config.model, layout.grid
     degrees = (grid.tp, grid.ep, grid.etp)
     around = WholeModel((), stage.embedding, stage.head, stage.mtp)
-    ends = _block(model, degrees, around, leaves_out="mtp.")
-    predicts = _block(model, degrees, around, only="mtp.0.")
+    ends = _block(model, degrees, around, trained, leaves_out="mtp.")
+    predicts = _block(model, degrees, around, trained, only="mtp.0.")
     further = [replace(predicts, count=stage.mtp)] if stage.mtp else []
     kinds = Counter(layer_kind(model, layer) for layer in stage.layers)
     first = {layer_kind(model, layer): layer for layer in reversed(stage.layers)}
     layers = [
-        replace(_block(model, degrees, WholeModel((first[kind],), False, False)), count=count)
-        for kind, count in kinds.items()
+        replace(_block(model, degrees, WholeModel((first[kind],), False, False), trained), count=n)
+        for kind, n in kinds.items()
     ]
     return [ends, *further, *layers]
 
@@ -102,16 +107,20 @@ def _block(
     model: ModelConfig,
     degrees: tuple[int, int, int],
     parts: WholeModel,
+    trained: bool,
     *,
     only: str = "",
     leaves_out: str | None = None,
 ) -> GatheredBlock:
-    """The block of parameters whose names start with `only` and not with `leaves_out`."""
+    """The block of parameters whose names start with `only` and not with `leaves_out`; `trained`:
+    only of those that are trained."""
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
     for name, weight in stage_weights(model, parts).items():
         if not name.startswith(only) or (leaves_out and name.startswith(leaves_out)):
+            continue
+        if weight.trained < trained:
             continue
         place = experts if weight.of_experts else dense
         place.append(weight.local(tp, ep, etp))
@@ -169,25 +178,31 @@ def model_state(
     """
     policy = policy or engine_policy(layout.config)
     at = _Shard(num_shards(layout), shard, num_expert_shards(layout), expert_shard)
-    whole = gathered = own = 0
+    whole = gathered = frozen = 0
+    trained, own = 0, 0  # all that is trained here, and this rank's shards of it
     kept = unpacked = 0.0
     for index in stages_held(layout, pp_rank):
-        ends, *layers = stage_blocks(layout, layout.split.stages[index])
+        stage = layout.split.stages[index]
+        ends, *layers = stage_blocks(layout, stage)
+        for block in stage_blocks(layout, stage, trained=True):
+            trained += block.count * block.size
+            own += block.count * at.held(block)
         for block in (ends, *layers):
             whole += block.count * block.size
-            own += block.count * at.held(block)
+            frozen += block.count * at.held(block)
             kept += block.count * _second_copy(layout, block, policy)
             unpacked = max(unpacked, policy.unpacking * block.size)
         largest = max((block.size for block in layers), default=0)
         gathered = max(gathered, ends.size + policy.in_flight * largest)
-    optimizer = own if policy.splits_optimizer else whole
+    frozen -= own
+    optimizer = own if policy.splits_optimizer else trained
     away = optimizer
     if policy.offloaded < 1:
         away = sum(at.held(block) for block in units_on_host(layout, pp_rank).values())
     here = optimizer - away
     weights, visiting = _away(layout, pp_rank, policy)
     rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
-    gradients = (own if policy.splits_gradient else whole) * policy.gradient
+    gradients = (own if policy.splits_gradient else trained) * policy.gradient
     if policy.splits_gradient and not _holds_partial_sums(layout):
         gradients = here * policy.gradient
     if policy.placeholder:
@@ -195,7 +210,7 @@ def model_state(
     lying = policy.master + policy.moments
     return ModelState(
         parameters=whole,
-        masters=here * policy.master + (0 if policy.away else away * policy.compute),
+        masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
         copies=0 if policy.splits_copy else whole * policy.copy,
         gradients=gradients,
         optimizer=here * policy.moments,

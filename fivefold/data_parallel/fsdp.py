@@ -388,6 +388,8 @@ def _complete(group: Any) -> None:
     before the first W, that W has already taken them.
     """
     for held in group.fsdp_params:
+        if not held.sharded_param.requires_grad:
+            continue
         if held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None:
             held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
         held.accumulate_unsharded_grad_if_needed()

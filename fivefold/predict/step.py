@@ -299,7 +299,9 @@ class _Predictor:
         for own in self._ranks:
             dense = experts = tensors = 0
             for stage in own:
-                for block in stage_blocks(self.layout, self.layout.split.stages[stage]):
+                for block in stage_blocks(
+                    self.layout, self.layout.split.stages[stage], trained=True
+                ):
                     dense += block.count * sum(map(prod, block.dense))
                     experts += block.count * sum(map(prod, block.experts))
                     tensors += block.count * (len(block.dense) + len(block.experts))

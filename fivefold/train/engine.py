@@ -279,6 +279,7 @@ class Engine:
         return found | {
             f"optim.{moment}.{stored}": moments[f"optim.{moment}.{name}"]
             for stored, name in names.items()
+            if self.model.records[name].trained
             for moment in MOMENTS
         }
 
@@ -289,7 +290,8 @@ class Engine:
         source = {record.stored: record.name for record in self._records if record.loaded}
         for record in self._records:
             if not record.loaded:
-                for kind in ("", *(f"optim.{moment}." for moment in MOMENTS)):
+                moments = MOMENTS if record.trained else ()
+                for kind in ("", *(f"optim.{moment}." for moment in moments)):
                     state[kind + record.name].copy_(state[kind + source[record.stored]])
         self.optimizer.steps = steps
         self.optimizer.host.publish()
@@ -360,7 +362,8 @@ class Engine:
 
     def _counted_grads(self) -> list[tuple[Tensor | Departed, bool]]:
         records = self.model.records
-        return [(self.optimizer.measurable(n), records[n].counted) for n in self.parameters]
+        trained = (name for name in self.parameters if records[name].trained)
+        return [(self.optimizer.measurable(n), records[n].counted) for n in trained]
 
 
 def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:

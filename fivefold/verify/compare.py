@@ -112,6 +112,8 @@ def _gradient_differences(
     # A gradient that is zero up to rounding (a key's bias) is compared to the largest one.
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
     for name, parameter in engine.parameters.items():
+        if not parameter.requires_grad:
+            continue
         stored = engine.model.records[name].stored
         piece = piece_of(parameter).like(engine.optimizer.gradient(name))
         yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)
@@ -182,7 +184,8 @@ def _tensor(
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+    raw = tensor.contiguous().view(torch.uint8)  # numpy has no bf16
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _gather(engine: Engine, own: list[Difference]) -> list[Difference]:
