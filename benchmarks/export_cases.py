@@ -342,6 +342,8 @@ CHANGES: Mapping[str, Change] = {
     "activation_offload_fraction": Change(0.375, _MOVED),
     "optimizer_offload_fraction": Change(0.375, _HOST),
     "optimizer_offload_path": Change("/scratch", _HOST),
+    "param_cpu_offload": Change(True, _HOST),
+    "param_offload_path": Change("/scratch", {**_HOST, "param_cpu_offload": True}),
     # training
     "micro_batch_size": Change(2),
     "global_batch_size": Change(128),

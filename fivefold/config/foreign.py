@@ -181,14 +181,19 @@ FOREIGN = _table(
         "with --optimizer-cpu-offload; masters and moments lie there, gradients in host memory",
     ),
     (
+        "--param-offload-path",
+        "offload_param_nvme_path",
+        "with --param-cpu-offload; weights lie there, and are read ahead of their use",
+    ),
+    (
         "",
         "buffer_count pipeline_read pipeline_write",
         "the system's page cache reads ahead and writes back: there is nothing to choose",
     ),
     (
-        "--optimizer-cpu-offload",
+        "--param-cpu-offload",
         "param_offload offload_param offload_params zero_infinity",
-        "weights stay on the device, in the type in which it computes",
+        "with --optimizer-cpu-offload and optim_grads_params; --param-offload-path: on a disk",
     ),
     (
         "",

@@ -93,7 +93,7 @@ class ShardedVolumes:
         padded = sum(sizes.blocks + sizes.wide for sizes in trained.values())
         nodes = self.layout.node_sizes[group == "edp"]
         prefix = "edp_" if group == "edp" else ""
-        often = self._gathers()
+        often = self.gathers()
         yield from gathers(
             [(often[stage], sizes) for (stage, _), sizes in of.items()],
             (axes[0], f"{prefix}hpz"),
@@ -134,7 +134,7 @@ class ShardedVolumes:
                 units[record.stage, unit_of(record.name)].append((record.shape, size))
         return {unit: UnitSizes.of(parameters) for unit, parameters in units.items()}
 
-    def _gathers(self) -> dict[int, int]:
+    def gathers(self) -> dict[int, int]:
         """How often each stage's parameters are gathered: by the program if it says so."""
         pp_rank = self.layout.grid.coordinates(self.rank)["pp"]
         if self.parallel.pipeline_max_unsharded_stages is None:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
+from fivefold.config.memory import WEIGHT_ROOMS
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy, engine_policy
 from fivefold.data_parallel.blocks import UnitSizes
@@ -27,10 +28,11 @@ class ModelState:
         copies: bytes of permanent compute-dtype copies of weights.
         gradients: bytes of accumulated gradients.
         optimizer: bytes of optimizer moments.
-        gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only, and
-            of this rank's part of a second copy of all (hpZ).
-        host: bytes in host memory: offloaded masters and moments, and room for their gradients.
-        disk: bytes of offloaded masters and moments on a disk, which are then not in host memory.
+        gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only, of
+            shards that visit the device for that, and of this rank's part of a second copy (hpZ).
+        host: bytes in host memory: offloaded masters and moments, and room for their gradients, and
+            offloaded weights, or rooms for those that come from a disk.
+        disk: bytes of offloaded masters, moments and weights on a disk, not in host memory.
         updated: number of parameters that the rank updates, here or on the host.
     """
 
@@ -198,6 +200,8 @@ def model_state(
     if policy.offloaded < 1:
         away = sum(at.held(block) for block in units_on_host(layout, pp_rank).values())
     here = optimizer - away
+    weights, visiting = _away(layout, pp_rank, policy)
+    rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
     gradients = (own if policy.splits_gradient else trained) * policy.gradient
     if policy.splits_gradient and not _holds_partial_sums(layout):
         gradients = here * policy.gradient
@@ -206,15 +210,27 @@ def model_state(
     lying = policy.master + policy.moments
     return ModelState(
         parameters=whole,
-        masters=here * policy.master + (away + frozen) * policy.compute,
+        masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
         copies=0 if policy.splits_copy else whole * policy.copy,
         gradients=gradients,
         optimizer=here * policy.moments,
-        gathered=gathered * policy.copy + unpacked + kept if policy.splits_copy else 0,
-        host=away * (policy.gradient + (0 if policy.on_disk else lying)),
-        disk=away * lying if policy.on_disk else 0,
+        gathered=gathered * policy.copy + unpacked + kept + visiting if policy.splits_copy else 0,
+        host=away * (policy.gradient + (0 if policy.on_disk else lying)) + rooms,
+        disk=(away * lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
     )
+
+
+def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, float]:
+    """Bytes of a rank's weights that are not on the device, padded, and of the most gathered at
+    once."""
+    if not policy.away:
+        return 0.0, 0.0
+    first = _Shard(num_shards(layout), 0, num_expert_shards(layout), 0)
+    blocks = units_on_host(layout, pp_rank).values()
+    parts = [replace(b, dense=()) for b in blocks] + [replace(b, experts=()) for b in blocks]
+    sizes = [first.held(part) * policy.compute for part in parts]
+    return sum(sizes), max(sizes, default=0.0)
 
 
 def _second_copy(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:

@@ -172,7 +172,7 @@ class Engine:
         depths = self.layout.config.model.mtp_num_layers
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
-        local = self.model.executor.run(
+        local = self.model.run(
             self._program(len(microbatches)),
             on_device(batches, self.device),
             tokens.clamp_min(1).double().reciprocal(),
@@ -248,7 +248,7 @@ class Engine:
         program = self._program(len(microbatches), forward_only=True)
         one = torch.ones((), dtype=torch.float64, device=self.device)
         batches = on_device(self._batches(microbatches), self.device)
-        return self.model.executor.run(program, batches, one).loss
+        return self.model.run(program, batches, one).loss
 
     def sound(self) -> bool:
         """Whether weights and moments are finite on every rank; collective."""
@@ -356,9 +356,17 @@ class Engine:
     def _records(self) -> Iterable[ParameterRecord]:
         return self.model.records.values()
 
+    def weight(self, name: str) -> Tensor:
+        """This rank's part of a weight with which the device computes, wherever it lies."""
+        away = self.model.offloaded
+        if away is not None and name in away:
+            return away[name]
+        return local_tensor(self.parameters[name])
+
     def _weights(self) -> list[Tensor]:
-        """What lies here of every parameter."""
-        return [local_tensor(parameter) for parameter in self.parameters.values()]
+        """What lies on the device of every parameter."""
+        away = self.model.offloaded or ()
+        return [local_tensor(p) for name, p in self.parameters.items() if name not in away]
 
     def _counted_grads(self) -> list[tuple[Tensor | Departed, bool]]:
         records = self.model.records

@@ -137,11 +137,12 @@ def _weight_differences(
 ) -> Iterator[Difference]:
     """Differences of every weight and expert bias after the update, with digests for replicas."""
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
-    held: dict[str, Tensor] = {**engine.parameters, **engine.model.buffers(copies=True)}
-    for name, parameter in held.items():
+    held = {name: piece_of(p).like(engine.weight(name)) for name, p in engine.parameters.items()}
+    held |= {name: piece_of(value) for name, value in engine.model.buffers(copies=True).items()}
+    for name, piece in held.items():
         record = engine.model.records.get(name)
         stored = name if record is None else record.stored
-        piece, whole = piece_of(parameter), reference.after[stored]
+        whole = reference.after[stored]
         yield _tensor("param", step, rank, stored, piece, whole, floor=floor, digests=True)
 
 
