@@ -18,6 +18,7 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups, build_groups
 from fivefold.mesh.slices import Piece, local_tensor
 from fivefold.model.batch import Batch, on_device
+from fivefold.model.lora import LORA
 from fivefold.model.prediction import valid_by_depth, with_further
 from fivefold.optim.adamw import MOMENTS
 from fivefold.optim.build import build_optimizer
@@ -280,6 +281,13 @@ class Engine:
         """`stored_tensors` without the optimizer's state."""
         stored = self.stored_tensors()
         return {name: kept for name, kept in stored.items() if not name.startswith("optim.")}
+
+    def start_adapters(self) -> dict[str, Tensor | Piece]:
+        """Give adapters their initial values, if there are any; the other `stored_weights`."""
+        named = self.optimizer.weights()
+        self.model.initialise({name: named[name] for name in named if LORA in name})
+        stored = self.stored_weights()
+        return {name: kept for name, kept in stored.items() if LORA not in name}
 
     def written_tensors(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without second copies, which another rank writes."""
