@@ -8,7 +8,6 @@ from math import inf, isfinite
 import torch
 from torch import Tensor, nn
 
-from fivefold.audit.holdings import DeviceLimit
 from fivefold.context.install import divide
 from fivefold.counts.parameters import ParameterRecord, tied_ranks
 from fivefold.counts.state import num_expert_shards
@@ -27,9 +26,9 @@ from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
+from fivefold.train.device_limit import device_limit
 from fivefold.train.metrics import LayerRouting
 from fivefold.train.routers import Routers
-from fivefold.units import read_bytes
 
 
 @dataclass(frozen=True)
@@ -141,20 +140,11 @@ class Engine:
         if initialises:
             self.model.initialise(self.optimizer.weights())
             self.optimizer.host.publish()
-        self._limit_memory()
+        self.model.limited = device_limit(
+            layout.config.memory, device, self._weights(), self.optimizer
+        )
         self._routers = Routers(layout, self.model.stages)
         self._programs: dict[tuple[int, bool], Program] = {}
-
-    def _limit_memory(self) -> None:
-        """On a GPU by the allocator, on a CPU by an account of tensors."""
-        limit = read_bytes(self.layout.config.memory.device_memory_limit or "")
-        if limit is not None and self.device.type == "cuda":
-            whole = torch.cuda.get_device_properties(self.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / whole), self.device)
-        elif limit is not None:
-            moments = self.optimizer.device.state_tensors().values()
-            there = {"weights": self._weights(), "optimizer": [piece.local for piece in moments]}
-            self.model.limited = DeviceLimit(limit, there, self.optimizer.host.tensors())
 
     @property
     def steps(self) -> int:
