@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fivefold.check import check
 from fivefold.cli.auto_layout import planned
@@ -13,9 +14,9 @@ from fivefold.config.config import Config
 from fivefold.errors import ConfigError
 from fivefold.layout import Layout
 from fivefold.train.devices import visible_gpus
-from fivefold.train.failures import CONFIG_ERROR
-from fivefold.train.launch import End
-from fivefold.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from fivefold.train.launch import End
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -42,10 +43,13 @@ class FewerRanks:
     cluster: str
     budget: str | None
     least: int
-    train: Callable[..., End]
+    train: Callable[..., "End"]
 
-    def run(self, layout: Layout) -> End:
+    def run(self, layout: Layout) -> "End":
         """Train in this layout, then as long as that helps in those of fewer ranks."""
+        from fivefold.train.failures import CONFIG_ERROR
+        from fivefold.train.run_folder import RunFolder
+
         assert self.config.checkpoint.save is not None
         folder, seen = RunFolder(Path(self.config.checkpoint.save)), set[tuple[str, int]]()
         end = self.train(layout, nproc=layout.grid.world_size)
