@@ -239,23 +239,27 @@ class LayerBlock(nn.Module):
         """`row` with what an adapter adds: [T, F] -> [T, H]."""
         if linear.lora_A is None or linear.lora_B is None:
             return self.row(x_TF, linear)
-        (added_TH,) = self.whole(self.row(x_TF, linear.lora_A), linear.lora_B)
-        return self.row(x_TF, linear).add_(added_TH, alpha=linear.lora_scale)
+        low_TR = self.row(x_TF, linear.lora_A) * linear.lora_scale
+        (added_TH,) = self.whole(low_TR, linear.lora_B)
+        return self.row(x_TF, linear).add_(added_TH)
 
     def _adapted(self, column: Column, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-        """Adapters first: a frozen linear that ends a recomputed block is then not run again."""
+        """Adapters first: a frozen linear that ends a recomputed block is then not run again.
+
+        Few features are scaled, not the sum by `add`'s alpha, which inductor loses (torch 2.13).
+        """
         first = [linear.lora_A for linear in linears if linear.lora_A is not None]
         if not first:
             return column(x_TH, *linears)
         low = iter(self.whole(x_TH, *first))
         added = [
-            None if linear.lora_B is None else column(next(low), linear.lora_B)[0]
-            for linear in linears
+            None if of.lora_B is None else column(next(low) * of.lora_scale, of.lora_B)[0]
+            for of in linears
         ]
         made = column(x_TH, *linears)
-        for y, more, linear in zip(made, added, linears, strict=True):
+        for y, more in zip(made, added, strict=True):
             if more is not None:
-                y.add_(more, alpha=linear.lora_scale)
+                y.add_(more)
         return made
 
 

@@ -357,6 +357,11 @@ class Engine:
         return sums, votes
 
     @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Its parameters that have gradients."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
+
+    @property
     def _records(self) -> Iterable[ParameterRecord]:
         return self.model.records.values()
 
@@ -374,8 +379,7 @@ class Engine:
 
     def _counted_grads(self) -> list[tuple[Tensor | Departed, bool]]:
         records = self.model.records
-        trained = (name for name in self.parameters if records[name].trained)
-        return [(self.optimizer.measurable(n), records[n].counted) for n in trained]
+        return [(self.optimizer.measurable(n), records[n].counted) for n in self.trained]
 
 
 def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:

@@ -57,9 +57,7 @@ def locate(engine: Engine, microbatches: Sequence[Microbatch]) -> tuple[list[str
     """
     if in_state := locate_in_state(engine):
         return in_state, False
-    gradients = {
-        f"gradient of {name}": engine.optimizer.gradient(name) for name in engine.parameters
-    }
+    gradients = {f"gradient of {name}": engine.optimizer.gradient(name) for name in engine.trained}
     spoilt = _lines(engine, _gather(engine, _spoilt(gradients)))
     sights, finite = _repeat(engine, microbatches)
     if finite:

@@ -111,9 +111,7 @@ def _gradient_differences(
     yield _number("norm", step, rank, result.grad_norm, reference.norm)
     # A gradient that is zero up to rounding (a key's bias) is compared to the largest one.
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
-    for name, parameter in engine.parameters.items():
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in engine.trained.items():
         stored = engine.model.records[name].stored
         piece = piece_of(parameter).like(engine.optimizer.gradient(name))
         yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)

@@ -75,7 +75,7 @@ def _explanations(
     engine: Engine, step: int, reference: ReferenceStep, match: float
 ) -> dict[str, set[str]]:
     """Stored name -> hypotheses that hold for this rank's part of the gradient."""
-    named = engine.parameters.items()
+    named = engine.trained.items()
     own = {name: engine.optimizer.gradient(name).cpu().double() for name, _ in named}
     partial = dict(_gradients_of_samples(engine, step, reference))
     if engine.groups.experts is not None:
