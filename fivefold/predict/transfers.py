@@ -69,7 +69,11 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
                     continue
                 once = gather_seconds(layout, cluster, group, stride, node, piece)
                 gathered += block.count * once
-                scattered = reduce_scatter(cluster, group, size * wire, in_pairs=in_pairs)
+                scattered = (
+                    all_reduce(cluster, group, size * wire)
+                    if software.reduces_whole
+                    else reduce_scatter(cluster, group, size * wire, in_pairs=in_pairs)
+                )
                 if parallel.zero_quantized_gradients:
                     scattered = reduction_seconds(cluster, group, stride, node, piece)
                 reduced += block.count * scattered
