@@ -242,6 +242,10 @@ CHANGES: Mapping[str, Change] = {
     "qk_pos_emb_head_dim": Change(32, _MLA),
     "v_head_dim": Change(96, _MLA),
     "mtp_num_layers": Change(1),
+    "lora_rank": Change(8),
+    "lora_alpha": Change(16.0, {"lora_rank": 8}),
+    "lora_target_modules": Change(("q_proj", "v_proj"), {"lora_rank": 8}),
+    "use_rslora": Change(True, {"lora_rank": 8}),
     "unmodelled": Change(("a bell",)),
     # parallel
     "tensor_model_parallel_size": Change(2),
@@ -338,6 +342,8 @@ CHANGES: Mapping[str, Change] = {
     "activation_offload_fraction": Change(0.375, _MOVED),
     "optimizer_offload_fraction": Change(0.375, _HOST),
     "optimizer_offload_path": Change("/scratch", _HOST),
+    "param_cpu_offload": Change(True, _HOST),
+    "param_offload_path": Change("/scratch", {**_HOST, "param_cpu_offload": True}),
     # training
     "micro_batch_size": Change(2),
     "global_batch_size": Change(128),

@@ -14,6 +14,7 @@ from fivefold.config.config import SETTINGS, Config
 from fivefold.config.dependence import check_dependents
 from fivefold.config.experts import check_routing
 from fivefold.config.foreign import name_of
+from fivefold.config.lora_rules import check_adapted_run
 from fivefold.config.memory import check_memory
 from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
@@ -105,6 +106,7 @@ def _check(
     check_fusions(config, mistakes)
     parallel = infer_degrees(config, world_size, passes, mistakes)
     check_dependents(_resolved(config, parallel, world_size), mistakes)
+    check_adapted_run(config, mistakes)
     if not planned:
         _check_built(config, mistakes)
         check_routers(config, mistakes)

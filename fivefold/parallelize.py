@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,17 +20,22 @@ from fivefold.expert.deepep import Kernels
 from fivefold.expert.install import install_experts
 from fivefold.layout import Layout
 from fivefold.memory.cross_entropy import install_cross_entropy
+from fivefold.memory.host import HostLink
 from fivefold.memory.offload import Host, install_offload
+from fivefold.memory.parameters import OffloadedParameters
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
-from fivefold.mesh.slices import Piece
+from fivefold.mesh.slices import Piece, local_tensor
+from fivefold.model.batch import Batch
 from fivefold.model.compiled import compile_layers
 from fivefold.model.eight_bit import eight_bit, install_eight_bit
 from fivefold.model.fusions import install_fusions
 from fivefold.model.init import init_slice
 from fivefold.model.transformer import Stage
-from fivefold.pipeline.executor import Executor
+from fivefold.pipeline.executor import Executor, StepSums
+from fivefold.pipeline.ir import Program
+from fivefold.pipeline.sharding import passes
 from fivefold.pipeline.turns import Turns
 from fivefold.tensor.deferred_weight import DeferredWeights
 from fivefold.tensor.exchange import TokensInParts, exchange_of
@@ -50,6 +56,7 @@ class ParallelModel:
         records: what is known of each parameter, by its name.
         executor: runs programs on the stages.
         on_host: names of the parameters whose masters and moments are in host memory.
+        offloaded: weights that are on the device for their gathers only; None: all are there.
     """
 
     layout: Layout
@@ -59,6 +66,20 @@ class ParallelModel:
     records: dict[str, ParameterRecord]
     executor: Executor
     on_host: frozenset[str]
+    offloaded: OffloadedParameters | None = None
+
+    def run(self, program: Program, batches: Sequence[Batch], scale: torch.Tensor) -> StepSums:
+        """Run a program, as `Executor.run`; weights that are away are read ahead in its order."""
+        if self.offloaded is not None:
+            acts = program.ranks[self.executor.pp_rank]
+            further = not program.forward_only
+            self.offloaded.follow(
+                block
+                for stage, backward in passes(acts)
+                if isinstance(sharded := self.gradients[stage], ShardedStage)
+                for block in sharded.away(backward=backward, further=further)
+            )
+        return self.executor.run(program, batches, scale)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All of this rank's parameters by the name they have in the whole model."""
@@ -170,7 +191,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     on_host = _on_host(layout, pp_rank, records)
     for stage in stages.values():
         for name, parameter in stage.named_parameters():
-            if name in on_host:
+            if name in on_host or not records[name].trained:
                 parameter.data = parameter.data.to(policy.compute_dtype)
     _install_tensor(layout, groups, stages, deferred, records)
     meanwhile = turns.give_way if layout.overlaps_pairs else None
@@ -185,10 +206,21 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         for stage in stages.values():
             compile_layers(stage, config.training.compile_backend)
         log.info("layers compiled with %s", config.training.compile_backend)
+    away = on_host if config.memory.param_cpu_offload else frozenset()
     gradients = {
-        index: _install_data_parallel(layout, groups, stage, policy, device, records)
+        index: _install_data_parallel(layout, groups, stage, policy, device, records, away)
         for index, stage in stages.items()
     }
+    offloaded = None
+    if away:
+        sharded = (each for each in gradients.values() if isinstance(each, ShardedStage))
+        blocks = [block for each in sharded for block in each.away()]
+        named = (kept for stage in stages.values() for kept in stage.named_parameters())
+        shapes = {name: local_tensor(parameter).shape for name, parameter in named}
+        path = config.memory.param_offload_path
+        folder = None if path is None else Path(path)
+        offloaded = OffloadedParameters(blocks, shapes, HostLink(device), folder)
+        log.info("weights visit the device for their gathers, from %s", path or "host memory")
     if layout.fuses_accumulation:
         deferred.main_gradient = partial(_main_gradient, [*gradients.values()])
         log.info("weight gradients of a step are added up by the products that make them")
@@ -205,7 +237,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
         states_into=layout.states_into,
         lines=groups.pp_lines,
     )
-    return ParallelModel(layout, groups, stages, gradients, records, executor, on_host)
+    return ParallelModel(layout, groups, stages, gradients, records, executor, on_host, offloaded)
 
 
 def _on_host(
@@ -332,26 +364,27 @@ def _install_data_parallel(
     policy: Policy,
     device: torch.device,
     records: dict[str, ParameterRecord],
+    away: frozenset[str],
 ) -> ShardedStage | ReplicatedStage:
-    """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole."""
+    """Give a stage its memory: under FSDP2 after it is sharded, so that no rank holds it whole.
+
+    `away`: names of parameters whose shards are not kept on the device.
+    """
     in_hooks = policy.overlap_grad_reduce
     if policy.needs_fsdp:
         by_hand = layout.alternates_within_stages
         sharded = ShardedStage(stage, groups, policy, reduces_in_hooks=in_hooks, by_hand=by_hand)
-        _materialise(stage, device)
+        sharded.give_memory(device, away)
+        stage.tie()  # memory was given to a tied weight more than once
         return sharded
-    _materialise(stage, device)
+    stage.to_empty(device=device)
+    stage.tie()
     sums = {"data": groups.data}
     if groups.experts is not None:
         sums["edp"] = groups.experts.edp
-    over = {name: sums[records[name].sums[0]] for name, _ in stage.named_parameters()}
+    trained = [name for name, _ in stage.named_parameters() if records[name].trained]
+    over = {name: sums[records[name].sums[0]] for name in trained}
     return ReplicatedStage(stage, over, policy, reduces_in_hooks=in_hooks)
-
-
-def _materialise(stage: Stage, device: torch.device) -> None:
-    """Uninitialised memory; `to_empty` gives a tied weight several, which become one again."""
-    stage.to_empty(device=device)
-    stage.tie()
 
 
 def _hidden_shape(layout: Layout) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from fivefold.audit.waits import HostWaits
 from fivefold.audit.work import Multiplications
 from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import local_tensor
+from fivefold.optim.offload import HostAdamW
 
 
 class Measurable(Protocol):
@@ -61,6 +62,7 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
     waits = HostWaits(engine.device, map(local_tensor, engine.parameters.values()))
     host = engine.optimizer.host
     out, back = host.link.out_bytes, host.link.back_bytes
+    before = _weights_moved(host)
     try:
         counts = (chosen, kept, work, traffic, launched, waits)
         with torch.compiler.set_stance("force_eager"), ExitStack() as entered:
@@ -73,7 +75,11 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         rank=engine.groups.rank,
         step=step,
         sent=traffic.by_axis,
-        parameters=sum(local_tensor(p).nbytes for p in engine.parameters.values()),
+        parameters=sum(
+            local_tensor(parameter).nbytes
+            for name, parameter in engine.parameters.items()
+            if name not in (host.weights or ())
+        ),
         gradients=gradients,
         optimizer=sum(p.local.nbytes for p in engine.optimizer.device.state_tensors().values()),
         activations=kept.sizes,
@@ -89,5 +95,18 @@ def measured(engine: Measurable, step: int, folder: Path) -> Iterator[None]:
         disk=host.disk_bytes(),
         to_host=host.link.out_bytes - out,
         from_host=host.link.back_bytes - back,
+        **{name: now - before[name] for name, now in _weights_moved(host).items()},
     )
     write_record(folder, record)
+
+
+def _weights_moved(host: HostAdamW) -> dict[str, float]:
+    """What a record says of weights that are brought to the device, since the run began."""
+    weights = host.weights
+    if weights is None:
+        return dict.fromkeys(("brought", "moving", "waited"), 0.0)
+    return {
+        "brought": weights.link.back_bytes,
+        "moving": weights.moving_seconds,
+        "waited": weights.waited_seconds,
+    }

@@ -47,10 +47,13 @@ class RankRecord:
             microbatch; None: no layer ran.
         waits: how often the host waited for the device in the step, by the line that waits; None:
             not counted.
-        host: bytes of the optimizer's state in host memory.
-        disk: bytes of it in files.
+        host: bytes in host memory: of the optimizer's state, and of weights off the device.
+        disk: bytes of them in files.
         to_host: bytes copied to the host for the optimizer.
         from_host: bytes copied back to the device for it.
+        brought: bytes of weights copied to the device for their gathers.
+        moving: seconds of reading such weights, and of copies that the host itself made.
+        waited: seconds of these for which the host waited.
     """
 
     rank: Annotated[int, Meta(ge=0)]
@@ -72,6 +75,9 @@ class RankRecord:
     disk: Amount = 0.0
     to_host: Amount = 0.0
     from_host: Amount = 0.0
+    brought: Amount = 0.0
+    moving: Amount = 0.0
+    waited: Amount = 0.0
 
 
 def write_record(folder: Path, record: RankRecord) -> None:
@@ -136,6 +142,7 @@ def expected_record(
         disk=state.disk,
         to_host=traffic.out,
         from_host=traffic.back,
+        brought=traffic.brought,
         activations={
             s: kept_activations(
                 layout, measured.rank, s % count, rows, joined=joined, on_host=not on_gpu

@@ -253,13 +253,23 @@ def _sent_over(axis: str, record: RankRecord) -> float:
 
 
 def _on_host(layout: Layout, pairs: Pairs) -> Iterator[Finding]:
-    """The findings of an optimizer in host memory."""
-    if layout.config.memory.optimizer_cpu_offload:
-        yield _compare("optimizer in host memory", pairs, lambda r: r.host)
-        if layout.config.memory.optimizer_offload_path is not None:
-            yield _compare("optimizer on disk", pairs, lambda r: r.disk)
+    """The findings of an optimizer in host memory, and of weights that are not on the device."""
+    memory = layout.config.memory
+    if memory.optimizer_cpu_offload:
+        what = "optimizer and weights" if memory.param_cpu_offload else "optimizer"
+        yield _compare(f"{what} in host memory", pairs, lambda r: r.host)
+        if memory.optimizer_offload_path is not None or memory.param_offload_path is not None:
+            yield _compare(f"{what} on disk", pairs, lambda r: r.disk)
         yield _compare("copied to the host", pairs, lambda r: r.to_host)
         yield _compare("copied from the host", pairs, lambda r: r.from_host)
+    if memory.param_cpu_offload:
+        yield _compare("weights brought to the device", pairs, lambda r: r.brought)
+    _, slowest = max(pairs, key=lambda pair: pair[1].waited)
+    if slowest.moving:  # copies that the host does not make itself take it no time
+        hidden = max(0.0, 1 - slowest.waited / slowest.moving)
+        note = f"of {human_seconds(slowest.moving)} of reading and copying, {hidden:.0%} was hidden"
+        name, waited = "waited for weights", slowest.waited
+        yield Finding(name, None, waited, None, slowest.rank, 0, human_seconds, note)
 
 
 def _activations(layout: Layout, pairs: Pairs) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fivefold.audit.calls import bytes_of
 from fivefold.audit.watch import Watch, after, project_line, tensors_in
+from fivefold.memory.host import HostLink
 
 _READS = frozenset(
     {
@@ -48,9 +49,10 @@ class HostWaits(Watch):
     """Counts waits of the host for the device inside its block.
 
     On a CPU, on which everything is at hand, it counts those that there would be on a GPU. There,
-    the given tensors would be on the device, and with them all that is computed from them, what
-    operations read beside them, and what is sent or received. Copies to the host are not told from
-    others there, so of these only methods count that are called for nothing else.
+    the given tensors would be on the device, what is copied from the host, and with them all that
+    is computed from them, what operations read beside them, and what is sent or received. Copies
+    to the host are not told from others there, so of these only methods count that are called for
+    nothing else.
 
     Args:
         device: the device of the computation.
@@ -71,6 +73,7 @@ class HostWaits(Watch):
 
     def __enter__(self) -> "HostWaits":
         hooks: list[tuple[type, str, Callable[..., None]]] = [
+            (HostLink, "back", lambda link, mark, host, onto, *_, **__: self._put_there(onto)),
             (torch.cuda.Event, "synchronize", self._has_waited),
             (torch.cuda.Stream, "synchronize", self._has_waited),
             *((Tensor, name, self._has_read) for name in _ACCESSORS),

@@ -33,6 +33,9 @@ class Options:
     max_shard_size: float | None = option(
         None, "most bytes of a file for Hugging Face (default: 5e9)"
     )
+    adapter: bool = option(
+        False, "write a run's adapters (LoRA) alone, as PEFT keeps them, not merged weights"
+    )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -55,7 +58,15 @@ def run(argv: Sequence[str]) -> int:
         step=options.step,
         dtype=options.dtype,
         most_bytes=options.max_shard_size or MOST_BYTES,
+        adapter=options.adapter,
     )
+    if options.adapter:
+        print(f"{target}: adapters for PEFT, {human_bytes(size)}")
+        print(
+            f"  next: python -c 'from peft import AutoPeftModelForCausalLM as Model; "
+            f'Model.from_pretrained("{target}")\''
+        )
+        return 0
     print(f"{target}: a Hugging Face folder with {human_bytes(size)} of weights")
     print(
         f"  next: python -c 'from transformers import AutoModelForCausalLM as Model; "
@@ -72,6 +83,7 @@ def _check(options: Options, *, inward: bool) -> None:
             "step": options.step,
             "dtype": options.dtype,
             "max-shard-size": options.max_shard_size,
+            "adapter": options.adapter or None,
         }
         for name in [name for name, value in given.items() if value is not None]:
             mistakes.add(f"--{name} is for a run, and {options.source} is a Hugging Face folder")

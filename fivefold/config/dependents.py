@@ -270,6 +270,13 @@ DEPENDENTS = (
         ("--optimizer-cpu-offload",),
     ),
     Dependents(
+        ("param_offload_path",),
+        "param_cpu_offload",
+        lambda c: c.memory.param_cpu_offload,
+        "is for offloaded weights",
+        ("--param-cpu-offload",),
+    ),
+    Dependents(
         ("exp_avg_dtype", "exp_avg_sq_dtype"),
         "use_precision_aware_optimizer",
         lambda c: c.optimizer.use_precision_aware_optimizer,

@@ -9,7 +9,7 @@ _BATCH = "global_batch_size = micro_batch_size x data-parallel ranks x accumulat
 _KERNELS = "PyTorch's fused kernels run where they can; there is nothing to choose"
 _ZERO = "no_shard, optim (ZeRO-1), optim_grads (ZeRO-2) or optim_grads_params (ZeRO-3, FSDP)"
 _OVERLAP = "one switch for gathers and sums, forward and backward"
-_WHOLE = "all weights are trained; there are no adapters (LoRA, DoRA)"
+_LORA = "it gives linear layers adapters; everything else is frozen"
 _FULL = "--data-parallel-sharding-strategy optim_grads_params"
 
 
@@ -141,12 +141,14 @@ FOREIGN = _table(
         "masters and summed gradients are fp32; --exp-avg-dtype and --exp-avg-sq-dtype are there",
     ),
     (
-        "",
-        "peft peft_scheme peft_method use_peft lora use_lora lora_rank lora_r lora_alpha "
-        "lora_dropout lora_target_modules target_modules use_dora dora "
-        "use_rslora init_lora_weights",
-        _WHOLE,
+        "--lora-rank",
+        "peft peft_scheme peft_method use_peft lora use_lora lora_r lora_dim",
+        _LORA,
     ),
+    ("--lora-target-modules", "target_modules lora_modules", ""),
+    ("", "lora_dropout", "adapters have no dropout of their own"),
+    ("", "use_dora dora", "of adapters there is LoRA, with --lora-rank"),
+    ("", "init_lora_weights", "A is uniform and B zero, as PEFT has them by default"),
     # Precision
     ("--precision", "dtype torch_dtype mixed_precision param_dtype", ""),
     ("--bf16", "fp16 half float16 amp", "fp16 needs loss scaling, which Fivefold does not have"),
@@ -179,14 +181,19 @@ FOREIGN = _table(
         "with --optimizer-cpu-offload; masters and moments lie there, gradients in host memory",
     ),
     (
+        "--param-offload-path",
+        "offload_param_nvme_path",
+        "with --param-cpu-offload; weights lie there, and are read ahead of their use",
+    ),
+    (
         "",
         "buffer_count pipeline_read pipeline_write",
         "the system's page cache reads ahead and writes back: there is nothing to choose",
     ),
     (
-        "--optimizer-cpu-offload",
+        "--param-cpu-offload",
         "param_offload offload_param offload_params zero_infinity",
-        "weights stay on the device, in the type in which it computes",
+        "with --optimizer-cpu-offload and optim_grads_params; --param-offload-path: on a disk",
     ),
     (
         "",

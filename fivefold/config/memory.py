@@ -78,6 +78,14 @@ class MemoryConfig:
     optimizer_offload_path: str | None = option(
         None, "folder of the disk on which offloaded masters and moments lie, in place of memory"
     )
+    param_cpu_offload: bool = option(
+        False,
+        "keep weights in host memory, and on the device only those of layers that are gathered "
+        "(optim_grads_params, with optimizer_cpu_offload)",
+    )
+    param_offload_path: str | None = option(
+        None, "folder of the disk on which offloaded weights lie, in place of host memory"
+    )
 
     @property
     def remade_modules(self) -> tuple[str, ...]:
@@ -127,6 +135,8 @@ class MemoryConfig:
         return [(range(i, i + 1), True) for i in everything[:size]] + [(everything[size:], False)]
 
 
+WEIGHT_ROOMS = 2
+"""Rooms in host memory into which weights are read from a disk ahead of their use."""
 DEFAULT_VOCAB_SPLIT = 3072
 LOSS_TOKENS = 1 << 14
 """Tokens whose logits of a slice of the vocabulary the linear fusion holds at a time."""

@@ -1,12 +1,29 @@
 """The model's architecture. `config.model_rules` checks it."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from fivefold.config.layer_pattern import expert_layers, window_layers
 from fivefold.config.parallel import option
 
 MAX_SIZE = (1 << 31) - 1  # of any dimension, so that products of two fit into 64 bits
+
+LoraTarget = Literal[
+    "all-linear",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj",
+    "kv_b_proj",
+]
+OF_ADAPTERS = ("lora_alpha", "lora_target_modules", "use_rslora")
+"""Settings that say something of adapters only."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +170,16 @@ class ModelConfig:
     qk_pos_emb_head_dim: int = option(64, "rotary features of an MLA query or key head")
     v_head_dim: int = option(128, "features of an MLA value head")
     mtp_num_layers: int = option(0, "multi-token prediction layers")
+    lora_rank: int | None = option(
+        None, "rank of adapters (LoRA), which alone are trained; none: all weights are trained"
+    )
+    lora_alpha: float = option(32.0, "adapters are multiplied by this / rank")
+    lora_target_modules: tuple[LoraTarget, ...] = option(
+        ("all-linear",), "linear layers with adapters, by their names in PEFT; all-linear: all"
+    )
+    use_rslora: bool = option(
+        False, "multiply adapters by lora_alpha / sqrt(rank) instead (rank-stabilised LoRA)"
+    )
     unmodelled: tuple[str, ...] = option(
         (),
         "features of the original that are not modelled; the model can be planned, not trained",
@@ -183,6 +210,24 @@ class ModelConfig:
             ffn_hidden_size=self.ffn_size,
             moe_ffn_hidden_size=self.expert_ffn_size if experts else None,
         )
+
+    @property
+    def base(self) -> "ModelConfig":
+        """The same model without adapters."""
+        defaults: dict[str, Any] = {name: getattr(ModelConfig, name) for name in OF_ADAPTERS}
+        return replace(self, lora_rank=None, **defaults)
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor of what adapters make."""
+        assert self.lora_rank is not None, "a model without adapters"
+        return self.lora_alpha / (self.lora_rank**0.5 if self.use_rslora else self.lora_rank)
+
+    def adapts(self, linear: str) -> bool:
+        """Whether linear layers of a name ("q_proj") have adapters; routers and heads never do."""
+        chosen = self.lora_target_modules
+        every = "all-linear" in chosen and linear in get_args(LoraTarget)
+        return self.lora_rank is not None and (every or linear in chosen)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -4,7 +4,8 @@ import math
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from fivefold.config.layer_pattern import MAX_LAYERS, expert_layers, window_layers
-from fivefold.config.model import MAX_SIZE, ModelConfig
+from fivefold.config.lora_rules import check_adapters
+from fivefold.config.model import MAX_SIZE, OF_ADAPTERS, ModelConfig
 from fivefold.errors import Mistakes, did_you_mean
 
 _POSITIVE = (
@@ -90,6 +91,9 @@ def check_model(model: ModelConfig, mistakes: Mistakes) -> None:
         _check_heads(model, mistakes)
         _check_experts(model, mistakes)
     _check_latents(model, mistakes)
+    if model.lora_rank is None:
+        _check_unused(model, OF_ADAPTERS, "--lora-rank", "--lora-rank 16", mistakes)
+    check_adapters(model, mistakes)
     _check_rope(model, mistakes)
     _check_gate(model, mistakes)
     if model.window_attn_skip_freq is not None:

@@ -92,6 +92,10 @@ def _parameters(layout: Layout) -> list[Row]:
             + (f" + further prediction {human_count(count.mtp)}" if count.mtp else ""),
         ),
     ]
+    if model.lora_rank is not None:
+        why = f"adapters of rank {model.lora_rank}; all else is frozen"
+        trained = count.total - count_parameters(model.base).total
+        rows.append(("trained parameters", human_count(trained), why))
     if model.num_experts:
         active = count_parameters(model, active=True)
         why = f"{model.moe_router_topk} of {model.num_experts} experts for each token"
@@ -128,11 +132,14 @@ def _flops(layout: Layout) -> list[Row]:
     flops = training_flops(model, training.seq_length)
     forward = forward_flops(model, training.seq_length)
     tokens = training.global_batch_size * training.seq_length
+    times = "3 x forward"
+    if model.lora_rank is not None:
+        times += ", but 2 x for frozen weights"
     return [
         (
             "FLOPs per token",
             human_flops(flops.total),
-            f"3 x forward (matmul {human_flops(forward.matmul)} + causal attention "
+            f"{times} (matmul {human_flops(forward.matmul)} + causal attention "
             f"{human_flops(forward.attention)})",
         ),
         (

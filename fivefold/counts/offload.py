@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fivefold.counts.parameters import parameter_records, shards_of
+from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.state import (
     engine_policy,
     held,
@@ -22,10 +23,12 @@ class HostTraffic:
     Attributes:
         out: to the host: gradients, each time that they are reduced.
         back: to the device: updated weights, and sums of gradients to which more is added.
+        brought: to the device: weights that are there for their gathers only.
     """
 
     out: float = 0.0
     back: float = 0.0
+    brought: float = 0.0
 
 
 def host_traffic(layout: Layout, rank: int) -> HostTraffic:
@@ -34,7 +37,8 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
     policy = engine_policy(layout.config)
     shards, expert_shards = num_shards(layout), num_expert_shards(layout)
     shard, expert_shard = shards_of(layout, rank)
-    out = back = 0.0
+    out = back = brought = 0.0
+    often = ShardedVolumes(layout, rank).gathers()
     for record in parameter_records(layout, rank):
         if (record.stage, unit_of(record.name)) in units:
             if record.experts:
@@ -43,8 +47,14 @@ def host_traffic(layout: Layout, rank: int) -> HostTraffic:
                 size = held(record.shape, shards, shard)
             times = 1 if len(record.sums) > 1 else times_reduced(layout, experts=record.experts)
             out += size * times * policy.gradient
-            back += size * (policy.compute + (times - 1) * policy.gradient)
-    return HostTraffic(out, back)
+            back += size * (times - 1) * policy.gradient
+            if policy.away:
+                part = held_of_experts if record.experts else held
+                padded = part(record.shape, expert_shards if record.experts else shards)
+                brought += padded * policy.compute * often[record.stage]
+            else:
+                back += size * policy.compute
+    return HostTraffic(out, back, brought)
 
 
 def times_reduced(layout: Layout, *, experts: bool = False) -> int:

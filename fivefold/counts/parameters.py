@@ -22,10 +22,11 @@ class ParameterRecord:
         experts: whether it belongs to experts, which have their own mesh.
         split_dim: dim that tensor-parallel ranks split (for experts, expert-tensor-parallel ranks);
             None: each rank holds the whole parameter.
+        trained: whether it is trained; if not, it has no gradient and no optimizer state.
         sums: groups over which its gradient is summed, in order: first the ranks that see different
             tokens ("data", for experts "edp"), then "tp" if its ranks each compute a part, the
             other copy of the model ("mirror"), and the other copies of the embedding ("tied"),
-            which may be on this rank.
+            which may be on this rank. Of what is not trained only the first.
         loaded: whether a checkpoint is loaded into it, rather than into another copy on this rank.
         written: whether a checkpoint stores it as `stored`; False for copies.
         counted: whether this rank counts its elements in the global gradient norm; for every
@@ -38,6 +39,7 @@ class ParameterRecord:
     shape: tuple[int, ...]
     experts: bool
     split_dim: int | None
+    trained: bool
     sums: tuple[str, ...]
     loaded: bool
     written: bool
@@ -59,6 +61,7 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
         for name, weight in named.items():
             stored, place = canonical_name(model, name), places[weight.of_experts]
             dim = weight.placed(grid.etp if weight.of_experts else grid.tp)
+            tied = shared and stored == EMBEDDING
             original = name == stored and stage < len(layout.split.stages)
             records.append(
                 ParameterRecord(
@@ -68,14 +71,14 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
                     shape=weight.local(grid.tp, grid.ep, grid.etp),
                     experts=weight.of_experts,
                     split_dim=dim,
-                    sums=(
-                        place.data,
-                        *_further_sums(layout, weight),
-                        *(("tied",) if shared and stored == EMBEDDING else ()),
-                    ),
+                    trained=weight.trained,
+                    sums=(place.data, *_further_sums(layout, weight, tied)),
                     loaded=first[stored] == name,
                     written=original,
-                    counted=original and place.first_replica and (dim is not None or place.tp == 0),
+                    counted=weight.trained
+                    and original
+                    and place.first_replica
+                    and (dim is not None or place.tp == 0),
                 )
             )
     return tuple(records)
@@ -143,10 +146,14 @@ class _MeshPlace:
         return cls("data", index < num_shards(layout), at["tp"])
 
 
-def _further_sums(layout: Layout, weight: Weight) -> Iterator[str]:
-    """Groups that follow the data group in `sums`, except the embedding's copies."""
+def _further_sums(layout: Layout, weight: Weight, tied: bool) -> Iterator[str]:
+    """Groups that follow the data group in `sums`; `tied`: whether it has copies."""
+    if not weight.trained:
+        return
     tp, sequence = layout.grid.tp, layout.config.parallel.sequence_parallel
     if tp > 1 and weight.is_partial(tp, sequence_parallel=sequence):
         yield "tp"
     if layout.num_copies > 1:
         yield "mirror"
+    if tied:
+        yield "tied"

@@ -31,6 +31,8 @@ class StatePolicy:
             gradients leave when they are reduced; the device keeps them in the compute dtype.
         rounded: number of moments that are rounded stochastically after each update.
         on_disk: whether these masters and moments lie on a disk instead.
+        away: whether the weights of these parameters are on the device for their gathers only.
+        away_on_disk: whether such weights lie on a disk, not in host memory.
     """
 
     copy: float
@@ -49,6 +51,8 @@ class StatePolicy:
     offloaded: float = 0.0
     rounded: int = 0
     on_disk: bool = False
+    away: bool = False
+    away_on_disk: bool = False
 
     @property
     def device_masters(self) -> float:
@@ -66,7 +70,7 @@ class StatePolicy:
 
         FSDP2 gathers from them, and where copies are permanent keeps both.
         """
-        return self.offloaded * self.compute
+        return 0.0 if self.away else self.offloaded * self.compute
 
     @property
     def device_gradient(self) -> float:
@@ -95,6 +99,8 @@ def engine_policy(config: Config) -> StatePolicy:
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
         rounded=sum(config.optimizer.rounds_moments),
         on_disk=memory.optimizer_offload_path is not None,
+        away=memory.param_cpu_offload,
+        away_on_disk=memory.param_offload_path is not None,
     )
 
 

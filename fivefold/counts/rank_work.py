@@ -6,6 +6,7 @@ from math import prod
 from types import MappingProxyType
 
 from fivefold.config.memory import MemoryConfig
+from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.routed import StepRows
 from fivefold.layout import Layout
@@ -61,8 +62,9 @@ def kept_activations(
     if not (parts.layers or parts.mtp or parts.embedding or parts.head):  # passes on its input
         width = model.hidden_size * layout.states_into(stage) / running.token_parts
         saved.append(Saved(kept=running.element_bytes * width))
+    looks_up = (parts.embedding + parts.mtp) * (model.lora_rank is None)
     if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
-        saved.append(Saved(kept=-8.0 * (parts.embedding + parts.mtp)))
+        saved.append(Saved(kept=-8.0 * looks_up))
     if parts.embedding:
         saved.append(total(embedding_bytes(model, running)))
     if parts.head:
@@ -80,7 +82,7 @@ def kept_activations(
     kept = total(saved).kept + small + running.element_bytes * copies
     every = (*parts.layers, *further)
     # Places of dropout, each of which keeps the key of its mask.
-    places = parts.embedding + parts.mtp + 2 * len(kept_whole) if model.hidden_dropout else 0
+    places = looks_up + 2 * len(kept_whole) if model.hidden_dropout else 0
     if layout.grid.cp > 1:  # indices of this rank's tokens, of which masks are made again
         repeats = _repeats(layout, every, len(kept_whole) < len(every))
         kept += 8.0 * (places > 0 or (repeats and model.hidden_dropout > 0))
@@ -115,7 +117,8 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
-    output = model.attention_size / grid.tp
+    read = model.lora_rank is None or model.adapts("o_proj")
+    output = model.attention_size / grid.tp * (read and not _is_moved(layout))
     if {"core_attn", "a2a_overlap_attn"} & {*layout.config.memory.remade_modules}:
         return 0.0
     if grid.cp == 1:
@@ -131,8 +134,19 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
     return output + (max(exchanging / heads, 1) - 1) * keys
 
 
+def _is_moved(layout: Layout) -> bool:
+    """Whether outputs of attention are offloaded with it: then they count there."""
+    memory, training = layout.config.memory, layout.config.training
+    if "core_attn" not in memory.moved_items:
+        return False
+    tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
+    size = ELEMENT_BYTES[training.precision] * layout.config.model.attention_size * tokens
+    return size / layout.grid.tp >= memory.min_offloaded_tensor_size
+
+
 def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> float:
-    """FLOPs of a rank's linear layers per step: forward, dX and dW, each 2 x weights x tokens.
+    """FLOPs of a rank's linear layers per step: forward, dX and dW, each 2 x weights x tokens,
+    without dW of what is frozen.
 
     Recomputed layers count once more: whole layers, modules except possibly their last linear, or
     the stages of microbatches that are not kept.
@@ -153,7 +167,8 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> 
         if parts.head:
             runs = 1 + model.mtp_num_layers
             once += runs * model.padded_vocab_size // grid.tp * model.hidden_size
-            passes += (3 + _makes_logits_again(memory)) * once
+            trains = model.lora_rank is None
+            passes += (2 + trains + makes_logits_again(memory)) * once
         groups = memory.recomputed_groups(len(parts.layers))
         layers = [
             (parts.layers[place], again, again and place == group[-1])
@@ -174,7 +189,7 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> 
     return 2 * total
 
 
-def _makes_logits_again(memory: MemoryConfig) -> bool:
+def makes_logits_again(memory: MemoryConfig) -> bool:
     """Whether the loss keeps no logits, so that its backward computes them once more."""
     return memory.cross_entropy_loss_fusion and memory.cross_entropy_fusion_impl == "linear"
 
@@ -223,7 +238,7 @@ class _Products:
         predicts = layer >= model.num_layers
         once = sum(sizes.values())
         once += 2 * model.hidden_size**2 // self._layout.grid.tp if predicts else 0
-        passes = (3 + again) * once
+        passes = (3 + again) * once - self._frozen(layer, sizes)
         tiled = [name for name in sizes if again and name.startswith(_MADE_AGAIN["mlp"])]
         if self._memory.tiled_mlp_num_shards == 1:
             tiled = []
@@ -249,7 +264,18 @@ class _Products:
     def of_experts(self, layer: int, *, again: bool) -> float:
         """Products of a step per row of an expert."""
         again |= not {"moe", "routed_experts"}.isdisjoint(self._remade)
-        return (3 + again) * self.of_one_expert(layer)
+        trains = self._model.lora_rank is None
+        return (2 + trains + again) * self.of_one_expert(layer)
+
+    def _frozen(self, layer: int, sizes: Mapping[str, float]) -> float:
+        """Elements of the weights among `sizes`, and of a prediction's, that have no dW."""
+        model = self._model
+        if model.lora_rank is None:
+            return 0.0
+        weights = layer_weights(model, layer)
+        around = 2 * model.hidden_size**2 // self._layout.grid.tp
+        frozen = sum(size for name, size in sizes.items() if not weights[name].trained)
+        return frozen + (around if layer >= model.num_layers else 0)
 
     def of_one_expert(self, layer: int) -> float:
         """Products of one forward per row of an expert."""

@@ -89,10 +89,11 @@ class ShardedVolumes:
             replicas: number of replicas.
         """
         sharding, of = self.parallel.sharding, self._unit_sizes(group, shards)
-        padded = sum(sizes.blocks + sizes.wide for sizes in of.values())
+        trained = self._unit_sizes(group, shards, trained=True)
+        padded = sum(sizes.blocks + sizes.wide for sizes in trained.values())
         nodes = self.layout.node_sizes[group == "edp"]
         prefix = "edp_" if group == "edp" else ""
-        often = self._gathers()
+        often = self.gathers()
         yield from gathers(
             [(often[stage], sizes) for (stage, _), sizes in of.items()],
             (axes[0], f"{prefix}hpz"),
@@ -120,17 +121,20 @@ class ShardedVolumes:
             wire_bytes("all_reduce", summed, replicas),
         )
 
-    def _unit_sizes(self, group: str, shards: int) -> dict[tuple[int, str], UnitSizes]:
-        """Elements of this rank's shard of each unit that is gathered at once, padded."""
+    def _unit_sizes(
+        self, group: str, shards: int, *, trained: bool = False
+    ) -> dict[tuple[int, str], UnitSizes]:
+        """Elements of this rank's shard of each unit that is gathered at once, padded; `trained`:
+        only of what is trained."""
         units: defaultdict[tuple[int, str], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
         for record in self.records:
-            if group in record.sums:
+            if group in record.sums and record.trained >= trained:
                 part = held_of_experts if record.experts else held
                 size = part(record.shape, shards)
                 units[record.stage, unit_of(record.name)].append((record.shape, size))
         return {unit: UnitSizes.of(parameters) for unit, parameters in units.items()}
 
-    def _gathers(self) -> dict[int, int]:
+    def gathers(self) -> dict[int, int]:
         """How often each stage's parameters are gathered: by the program if it says so."""
         pp_rank = self.layout.grid.coordinates(self.rank)["pp"]
         if self.parallel.pipeline_max_unsharded_stages is None:

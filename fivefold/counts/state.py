@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 from math import prod
 
+from fivefold.config.memory import WEIGHT_ROOMS
 from fivefold.config.model import ModelConfig
 from fivefold.counts.policy import StatePolicy, engine_policy
 from fivefold.data_parallel.blocks import UnitSizes
@@ -27,10 +28,11 @@ class ModelState:
         copies: bytes of permanent compute-dtype copies of weights.
         gradients: bytes of accumulated gradients.
         optimizer: bytes of optimizer moments.
-        gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only, and
-            of this rank's part of a second copy of all (hpZ).
-        host: bytes in host memory: offloaded masters and moments, and room for their gradients.
-        disk: bytes of offloaded masters and moments on a disk, which are then not in host memory.
+        gathered: bytes of copies of layers, and of a stage's ends, gathered for computing only, of
+            shards that visit the device for that, and of this rank's part of a second copy (hpZ).
+        host: bytes in host memory: offloaded masters and moments, and room for their gradients, and
+            offloaded weights, or rooms for those that come from a disk.
+        disk: bytes of offloaded masters, moments and weights on a disk, not in host memory.
         updated: number of parameters that the rank updates, here or on the host.
     """
 
@@ -78,19 +80,24 @@ class GatheredBlock:
         return sum(map(prod, (*self.dense, *self.experts)))
 
 
-def stage_blocks(layout: Layout, stage: StageParts) -> list[GatheredBlock]:
-    """The blocks of a stage: its ends, then further predictions, then each kind of layer."""
+def stage_blocks(
+    layout: Layout, stage: StageParts, *, trained: bool = False
+) -> list[GatheredBlock]:
+    """The blocks of a stage: its ends, then further predictions, then each kind of layer.
+
+    `trained`: only the parameters that are trained.
+    """
     model, grid = layout.config.model, layout.grid
     degrees = (grid.tp, grid.ep, grid.etp)
     around = WholeModel((), stage.embedding, stage.head, stage.mtp)
-    ends = _block(model, degrees, around, leaves_out="mtp.")
-    predicts = _block(model, degrees, around, only="mtp.0.")
+    ends = _block(model, degrees, around, trained, leaves_out="mtp.")
+    predicts = _block(model, degrees, around, trained, only="mtp.0.")
     further = [replace(predicts, count=stage.mtp)] if stage.mtp else []
     kinds = Counter(layer_kind(model, layer) for layer in stage.layers)
     first = {layer_kind(model, layer): layer for layer in reversed(stage.layers)}
     layers = [
-        replace(_block(model, degrees, WholeModel((first[kind],), False, False)), count=count)
-        for kind, count in kinds.items()
+        replace(_block(model, degrees, WholeModel((first[kind],), False, False), trained), count=n)
+        for kind, n in kinds.items()
     ]
     return [ends, *further, *layers]
 
@@ -100,16 +107,20 @@ def _block(
     model: ModelConfig,
     degrees: tuple[int, int, int],
     parts: WholeModel,
+    trained: bool,
     *,
     only: str = "",
     leaves_out: str | None = None,
 ) -> GatheredBlock:
-    """The block of parameters whose names start with `only` and not with `leaves_out`."""
+    """The block of parameters whose names start with `only` and not with `leaves_out`; `trained`:
+    only of those that are trained."""
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
     for name, weight in stage_weights(model, parts).items():
         if not name.startswith(only) or (leaves_out and name.startswith(leaves_out)):
+            continue
+        if weight.trained < trained:
             continue
         place = experts if weight.of_experts else dense
         place.append(weight.local(tp, ep, etp))
@@ -167,23 +178,31 @@ def model_state(
     """
     policy = policy or engine_policy(layout.config)
     at = _Shard(num_shards(layout), shard, num_expert_shards(layout), expert_shard)
-    whole = gathered = own = 0
+    whole = gathered = frozen = 0
+    trained, own = 0, 0  # all that is trained here, and this rank's shards of it
     kept = unpacked = 0.0
     for index in stages_held(layout, pp_rank):
-        ends, *layers = stage_blocks(layout, layout.split.stages[index])
+        stage = layout.split.stages[index]
+        ends, *layers = stage_blocks(layout, stage)
+        for block in stage_blocks(layout, stage, trained=True):
+            trained += block.count * block.size
+            own += block.count * at.held(block)
         for block in (ends, *layers):
             whole += block.count * block.size
-            own += block.count * at.held(block)
+            frozen += block.count * at.held(block)
             kept += block.count * _second_copy(layout, block, policy)
             unpacked = max(unpacked, policy.unpacking * block.size)
         largest = max((block.size for block in layers), default=0)
         gathered = max(gathered, ends.size + policy.in_flight * largest)
-    optimizer = own if policy.splits_optimizer else whole
+    frozen -= own
+    optimizer = own if policy.splits_optimizer else trained
     away = optimizer
     if policy.offloaded < 1:
         away = sum(at.held(block) for block in units_on_host(layout, pp_rank).values())
     here = optimizer - away
-    gradients = (own if policy.splits_gradient else whole) * policy.gradient
+    weights, visiting = _away(layout, pp_rank, policy)
+    rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
+    gradients = (own if policy.splits_gradient else trained) * policy.gradient
     if policy.splits_gradient and not _holds_partial_sums(layout):
         gradients = here * policy.gradient
     if policy.placeholder:
@@ -191,15 +210,27 @@ def model_state(
     lying = policy.master + policy.moments
     return ModelState(
         parameters=whole,
-        masters=here * policy.master + away * policy.compute,
+        masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
         copies=0 if policy.splits_copy else whole * policy.copy,
         gradients=gradients,
         optimizer=here * policy.moments,
-        gathered=gathered * policy.copy + unpacked + kept if policy.splits_copy else 0,
-        host=away * (policy.gradient + (0 if policy.on_disk else lying)),
-        disk=away * lying if policy.on_disk else 0,
+        gathered=gathered * policy.copy + unpacked + kept + visiting if policy.splits_copy else 0,
+        host=away * (policy.gradient + (0 if policy.on_disk else lying)) + rooms,
+        disk=(away * lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
     )
+
+
+def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, float]:
+    """Bytes of a rank's weights that are not on the device, padded, and of the most gathered at
+    once."""
+    if not policy.away:
+        return 0.0, 0.0
+    first = _Shard(num_shards(layout), 0, num_expert_shards(layout), 0)
+    blocks = units_on_host(layout, pp_rank).values()
+    parts = [replace(b, dense=()) for b in blocks] + [replace(b, experts=()) for b in blocks]
+    sizes = [first.held(part) * policy.compute for part in parts]
+    return sum(sizes), max(sizes, default=0.0)
 
 
 def _second_copy(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:

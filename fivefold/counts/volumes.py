@@ -9,6 +9,7 @@ from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.expert_volumes import expert_flows
 from fivefold.counts.messages import Flow, context_volumes, wire_bytes
 from fivefold.counts.parameters import parameter_records, tied_ranks
+from fivefold.counts.rank_work import makes_logits_again
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
@@ -106,11 +107,15 @@ class _Volumes:
             again = self._repeated(spec.layers) + self._repeated_further(spec.mtp)
             again = self.microbatches * again + twice * forward
             yield Flow("tp", "activations made again", again * feature)
-            embedding = 2 * self.microbatches + (1 if sequence else 2) * twice
+            trains = self.model.lora_rank is None  # a frozen embedding has no backward
+            once = 1 if sequence else 2
+            embedding = (2 if trains else once) * self.microbatches + once * twice
             yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedding * unit)
             if spec.head:
                 runs = 1 + self.model.mtp_num_layers
-                head = 3 * self.microbatches + twice if sequence else 2 * self.microbatches
+                again = trains or makes_logits_again(self.layout.config.memory)
+                often = (2 + again) * self.microbatches + twice  # the states, for dW or for logits
+                head = often if sequence else 2 * self.microbatches
                 yield Flow("tp", "output layer", runs * head * unit)
                 whole = wire_bytes("all_gather", loss, self.tp)
                 yield Flow("tp", "cross entropy", runs * (self.microbatches + twice) * whole)
@@ -168,7 +173,7 @@ class _Volumes:
         if not self._is_tiled(layer):
             return 0
         sequence = self.parallel.sequence_parallel
-        return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in layer.mlp_inputs)
+        return sum(op.tensor_features(sequence_parallel=sequence)[0] for op in layer.remade_mlp)
 
     def _is_tiled(self, layer: Layer) -> bool:
         """Whether the layer's MLP runs in tiles of the tokens."""
@@ -179,11 +184,11 @@ class _Volumes:
         modules = {*self.layout.config.memory.remade_modules}
         linears: Sequence[Operation] = ()
         if "mlp" in modules and not layer.kind.experts:
-            linears = layer.mlp_inputs
+            linears = layer.remade_mlp
         elif "moe" in modules and layer.kind.experts:
-            linears = layer.mlp if self.model.moe_shared_expert_gate else layer.mlp_inputs
+            linears = layer.mlp if self.model.moe_shared_expert_gate else layer.remade_mlp
         elif "shared_experts" in modules and layer.kind.experts:
-            linears = layer.mlp_inputs
+            linears = layer.remade_mlp
         again = modules & {"mla_up_proj", "a2a_overlap_attn"}
         attention = [op for op in layer.attention if again & {*op.rerun_by}]
         sequence = self.parallel.sequence_parallel
@@ -259,8 +264,8 @@ class _Volumes:
         copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
         yield Flow("pp" if pp == 2 else "mirror", "gradients of both copies of the model", copies)
         for ranks in tied_ranks(self.layout):
-            if self.at["pp"] in ranks:
-                embedding = next(record for record in self.records if "tied" in record.sums)
+            embedding = next((record for record in self.records if "tied" in record.sums), None)
+            if self.at["pp"] in ranks and embedding is not None:  # else it is frozen
                 size = held(embedding.shape, self.shards, self.shard) * self.master
                 tied = wire_bytes("all_reduce", size, len(ranks))
                 axis = "pp" if len(ranks) == pp else "tied"

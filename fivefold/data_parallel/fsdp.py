@@ -1,7 +1,7 @@
 """ZeRO-1/2/3, HSDP and master weights, implemented with FSDP2."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from fivefold.data_parallel.away import AwayShards, give_memory
 from fivefold.data_parallel.blocks import GRADIENT_BITS, WEIGHT_BITS
 from fivefold.data_parallel.communication import (
     AllGather,
@@ -111,6 +112,25 @@ class ShardedStage:
                 _without_hooks(unit)
         if not by_hand:
             _set_prefetch(self._units, policy.overlap_param_gather)
+        self._away: Mapping[nn.Module, AwayShards] = {}
+
+    def give_memory(self, device: torch.device, away: Collection[str]) -> None:
+        """Give all parameters memory with any values; shards of those in `away` lie elsewhere."""
+        groups: dict[nn.Module, Any] = {unit: _parameter_groups(unit) for unit in self._units}
+        self._away = give_memory(self._stage, device, groups, away)
+
+    def away(self, *, backward: bool = False, further: bool = True) -> Iterator[AwayShards]:
+        """Blocks whose shards lie elsewhere, as a forward or a `backward` gathers them; `further`:
+        where further tokens are predicted."""
+        order: list[Any] = self._units
+        if backward:
+            root, *layers = self._units
+            order = [*_last_layer_first(layers)]
+            # Without the head the stage's output is its last layer's, whose hook comes first.
+            first = 0 if self._stage.parts.head else 1 + self._policy.overlap_param_gather
+            order.insert(first, root)
+        left_out = {m for each in self._stage.predictions for m in each.modules() if not further}
+        yield from (self._away[u] for u in order if u in self._away and u not in left_out)
 
     def keep_gradients_wide(self) -> None:
         """Reduce into the master's dtype, also where the master is on the host.
@@ -121,6 +141,8 @@ class ShardedStage:
         for unit in self._units:
             for group in _parameter_groups(unit):
                 group._orig_dtype = self._policy.master_dtype
+                # It would be found anew at each gather that is asked for by name.
+                group._init_mp_dtypes = lambda: None
         for parameter in self._stage.parameters():
             parameter.grad_dtype = self._policy.master_dtype
 
@@ -366,6 +388,8 @@ def _complete(group: Any) -> None:
     before the first W, that W has already taken them.
     """
     for held in group.fsdp_params:
+        if not held.sharded_param.requires_grad:
+            continue
         if held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None:
             held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
         held.accumulate_unsharded_grad_if_needed()

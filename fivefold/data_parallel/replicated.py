@@ -22,8 +22,8 @@ class ReplicatedStage:
 
     Args:
         stage: stage with tensor and expert parallelism installed.
-        group_of: by parameter name, the group of ranks that hold the same part of it and see other
-            tokens; None: one rank.
+        group_of: by name of a trained parameter, the group of ranks that hold the same part of it
+            and see other tokens; None: one rank.
         policy: data-parallel settings.
         reduces_in_hooks: whether to start buckets during the last backward; otherwise all start in
             `reduce`.
@@ -45,7 +45,7 @@ class ReplicatedStage:
         wire = policy.wire_dtype if policy.wire_dtype != policy.master_dtype else None
         self._in_hooks = reduces_in_hooks
         # Gradients arrive from the last layer to the first.
-        named = [*stage.named_parameters()][::-1]
+        named = [each for each in stage.named_parameters() if each[0] in group_of][::-1]
         groups = dict.fromkeys(group_of[name] for name, _ in named)
         self._buckets = [
             _GradientBucket(bucket, group, wire)

@@ -65,6 +65,37 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
                 "--no-optimizer-cpu-offload",
             ],
         )
+    if memory.param_cpu_offload:
+        _check_away(config, mistakes)
+
+
+def _check_away(config: Config, mistakes: Mistakes) -> None:
+    """Report what needs weights on the device that lie elsewhere between their gathers."""
+    parallel, off = config.parallel, "--no-param-cpu-offload"
+    if not parallel.sharding.splits_parameters:
+        mistakes.add(
+            "param_cpu_offload brings weights to the device layer by layer, and "
+            f"{parallel.data_parallel_sharding_strategy} keeps all of them there",
+            works=["--data-parallel-sharding-strategy optim_grads_params", off],
+        )
+    if not config.memory.optimizer_cpu_offload:
+        mistakes.add(
+            "param_cpu_offload moves weights that the host updates, and the masters are on the "
+            "device",
+            works=["--optimizer-cpu-offload", off],
+        )
+    if parallel.zero_hpz_partition_size > 1:
+        mistakes.add(
+            f"zero_hpz_partition_size = {parallel.zero_hpz_partition_size} keeps a second copy of "
+            "the weights on the device, from which param_cpu_offload moves the first",
+            works=["--zero-hpz-partition-size 1", off],
+        )
+    if config.training.check_weight_hash_across_dp_replicas_interval:
+        mistakes.add(
+            "check_weight_hash_across_dp_replicas_interval compares weights on the device, from "
+            "which param_cpu_offload moves them",
+            works=[_off("check_weight_hash_across_dp_replicas_interval"), off],
+        )
 
 
 def check_replicas(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:

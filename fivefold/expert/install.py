@@ -103,4 +103,4 @@ def _distribute(stage: Stage, groups: ExpertGroups, dims: Mapping[str, int | Non
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            setattr(module, name, nn.Parameter(whole))
+            setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))

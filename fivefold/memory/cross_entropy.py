@@ -175,25 +175,27 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        trains = ctx.needs_input_grad[1]
         x, weight_vH, labels_T, weights_T, lse_T = ctx.saved_tensors
         on: LinearCrossEntropy = ctx.on
         x_TH = all_gather(x, on.group) if on.sequence_parallel else x
         scale_T = grad * weights_T
-        grad_weight = torch.empty_like(weight_vH)
+        grad_weight = torch.empty_like(weight_vH) if trains else None
         wide_TH = torch.zeros_like(x_TH, dtype=lse_T.dtype)
         pieces = list(_pieces(len(x_TH), LOSS_TOKENS))
         for rows in _pieces(len(weight_vH), on.backward_split):
             entries, weight_cH = ctx.entries.after(rows.start), weight_vH[rows]
-            wide_cH = torch.zeros_like(weight_cH, dtype=lse_T.dtype) if pieces[1:] else None
+            summed = trains and len(pieces) > 1
+            wide_cH = torch.zeros_like(weight_cH, dtype=lse_T.dtype) if summed else None
             for at in pieces:
                 x_tH, logits_tc = x_TH[at], x_TH[at] @ weight_cH.t()
                 grad_tc = _gradient(entries, logits_tc, labels_T[at], lse_T[at], scale_T[at])
-                if wide_cH is None:
-                    torch.mm(grad_tc.t(), x_tH, out=grad_weight[rows])
-                else:
+                if wide_cH is not None:
                     add_product(wide_cH, grad_tc.t(), x_tH)
+                elif grad_weight is not None:
+                    torch.mm(grad_tc.t(), x_tH, out=grad_weight[rows])
                 add_product(wide_TH[at], grad_tc, weight_cH)
-            if wide_cH is not None:
+            if wide_cH is not None and grad_weight is not None:
                 grad_weight[rows] = wide_cH
         start = start_reduce_scatter if on.sequence_parallel else start_all_reduce
         grad_x = start(wide_TH.to(x.dtype), on.group).wait()

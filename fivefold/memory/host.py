@@ -54,13 +54,19 @@ class HostLink:
             tensor.record_stream(self._outward)
         return onto, mark
 
-    def back(self, host: Tensor, onto: Tensor, after: Mark = None) -> Mark:
-        """Start copying host tensor `host` to device tensor `onto`, once `after` has passed."""
+    def back(self, host: Tensor, onto: Tensor, after: Mark = None, *, visits: bool = False) -> Mark:
+        """Start copying host tensor `host` to device tensor `onto`, once `after` has passed.
+
+        `visits`: whether `onto` is dropped before the stream that made it has waited for the copy.
+        """
         if after is not None:
             assert self._homeward is not None
             self._homeward.wait_event(after)
         self.back_bytes += onto.nbytes
-        return self._copy(self._homeward, host, onto)
+        mark = self._copy(self._homeward, host, onto)
+        if visits and self._homeward is not None:
+            onto.record_stream(self._homeward)
+        return mark
 
     def wait(self, mark: Mark) -> None:
         """Make later work on the device wait for the end of a copy."""

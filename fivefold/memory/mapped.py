@@ -25,6 +25,8 @@ class MappedTensors:
     Args:
         likes: tensors of the wanted shapes and dtypes by name, such as on the meta device.
         folder: folder of the file, made if it is missing.
+        setting: name of the setting that names the folder.
+        what: what the tensors are.
 
     Attributes:
         tensors: the tensors by name, zero at first.
@@ -33,13 +35,20 @@ class MappedTensors:
         FivefoldError: the folder cannot be written, or has no room for the file.
     """
 
-    def __init__(self, likes: Mapping[str, Tensor], folder: Path) -> None:
+    def __init__(
+        self,
+        likes: Mapping[str, Tensor],
+        folder: Path,
+        setting: str = "optimizer_offload_path",
+        what: str = "optimizer state",
+    ) -> None:
         self._folder, self._sums = folder, dict[str, int]()
+        self._flag = f"--{setting.replace('_', '-')}"
         self.nbytes = sum(like.nbytes for like in likes.values())
         self._pages: mmap.mmap | None = None
         whole = torch.empty(0, dtype=torch.uint8)
         if self.nbytes:
-            self._pages = _mapped(folder, self.nbytes)
+            self._pages = _mapped(folder, self.nbytes, self._flag, what)
             whole = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._places: dict[str, slice] = {}
         start = 0
@@ -65,12 +74,16 @@ class MappedTensors:
                 raise FivefoldError(
                     f"{name} came back from a file in {self._folder} with other bytes than were "
                     "written: the disk or the memory is faulty; continue from the last checkpoint "
-                    "with another --optimizer-offload-path"
+                    f"with another {self._flag}"
                 )
 
     def seal(self) -> None:
         """Remember the tensors' checksums, and let their pages leave memory."""
         self._sums = {name: self._sum(name) for name in self.tensors}
+        self.leave()
+
+    def leave(self) -> None:
+        """Let the tensors' pages leave memory."""
         # Dirty pages are written back by the system in its own time, and are not lost.
         self._advise(mmap.MADV_DONTNEED)
 
@@ -84,7 +97,7 @@ class MappedTensors:
             self._pages.madvise(what)
 
 
-def _mapped(folder: Path, nbytes: int) -> Any:
+def _mapped(folder: Path, nbytes: int, flag: str, what: str) -> Any:
     """A new file without a name, with room for all of its bytes, mapped."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,8 +105,6 @@ def _mapped(folder: Path, nbytes: int) -> Any:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             return mmap.mmap(file.fileno(), nbytes)
     except OSError as error:
-        room = f"{human_bytes(nbytes)} more of optimizer state"
+        room = f"{human_bytes(nbytes)} more of {what}"
         why = "has no room for" if error.errno == errno.ENOSPC else "cannot hold"
-        raise FivefoldError(
-            f"--optimizer-offload-path {folder} {why} {room}: {error.strerror}"
-        ) from error
+        raise FivefoldError(f"{flag} {folder} {why} {room}: {error.strerror}") from error

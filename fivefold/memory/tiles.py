@@ -49,7 +49,7 @@ class Tiles:
 
 def never_defer(mlp: MLP) -> None:
     """Keep an MLP's weight gradients in its backward: a deferred one keeps what a tile discards."""
-    for seam in ("column", "row"):
+    for seam in ("column", "row", "whole"):
         held = getattr(mlp, seam)
         if isinstance(held, ColumnParallel | RowParallel):
             setattr(mlp, seam, replace(held, deferred=DeferredWeights()))

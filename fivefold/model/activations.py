@@ -102,7 +102,10 @@ def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
 
 
 def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
-    """Bytes per token that the input embedding keeps: token ids, and a dropout mask."""
+    """Bytes per token that the input embedding keeps, unless it is frozen: token ids, and a dropout
+    mask."""
+    if model.lora_rank is not None:
+        return {}
     mask = model.hidden_size / running.token_parts if model.hidden_dropout else 0.0
     mask *= running.mask_bytes
     return {"tokens": Saved(kept=8.0), "embedding_dropout": Saved(kept=mask)}
@@ -121,7 +124,7 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
     mask = running.mask_bytes * around * parts.mtp if model.hidden_dropout else 0.0
     states = 0 if parts.head else 1 + parts.mtp
     return {
-        "further_tokens": Saved(kept=8.0 * parts.mtp),
+        "further_tokens": Saved(kept=8.0 * parts.mtp * (model.lora_rank is None)),
         "further_dropout": Saved(kept=mask),
         "states": Saved(kept=running.element_bytes * around * states),
     }
@@ -164,9 +167,11 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
                 (element + wide) * min(entries, DEFAULT_VOCAB_SPLIT) * share,
                 wide,
             )
+    recomputes = memory.cross_entropy_loss_fusion and memory.cross_entropy_fusion_impl == "linear"
+    read = model.lora_rank is None or recomputes  # for dW, or to make logits again
     return {
         "final_norm": Saved(kept=element * around),
-        "output_layer": Saved(kept=runs * element * around),
+        "output_layer": Saved(kept=runs * element * around * read),
         "logits": Saved(kept=runs * kept, remade=busy),
         "log_sum_exp": Saved(kept=runs * sums),
     }
@@ -195,7 +200,8 @@ def bookkeeping_bytes(
     kept_whole = [parts.layers[place] for group, again in groups if not again for place in group]
     if running.memory.recompute_granularity != "full":
         kept_whole += [model.num_layers] * parts.mtp
-        size += 3 * norm * parts.mtp
+        # The norm of a frozen embedding has no backward.
+        size += (3 if model.lora_rank is None else 2) * norm * parts.mtp
     for layer in kept_whole:
         for item in kept_items(model, layer, running):
             if not {*running.remade} & {*item.remade_by}:
@@ -210,7 +216,7 @@ def bookkeeping_bytes(
                 size += norm * operation.norms
     if model.position_embedding_type == "rope" and (parts.layers or parts.mtp):
         size += running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
-    if tp > 1:
+    if tp > 1 and model.lora_rank is None:
         size += parts.embedding + parts.mtp
     if has_final_norm(model, parts):
         size += norm

@@ -287,11 +287,12 @@ class Attention(AttentionBlock):
         if self.model.num_kv_heads % ranks:
             # Fewer key/value heads than ranks: each rank holds all of them and uses one.
             head, D = rank * self.model.num_kv_heads // ranks, self.model.head_dim
-            self.k_proj.used = self.v_proj.used = slice(head * D, (head + 1) * D)
+            for linear in (self.k_proj, self.v_proj):
+                linear.use(slice(head * D, (head + 1) * D))
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         """[T, H] -> [T, H]; attends within the rows and documents of `context`."""
-        projected = self.column(x_TH, self.q_proj, self.k_proj, self.v_proj)
+        projected = self.project(x_TH, self.q_proj, self.k_proj, self.v_proj)
         D = self.model.head_dim
         q, k, v = (p.view(context.rows, p.shape[0] // context.rows, -1, D) for p in projected)
         if self.q_norm is not None and self.k_norm is not None:
@@ -301,4 +302,4 @@ class Attention(AttentionBlock):
         if context.sequence is not None:
             k, v = context.sequence.join(self.site, k, v)
         out_BSND = self.kernel(q, k, v, self._scope(context), context.layer.heads)
-        return self.row(out_BSND.reshape(projected[0].shape), self.o_proj)
+        return self.project_back(out_BSND.reshape(projected[0].shape), self.o_proj)

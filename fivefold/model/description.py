@@ -19,6 +19,7 @@ from fivefold.model.expert_operations import (
     SharedOut,
 )
 from fivefold.model.latent_operations import LatentDown, LatentUp
+from fivefold.model.lora_operations import Adapters, frozen, with_adapters
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
@@ -85,6 +86,11 @@ class Layer:
         return tuple(op for op in self.mlp if isinstance(op, ColumnLinear | ExpertsIn))
 
     @property
+    def remade_mlp(self) -> tuple[Operation, ...]:
+        """The linear layers of the MLP that its recomputation runs: all but the last product."""
+        return tuple(op for op in self.mlp if isinstance(op, ColumnLinear | ExpertsIn | Adapters))
+
+    @property
     def after_mlp_input(self) -> tuple[Operation, ...]:
         """The operations after the first projection into inner features."""
         return self.operations[self.operations.index(self.mlp_input) + 1 :]
@@ -131,23 +137,25 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     """The operations of a kind of layer."""
     mlp = _experts(model) if kind.experts else _dense(model)
     around = (_prediction(model),) if kind.predicts else ()
-    return Layer(kind, (*around, *_attention(model), *mlp))
+    operations = *around, *_attention(model), *mlp
+    adapted = operations if model.lora_rank is None else (*with_adapters(operations, model),)
+    return Layer(kind, adapted)
 
 
 def embedding_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """The parameters of the input embedding."""
     tokens = Weight("embed_tokens.weight", (model.padded_vocab_size, model.hidden_size), split=0)
     if model.position_embedding_type != "learned_absolute":
-        return (tokens,)
+        return frozen((tokens,), model)
     table = model.max_position_embeddings, model.hidden_size
-    return tokens, Weight("embed_positions.weight", table)
+    return frozen((tokens, Weight("embed_positions.weight", table)), model)
 
 
 def head_weights(model: ModelConfig) -> tuple[Weight, ...]:
     """The parameters of the final norm and the output layer, including a tied weight."""
     table = model.padded_vocab_size, model.hidden_size
     output = Weight("lm_head.weight", table, split=0, multiplies=True)
-    return *_norm("norm", model), output
+    return frozen((*_norm("norm", model), output), model)
 
 
 def _attention(model: ModelConfig) -> tuple[Operation, ...]:

@@ -7,6 +7,8 @@ from fivefold.model.operations import Kept, Operation, RowLinear
 from fivefold.model.running import Running
 
 _INDEX = 8  # bytes of the index of an expert or a row: int64
+_AGAIN = "moe", "a2a_overlap_post_attn"
+"""Recomputed modules that run the router again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,39 +19,54 @@ class RouterLinear(Operation):
         inputs: features of a token.
         model: model with experts.
         read: whether shared experts read the same input.
+        adapted: whether these have adapters, which keep it.
     """
 
     inputs: int
     model: ModelConfig = field(repr=False)
     read: bool
+    adapted: bool = False
 
     @property
     def experts(self) -> int:
         """Number of experts."""
         return self.model.num_experts or 1
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """A jittered or wider copy of the input."""
+        wide = running.router_bytes * self.inputs / running.token_parts
+        return (Kept("router_input", (wide if self._copied(running) else 0.0,), _AGAIN),)
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The input, shared with shared experts; scores; the decision, reused by recomputation."""
-        x = running.element_bytes * self.inputs / running.token_parts
-        again = ("moe", "a2a_overlap_post_attn")
-        alone = not self.read and {*again}.isdisjoint(running.remade)
-        size = 0.0 if alone and self._copied(running) else x
         return (
-            Kept("moe_input", (size,), ("layernorm", "a2a_overlap_post_attn")),
-            Kept("router_input", self._copied(running), again),
-            Kept("router", (self._scores(running) + self._losses(running),), again),
+            Kept("moe_input", (self._input(running),), ("layernorm", "a2a_overlap_post_attn")),
+            Kept("router_factors", self._factors(running), _AGAIN),
+            Kept("router", (self._scores(running) + self._losses(running),), _AGAIN),
             Kept("decision", (self._decision(running),), stays=True),
         )
 
-    def _copied(self, running: Running) -> tuple[float, ...]:
-        """Bytes of a jittered or wider input copy, jitter, and wider weight; empty: no copy."""
+    def _input(self, running: Running) -> float:
+        """Bytes of the input itself: for a router, shared experts, or to make these again."""
+        shared = self.read and (self.adapted or "shared_experts" in running.remade)
+        if not (shared or self.keeps_inputs(running)):
+            return 0.0
+        alone = not self.read and {*_AGAIN}.isdisjoint(running.remade)
+        x = running.element_bytes * self.inputs / running.token_parts
+        return 0.0 if alone and self._copied(running) else x
+
+    def _copied(self, running: Running) -> bool:
+        """Whether the router reads a copy of the input."""
+        jitters = running.experts.moe_input_jitter_eps is not None
+        return jitters or running.router_bytes != running.element_bytes
+
+    def _factors(self, running: Running) -> tuple[float, float]:
+        """Bytes of what the input's gradient is multiplied with: jitter, and a wider weight."""
         wide, element = running.router_bytes, running.element_bytes
         jitters = running.experts.moe_input_jitter_eps is not None
-        if wide == element and not jitters:
-            return ()
         jitter = element * self.inputs / running.token_parts if jitters else 0.0
         weight = wide * self.inputs * self.experts if wide > element else 0.0
-        return wide * self.inputs / running.token_parts, jitter, running.by_microbatch(weight)
+        return jitter, running.by_microbatch(weight)
 
     def _scores(self, running: Running) -> float:
         """Bytes of all scores or logits, and of those that the chosen weights come from."""
@@ -104,7 +121,7 @@ class Dispatch(Operation):
     copies: int
     model: ModelConfig = field(repr=False)
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Indices of rows, kept even if recomputed; numbers of rows; dispatched rows' weights."""
         rows = running.rows(self.copies) + spare_row(running)
         return (
@@ -168,7 +185,7 @@ class ExpertsIn(Operation):
     outputs: int
     copies: int
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """The rows dispatched to this rank's experts; each rank that splits an expert has all.
 
         With biases, also the expert of each row, once per projection.
@@ -208,21 +225,25 @@ class ExpertsOut(Operation):
     outputs: int
     copies: int
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
-        """Its input, already weighted; with a bias, the expert of each row and the bias per row."""
-        inner = self.inputs / running.expert_tensor_parallel
-        rows = running.rows(self.copies)
-        bias = 0.0
-        if any(len(weight.shape) == 2 for weight in self.weights):
-            bias = _INDEX + running.element_bytes * self.outputs * running.adds_expert_bias
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """Its input, already weighted; with a bias, the expert of each row."""
+        inner, rows = self.inputs / running.expert_tensor_parallel, running.rows(self.copies)
+        size = running.input_size("moe_act") * inner * rows
+        index = _INDEX * self._biased * rows
         return (
-            Kept(
-                self.name,
-                (running.input_size("moe_act") * inner * rows,),
-                ("moe", "moe_act", "routed_experts"),
-            ),
-            Kept("expert_fc2_bias", (bias * rows,), ("moe", "routed_experts")),
+            Kept(self.name, (size,), ("moe", "moe_act", "routed_experts")),
+            Kept("expert_fc2_index", (index,), ("moe", "routed_experts")),
         )
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """The bias per row, which the gradient of the row's weight reads."""
+        added = self._biased * running.adds_expert_bias
+        size = running.element_bytes * self.outputs * added * running.rows(self.copies)
+        return (Kept("expert_fc2_bias", (size,), ("moe", "routed_experts")),)
+
+    @property
+    def _biased(self) -> bool:
+        return any(len(weight.shape) == 2 for weight in self.weights)
 
     def deferred(self, running: Running) -> float:
         """The input, and gradients of the outputs."""
@@ -244,20 +265,22 @@ class SharedOut(RowLinear):
     features: int
     gated: bool
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
-        """All that shared experts keep.
-
-        A narrower copy of their input, their activation, and the result with its gate, if any.
-        """
-        element, narrow = running.element_bytes, running.input_bytes
-        copies = running.narrows("layernorm")
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """The input of the last linear layer, and a narrower copy of that of the first."""
+        narrow, copies = running.input_bytes, running.narrows("layernorm")
         cast = narrow * self.features / running.token_parts if copies else 0.0
         within = self.inputs / running.tensor_parallel
         scaled = (*([self.features] if copies else []), *([within] if running.narrows() else []))
-        inner = (element * self.widths + narrow) * within
+        size = cast + narrow * within
+        return (Kept(self.name, (size,), ("moe", "shared_experts"), scaled=scaled),)
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """What their activation reads, and the result with its gate, if there is one."""
+        element = running.element_bytes
+        inner = element * self.widths * self.inputs / running.tensor_parallel
         gate = element * (self.features + 1) / running.token_parts if self.gated else 0.0
         return (
-            Kept("shared_experts", (cast + inner,), ("moe", "shared_experts"), scaled=scaled),
+            Kept("shared_act", (inner,), ("moe", "shared_experts")),
             Kept("shared_gate", (gate,), ("moe",)),
         )
 

@@ -1,11 +1,12 @@
 """Weight initialisation that does not depend on the layout: every slice is a slice of the whole."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fivefold.config.model import ModelConfig
+from fivefold.model.lora import LORA
 from fivefold.model.seeds import derive_seed
 from fivefold.model.shape import canonical_name
 from fivefold.model.transformer import Stage
@@ -44,6 +45,8 @@ def init_slice(
     if len(global_shape) == 1 or name.endswith(".bias"):
         value = 1.0 if name.endswith("norm.weight") else 0.0
         return torch.full(shape, value, dtype=dtype)
+    if LORA in name:
+        return _adapter(name, global_shape, spans, seed, dtype)
     std = model.init_method_std
     if name.endswith(_RESIDUAL_OUTPUTS):
         std /= (2 * model.num_layers) ** 0.5
@@ -56,15 +59,36 @@ def init_slice(
     return torch.stack(matrices) if matrices else torch.empty(shape, dtype=dtype)
 
 
+def _adapter(
+    name: str, shape: Sequence[int], spans: list[tuple[int, int]], seed: int, dtype: torch.dtype
+) -> Tensor:
+    """A slice of a matrix of an adapter, as PEFT initialises it: B is zero, and A uniform."""
+    outputs, inputs = shape
+    if name.endswith("lora_B.weight"):
+        return torch.zeros([max(0, stop - start) for start, stop in spans], dtype=dtype)
+    largest = inputs**-0.5
+    return _matrix(name, (outputs, inputs), spans, largest, seed, dtype, _uniform)
+
+
+def _uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Uniform in [-1, 1)."""
+    return torch.rand(rows, columns, generator=generator).mul_(2.0).sub_(1.0)
+
+
+def _normal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(rows, columns, generator=generator)
+
+
 def _matrix(
     name: str,
     sizes: tuple[int, int],
     spans: list[tuple[int, int]],
-    std: float,
+    scale: float,
     seed: int,
     dtype: torch.dtype,
+    draw: Callable[[int, int, torch.Generator], Tensor] = _normal,
 ) -> Tensor:
-    """A slice of a normally distributed matrix of shape `sizes`."""
+    """A slice of a matrix of shape `sizes` with drawn elements, times `scale`."""
     (first, last), (left, right) = spans
     out = torch.empty(max(0, last - first), max(0, right - left), dtype=dtype)
     if out.numel() == 0:
@@ -74,10 +98,10 @@ def _matrix(
         start = block * _ROWS_PER_BLOCK
         stop = min(start + _ROWS_PER_BLOCK, sizes[0])
         generator.manual_seed(derive_seed(seed, name, block))
-        rows = torch.randn(stop - start, sizes[1], generator=generator)
+        rows = draw(stop - start, sizes[1], generator)
         top, bottom = max(first, start), min(last, stop)
         piece = rows[top - start : bottom - start, left:right]
-        torch.mul(piece, std, out=piece)
+        torch.mul(piece, scale, out=piece)
         out[top - first : bottom - first] = piece
     return out
 

@@ -18,7 +18,7 @@ class LatentDown(Operation):
     inputs: int
     norms: int
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
         size = running.input_size("layernorm") * self.inputs / running.token_parts
         # Each rank multiplies its own tokens.
@@ -49,25 +49,26 @@ class LatentUp(Operation):
     shared: int
     outputs: int
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The latents before and after their norms, and the shared key if it is recomputed from.
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """The latents before their norms, and the shared key if it is recomputed from."""
+        before = running.element_bytes * self.latents / running.token_parts
+        key = running.element_bytes * self.shared / running.token_parts
+        key = key if "mla_up_proj" in running.remade else 0.0
+        again = ("a2a_overlap_attn",)
+        return Kept("latents", (before,), again), Kept("shared_key", (key,), again)
+
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """The latents after their norms.
 
         If ranks gather key/value latents, the gathered ones count with attention instead.
         """
-        before = running.element_bytes * self.latents / running.token_parts
         read = self.latents - (self.keys if running.gathers_latents else 0)
         # Queries that are projected from the hidden state read it apart from the latents.
         read += self.uncompressed if running.narrows("layernorm") else 0
         after = running.input_bytes * read / running.token_parts
-        key = running.element_bytes * self.shared / running.token_parts
-        key = key if "mla_up_proj" in running.remade else 0.0
-        again = ("a2a_overlap_attn",)
-        sizes = {"latents": before, "mla_up_proj": after, "shared_key": key}
         queries = self.latents - self.keys or self.uncompressed
-        scaled = {"mla_up_proj": (queries, self.keys)} if running.narrows() else {}
-        return tuple(
-            Kept(name, (size,), again, scaled=scaled.get(name, ())) for name, size in sizes.items()
-        )
+        scaled = (queries, self.keys) if running.narrows() else ()
+        return (Kept("mla_up_proj", (after,), ("a2a_overlap_attn",), scaled=scaled),)
 
     def gathered_narrow(self, running: Running) -> float:
         """See `Operation.gathered_narrow`."""
@@ -82,5 +83,5 @@ class LatentUp(Operation):
         """As for column-parallel layers of the latents; the shared key is not gathered again."""
         inputs = self.latents + self.uncompressed
         if sequence_parallel:
-            return inputs + self.shared, 2 * inputs + self.shared
+            return inputs + self.shared, (1 if self.frozen else 2) * inputs + self.shared
         return 0, 2 * (inputs + self.shared)

@@ -128,19 +128,36 @@ class Linear(nn.Module):
     """y = x W^T + b, with W [out, in]. Parameters are left uninitialised.
 
     Attributes:
+        lora_A, lora_B: its adapter, which the block that holds it runs; None: it has none.
+        lora_scale: factor of what the adapter makes.
         used: rows of the weight that this rank multiplies with; None: all it holds.
         multiply: seam around the products, the same for all linears of one input; another
             arithmetic replaces them.
     """
 
     bias: nn.Parameter | None
+    lora_A: "Linear | None"
+    lora_B: "Linear | None"
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.lora_A = self.lora_B = None
+        self.lora_scale = 0.0
         self.used: slice | None = None
         self.multiply = Products()
+
+    def adapt(self, inputs: int, rank: int, outputs: int, scale: float) -> None:
+        """Get an adapter (`model.lora`)."""
+        self.lora_A, self.lora_B = Linear(inputs, rank), Linear(rank, outputs)
+        self.lora_scale = scale
+
+    def use(self, rows: slice) -> None:
+        """Multiply with these rows of the weight only."""
+        self.used = rows
+        if self.lora_B is not None:
+            self.lora_B.used = rows
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
@@ -209,6 +226,37 @@ class LayerBlock(nn.Module):
 
     def split(self, rank: int, ranks: int) -> None:
         """Take one rank's heads where `ranks` split them; blocks without heads ignore it."""
+
+    def project(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+        """`column` with what adapters add: [T, H] -> one [T, F] per linear."""
+        return self._adapted(self.column, x_TH, *linears)
+
+    def project_whole(self, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+        """`whole` with what adapters add."""
+        return self._adapted(self.whole, x_TH, *linears)
+
+    def project_back(self, x_TF: Tensor, linear: Linear) -> Tensor:
+        """`row` with what an adapter adds: [T, F] -> [T, H]."""
+        if linear.lora_A is None or linear.lora_B is None:
+            return self.row(x_TF, linear)
+        (added_TH,) = self.whole(self.row(x_TF, linear.lora_A), linear.lora_B)
+        return self.row(x_TF, linear).add_(added_TH, alpha=linear.lora_scale)
+
+    def _adapted(self, column: Column, x_TH: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+        """Adapters first: a frozen linear that ends a recomputed block is then not run again."""
+        first = [linear.lora_A for linear in linears if linear.lora_A is not None]
+        if not first:
+            return column(x_TH, *linears)
+        low = iter(self.whole(x_TH, *first))
+        added = [
+            None if linear.lora_B is None else column(next(low), linear.lora_B)[0]
+            for linear in linears
+        ]
+        made = column(x_TH, *linears)
+        for y, more, linear in zip(made, added, linears, strict=True):
+            if more is not None:
+                y.add_(more, alpha=linear.lora_scale)
+        return made
 
 
 class Embedding(nn.Module):

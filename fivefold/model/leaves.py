@@ -68,6 +68,7 @@ def _make_leaf(parameter: DTensor) -> Tensor:
         if grad is not None and parameter is not None:  # none arrives where a backward defers it
             add_to_grad(parameter, grad)
 
-    leaf.register_post_accumulate_grad_hook(move)
+    if leaf.requires_grad:
+        leaf.register_post_accumulate_grad_hook(move)
     parameter._leaf = leaf  # type: ignore[attr-defined]
     return leaf

@@ -34,8 +34,8 @@ class MLP(LayerBlock):
     def inner(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, F], after the activation."""
         linears = (self.up_proj,) if self.gate_proj is None else (self.gate_proj, self.up_proj)
-        return activated(self.model, self.column(x_TH, *linears), fused=self.fuses_gate)
+        return activated(self.model, self.project(x_TH, *linears), fused=self.fuses_gate)
 
     def outer(self, x_TF: Tensor) -> Tensor:
         """[T, F] -> [T, H]."""
-        return self.row(x_TF, self.down_proj)
+        return self.project_back(x_TF, self.down_proj)

@@ -30,6 +30,7 @@ class Weight:
         of_experts: whether the first dim is split over expert-parallel ranks, and `split` over
             expert-tensor-parallel ones.
         multiplies: whether it is the weight matrix of a linear layer.
+        trained: whether it is trained; False for all but adapters, where there are some.
         sees: what an unsplit weight is applied to: all "tokens", or this rank's "heads". Decides
             whether each tensor-parallel rank computes only part of its gradient.
     """
@@ -40,6 +41,7 @@ class Weight:
     heads: int = 0
     of_experts: bool = False
     multiplies: bool = False
+    trained: bool = True
     sees: Literal["tokens", "heads"] = "tokens"
 
     @property
@@ -116,12 +118,30 @@ class Operation:
     rerun_by: tuple[str, ...] = ()
 
     @property
+    def frozen(self) -> bool:
+        """Whether it has weights of which none is trained, so that it makes no gradient of them."""
+        return bool(self.weights) and not any(weight.trained for weight in self.weights)
+
+    @property
     def multiplied(self) -> tuple[Weight, ...]:
         """Its weights that are matrices of linear layers."""
         return tuple(weight for weight in self.weights if weight.multiplies)
 
     def kept(self, running: Running) -> tuple[Kept, ...]:
         """What it keeps for its backward on one rank."""
+        read = self.kept_inputs(running) if self.keeps_inputs(running) else ()
+        return *read, *self.kept_else(running)
+
+    def keeps_inputs(self, running: Running) -> bool:
+        """Whether inputs are kept: for gradients of its weights, or to make its results again."""
+        return not self.frozen or not {*self.rerun_by}.isdisjoint(running.remade)
+
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """What it keeps only if it has weights to train: inputs of linear layers."""
+        return ()
+
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """All else that it keeps."""
         return ()
 
     def deferred(self, running: Running) -> float:
@@ -154,7 +174,7 @@ class Norm(Operation):
     heads: tuple[int, int] | None = None
     shared_input: bool = False
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Its input: the residual stream, or queries and keys."""
         if self.shared_input:
             return ()
@@ -181,7 +201,7 @@ class Residual(Operation):
     dropout: bool
     mask: str
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """The mask, where it is kept."""
         size = running.mask_bytes * self.features / running.token_parts if self.dropout else 0.0
         return (Kept(self.mask, (size,)),)
@@ -206,7 +226,7 @@ class ColumnLinear(Operation):
     remade_by: tuple[str, ...] = ()
     kept_whole_by: tuple[str, ...] = ("layernorm",)
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
         if self.shared_input:
             return ()
@@ -235,7 +255,9 @@ class ColumnLinear(Operation):
 
     def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
         """Sequence-parallel: gather x, again for dW, reduce-scatter dX; else all-reduce dX."""
-        return (self.inputs if sequence_parallel else 0), 2 * self.inputs
+        if sequence_parallel:
+            return self.inputs, (1 if self.frozen else 2) * self.inputs
+        return 0, 2 * self.inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +274,7 @@ class RowLinear(Operation):
     outputs: int
     remade_by: tuple[str, ...] = ()
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
         """Its input, in the dtype of the matrix multiplication."""
         features = self.inputs / running.tensor_parallel
         size, scaled = running.input_bytes * features, (features,) if running.narrows() else ()
@@ -277,11 +299,13 @@ class CoreAttention(Operation):
         from_latents: whether queries, keys and values can be recomputed from latents.
         sent_latent: features of the latent that context-parallel ranks gather instead of keys and
             values; 0: they gather keys and values.
+        shares_output: whether the output projection keeps the output, too, as its input.
     """
 
     model: ModelConfig = field(repr=False)
     from_latents: bool
     sent_latent: int
+    shares_output: bool = True
 
     @property
     def flops_per_key(self) -> int:
@@ -301,7 +325,7 @@ class CoreAttention(Operation):
         whole = heads * (model.query_dim + model.value_dim)
         return self.sent_latent if self.sent_latent and gathered else whole
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Queries, keys and values or their latents; softmax statistics or unfused scores; output.
 
         The output is also the input of the output projection.
@@ -324,7 +348,7 @@ class CoreAttention(Operation):
             (0.0 if apart else running.by_heads(model.attention_size),),
             again,
             "core_attn",
-            held_by="attn_proj",
+            held_by="attn_proj" if self.shares_output else "",
         )
         return Kept("core_attn", attended, remade), scores, result
 
@@ -363,7 +387,7 @@ class Activation(Operation):
     copies: int = 0
     remade_by: tuple[str, ...] = ()
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
         """Its inputs."""
         if not self.item:
             return ()

@@ -16,17 +16,19 @@ class PredictionInput(Operation):
 
     features: int
 
-    def kept(self, running: Running) -> tuple[Kept, ...]:
-        """The embedding, the inputs of the projection and of the last norm.
+    def kept_else(self, running: Running) -> tuple[Kept, ...]:
+        """The embedding, and the input of the last norm.
 
         The previous state, which the first norm reads, counts with the states predicted from.
         """
         size = self.features / running.token_parts
+        return (Kept("mtp_norms", (2 * running.element_bytes * size,)),)
+
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """The input of the projection."""
+        size = self.features / running.token_parts
         scaled = (2.0 * self.features,) if running.narrows() else ()
-        return (
-            Kept("mtp_norms", (2 * running.element_bytes * size,)),
-            Kept("mtp_proj", (2 * running.input_bytes * size,), scaled=scaled),
-        )
+        return (Kept("mtp_proj", (2 * running.input_bytes * size,), scaled=scaled),)
 
     def gathered_narrow(self, running: Running) -> float:
         """See `Operation.gathered_narrow`."""
@@ -42,4 +44,6 @@ class PredictionInput(Operation):
 
         Without sequence parallelism its outputs are gathered as well.
         """
-        return (2 if sequence_parallel else 1) * self.features, 4 * self.features
+        if sequence_parallel:
+            return 2 * self.features, (2 if self.frozen else 4) * self.features
+        return self.features, 4 * self.features

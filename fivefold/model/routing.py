@@ -150,12 +150,12 @@ class Router(nn.Module):
         )
 
     def update_bias(self, counts_E: Tensor) -> None:
-        """Move every expert's bias by the update rate towards an even load.
+        """Move every expert's bias by the update rate towards an even load, unless it is frozen.
 
         Args:
             counts_E: tokens per expert in the whole step, over all ranks.
         """
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and self.model.lora_rank is None:
             counts_E = counts_E.to(self.expert_bias.dtype)
             step = torch.sign(counts_E.mean() - counts_E)
             self.expert_bias.add_(step, alpha=self.settings.moe_router_bias_update_rate)

@@ -241,14 +241,32 @@ def training_flops(
     *,
     causal: bool = True,
 ) -> Flops:
-    """FLOPs per token of forward and backward: 6 x linear weights, and attention three times."""
+    """FLOPs per token of forward and backward: 6 x linear weights (4 x if they are frozen), and
+    attention three times."""
     forward = forward_flops(model, seq_length, parts, causal=causal)
-    return Flops(matmul=3 * forward.matmul, attention=3 * forward.attention)
+    frozen = forward.matmul - 2 * trained_weights(model, parts)
+    return Flops(matmul=3 * forward.matmul - frozen, attention=3 * forward.attention)
+
+
+def trained_weights(model: ModelConfig, parts: StageParts | None = None) -> int:
+    """Elements of the matrices of linear layers by which a token is multiplied and which are
+    trained, the output layer's once per predicted token."""
+    parts = parts or whole_model(model)
+    further = [(layer_kind(model, model.num_layers), parts.mtp)] if parts.mtp else []
+    kinds = (*_kinds(model, parts.layers), *further)
+    layers = sum(_size(model, kind, True, True, True) * count for kind, count in kinds)
+    *_, output = head_weights(model)
+    runs = (1 + model.mtp_num_layers) * (parts.head and output.trained)
+    return layers + runs * output.size
 
 
 @lru_cache(maxsize=1024)
 def _size(
-    model: ModelConfig, kind: LayerKind, active: bool = False, multiplied: bool = False
+    model: ModelConfig,
+    kind: LayerKind,
+    active: bool = False,
+    multiplied: bool = False,
+    trained: bool = False,
 ) -> int:
     """Parameters of one layer.
 
@@ -257,8 +275,13 @@ def _size(
         kind: kind of the layer.
         active: count only as many experts as a token is sent to.
         multiplied: count only matrices of linear layers, not norms and biases.
+        trained: count only what is trained.
     """
-    weights = [w for w in describe(model, kind).weights if w.multiplies or not multiplied]
+    weights = [
+        weight
+        for weight in describe(model, kind).weights
+        if (weight.multiplies or not multiplied) and (weight.trained or not trained)
+    ]
     experts = sum(weight.size for weight in weights if weight.of_experts)
     chosen = experts * model.moe_router_topk // (model.num_experts or 1)
     return sum(weight.size for weight in weights) - experts + (chosen if active else experts)

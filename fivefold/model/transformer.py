@@ -32,6 +32,7 @@ from fivefold.model.layers import (
     make_norm,
     plain_column,
 )
+from fivefold.model.lora import add_adapters
 from fivefold.model.loss import cross_entropy
 from fivefold.model.mlp import MLP
 from fivefold.model.prediction import FurtherToken, objective, targets
@@ -136,6 +137,11 @@ def _dropped_at(site: str, x_TH: Tensor, dropout: Dropout | None, rate: float) -
     return x_TH if dropout is None or not rate else dropout.at(site)(x_TH, rate)
 
 
+def _entering(x_TH: Tensor) -> Tensor:
+    """A frozen embedding's output, as if it were trained: every layer then keeps the same."""
+    return x_TH if x_TH.requires_grad or not torch.is_grad_enabled() else x_TH.requires_grad_()
+
+
 def _rotary(
     model: ModelConfig, batch: Batch, dtype: torch.dtype, fused: bool
 ) -> RotaryTables | None:
@@ -214,10 +220,10 @@ class Stage(nn.Module):
         )
         copies = parts.mtp > 0 and not parts.embedding
         self.mtp_embed_tokens = Embedding(vocab, hidden) if copies else None
-        self.model, self.parts = model, parts
+        self.model, self.parts, jitter = model, parts, rules[0].moe_input_jitter_eps
         self.seed, self.label_smoothing, self.z_loss_coeff = seed, label_smoothing, z_loss_coeff
-        self.mtp_loss_scaling_factor = mtp_loss_scaling_factor
-        self.jitters = rules[0].moe_input_jitter_eps is not None
+        self.mtp_loss_scaling_factor, self.jitters = mtp_loss_scaling_factor, jitter is not None
+        add_adapters(self, model)
         self.tie()
         self.column: Column = plain_column
         self.through: Through = plain_layers
@@ -352,7 +358,7 @@ class Stage(nn.Module):
         x_TH: Tensor = self.embed_tokens(batch.tokens.flatten())
         if self.embed_positions is not None:
             x_TH = x_TH + self.embed_positions(self.shard_tokens(batch.positions.flatten()))
-        return _dropped_at("embedding", x_TH, dropout, self.model.hidden_dropout)
+        return _entering(_dropped_at("embedding", x_TH, dropout, self.model.hidden_dropout))
 
     def _dropout(self, batch: Batch) -> Dropout | None:
         model = self.model

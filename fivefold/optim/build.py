@@ -34,6 +34,7 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
         HostLink(device),
         places,
         None if folder is None else Path(folder),
+        model.offloaded,
     )
     for index, gradients in model.gradients.items():
         if away and isinstance(gradients, ShardedStage):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fivefold.config.training import OptimizerConfig
 from fivefold.memory.host import HostLink, Mark
 from fivefold.memory.mapped import MappedTensors
+from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
 from fivefold.optim.adamw import AdamW, Block, moment_rooms
@@ -39,6 +40,7 @@ class HostAdamW:
         link: copies to and from the host, and counts their bytes.
         places: as for `AdamW`.
         folder: where masters and moments lie in files; None: in memory.
+        weights: weights that are not on the device; None: all are.
 
     Raises:
         FivefoldError: the folder cannot hold them, or (in `step`) gave back other bytes.
@@ -53,8 +55,10 @@ class HostAdamW:
         link: HostLink,
         places: Mapping[str, NamedElements] | None = None,
         folder: Path | None = None,
+        weights: OffloadedParameters | None = None,
     ) -> None:
         self._parameters, self._counted, self.link = parameters, counted, link
+        self.weights = weights
         # Gradients arrive from the last layer to the first.
         self._buckets = [
             _Bucket(bucket, config, dtype, link, places, folder)
@@ -67,16 +71,20 @@ class HostAdamW:
         return name in self._parameters
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that is in host memory: room for gradients, and masters and moments if no folder."""
+        """All that is in host memory: room for gradients, masters and moments if no folder, and
+        weights that are not on the device."""
         for bucket in self._buckets:
             if bucket.mapped is None:
                 yield from (local_tensor(master) for master in bucket.masters.values())
                 yield from (piece.local for piece in bucket.adamw.state_tensors().values())
             yield from bucket.gradients.values()
+        if self.weights is not None:
+            yield from self.weights.tensors()
 
     def disk_bytes(self) -> int:
-        """Bytes of masters and moments in files."""
-        return sum(bucket.mapped.nbytes for bucket in self._buckets if bucket.mapped)
+        """Bytes of masters, moments and weights in files."""
+        state = sum(bucket.mapped.nbytes for bucket in self._buckets if bucket.mapped)
+        return state + (0 if self.weights is None else self.weights.disk_bytes())
 
     def leave_when_reduced(self, name: str) -> None:
         """Let FSDP2 hand over the gradient of a parameter each time that it has reduced it."""
@@ -134,7 +142,7 @@ class HostAdamW:
                 exact = torch.tensor(norm, dtype=torch.float64)
                 clip_([*bucket.gradients.values()], exact, max_norm)
             bucket.update(lr)
-            on_the_way += bucket.send(self._parameters, self.link)
+            on_the_way += bucket.send(self._parameters, self.link, self.weights)
             bucket.seal()
         for mark in on_the_way:
             self.link.wait(mark)
@@ -143,7 +151,7 @@ class HostAdamW:
     def publish(self) -> None:
         """Copy the masters to the device, after they were initialised or loaded."""
         for bucket in self._buckets:
-            for mark in bucket.send(self._parameters, self.link):
+            for mark in bucket.send(self._parameters, self.link, self.weights):
                 self.link.wait(mark)
             bucket.seal()
 
@@ -234,9 +242,20 @@ class _Bucket:
         self.adamw.zero_grad()
 
     @torch.no_grad()
-    def send(self, parameters: Mapping[str, nn.Parameter], link: HostLink) -> Iterator[Mark]:
-        """Start copying the masters to the device, in its type; gradients are overwritten."""
+    def send(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        link: HostLink,
+        weights: OffloadedParameters | None,
+    ) -> Iterator[Mark]:
+        """Start copying the masters to the device, in its type; gradients are overwritten.
+
+        Weights that are not on the device are replaced where they are.
+        """
         for name, master in self.masters.items():
+            if weights is not None and name in weights:
+                weights.write(name, master)
+                continue
             weight = local_tensor(parameters[name])
             waiting = self._rooms[name].view(weight.dtype)[: weight.numel()].view(weight.shape)
             yield link.back(waiting.copy_(master), weight)

@@ -1,5 +1,6 @@
 """Adds data-parallel actions to a program: parameter gathers, gradient reductions and the step."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fivefold.pipeline.ir import COMMUNICATION, COMPUTE, READS_PARAMETERS, Act, Kind, Program
@@ -31,6 +32,21 @@ def with_sharding_actions(
             for acts in program.ranks
         ),
     )
+
+
+def passes(acts: Iterable[Act]) -> Iterator[tuple[int, bool]]:
+    """Stages whose parameters a rank gathers block by block, and whether for a backward, in order.
+
+    A stage that is gathered as a whole (UNSHARD) is gathered as for a forward.
+    """
+    acts = tuple(acts)
+    whole = {act.stage for act in acts if act.kind is Kind.UNSHARD}
+    for act in acts:
+        if act.kind is Kind.UNSHARD:
+            yield act.stage, False
+        for kid in act.elementary:
+            if kid.kind in READS_PARAMETERS and kid.stage not in whole:
+                yield kid.stage, kid.kind in _BACKWARD
 
 
 def _with_actions(

@@ -13,6 +13,7 @@ from fivefold.model.description import LayerKind, describe
 from fivefold.model.expert_operations import Dispatch, ExpertsIn, ExpertsOut, RouterLinear
 from fivefold.model.fusion_rules import joins_norm
 from fivefold.model.latent_operations import LatentDown, LatentUp
+from fivefold.model.lora_operations import Adapters
 from fivefold.model.operations import (
     Activation,
     ColumnLinear,
@@ -85,7 +86,11 @@ class OperationTimes:
         return self.tokens * self.model.hidden_size * ELEMENT
 
     def operation(self, op: Operation) -> Times:
-        """The times of one operation of a layer."""
+        """The times of one operation of a layer; frozen weights have no dW."""
+        times = self._operation(op)
+        return times.without_dw() if op.frozen else times
+
+    def _operation(self, op: Operation) -> Times:
         weights = [weight.local(self.grid.tp) for weight in op.multiplied]
         match op:
             case Norm():  # norms of single heads are fused with the rotation
@@ -108,6 +113,8 @@ class OperationTimes:
             case RowLinear():
                 (weight,) = weights
                 return self._row(weight)
+            case Adapters():
+                return self._adapters(op)
             case Activation():
                 if not op.copies:
                     return self._activation(self.tokens * (op.features // self.grid.tp))
@@ -213,7 +220,7 @@ class OperationTimes:
         linear = self._multiplied(partial(self._linear, weight))
         if self.grid.tp == 1:
             return Times(linear)
-        whole = self.hidden_bytes
+        whole = self.hidden_bytes * weight[0] / self.model.hidden_size
         if self.parallel.sequence_parallel:
             move = gather(self.cluster, self.tp, whole)
             return Times(
@@ -221,6 +228,19 @@ class OperationTimes:
                 tp=Phases(self._beside(linear.forward, move), self._beside(linear.dx, move)),
             )
         return Times(linear, tp=Phases(all_reduce(self.cluster, self.tp, whole)))
+
+    def _adapters(self, op: Adapters) -> Times:
+        """A and B of each adapter: one is whole, on this rank's tokens, the other is split."""
+        times, hidden = Times(), self.model.hidden_size
+        for weight in op.multiplied:
+            shape = weight.local(self.grid.tp)
+            if weight.split is None:
+                times += Times(self._linear(shape, self._own))
+            elif weight.split == 0:
+                times += self._column(partial(self._linear, shape), op.rank / hidden)
+            else:
+                times += self._row(shape)
+        return times
 
     def _multiplied(self, linear_on: Callable[[int], Phases]) -> Phases:
         """A linear layer on all tokens, of which forward and dX may be cut into each rank's."""
@@ -338,7 +358,10 @@ class OperationTimes:
         if self.grid.tp > 1:
             way = gather if self.parallel.sequence_parallel else all_reduce
             moved = way(self.cluster, self.tp, size)
-        return self._elementwise(2 * size, 3 * size) + Times(tp=Phases(moved, 0.0))
+        looked_up = self._elementwise(2 * size, 3 * size)
+        if self.model.lora_rank is not None:  # it is frozen
+            looked_up = self._elementwise(2 * size, 0.0)
+        return looked_up + Times(tp=Phases(moved, 0.0))
 
     def head(self) -> Times:
         """Final norm, output layer and loss, once for the model and once per prediction layer."""
@@ -348,6 +371,8 @@ class OperationTimes:
         # 8-bit recipes leave the output layer alone.
         weight, precision = (entries, model.hidden_size), self.training.precision
         column = self._column(lambda tokens: self._linear(weight, tokens, precision=precision))
+        if self.model.lora_rank is not None:
+            column = column.without_dw()
         # The 34 bytes are those of kernels one by one, whatever else is fused.
         moved = (8, 6) if fusion else (24, 10)
         loss = Times(Phases(*(elementwise(self.gpu, size * logits) for size in moved)))

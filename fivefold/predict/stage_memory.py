@@ -161,7 +161,8 @@ def _backward_points(
     model, training = layout.config.model, layout.config.training
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
-    vocabulary = model.padded_vocab_size / layout.grid.tp * model.hidden_size
+    trains = model.lora_rank is None
+    vocabulary = trains * model.padded_vocab_size / layout.grid.tp * model.hidden_size
     layers = _saved_by_layer(layout, stage, running)
     kept = tokens * sum(layer.kept for layer in layers)
     gone, remade = -tokens * loss.kept, tokens * _remade_at_once(layout, layers)
@@ -193,7 +194,7 @@ def _backward_points(
             communication=inside,
         )
         points.append(point)
-        *_, block = stage_blocks(layout, stage)
+        *_, block = stage_blocks(layout, stage, trained=True)
         if policy.reducing and reduces and len(layers) > 1:
             points.append(
                 replace(
@@ -219,13 +220,14 @@ def _first_linear(layout: Layout, layer: Layer) -> float:
     sizes = (
         sum(prod(weight.local(grid.tp, grid.ep, grid.etp)) for weight in linear.multiplied)
         for linear in layer.mlp_inputs
+        if not linear.frozen
     )
-    return max(sizes)
+    return max(sizes, default=0)
 
 
 def _tiled_sums(layout: Layout, layer: Layer, running: Running) -> float:
     """Bytes of the weight gradients that the tiles of an MLP add up, in at least fp32."""
-    tiled = [op for op in layer.mlp if running.tiles(op.rerun_by)]
+    tiled = [op for op in layer.mlp if running.tiles(op.rerun_by) and not op.frozen]
     sizes = (prod(weight.local(layout.grid.tp)) for op in tiled for weight in op.multiplied)
     return max(running.element_bytes, 4) * sum(sizes)
 
@@ -262,7 +264,8 @@ def _remade_at_once(layout: Layout, layers: list[Saved]) -> float:
 def waiting_bytes(model: ModelConfig, running: Running, kind: LayerKind) -> float:
     """Bytes per token that the weight gradients of a layer need: x and dY of its linear layers."""
     operations = describe(model, kind).operations
-    return sum(each.deferred(running) for each in operations if not running.tiles(each.rerun_by))
+    waiting = (op for op in operations if not (op.frozen or running.tiles(op.rerun_by)))
+    return sum(each.deferred(running) for each in waiting)
 
 
 def _buffers(layout: Layout, stage: StageParts, running: Running) -> tuple[float, float]:

@@ -1,6 +1,6 @@
 """The time of a stage for one microbatch, split by cause."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from fivefold.predict.compute import Phases
 
@@ -41,6 +41,10 @@ class Times:
 
     def __mul__(self, count: float) -> "Times":
         return Times(*(getattr(self, f.name) * count for f in fields(self)))
+
+    def without_dw(self) -> "Times":
+        """The same without the products that make weight gradients."""
+        return replace(self, compute=replace(self.compute, dw=0.0))
 
     @property
     def work(self) -> Phases:

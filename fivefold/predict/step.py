@@ -35,7 +35,12 @@ from fivefold.predict.prediction import (
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 from fivefold.predict.transfers import Moves, data_groups, moves
-from fivefold.predict.update import leaving_seconds, offload_seconds, update_seconds
+from fivefold.predict.update import (
+    bringing_seconds,
+    leaving_seconds,
+    offload_seconds,
+    update_seconds,
+)
 
 
 def predict(layout: Layout, cluster: Cluster, software: Software | None = None) -> Prediction:
@@ -163,7 +168,25 @@ class _Predictor:
             total = total + self.times.embedding() * looked_up
         if kind.head:
             total = total + self.times.head()
-        return total + Times(dp=self._sharded(total, kind, spec))
+        sharded = self._sharded(total, kind, spec)
+        return total + Times(dp=sharded, offload=self._brought(total.total + sharded, spec))
+
+    def _brought(self, work: Phases, spec: StageParts) -> Phases:
+        """Seconds by which weights that are not on the device arrive later than `work` ends."""
+        if not self.policy.away:
+            return Phases()
+        shard, _, expert = data_groups(self.layout, self.cluster)
+        parameters = sum(
+            block.count
+            * (
+                sum(map(prod, block.dense)) / shard.size
+                + sum(map(prod, block.experts)) / expert.size
+            )
+            for block in stage_blocks(self.layout, spec)
+        )
+        once = bringing_seconds(self.cluster, self.policy, parameters)
+        backward = work.dx + work.dw
+        return Phases(max(0.0, once - work.forward), max(0.0, once - backward))
 
     def _moves(self, kind: "StageKind", spec: StageParts) -> Moves:
         """What data parallelism sends for a stage."""
@@ -276,7 +299,9 @@ class _Predictor:
         for own in self._ranks:
             dense = experts = tensors = 0
             for stage in own:
-                for block in stage_blocks(self.layout, self.layout.split.stages[stage]):
+                for block in stage_blocks(
+                    self.layout, self.layout.split.stages[stage], trained=True
+                ):
                     dense += block.count * sum(map(prod, block.dense))
                     experts += block.count * sum(map(prod, block.experts))
                     tensors += block.count * (len(block.dense) + len(block.experts))

@@ -1,6 +1,6 @@
 """Predicts the times of what data-parallel ranks send: gathered parameters, reduced gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -8,6 +8,7 @@ from fivefold.config.dependents import sums_in_buckets
 from fivefold.counts.state import stage_blocks
 from fivefold.layout import Layout
 from fivefold.mesh.buckets import buckets_of
+from fivefold.mesh.nodes import NodeSizes
 from fivefold.model.shape import StageParts
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.communication import GroupSpan, all_reduce, reduce_scatter, span
@@ -41,7 +42,7 @@ def data_groups(layout: Layout, cluster: Cluster) -> tuple[GroupSpan, GroupSpan,
 
 def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts) -> Moves:
     """The transfers of a stage's parameters and gradients, block by block or in buckets."""
-    parallel, grid = layout.config.parallel, layout.grid
+    parallel = layout.config.parallel
     shard, replica, expert = data_groups(layout, cluster)
     wire = software.gradient_bytes or (2 if parallel.grad_reduce_in_bf16 else 4)
     if sums_in_buckets(layout.config) and not software.by_tensor:
@@ -50,44 +51,91 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         return Moves(0.0, seconds, len(buckets))
     whole = not parallel.sharding.splits_optimizer
     in_pairs = parallel.ddp_reduce_scatter_with_fp32_accumulation
-    nodes, expert_nodes = layout.node_sizes
-    gathered = reduced = 0.0
-    for block in stage_blocks(layout, spec):
+    rate = software.gather_rate
+
+    def gathered(each: _Together) -> float:
+        if rate:
+            return each.size * 2 / rate
+        return gather_seconds(layout, cluster, each.group, each.stride, each.node, each.shapes)
+
+    def reduced(each: _Together) -> float:
+        sent = each.size * wire
+        if whole:
+            return all_reduce(cluster, each.group, sent)
+        if rate:
+            return sent / rate
+        if software.reduces_whole:
+            return all_reduce(cluster, each.group, sent)
+        scattered = reduce_scatter(cluster, each.group, sent, in_pairs=in_pairs)
+        if parallel.zero_quantized_gradients:
+            scattered = reduction_seconds(cluster, each.group, each.stride, each.node, each.shapes)
+        between = all_reduce(cluster, replica, sent / shard.size) if each.group is shard else 0.0
+        return scattered + between
+
+    def total(seconds: Callable[[_Together], float], *, trained: bool) -> float:
+        by_tensor, groups = software.by_tensor, (shard, expert)
+        every = _together(layout, spec, groups, by_tensor=by_tensor, trained=trained)
+        return sum(each.count * seconds(each) for each in every)
+
+    return Moves(
+        0.0 if whole else total(gathered, trained=False),
+        total(reduced, trained=True),
+        len(spec.layers),
+    )
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Parameters that are sent together.
+
+    Attributes:
+        group: ranks that share them.
+        stride: ranks between two of these.
+        node: how many of them share a node.
+        shapes: their shapes.
+        count: how often a stage has such.
+    """
+
+    group: GroupSpan
+    stride: int
+    node: NodeSizes
+    shapes: tuple[tuple[int, ...], ...]
+    count: int
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return sum(map(prod, self.shapes))
+
+
+def _together(
+    layout: Layout,
+    spec: StageParts,
+    groups: tuple[GroupSpan, GroupSpan],
+    *,
+    by_tensor: bool,
+    trained: bool,
+) -> Iterator[_Together]:
+    """What a stage sends at once: each block's parameters, or each parameter.
+
+    `groups`: those of dense parameters and of experts; `trained`: only of what is trained.
+    """
+    grid, (nodes, expert_nodes) = layout.grid, layout.node_sizes
+    for block in stage_blocks(layout, spec, trained=trained):
         for group, stride, node, shapes in (
-            (shard, grid.tp, nodes, block.dense),
-            (expert, grid.ep * grid.etp, expert_nodes, block.experts),
+            (groups[0], grid.tp, nodes, block.dense),
+            (groups[1], grid.ep * grid.etp, expert_nodes, block.experts),
         ):
-            pieces = [(shape,) for shape in shapes] if software.by_tensor else [shapes]
-            for piece in pieces if shapes else []:
-                size = sum(map(prod, piece))
-                if whole:
-                    reduced += block.count * all_reduce(cluster, group, size * wire)
-                    continue
-                if rate := software.gather_rate:
-                    gathered += block.count * size * 2 / rate
-                    reduced += block.count * size * wire / rate
-                    continue
-                once = gather_seconds(layout, cluster, group, stride, node, piece)
-                gathered += block.count * once
-                scattered = (
-                    all_reduce(cluster, group, size * wire)
-                    if software.reduces_whole
-                    else reduce_scatter(cluster, group, size * wire, in_pairs=in_pairs)
-                )
-                if parallel.zero_quantized_gradients:
-                    scattered = reduction_seconds(cluster, group, stride, node, piece)
-                reduced += block.count * scattered
-                if group is shard:
-                    share = size * wire / shard.size
-                    reduced += block.count * all_reduce(cluster, replica, share)
-    return Moves(gathered, reduced, len(spec.layers))
+            for piece in [(shape,) for shape in shapes] if by_tensor else [shapes]:
+                if piece:
+                    yield _Together(group, stride, node, piece, block.count)
 
 
 def _buckets(
     layout: Layout, spec: StageParts, shard: GroupSpan, expert: GroupSpan
 ) -> Iterator[tuple[GroupSpan, int]]:
     """The group and the elements of each bucket of a stage's gradients."""
-    blocks, limit = stage_blocks(layout, spec), layout.config.parallel.ddp_bucket_size
+    blocks, limit = stage_blocks(layout, spec, trained=True), layout.config.parallel.ddp_bucket_size
     dense = [prod(shape) for block in blocks for shape in block.dense * block.count]
     experts = [prod(shape) for block in blocks for shape in block.experts * block.count]
     for group, sizes in ((shard, dense), (expert, experts)):

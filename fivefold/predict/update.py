@@ -47,12 +47,22 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) ->
     state = policy.master + policy.moments
     touched = 3 * policy.gradient + 2 * state + policy.master + policy.compute
     touched += _rounding(policy)
+    written = 2 * state * policy.on_disk + policy.compute * policy.away_on_disk
     slower = max(
         touched / cluster.host_rate,
-        policy.compute / cluster.host_bandwidth,
-        2 * state * cluster.sharing / cluster.disk_bandwidth if policy.on_disk else 0.0,
+        0.0 if policy.away else policy.compute / cluster.host_bandwidth,
+        written * cluster.sharing / cluster.disk_bandwidth,
     )
     return parameters * policy.offloaded * slower
+
+
+def bringing_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) -> float:
+    """Seconds to bring weights that are not on the device there once, from a disk while others are
+    copied; `parameters`: number of those that the rank keeps."""
+    rate = cluster.host_bandwidth
+    if policy.away_on_disk:
+        rate = min(rate, cluster.disk_bandwidth / cluster.sharing)
+    return policy.away * policy.offloaded * parameters * policy.compute / rate
 
 
 def leaving_seconds(

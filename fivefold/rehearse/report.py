@@ -56,7 +56,7 @@ class RehearsalReport:
         pairs = zip(self.scripts, self.planned, strict=True)
         return max(
             (
-                (s.peak - s.held.get(GRADIENTS, 0) - p.peak + p.parts["gradients"]) / p.peak
+                (s.peak - s.held.get(GRADIENTS, 0) - p.peak + p.parts.get("gradients", 0)) / p.peak
                 for s, p in pairs
             ),
             key=abs,

@@ -256,8 +256,16 @@ SHARDING = ("partition", "tp", "cp", "dp", "ep", "etp", "strategy", "instances")
 """Columns that the memory of weights, gradients and optimizer state depends on."""
 
 
-def module_parameters(config: Config) -> list[float]:
-    """Parameters on one rank of a module of each kind: first all but experts', then experts'."""
+def trained_parameters(config: Config) -> list[float]:
+    """`module_parameters` of what is trained."""
+    return module_parameters(config, trained=True)
+
+
+def module_parameters(config: Config, *, trained: bool = False) -> list[float]:
+    """Parameters on one rank of a module of each kind: first all but experts', then experts'.
+
+    `trained`: only of what is trained.
+    """
     model, parallel = config.model, config.parallel
     weights: dict[int, Sequence[Weight]] = {
         place: describe(model, kind).weights for place, kind in sample_layers(model).items()
@@ -269,6 +277,8 @@ def module_parameters(config: Config) -> list[float]:
     sizes = [0.0] * (2 * KINDS)
     for kind, found in weights.items():
         for weight in found:
+            if weight.trained < trained:
+                continue
             local = weight.local(
                 parallel.tensor_model_parallel_size,
                 parallel.expert_model_parallel_size,

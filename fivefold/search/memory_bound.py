@@ -32,6 +32,7 @@ from fivefold.search.bound_tables import (
     Values,
     module_parameters,
     sample_layers,
+    trained_parameters,
 )
 from fivefold.search.space import SHARDINGS, Space
 
@@ -69,7 +70,9 @@ class _State:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), module_parameters))
+        degrees = ("tp", "ep", "etp")
+        self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
+        self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
         c = space.columns
         experts = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         inside = experts // c["instances"]
@@ -81,9 +84,13 @@ class _State:
     def on(self, ranks: Ranks, which: int) -> Values:
         """Bytes of model state on one of the ranks."""
         held = ranks.held[self.space.columns["partition"], which]
-        dense = self.sizes.weighted(held)
-        expert = self.sizes.weighted(held, KINDS)
-        return dense * self._per_parameter("dense") + expert * self._per_parameter("expert")
+        total = np.zeros(len(self.space))
+        for kind, start in (("dense", 0), ("expert", KINDS)):
+            trained = self.trained.weighted(held, start)
+            frozen = self.sizes.weighted(held, start) - trained
+            total += trained * self._per_parameter(kind, trained=True)
+            total += frozen * self._per_parameter(kind, trained=False)
+        return total
 
     def arriving(self, ranks: Ranks, which: int) -> Values:
         """Bytes of one layer's new gradients, and where they are sharded of those in reduction."""
@@ -94,12 +101,12 @@ class _State:
         held = ranks.held[partition, which]
         smallest = np.full(len(self.space), np.inf)
         for kind in (DENSE, EXPERTS):
-            size = self.sizes.column(kind) + self.sizes.column(KINDS + kind)
+            size = self.trained.column(kind) + self.trained.column(KINDS + kind)
             smallest = np.where(held[:, kind] > 0, np.minimum(smallest, size), smallest)
         several = (ranks.thinnest[partition, which] > 1) & self.space.sharded("splits_optimizer")
         return np.where(several, smallest * arriving, 0.0)
 
-    def _per_parameter(self, kind: str) -> Values:
+    def _per_parameter(self, kind: str, *, trained: bool) -> Values:
         config, shards = self.space.config, self.shards[kind]
         each = np.zeros(len(SHARDINGS)), np.zeros(len(SHARDINGS))
         for number, sharding in enumerate(SHARDINGS):
@@ -108,6 +115,8 @@ class _State:
             # A share is rounded up to whole layers.
             policy = replace(policy, offloaded=ceil(policy.offloaded))
             optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
+            if not trained:
+                optimizer, policy = policy.compute, replace(policy, gradient=0.0)
             whole = 0.0 if policy.splits_copy else policy.copy
             split = optimizer if policy.splits_optimizer else 0.0
             whole += 0.0 if policy.splits_optimizer else optimizer

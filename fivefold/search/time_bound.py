@@ -36,6 +36,7 @@ from fivefold.search.bound_tables import (
     module_parameters,
     one_stage,
     sample_layers,
+    trained_parameters,
 )
 from fivefold.search.collectives import Collective, affine, no_bound
 from fivefold.search.space import Space
@@ -325,7 +326,9 @@ class _DataParallel:
     def __init__(self, space: Space, cluster: Cluster) -> None:
         c = space.columns
         self.space, self.cluster = space, cluster
-        self.sizes = Cells(space, 2 * KINDS, (("tp", "ep", "etp"), module_parameters))
+        degrees = ("tp", "ep", "etp")
+        self.sizes = Cells(space, 2 * KINDS, (degrees, module_parameters))
+        self.trained = Cells(space, 2 * KINDS, (degrees, trained_parameters))
         self.shard = c["dp"] // c["instances"] * c["cp"]
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         parallel = space.config.parallel
@@ -352,12 +355,12 @@ class _DataParallel:
     def moves(self, ranks: Ranks, which: int) -> tuple[Values, Values]:
         """Seconds to gather a rank's parameters, and to reduce its gradients."""
         held = ranks.held[self.space.columns["partition"], which]
-        dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
         # Each layer is one transfer, and so is each end of the model.
         layers = held[:, :PREDICTION].sum(axis=1) + held[:, PREDICTION:].max(axis=1)
         with_experts = held[:, EXPERTS] + held[:, PREDICTION] * self.further_experts
 
-        def seconds(kind: str, size: float) -> Values:
+        def seconds(kind: str, size: float, of: Cells) -> Values:
+            dense, expert = of.weighted(held), of.weighted(held, KINDS)
             total: Values = sum(
                 count * empty + parameters * size * slope
                 for count, parameters, (empty, slope) in (
@@ -368,13 +371,14 @@ class _DataParallel:
             return total
 
         whole = ~self.space.sharded("splits_optimizer")
-        gathered = np.where(whole, 0.0, seconds("gather", self.copy))
+        gathered = np.where(whole, 0.0, seconds("gather", self.copy, self.sizes))
         empty, slope = self.replica_reduce
-        between = layers * empty + dense / self.shard * self.wire * slope
-        split = seconds("scatter", self.scattered) + between
+        between = layers * empty
+        between += self.trained.weighted(held) / self.shard * self.wire * slope
+        split = seconds("scatter", self.scattered, self.trained) + between
         if sums_in_buckets(self.space.config, "no_shard"):  # perhaps in a single one
             layers, with_experts = np.minimum(layers, 1), np.minimum(with_experts, 1)
-        return gathered, np.where(whole, seconds("reduce", self.wire), split)
+        return gathered, np.where(whole, seconds("reduce", self.wire, self.trained), split)
 
     def optimizer(self, ranks: Ranks) -> Values:
         """Seconds of the optimizer update on the rank with the most parameters."""
@@ -382,7 +386,7 @@ class _DataParallel:
         most = np.zeros(len(self.space))
         for which in FOR_TIME:
             held = ranks.held[partition, which]
-            dense, expert = self.sizes.weighted(held), self.sizes.weighted(held, KINDS)
+            dense, expert = self.trained.weighted(held), self.trained.weighted(held, KINDS)
             own = np.where(sharded, dense / self.shard + expert / self.expert, dense + expert)
             most = np.maximum(most, own)
         policy = engine_policy(self.space.config)

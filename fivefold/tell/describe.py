@@ -78,6 +78,8 @@ def memory_words(layout: Layout) -> list[str]:
         part = f"{share:.0%} of the " if share < 1 else ""
         place = "host" if memory.optimizer_offload_path is None else "disk"
         words.append(f"{part}optimizer on the {place}")
+    if memory.param_cpu_offload:
+        words.append(f"weights on the {'disk' if memory.param_offload_path else 'host'}")
     few = zip(("first", "second"), layout.config.optimizer.rounds_moments, strict=True)
     words += [f"{moment} moment in bf16" for moment, narrow in few if narrow]
     return words

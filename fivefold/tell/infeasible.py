@@ -31,6 +31,10 @@ COMPLETIONS = 200  # configurations to check when searching for the one that is 
 Change = dict[str, Any]
 """Values of further flags, by the name of the setting or "num_gpus"."""
 ON_HOST: Change = {"optimizer_cpu_offload": True}
+AWAY: Change = ON_HOST | {
+    "param_cpu_offload": True,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+}
 ON_DISK: Change = ON_HOST | {"optimizer_offload_path": "offloaded"}
 
 
@@ -60,17 +64,19 @@ def why_nothing(result: SearchResult) -> ConfigError:
 def _on_host_ways(request: Request) -> Iterator[Change]:
     """Ways to have the optimizer off the device, which the search does not try by itself.
 
-    On one rank it does not try ZeRO-3 either, which then keeps no second copy of the weights. A
-    disk is slower than host memory, and named where that is too small.
+    On one rank it does not try ZeRO-3 either, which then keeps no second copy of the weights. What
+    is slower is named where the former does not suffice: weights off the device, too, and a disk.
     """
     extra: list[Change] = [{}]
     if request.world == 1 and "data_parallel_sharding_strategy" not in request.given:
         extra.append({"data_parallel_sharding_strategy": "optim_grads_params"})
     in_memory = [ON_HOST | more for more in extra]
     yield from in_memory
-    if "optimizer_offload_path" in request.given:
+    if any(_has_plan(request, change) for change in in_memory):
         return
-    if not any(_has_plan(request, change) for change in in_memory):
+    if not {*AWAY} & {*request.given}:
+        yield AWAY
+    if "optimizer_offload_path" not in request.given:
         yield from (ON_DISK | more for more in extra)
 
 

@@ -45,7 +45,7 @@ class _Grouped(torch.autograd.Function):
         products = groups.products(rows_E, ends)
         taken, kept = products.input(x_TH)
         outputs = products.outputs(taken, weights, (None,) * len(weights))
-        ctx.save_for_backward(rows_E, *weights, *kept)
+        ctx.save_for_backward(rows_E, *weights, *(kept if targets[0].requires_grad else ()))
         ctx.groups, ctx.ends, ctx.deferred, ctx.targets = groups, ends, deferred, targets
         return outputs
 
@@ -63,9 +63,10 @@ class _Grouped(torch.autograd.Function):
                 deferred.add(parameter, make)
 
         grads_w: list[Tensor | None] = [None] * len(targets)
-        if deferred.deferring:
+        trains = targets[0].requires_grad
+        if trains and deferred.deferring:
             deferred.put(targets, add)
-        else:
+        elif trains:
             grads_w = list(map(deferred.made, targets, makes))
         grad_x = products.input_gradients(grads, weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None, None, *grads_w

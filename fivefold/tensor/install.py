@@ -100,7 +100,7 @@ def _distribute(stage: Stage, groups: Groups, dims: Mapping[str, int | None]) ->
                     shape=parameter.shape,
                     stride=parameter.stride(),
                 )
-                made[parameter] = nn.Parameter(whole)
+                made[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
             setattr(module, name, made[parameter])
 
 

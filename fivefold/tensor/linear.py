@@ -7,6 +7,7 @@ et al. 2019). With sequence parallelism these are an all-gather and a reduce-sca
 (Korthikanti et al. 2022). Shapes: T tokens, t = T / tp, H input features, F local output features.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -73,56 +74,95 @@ class _Column(torch.autograd.Function):
         exchange = column.exchange
         factors = [Factor(products, *each) for each in zip(weights, biases, strict=True)]
         (kept_TH, *rest), outputs = exchange.gather_products(x, factors)
+        ctx.trains = targets[0][0].requires_grad
         own = x if products.keeps_input else exchange.own(kept_TH)
-        ctx.save_for_backward(own, *weights, *rest)
+        ctx.save_for_backward(*weights, *([own, *rest] if ctx.trains else []))
         ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
-        own, *weights = ctx.saved_tensors
-        weights, rest = weights[: len(ctx.targets)], weights[len(ctx.targets) :]
+        saved, count = ctx.saved_tensors, len(ctx.targets)
+        weights, kept = saved[:count], saved[count:]
         column: ColumnParallel = ctx.column
         products: Products = ctx.products
         exchange, deferring = column.exchange, column.deferred.deferring
-        gathered = _Gathered(exchange, own)
-        if not deferring:
+        gathered = _Gathered(exchange, kept[0]) if ctx.trains else None
+        if gathered is not None and not deferring:
             gathered.start()
         pending = None
         grads = [products.gradient(grad) for grad in grads_TF]
         if ctx.needs_input_grad[0]:
             factors = [Factor(products, weight, of_gradient=True) for weight in weights]
             pending = exchange.start_sum(list(zip(grads, factors, strict=True)))
-        with_bias = [
-            grad if target[1] is not None else None
-            for grad, target in zip(grads_TF, ctx.targets, strict=True)
-        ]
-        grads_w: list[Tensor | None] = [None] * len(weights)
-        grads_b: list[Tensor | None] = [None] * len(weights)
-        if deferring:
-            targets, rows = ctx.targets, ctx.rows
-
-            def add() -> None:
-                kept = gathered.wait(), *rest
-                each = zip(targets, rows, grads, with_bias, strict=True)
-                for target, part, grad, grad_TF in each:
-                    make = partial(products.weight_gradient, grad, kept)
-                    column.deferred.add(target[0], make, part)
-                    if grad_TF is not None:
-                        add_to_grad(target[1], grad_TF.sum(0), part)
-
-            parameters = [p for target in targets for p in target if p is not None]
-            start = gathered.start if exchange.splits_tokens else None
-            column.deferred.put(parameters, add, start)
-        else:
-            kept = gathered.wait(), *rest
-            each = zip(ctx.targets, ctx.rows, grads, with_bias, strict=True)
-            for index, (target, part, grad, grad_TF) in enumerate(each):
-                make = partial(products.weight_gradient, grad, kept)
-                grads_w[index] = column.deferred.made(target[0], make, part)
-                grads_b[index] = None if grad_TF is None else grad_TF.sum(0)
+        of_weights: Sequence[Tensor | None] = [None] * 2 * count
+        if gathered is not None:
+            own = [
+                _Own(weight, bias, part, grad, None if bias is None else grad_TF)
+                for (weight, bias), part, grad, grad_TF in zip(
+                    ctx.targets, ctx.rows, grads, grads_TF, strict=True
+                )
+            ]
+            if deferring:
+                _defer(column, products, gathered, kept[1:], own)
+            else:
+                whole = gathered.wait(), *kept[1:]
+                of_weights = [
+                    *(column.deferred.made(*each.gradient(products, whole)) for each in own),
+                    *(each.of_bias() for each in own),
+                ]
         grad_x = pending.wait() if pending is not None else None
-        return grad_x, None, None, None, None, *grads_w, *grads_b
+        return grad_x, None, None, None, None, *of_weights
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What the gradients of a linear's weight and bias are made of.
+
+    Attributes:
+        weight, bias: the parameters.
+        rows: rows of them that the gradients cover; None: all.
+        grad: what dW takes of the gradient of the result.
+        grad_TF: that gradient, if there is a bias.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    rows: slice | None
+    grad: Kept
+    grad_TF: Tensor | None
+
+    def gradient(
+        self, products: Products, kept: Kept
+    ) -> tuple[Tensor, Callable[..., Tensor], slice | None]:
+        """The arguments of `DeferredWeights.made` and `add`."""
+        return self.weight, partial(products.weight_gradient, self.grad, kept), self.rows
+
+    def of_bias(self) -> Tensor | None:
+        """The gradient of the bias, if there is one."""
+        return None if self.grad_TF is None else self.grad_TF.sum(0)
+
+
+def _defer(
+    column: ColumnParallel,
+    products: Products,
+    gathered: "_Gathered",
+    rest: Sequence[Tensor],
+    own: Sequence[_Own],
+) -> None:
+    """Put aside what makes the gradients of weights and biases."""
+
+    def add() -> None:
+        kept = gathered.wait(), *rest
+        for each in own:
+            column.deferred.add(*each.gradient(products, kept))
+            of_bias = each.of_bias()
+            if each.bias is not None and of_bias is not None:
+                add_to_grad(each.bias, of_bias, each.rows)
+
+    parameters = [p for each in own for p in (each.weight, each.bias) if p is not None]
+    start = gathered.start if column.exchange.splits_tokens else None
+    column.deferred.put(parameters, add, start)
 
 
 class _Gathered:
@@ -188,7 +228,7 @@ class _RowInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TF: Tensor, weight: Tensor, call: _RowCall) -> Tensor:
         call.taken, kept = call.factor.products.input(x_TF)
-        ctx.save_for_backward(*kept)
+        ctx.save_for_backward(*(kept if call.target[0].requires_grad else ()))
         ctx.call = call
         return x_TF.view_as(x_TF)
 
@@ -199,6 +239,8 @@ class _RowInput(torch.autograd.Function):
         grad, call.grad = call.grad, None
         assert grad is not None, "the sum's backward runs before"
         parameter, deferred = call.target[0], call.row.deferred
+        if not parameter.requires_grad:
+            return grad_TF, None, None
         make = partial(call.factor.products.weight_gradient, grad, kept)
         if not deferred.deferring:
             return grad_TF, deferred.made(parameter, make), None

@@ -22,6 +22,7 @@ from fivefold.config.huggingface import from_hf_config
 from fivefold.config.huggingface.write import differences, to_hf_config
 from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
+from fivefold.convert.adapter import with_merged, write_adapter
 from fivefold.convert.hub import CONFIG, HubFolder
 from fivefold.convert.load import fill_from_hub, model_in, places_in, stores_neighbours
 from fivefold.convert.save import MOST_BYTES, write_weights
@@ -109,8 +110,11 @@ def to_hub(
     step: int | None = None,
     dtype: str | None = None,
     most_bytes: float = MOST_BYTES,
+    adapter: bool = False,
 ) -> int:
     """Write a checkpoint of a run as a Hugging Face folder, and return the bytes of its weights.
+
+    Adapters are merged into the weights.
 
     Args:
         source: run folder, or a folder of checkpoints.
@@ -119,9 +123,10 @@ def to_hub(
         dtype: type of the weights, by its name in `DTYPES`; None: that of training, or of the files
             that the run was converted from. Biases of routers stay fp32.
         most_bytes: largest size of a file.
+        adapter: whether to write the adapters alone, as PEFT keeps them.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no such checkpoint, or it is damaged, or has no such adapters.
         ConfigError: no model family of Hugging Face's has this architecture.
     """
     checkpoints = Checkpointer(checkpoints_of(source), step_flag="--step")
@@ -129,9 +134,10 @@ def to_hub(
     model = as_kind(state.model, ModelConfig, f"the model of {source}", CheckpointError)
     path, index = checkpoints.open(state.step)
     side = source / SIDE
-    fields = _fields(side, model)
+    fields = _fields(side, model.base)
     stated = _Types(index, None if dtype is None else DTYPES[dtype], _trained_in(source))
-    places = stored_tensors(fields["model_type"], model, neighbours=stores_neighbours(fields))
+    kind = fields["model_type"]
+    places = stored_tensors(kind, model.base, neighbours=stores_neighbours(fields))
 
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         saved = index[name]
@@ -139,11 +145,17 @@ def to_hub(
         fill(path, index, {name: Piece(part, torch.Size(saved.shape), slices)})
         return part
 
+    if adapter:
+        if model.lora_rank is None:
+            what = f"{source} is of a run without adapters"
+            raise CheckpointError(str(Mistake(what, works=("convert without --adapter",))))
+        asked, base = None if dtype is None else DTYPES[dtype], _base(source)
+        with _finished(target) as folder:
+            return write_adapter(folder, model, kind, places, read, base=base, dtype=asked)
     owners = {name: ours for ours, place in places.items() for name in place.names}
     with _finished(target) as folder:
-        size = write_weights(
-            folder, places, read, lambda name: stated.of(owners[name]), most_bytes=most_bytes
-        )
+        whole, dtype_of = with_merged(read, model), lambda name: stated.of(owners[name])
+        size = write_weights(folder, places, whole, dtype_of, most_bytes=most_bytes)
         if side.is_dir():
             for file in side.iterdir():
                 shutil.copyfile(file, folder / file.name)
@@ -171,6 +183,13 @@ class _Types:
         if name.endswith("expert_bias"):  # which transformers keeps in fp32, whatever the rest is
             return max(saved, torch.float32, key=lambda dtype: dtype.itemsize)
         return self.asked or min(saved, self.trained, key=lambda dtype: dtype.itemsize)
+
+
+def _base(source: Path) -> str | None:
+    """Where the weights are that a run started from, if they are still there."""
+    file = source / "config.toml"
+    load = read_config(file).checkpoint.load if file.is_file() else None
+    return None if load is None or not Path(load).exists() else str(Path(load).resolve())
 
 
 def _trained_in(source: Path) -> torch.dtype:

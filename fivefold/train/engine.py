@@ -17,6 +17,7 @@ from fivefold.mesh.collectives import all_reduce
 from fivefold.mesh.groups import Groups, build_groups
 from fivefold.mesh.slices import Piece, local_tensor
 from fivefold.model.batch import Batch, on_device
+from fivefold.model.lora import LORA
 from fivefold.model.prediction import valid_by_depth, with_further
 from fivefold.optim.adamw import MOMENTS
 from fivefold.optim.build import build_optimizer
@@ -171,7 +172,7 @@ class Engine:
         depths = self.layout.config.model.mtp_num_layers
         batches = self._batches(microbatches, depths)
         tokens = self._count(batches)
-        local = self.model.executor.run(
+        local = self.model.run(
             self._program(len(microbatches)),
             on_device(batches, self.device),
             tokens.clamp_min(1).double().reciprocal(),
@@ -247,7 +248,7 @@ class Engine:
         program = self._program(len(microbatches), forward_only=True)
         one = torch.ones((), dtype=torch.float64, device=self.device)
         batches = on_device(self._batches(microbatches), self.device)
-        return self.model.executor.run(program, batches, one).loss
+        return self.model.run(program, batches, one).loss
 
     def sound(self) -> bool:
         """Whether weights and moments are finite on every rank; collective."""
@@ -267,6 +268,13 @@ class Engine:
         stored = self.stored_tensors()
         return {name: kept for name, kept in stored.items() if not name.startswith("optim.")}
 
+    def start_adapters(self) -> dict[str, Tensor | Piece]:
+        """Give adapters their initial values, if there are any; the other `stored_weights`."""
+        named = self.optimizer.weights()
+        self.model.initialise({name: named[name] for name in named if LORA in name})
+        stored = self.stored_weights()
+        return {name: kept for name, kept in stored.items() if LORA not in name}
+
     def written_tensors(self) -> dict[str, Tensor | Piece]:
         """`stored_tensors` without second copies, which another rank writes."""
         kept = self._by_stored_name(record for record in self._records if record.written)
@@ -279,6 +287,7 @@ class Engine:
         return found | {
             f"optim.{moment}.{stored}": moments[f"optim.{moment}.{name}"]
             for stored, name in names.items()
+            if self.model.records[name].trained
             for moment in MOMENTS
         }
 
@@ -289,7 +298,8 @@ class Engine:
         source = {record.stored: record.name for record in self._records if record.loaded}
         for record in self._records:
             if not record.loaded:
-                for kind in ("", *(f"optim.{moment}." for moment in MOMENTS)):
+                moments = MOMENTS if record.trained else ()
+                for kind in ("", *(f"optim.{moment}." for moment in moments)):
                     state[kind + record.name].copy_(state[kind + source[record.stored]])
         self.optimizer.steps = steps
         self.optimizer.host.publish()
@@ -346,13 +356,22 @@ class Engine:
     def _records(self) -> Iterable[ParameterRecord]:
         return self.model.records.values()
 
+    def weight(self, name: str) -> Tensor:
+        """This rank's part of a weight with which the device computes, wherever it lies."""
+        away = self.model.offloaded
+        if away is not None and name in away:
+            return away[name]
+        return local_tensor(self.parameters[name])
+
     def _weights(self) -> list[Tensor]:
-        """What lies here of every parameter."""
-        return [local_tensor(parameter) for parameter in self.parameters.values()]
+        """What lies on the device of every parameter."""
+        away = self.model.offloaded or ()
+        return [local_tensor(p) for name, p in self.parameters.items() if name not in away]
 
     def _counted_grads(self) -> list[tuple[Tensor | Departed, bool]]:
         records = self.model.records
-        return [(self.optimizer.measurable(n), records[n].counted) for n in self.parameters]
+        trained = (name for name in self.parameters if records[name].trained)
+        return [(self.optimizer.measurable(n), records[n].counted) for n in trained]
 
 
 def as_batch(microbatch: Microbatch, step: int, depths: int = 0) -> Batch:

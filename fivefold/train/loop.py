@@ -30,7 +30,7 @@ from fivefold.train.metrics import EvalMetrics, Sink, StepMetrics
 from fivefold.train.not_finite import locate, locate_in_state
 from fivefold.train.profile import profiled
 from fivefold.train.save_interval import SaveInterval
-from fivefold.train.saved_state import SavedState, read_state
+from fivefold.train.saved_state import SavedState, read_state, without_adapters
 from fivefold.train.signals import StopRequest
 from fivefold.train.silent_errors import SilentErrors
 from fivefold.train.stragglers import Stragglers
@@ -95,9 +95,10 @@ class Trainer:
         """
         state = read_state(source, step)
         if weights_only:
-            source.load(state.step, self.engine.stored_weights(), skip=("optim.",))
-            self.engine.after_load(0)
-            return
+            engine, starts = self.engine, without_adapters(state, self.engine.layout.config.model)
+            weights = engine.start_adapters() if starts else engine.stored_weights()
+            source.load(state.step, weights, skip=("optim.",))
+            return engine.after_load(0)
         self.loader.load_state_dict(state.loader)
         tensors: dict[str, Any] = self.engine.stored_tensors()
         source.load(state.step, tensors)
@@ -135,8 +136,8 @@ class Trainer:
         Raises:
             CheckpointError: on every rank, if the tensors are of another model or cannot be read.
         """
-        fill = partial(fill_from_hub, folder, self.engine.layout.config.model)
-        self.checkpointer.load_by(f"loading {folder}", self.engine.stored_weights(), fill)
+        fill = partial(fill_from_hub, folder, self.engine.layout.config.model.base)
+        self.checkpointer.load_by(f"loading {folder}", self.engine.start_adapters(), fill)
         self.engine.after_load(0)
 
     def run(self) -> None:

@@ -40,8 +40,8 @@ def locate_in_state(engine: Engine) -> list[str]:
         name.removeprefix("optim.").replace(".", " of ", 1): piece.local
         for name, piece in engine.optimizer.state_tensors().items()
     }
-    for name, parameter in engine.parameters.items():
-        state[f"parameter {name}"] = local_tensor(parameter)
+    for name in engine.parameters:
+        state[f"parameter {name}"] = engine.weight(name)
     return _lines(engine, _gather(engine, _spoilt(state)))
 
 

@@ -12,7 +12,7 @@ from fivefold.convert.load import model_in, places_in
 from fivefold.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, Mistake
 from fivefold.train.loop import Trainer
 from fivefold.train.run_folder import CHECKPOINTS
-from fivefold.train.saved_state import read_state, same_model
+from fivefold.train.saved_state import read_state, same_model, without_adapters
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,14 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
         if source is not own or error.intact is None:
             raise
         state, damage = read_state(own, error.intact), error.passed_over
-    same_model(state.model, config.model, source.folder)
     weights_only |= not state.loader["fingerprint"]  # converted weights, which nothing trained yet
+    starts = without_adapters(state, config.model)
+    if starts and not weights_only:
+        what = f"{source.folder} is of a run without adapters, and lora_rank asks for some"
+        afresh = f"--load {folder} --finetune --save {folder}-adapters"
+        works = (afresh if source is own else "--finetune",)
+        raise CheckpointError(str(Mistake(what, works=works)))
+    same_model(state.model, config.model.base if starts else config.model, source.folder)
     origin = Origin(source.folder, state.step, weights_only, damage=damage)
     if not weights_only:
         earlier = [] if source is own else source.steps()
@@ -83,12 +89,12 @@ def _from_hub(folder: Path, config: Config) -> Origin:
     """
     hub = HubFolder(folder)
     there = model_in(hub)
-    if wrong := differences(config.model, there):
+    if wrong := differences(config.model.base, there):
         what, attempt = f"{folder} is of another model", f"--model {folder}"
         if there != from_hf_config(hub.fields):  # the files lack what config.json promises
             attempt += f" --mtp-num-layers {there.mtp_num_layers}"
         raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
-    places_in(hub, config.model)  # before any rank starts
+    places_in(hub, there)  # before any rank starts
     return Origin(folder, 0, weights_only=True, hub=True)
 
 

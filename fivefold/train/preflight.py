@@ -17,10 +17,11 @@ def check_start(config: Config) -> None:
         ConfigError: all mistakes at once.
     """
     mistakes = Mistakes()
-    save, away = config.checkpoint.save, config.memory.optimizer_offload_path
+    save, memory = config.checkpoint.save, config.memory
     _check_folder("save", "runs" if save is None else save, "runs/NAME", mistakes)
-    if away is not None:
-        _check_folder("optimizer_offload_path", away, "offloaded", mistakes)
+    for name in ("optimizer_offload_path", "param_offload_path"):
+        if (away := getattr(memory, name)) is not None:
+            _check_folder(name, away, "offloaded", mistakes)
     _check_load(config.checkpoint, mistakes)
     with mistakes.collecting():
         if config.logging.tensorboard:

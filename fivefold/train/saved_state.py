@@ -81,6 +81,11 @@ def same_model(saved: dict[str, Any], model: ModelConfig, folder: Path) -> None:
         raise CheckpointError(str(Mistake(f"{folder} is of another model", tuple(changed))))
 
 
+def without_adapters(state: SavedState, model: ModelConfig) -> bool:
+    """Whether a checkpoint has none of the adapters that our model has."""
+    return model.lora_rank is not None and state.model.get("lora_rank") is None
+
+
 def _fields(model: ModelConfig) -> dict[str, Any]:
     """The fields as they are saved, where tuples are lists, with nothing left to be derived."""
     whole = model.spelt_out() if model.num_attention_heads else model

@@ -112,6 +112,8 @@ def _gradient_differences(
     # A gradient that is zero up to rounding (a key's bias) is compared to the largest one.
     floor = SMALL * max(float(grad.abs().max()) for grad in reference.grads.values())
     for name, parameter in engine.parameters.items():
+        if not parameter.requires_grad:
+            continue
         stored = engine.model.records[name].stored
         piece = piece_of(parameter).like(engine.optimizer.gradient(name))
         yield _tensor("grad", step, rank, stored, piece, reference.grads[stored], floor=floor)
@@ -135,11 +137,12 @@ def _weight_differences(
 ) -> Iterator[Difference]:
     """Differences of every weight and expert bias after the update, with digests for replicas."""
     rank, floor = engine.groups.rank, engine.layout.config.optimizer.lr
-    held: dict[str, Tensor] = {**engine.parameters, **engine.model.buffers(copies=True)}
-    for name, parameter in held.items():
+    held = {name: piece_of(p).like(engine.weight(name)) for name, p in engine.parameters.items()}
+    held |= {name: piece_of(value) for name, value in engine.model.buffers(copies=True).items()}
+    for name, piece in held.items():
         record = engine.model.records.get(name)
         stored = name if record is None else record.stored
-        piece, whole = piece_of(parameter), reference.after[stored]
+        whole = reference.after[stored]
         yield _tensor("param", step, rank, stored, piece, whole, floor=floor, digests=True)
 
 
@@ -181,7 +184,8 @@ def _tensor(
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(tensor.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+    raw = tensor.contiguous().view(torch.uint8)  # numpy has no bf16
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _gather(engine: Engine, own: list[Difference]) -> list[Difference]:

@@ -89,7 +89,9 @@ def run_reference(
     master_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
     master = plain_model(config, master_dtype)
     initialise(master, config.training.seed)
-    weights = dict(master.named_parameters())
+    for frozen in (p for p in master.parameters() if not p.requires_grad):
+        frozen.copy_(frozen.to(dtype))  # which is kept as it computes
+    weights = {name: p for name, p in master.named_parameters() if p.requires_grad}
     optimizer = _optimizer(weights, config.optimizer)
     model = plain_model(config, dtype)
     model.load_state_dict(master.state_dict())
@@ -161,6 +163,7 @@ def gradients(
     total = {
         name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         for name, p in model.named_parameters()
+        if p.requires_grad
     }
     losses = []
     for batch in in_order(model, batches):

@@ -88,6 +88,13 @@ ON_HOST: tuple[dict[str, Any], ...] = (
         "exp_avg_dtype": "bf16",
     },
     {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
+    {"optimizer_cpu_offload": True, "param_cpu_offload": True},
+    {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "param_cpu_offload": True,
+        "param_offload_path": gettempdir(),
+    },
 )
 
 

@@ -131,6 +131,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optimizer_offload_fraction": (0.5,),
     "activation_offload_fraction": (0.5,),
     "optimizer_offload_path": ("/tmp",),
+    "param_offload_path": ("/tmp",),
     "global_batch_size": (16,),
     "seq_length": (32,),
     "hidden_dropout": (0.1,),

@@ -176,9 +176,9 @@ MOE = {"router", "row_weights", "expert_fc1", "moe_act", "expert_fc2"}
     [
         ("core_attn", {"attn_scores"}),
         ("mlp", set()),
-        ("moe", MOE | {"shared_experts"}),
+        ("moe", MOE | {"shared_fc2", "shared_act"}),
         ("moe_act", {"expert_fc2"}),
-        ("shared_experts", {"shared_experts"}),
+        ("shared_experts", {"shared_fc2", "shared_act"}),
         ("routed_experts", {"moe_act", "expert_fc2"}),
         ("layernorm", {"qkv", "moe_input"}),
         ("mla_up_proj", {"core_attn"}),

@@ -13,6 +13,7 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.counts.parameters import shards_of
 from fivefold.counts.state import model_state
+from fivefold.errors import FivefoldError
 from fivefold.mesh.slices import local_tensor
 from fivefold.train.engine import Engine
 from fivefold.verify.batches import global_batch, microbatches, rows_of
@@ -25,7 +26,10 @@ HERE = {
     "optimizer_cpu_offload": False,
     "optimizer_offload_fraction": 1.0,
     "optimizer_offload_path": None,
+    "param_cpu_offload": False,
+    "param_offload_path": None,
 }
+OFF = {"strategy": "optim_grads_params", "param_cpu_offload": True}
 
 
 def _engine(settings: Config, rank: int, world: int) -> Engine:
@@ -43,7 +47,7 @@ def _state(engine: Engine) -> dict[str, Tensor]:
     """Weights that are updated, moments, and those with which the device computes."""
     kept = engine.optimizer.weights() | engine.optimizer.state_tensors()
     found = {name: piece.local.clone() for name, piece in kept.items()}
-    return found | {f"on device: {n}": local_tensor(p) for n, p in engine.parameters.items()}
+    return found | {f"to compute with: {n}": engine.weight(n) for n in engine.parameters}
 
 
 def _both_ways(rank: int, world: int, settings: Config) -> None:
@@ -57,6 +61,10 @@ def _both_ways(rank: int, world: int, settings: Config) -> None:
     assert plain.steps == away.steps == STEPS
     moved = [n for n in away.parameters if n in away.optimizer.host]
     assert moved and not any(away.parameters[name].grad is not None for name in moved)
+    if settings.memory.param_cpu_offload:
+        kept = [away.parameters[name].to_local().untyped_storage().nbytes() for name in moved]
+        assert not any(kept) and away.model.offloaded is not None
+        assert away.model.offloaded.unforeseen == 0
 
 
 ZERO1, ZERO2, ZERO3 = "optim", "optim_grads", "optim_grads_params"
@@ -102,6 +110,48 @@ CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
         MIXTURE,
         {"strategy": ZERO3, "ep": 2, "tp": 2, "optimizer_offload_fraction": 0.4},
     ),
+    "weights off the device, one rank": (1, MODELS["gpt"], OFF),
+    "weights off the device, replicas, fp64": (
+        4,
+        LLAMA,
+        OFF | {"replicas": 2, "precision": "fp64"},
+    ),
+    "weights off the device, tp, tied, recomputed": (
+        4,
+        MODELS["llama tied"],
+        OFF | {"tp": 2, "recompute_granularity": "full", "zero_quantized_weights": True},
+    ),
+    "weights off the device, experts, half": (
+        4,
+        MIXTURE,
+        OFF | {"ep": 2, "optimizer_offload_fraction": 0.4, "overlap_param_gather": False},
+    ),
+    "weights off the device, interleaved": (
+        4,
+        MODELS["gpt"],
+        OFF | {"pp": 2, "pipeline_model_parallel_layout": STAGES[2, 2], "micro_batch_size": 1},
+    ),
+    "weights off the device, whole stages, deferred": (
+        4,
+        MODELS["llama tied"],
+        OFF
+        | {
+            "pp": 2,
+            "pipeline_model_parallel_layout": STAGES[2, 2],
+            "pipeline_schedule": "zb_v",
+            "pipeline_max_unsharded_stages": 1,
+        },
+    ),
+    "weights off the device, two copies of the model": (
+        4,
+        MODELS["llama tied"],
+        OFF
+        | {
+            "pp": 2,
+            "pipeline_model_parallel_layout": STAGES[2, 1],
+            "pipeline_schedule": "dualpipe",
+        },
+    ),
 }
 
 
@@ -111,6 +161,8 @@ def test_every_layout_trains_to_the_same_bits(pool: Pool, case: str, tmp_path: P
     settings = config(model, ranks, **({"precision": "bf16"} | named(**values) | AWAY))
     on_disk = [*CASES].index(case) % 4 == 0  # every second of the gate's
     settings = settings.with_values(optimizer_offload_path=str(tmp_path) if on_disk else None)
+    if settings.memory.param_cpu_offload and [*CASES].index(case) % 4 < 2:
+        settings = settings.with_values(param_offload_path=str(tmp_path))
     pool.run(ranks, _both_ways, settings)
 
 
@@ -144,7 +196,8 @@ def test_a_refused_step_changes_no_bit_and_checkpoints_know_no_place(
     pool: Pool, tmp_path: Path
 ) -> None:
     values = named(strategy=ZERO3, precision="bf16", optimizer_offload_fraction=0.7, **AWAY)
-    values |= {"optimizer_offload_path": str(tmp_path / "away")}
+    values |= {"optimizer_offload_path": str(tmp_path / "away"), "param_cpu_offload": True}
+    values |= {"param_offload_path": str(tmp_path / "away")}
     # Two types in one file, of which the narrow one comes last.
     values |= {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
     pool.run(2, _refused_saved_and_loaded, config(MODELS["llama tied"], 2, **values), tmp_path)
@@ -157,7 +210,9 @@ def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
     shard, expert_shard = shards_of(layout, rank)
     at = layout.grid.coordinates(rank)
     state = model_state(layout, at["pp"], shard, expert_shard=expert_shard)
-    weights = sum(local_tensor(p).nbytes for p in engine.parameters.values())
+    away = engine.model.offloaded or ()
+    held = (local_tensor(p) for name, p in engine.parameters.items() if name not in away)
+    weights = sum(weight.nbytes for weight in held)
     moments = sum(piece.local.nbytes for piece in optimizer.device.state_tensors().values())
     host = sum(tensor.nbytes for tensor in optimizer.host.tensors())
     disk = optimizer.host.disk_bytes()
@@ -165,7 +220,15 @@ def _held(rank: int, world: int, settings: Config) -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("folder", [None, "away"])
-@pytest.mark.parametrize("case", ["replicated", "two copies of the model", *list(CASES)[-1:]])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "replicated",
+        "two copies of the model",
+        "experts on two meshes, half",
+        "weights off the device, experts, half",
+    ],
+)
 def test_bytes_here_and_on_the_host_are_what_the_formula_says(
     pool: Pool, tmp_path: Path, case: str, folder: str | None
 ) -> None:
@@ -173,7 +236,26 @@ def test_bytes_here_and_on_the_host_are_what_the_formula_says(
     settings = config(model, ranks, **({"precision": "bf16"} | named(**values) | AWAY))
     path = folder and str(tmp_path / folder)
     settings = settings.with_values(optimizer_offload_path=path)
+    if settings.memory.param_cpu_offload:
+        settings = settings.with_values(param_offload_path=path)
     for found in pool.run(ranks, _held, settings):
         measured, expected = found[:4], found[4:]
         assert measured == expected
         assert measured[2] and bool(measured[3]) == bool(folder)
+
+
+def _spoilt(rank: int, world: int, settings: Config) -> str:
+    engine = _engine(settings, rank, world)
+    _step(engine, 0)
+    engine.weight("layers.1.mlp.up_proj.weight").view(torch.int16)[3, 1] ^= 1  # in the file
+    with pytest.raises(FivefoldError) as caught:
+        _step(engine, 1)
+    return str(caught.value)
+
+
+def test_weights_that_come_back_from_a_disk_with_other_bytes_stop_the_run(
+    pool: Pool, tmp_path: Path
+) -> None:
+    values = named(**OFF, **AWAY, precision="bf16", param_offload_path=str(tmp_path))
+    (told,) = pool.run(1, _spoilt, config(LLAMA, 1, **values))
+    assert "the block of layers.1." in told and "another --param-offload-path" in told

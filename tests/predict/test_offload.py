@@ -15,7 +15,7 @@ from fivefold.layout import Layout
 from fivefold.predict.cluster import HOST_EFFICIENCY, Cluster, preset
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.step import predict
-from fivefold.predict.update import leaving_seconds, offload_seconds
+from fivefold.predict.update import bringing_seconds, leaving_seconds, offload_seconds
 from fivefold.search.request import request
 from fivefold.search.search import search
 from fivefold.tell.explain import shortfall
@@ -134,3 +134,53 @@ def test_nothing_fits_but_with_the_optimizer_on_the_host() -> None:
     (mistake,) = why_nothing(search(tight)).mistakes
     ways = [way for way in mistake.works if "--optimizer-offload-path" in way]
     assert ways and any(f"with {ways[0]}:" in why and "of disk" in why for why in mistake.why)
+
+
+WEIGHTS = ZERO3 | AWAY | {"param_cpu_offload": True}
+
+
+def test_weights_off_the_device_are_counted_where_they_lie_and_come_for_each_gather() -> None:
+    cluster = preset("H100")
+    on_disk = WEIGHTS | {"param_offload_path": "away"}
+    kept, away, there = (
+        peak_memory(layout(**way), cluster) for way in (ZERO3 | AWAY, WEIGHTS, on_disk)
+    )
+    shard = kept.worst.parts["weights"]
+    assert "weights" not in away.worst.parts and away.host == kept.host + shard
+    visiting = away.worst.parts["gathered weights"] - kept.worst.parts["gathered weights"]
+    assert visiting == 2 * (2 * 128256 * 4096 + 4096) / 8  # both ends, the largest block
+    assert there.host == kept.host + 2 * visiting and there.disk == shard
+    for microbatches in (1, 3):
+        before, after = (
+            host_traffic(layout(**way, global_batch_size=8 * microbatches), 0)
+            for way in (ZERO3 | AWAY, WEIGHTS)
+        )
+        assert after.brought == 2 * microbatches * shard and not before.brought
+        assert before.back - after.back == shard and before.out == after.out
+
+
+def test_weights_that_arrive_late_make_the_step_longer() -> None:
+    slow = replace(preset("H100"), host_bandwidth=1e9)
+    copy = 2e9 / 1e9
+    policy = engine_policy(layout(**WEIGHTS).config)
+    assert bringing_seconds(slow, policy, 1e9) == copy
+    assert bringing_seconds(replace(slow, disk_bandwidth=1e8), policy, 1e9) == copy
+    on_disk = replace(policy, away_on_disk=True)
+    assert bringing_seconds(replace(slow, disk_bandwidth=8e8), on_disk, 1e9) == 10 * copy
+    assert _on_host(slow, **WEIGHTS) > _on_host(slow, **ZERO3, **AWAY)
+    fast = replace(slow, host_bandwidth=1e15, host_memory_bandwidth=None)
+    assert _on_host(fast, **WEIGHTS) == pytest.approx(_on_host(fast, **ZERO3, **AWAY), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"data_parallel_sharding_strategy": "optim_grads", **AWAY}, "keeps all of them there"),
+        (ZERO3, "masters are on the device"),
+        (WEIGHTS | {"zero_hpz_partition_size": 4}, "a second copy"),
+        ({**ZERO3, **AWAY, "param_cpu_offload": False, "param_offload_path": "x"}, "offloaded"),
+    ],
+)
+def test_weights_that_cannot_leave_are_refused(values: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        layout(**({"param_cpu_offload": True} | values))

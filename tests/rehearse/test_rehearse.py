@@ -46,6 +46,15 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
         2,
         {"data_parallel_sharding_strategy": "optim_grads", "optimizer_cpu_offload": True},
     ),
+    "weights off the device": (
+        "debug-llama",
+        2,
+        {
+            "data_parallel_sharding_strategy": "optim_grads_params",
+            "optimizer_cpu_offload": True,
+            "param_cpu_offload": True,
+        },
+    ),
     "experts": (
         "debug-mixtral",
         4,

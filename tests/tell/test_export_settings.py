@@ -39,6 +39,7 @@ IN_OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "lr_wsd_decay_iters": "decay_ratio",
         "lr_wsd_decay_style": "decay_type",
         "min_lr": "min_lr_factor",
+        "param_cpu_offload": "enable_cpu_offload",
         **dict.fromkeys(SPLITS, "module_fqns_per_model_part"),
         "precision": "mixed_precision_param",
         "recompute_granularity": "full",  # a subcommand
@@ -52,6 +53,7 @@ IN_OTHER_WORDS: Mapping[str, Mapping[str, str]] = {
         "lr_warmup_init": "warmup_min_ratio",
         "min_lr": "cos_min_ratio",
         "optimizer_cpu_offload": "offload_optimizer",
+        "param_cpu_offload": "offload_param",
         "overlap_grad_reduce": "overlap_comm",
         "overlap_param_gather": "stage3_prefetch_bucket_size",
         "precision": "enabled",

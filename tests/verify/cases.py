@@ -172,7 +172,8 @@ def named(**values: Any) -> dict[str, Any]:
         "replicas": "num_distributed_optimizer_instances",
     }
     found = {short.get(key, key): value for key, value in values.items()}
-    return found | ({"sequence_parallel": True} if values.get("tp", 1) > 1 else {})
+    splits = {"sequence_parallel": True} if values.get("tp", 1) > 1 else {}
+    return splits | found
 
 
 def flags(

@@ -47,6 +47,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "llama",
         flags(tp=2, sequence=True, strategy="optim_grads_params") | ON_HOST,
     ),
+    "weights off the device, tied over stages": (
+        4,
+        "llama tied",
+        flags(pp=2, stages=STAGES[2, 1], strategy="optim_grads_params")
+        | ON_HOST
+        | {"param_cpu_offload": True},
+    ),
     "moments of bf16, ZeRO-1, tensor parallel, half on the host": (
         4,
         "llama tied",
@@ -186,7 +193,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "case",
     chosen(
         CASES,
-        "the optimizer on the host, ZeRO-3, tensor parallel",
+        "weights off the device, tied over stages",
         "key/value heads fewer than ranks",
         "every module, deferred weights",
         "moved and recomputed, tensor parallel, deferred weights",

@@ -127,6 +127,8 @@ def _sharding(said: Settings, parallel: ParallelConfig) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == 3:
             zero["offload_optimizer"]["ratio"] = said["optimizer_offload_fraction"]
+    if said["param_cpu_offload"]:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return zero
 
 
@@ -256,6 +258,10 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
             f"optimizer_offload_path = {path} was left out, and the optimizer goes to host memory: "
             "nvme_path there works with ZeRO stage 3 and where its async_io extension can be built"
         )
+    if (path := said["param_offload_path"]) is not None:
+        yield f"param_offload_path = {path} was left out likewise: weights go to host memory"
+    if said["param_cpu_offload"] and share < 1:
+        yield f"all weights go to the host, not those alone of optimizer_offload_fraction = {share}"
     if said["optimizer_cpu_offload"] and not sharding.splits_optimizer:
         yield "an optimizer on the host (optimizer_cpu_offload) needs ZeRO stage 1 or more"
     elif said["optimizer_cpu_offload"] and share < 1 and not sharding.splits_parameters:

@@ -85,6 +85,8 @@ def _training(said: Settings, layout: Layout) -> Iterator[str]:
     yield from flag("training.mixed_precision_param", kind)
     if grid.pp > 1 or grid.ep > 1:
         yield from flag("training.disable_cuda_graphs")
+    if said["param_cpu_offload"]:
+        yield from flag("training.enable_cpu_offload")
     yield from flag("debug.seed", said["seed"])
     yield from _switch("debug.deterministic", said["deterministic_mode"])
     if said["manual_gc_interval"]:  # it always collects garbage itself
@@ -285,7 +287,15 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
             "cross_entropy_loss_fusion belongs to the model's configuration there, whose loss goes "
             f"by 8 chunks of the tokens (cross_entropy_fusion_impl = {impl})"
         )
-    if said["optimizer_cpu_offload"]:
+    if said["param_cpu_offload"]:
+        said.mention("optimizer_cpu_offload")
+        share, paths = said["optimizer_offload_fraction"], ("optimizer", "param")
+        given = (f"{name} = {said[name]}" for name in (f"{each}_offload_path" for each in paths))
+        yield (
+            "parameters and gradients go to host memory together with the optimizer, all of them: "
+            f"optimizer_offload_fraction = {share}, {', '.join(given)} were left out"
+        )
+    elif said["optimizer_cpu_offload"]:
         share = said["optimizer_offload_fraction"]
         yield (
             "optimizer_cpu_offload was left out: training.enable_cpu_offload there moves "

@@ -1,0 +1,113 @@
+"""Shards of parameters that are on the device only while FSDP2 gathers them.
+
+FSDP2 can keep shards in host memory by itself (`CPUOffloadPolicy`), and then copies gradients there
+as well, and adds them up on the host. Here gradients go as they always do.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Mark = Any
+"""What tells that a copy has ended, as whoever copies makes it."""
+
+
+class AwayShards:
+    """The shards of a block, one parameter group of FSDP2, which lie elsewhere between gathers.
+
+    FSDP2 reads what it gathers from one tensor for each parameter. The memory of these is given
+    back; from the start of a gather until they are read, parts of another tensor take their place.
+
+    Args:
+        group: parameter group with memory that has not been written yet.
+        names: names of its parameters, in order.
+
+    Attributes:
+        names: names of its parameters, in order.
+        sizes: elements of each shard, padded to those of the first rank.
+        dtype: dtype of all of them.
+    """
+
+    def __init__(self, group: Any, names: Sequence[str]) -> None:
+        self._group, self.names = group, tuple(names)
+        self._empty = [held._sharded_param_data for held in group.fsdp_params]
+        self.sizes = [data.numel() for data in self._empty]
+        self.dtype: torch.dtype = self._empty[0].dtype
+        for data in self._empty:
+            data.untyped_storage().resize_(0)
+        group._reset_sharded_params = (
+            True  # or FSDP2 would read them once more before its first use
+        )
+        self._gather, self._finish = group.unshard, group.wait_for_unshard
+        group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
+        self._arrived: Mark = None
+
+    def keep_at(self, bring: Callable[[Tensor], Mark], wait: Callable[[Mark], None]) -> None:
+        """Tell where the shards are.
+
+        Args:
+            bring: starts copying all of them, one after the other, onto a tensor of the device.
+            wait: makes later work on the current stream wait for such a copy.
+        """
+        self._bring, self._wait = bring, wait
+
+    def _unshard(self, async_op: bool = False) -> None:
+        group = self._group
+        if group._all_gather_result is not None or group.is_unsharded:
+            return
+        here = torch.empty(sum(self.sizes), dtype=self.dtype, device=group.device)
+        self._arrived = self._bring(here)
+        self._put(here.split(self.sizes))
+        if group.mesh_info.mesh.size(-1) == 1:  # read when the gather ends
+            self._gather(async_op)
+            return
+        context = group.comm_ctx
+        stream, _ = context.get_all_gather_streams(async_op, group._training_state)
+        with context.device_handle.stream(stream):
+            self._wait(self._arrived)
+        self._gather(async_op)
+        if here.is_cuda:
+            here.record_stream(stream)
+        self._put(self._empty)
+
+    def _wait_for_unshard(self) -> None:
+        if self._group._all_gather_result is not None:
+            self._wait(self._arrived)
+        self._finish()
+        self._put(self._empty)
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        for held, tensor in zip(self._group.fsdp_params, tensors, strict=True):
+            held._sharded_param_data = tensor
+
+
+def give_memory(
+    stage: nn.Module,
+    device: torch.device,
+    groups: Mapping[nn.Module, Sequence[Any]],
+    away: Collection[str],
+) -> dict[nn.Module, AwayShards]:
+    """Give the parameters of a stage memory, with any values, block by block.
+
+    Args:
+        stage: stage on the meta device.
+        device: device of its parameters.
+        groups: FSDP2's parameter groups of each of its blocks: one, or none.
+        away: names of the parameters whose shards lie elsewhere and keep none, all of a block or
+            none.
+
+    Returns:
+        The blocks whose shards lie elsewhere.
+    """
+    names = {parameter: name for name, parameter in stage.named_parameters()}
+    named = {
+        m: [names[p.sharded_param] for g in of for p in g.fsdp_params] for m, of in groups.items()
+    }
+    found = {}
+    for module in reversed([*stage.modules()]):  # what a block consists of comes before it
+        module.to_empty(device=device, recurse=False)
+        if not {*away}.isdisjoint(named.get(module, ())):
+            found[module] = AwayShards(groups[module][0], named[module])
+    return found

@@ -1,0 +1,208 @@
+"""Weights that lie in host memory or in files, and visit the device for each gather.
+
+As in ZeRO-Infinity (Rajbhandari et al., SC 2021; DeepSpeed's `offload_param`): the device holds the
+weights of those blocks only that compute or are about to. Which blocks are read next is known from
+the program, so the host reads files ahead of it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fivefold.config.memory import WEIGHT_ROOMS
+from fivefold.data_parallel.away import AwayShards
+from fivefold.memory.host import HostLink, Mark
+from fivefold.memory.mapped import MappedTensors
+
+
+class OffloadedParameters:
+    """The weights of blocks that are not on the device, in the type in which it computes.
+
+    Args:
+        blocks: blocks of this rank, each gathered at once.
+        shapes: shapes of this rank's parts, by parameter name.
+        link: copies to the device, and counts their bytes.
+        folder: where weights lie in files; None: in host memory.
+
+    Attributes:
+        link: as above.
+        moving_seconds: seconds of reading, and of copies that the host itself makes.
+        waited_seconds: seconds for which the host waited for them.
+        unforeseen: gathers of blocks that were not the next ones in the program.
+
+    Raises:
+        FivefoldError: the folder cannot hold them, or (while training) gave back other bytes.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[AwayShards],
+        shapes: Mapping[str, torch.Size],
+        link: HostLink,
+        folder: Path | None = None,
+    ) -> None:
+        self.link = link
+        self.moving_seconds = self.waited_seconds = 0.0
+        self.unforeseen = 0
+        self._blocks = {block: _BlockWeights(block, shapes, link, folder) for block in blocks}
+        self._of = {name: held for held in self._blocks.values() for name in held.weights}
+        largest = max((held.nbytes for held in self._blocks.values()), default=0)
+        self._rooms = [
+            link.room(largest if folder is not None else 0, torch.uint8)
+            for _ in range(WEIGHT_ROOMS)
+        ]
+        self._marks: list[Mark] = [None] * WEIGHT_ROOMS
+        self._reader = ThreadPoolExecutor(1, "weights")
+        self._order: list[AwayShards] = []
+        self._at = self._turn = 0
+        self._ahead: deque[_Reading] = deque()
+        for block in blocks:
+            block.keep_at(partial(self._bring, block), link.wait)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._of
+
+    def __getitem__(self, name: str) -> Tensor:
+        """This rank's part of a weight, where it lies."""
+        return self._of[name].weights[name]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is in host memory: weights, or rooms for those that come from files."""
+        yield from self._rooms
+        yield from (held.flat for held in self._blocks.values() if held.mapped is None)
+
+    def disk_bytes(self) -> int:
+        """Bytes of weights in files."""
+        return sum(held.mapped.nbytes for held in self._blocks.values() if held.mapped)
+
+    @torch.no_grad()
+    def write(self, name: str, weight: Tensor) -> None:
+        """Replace this rank's part of a weight, cast to the type in which the device computes."""
+        self._drop()
+        self._of[name].write(name, weight)
+
+    def follow(self, order: Iterable[AwayShards]) -> None:
+        """Tell which blocks will be gathered, in order; the first are read from now on."""
+        self._drop()
+        self._order, self._at = list(order), 0
+        self._read_ahead()
+
+    def _bring(self, block: AwayShards, onto: Tensor) -> Mark:
+        """Start copying a block to the device."""
+        held = self._blocks[block]
+        if [block] != self._order[self._at : self._at + 1]:
+            self._turn_to(block)
+        self._at += 1
+        if held.mapped is None:
+            return self._copy(held.flat, onto)
+        reading, began = self._ahead.popleft(), time.perf_counter()
+        self.moving_seconds += reading.done.result()
+        self.waited_seconds += time.perf_counter() - began
+        room = self._rooms[reading.room][: held.nbytes].view(block.dtype)
+        mark = self._marks[reading.room] = self._copy(room, onto)
+        self._read_ahead()
+        return mark
+
+    def _copy(self, room: Tensor, onto: Tensor) -> Mark:
+        began = time.perf_counter()
+        mark = self.link.back(room, onto, visits=True)
+        if mark is None:  # it has ended
+            self.moving_seconds += (took := time.perf_counter() - began)
+            self.waited_seconds += took
+        return mark
+
+    def _turn_to(self, block: AwayShards) -> None:
+        """Go on from a block that was not expected yet, or not at all."""
+        self.unforeseen += 1
+        self._drop()
+        if block in self._order[self._at :]:
+            self._at = self._order.index(block, self._at)
+        else:
+            self._order.insert(self._at, block)
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        for block in self._order[self._at + len(self._ahead) : self._at + WEIGHT_ROOMS]:
+            if (held := self._blocks[block]).mapped is not None:
+                room, self._turn = self._turn, (self._turn + 1) % WEIGHT_ROOMS
+                done = self._reader.submit(self._read, held, room, self._marks[room])
+                self._ahead.append(_Reading(block, room, done))
+
+    def _read(self, held: "_BlockWeights", room: int, mark: Mark) -> float:
+        """Read a block into a room that has been copied from; seconds that it took."""
+        self.link.arrive(mark)
+        began = time.perf_counter()
+        held.read(self._rooms[room])
+        return time.perf_counter() - began
+
+    def _drop(self) -> None:
+        """Forget what was read ahead."""
+        for reading in self._ahead:
+            reading.done.cancel()
+        self._ahead.clear()
+
+
+class _BlockWeights:
+    """The weights of a block, one after the other, in host memory or in a file.
+
+    Attributes:
+        flat: all of them, with the padding of short shards.
+        weights: this rank's parts, by name.
+        mapped: the file; None: they are in memory.
+    """
+
+    def __init__(
+        self,
+        block: AwayShards,
+        shapes: Mapping[str, torch.Size],
+        link: HostLink,
+        folder: Path | None,
+    ) -> None:
+        name, numel = f"the block of {block.names[0]}", sum(block.sizes)
+        self.mapped: MappedTensors | None = None
+        if folder is None:
+            self.flat = link.room(numel, block.dtype).zero_()
+        else:
+            like = torch.empty(numel, dtype=block.dtype, device="meta")
+            self.mapped = MappedTensors({name: like}, folder, "param_offload_path", "weights")
+            self.flat = self.mapped.tensors[name]
+        parts = zip(block.names, self.flat.split(block.sizes), strict=True)
+        self.weights = {n: part[: shapes[n].numel()].view(shapes[n]) for n, part in parts}
+        self._unwritten = {*self.weights}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights."""
+        return self.flat.nbytes
+
+    def write(self, name: str, weight: Tensor) -> None:
+        """Replace a weight; when all are, the file's pages may leave memory."""
+        self.weights[name].copy_(weight)
+        self._unwritten.discard(name)
+        if not self._unwritten and self.mapped is not None:
+            self.mapped.seal()
+        self._unwritten = self._unwritten or {*self.weights}
+
+    def read(self, room: Tensor) -> None:
+        """Read the file into a room of bytes; its pages leave memory again."""
+        assert self.mapped is not None
+        self.mapped.fetch()
+        self.mapped.check()
+        room[: self.nbytes].copy_(self.flat.view(torch.uint8))
+        self.mapped.leave()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A block on its way into a room; `done` tells the seconds that it took."""
+
+    block: AwayShards
+    room: int
+    done: Future[float]

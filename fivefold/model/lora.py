@@ -1,0 +1,37 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021): beside a frozen W, a B A of small rank is trained.
+
+y = W x + s B A x. A and B are linear layers of their own, so that each is split, gathered and
+summed as any other: beside a column-parallel W, A is whole and B is column-parallel; beside a
+row-parallel one, A is row-parallel and B is whole. Names are those of PEFT.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.layers import LayerBlock, Linear
+
+LORA = ".lora_"
+"""Found in the names of all parameters of adapters, and in no others."""
+
+
+def add_adapters(module: nn.Module, model: ModelConfig) -> None:
+    """Give adapters to the linear layers that `model` names, if any, and freeze all else."""
+    if model.lora_rank is None:
+        return
+    for name, linear in [*_linears(module)]:
+        if model.adapts(name):
+            outputs, inputs = linear.weight.shape
+            linear.adapt(inputs, model.lora_rank, outputs, model.lora_scale)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(LORA in name)
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """The linear layers of attention and MLPs, by their names there."""
+    for block in module.modules():
+        if isinstance(block, LayerBlock):
+            for name, child in block.named_children():
+                if isinstance(child, Linear):
+                    yield name, child

@@ -1,0 +1,117 @@
+"""What adapters (LoRA) add to the operations of a layer; torch-free."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from fivefold.config.model import ModelConfig
+from fivefold.model.expert_operations import RouterLinear, SharedOut
+from fivefold.model.latent_operations import LatentUp
+from fivefold.model.operations import (
+    CoreAttention,
+    Kept,
+    Operation,
+    RowLinear,
+    Weight,
+)
+from fivefold.model.running import Running
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters(Operation):
+    """The adapters of the linear layers of one operation; each multiplies by A, then by B.
+
+    Attributes:
+        beside: that operation, as it is where its own weights are trained.
+        rank: features between A and B.
+        columns: its adapted linears that are column-parallel.
+        rows: those that are row-parallel.
+        wholes: those that every tensor-parallel rank holds whole.
+    """
+
+    beside: Operation = field(repr=False)
+    rank: int
+    columns: int
+    rows: int
+    wholes: int
+
+    def kept_inputs(self, running: Running) -> tuple[Kept, ...]:
+        """The input of the linears, which A reads, and the features between A and B."""
+        size = running.element_bytes * self.rank / running.token_parts
+        low = (size,) * (self.columns + self.rows + self.wholes)
+        return *self.beside.kept_inputs(running), Kept(self.name, low, self.rerun_by)
+
+    def deferred(self, running: Running) -> float:
+        """The input; gradients of a few features are negligible."""
+        return self.beside.deferred(running)
+
+    def tensor_features(self, *, sequence_parallel: bool) -> tuple[int, int]:
+        """Those of column-parallel linears of few features, or of row-parallel ones to as few."""
+        columns, rows = self.columns * self.rank, self.rows * self.rank
+        if sequence_parallel:
+            return columns + rows, 2 * columns + rows
+        return 2 * rows, 2 * columns
+
+
+def with_adapters(operations: Sequence[Operation], model: ModelConfig) -> Iterator[Operation]:
+    """The operations of a layer with frozen weights, and adapters before those that have some."""
+    for operation in operations:
+        adapted = [weight for weight in operation.multiplied if _is_adapted(weight, model)]
+        if adapted:
+            yield _adapters(operation, adapted, model)
+        if isinstance(operation, CoreAttention):
+            operation = replace(operation, shares_output=model.adapts("o_proj"))
+        if isinstance(operation, RouterLinear):
+            reads = model.adapts("gate_proj") or model.adapts("up_proj")
+            operation = replace(operation, adapted=reads)
+        yield replace(operation, weights=frozen(operation.weights, model))
+
+
+def frozen(weights: Sequence[Weight], model: ModelConfig) -> tuple[Weight, ...]:
+    """Weights other than those of adapters: trained only if there are none."""
+    trained = model.lora_rank is None
+    return tuple(replace(weight, trained=trained) for weight in weights)
+
+
+def _is_adapted(weight: Weight, model: ModelConfig) -> bool:
+    return model.adapts(weight.name.split(".")[-2]) and not weight.of_experts
+
+
+def _adapters(operation: Operation, adapted: Sequence[Weight], model: ModelConfig) -> Adapters:
+    assert model.lora_rank is not None
+    weights: list[Weight] = []
+    for weight in adapted:
+        name, (outputs, inputs) = weight.name.removesuffix(".weight"), weight.shape
+        before = 1 if weight.split == 1 else None
+        after = 0 if weight.split == 0 else None
+        shapes = (model.lora_rank, inputs), (outputs, model.lora_rank)
+        weights.append(Weight(f"{name}.lora_A.weight", shapes[0], before, multiplies=True))
+        weights.append(
+            Weight(f"{name}.lora_B.weight", shapes[1], after, weight.heads, multiplies=True)
+        )
+    splits = [weight.split for weight in adapted]
+    again = operation.rerun_by
+    if isinstance(operation, LatentUp):
+        operation = _reading(operation, adapted, model)
+    elif isinstance(operation, SharedOut):
+        again = "moe", "shared_experts"
+    elif isinstance(operation, RowLinear):  # the last of a recomputed block, but for its product
+        again += operation.remade_by
+    return Adapters(
+        f"{operation.name}_lora",
+        tuple(weights),
+        again,
+        beside=operation,
+        rank=model.lora_rank,
+        columns=splits.count(0),
+        rows=splits.count(1),
+        wholes=splits.count(None),
+    )
+
+
+def _reading(up: LatentUp, adapted: Sequence[Weight], model: ModelConfig) -> LatentUp:
+    """The up-projections with the latents alone that adapted ones read."""
+    keys = up.keys if model.adapts("kv_b_proj") else 0
+    queries = sum(w.shape[1] for w in adapted if not w.name.startswith("self_attn.kv_b_proj"))
+    if up.uncompressed and model.adapts("kv_a_proj"):
+        queries = 0  # they read the hidden state, which counts with the down-projection
+    return replace(up, latents=queries + keys, keys=keys)

@@ -1,0 +1,99 @@
+"""Adapters as PEFT has them: its logits are ours, alone and merged, and it reads what we write."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fivefold.checkpoint.checkpointer import Checkpointer
+from fivefold.config.config import Config
+from fivefold.config.lora_rules import linear_names
+from fivefold.config.model import ModelConfig
+from fivefold.config.sources import to_toml
+from fivefold.convert.hub import HubFolder
+from fivefold.convert.load import fill_from_hub, model_in
+from fivefold.errors import CheckpointError
+from fivefold.mesh.slices import piece_of
+from fivefold.model.lora import LORA
+from fivefold.model.transformer import Stage
+from fivefold.train.convert import keep_side_files, to_hub
+from fivefold.train.saved_state import SavedState
+from tests.config.oracle import LENGTH, InFp64, oracle_logits
+from tests.convert.test_huggingface import FAMILIES, written
+from tests.model.models import batch_of
+
+OF_MLP = "gate_proj", "up_proj", "down_proj"
+
+
+def _adapted(base: Path, **settings: Any) -> tuple[ModelConfig, Stage]:
+    """A Hugging Face folder's model with random adapters, in fp64."""
+    model = replace(model_in(HubFolder(base)), lora_rank=3, lora_alpha=5.0, **settings)
+    stage = Stage(model).double().eval()
+    tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+    frozen = {name: piece_of(tensor) for name, tensor in tensors.items() if LORA not in name}
+    fill_from_hub(base, model.base, frozen)
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        if LORA in name:
+            tensor.data.normal_(std=0.1, generator=generator)
+    return model, stage
+
+
+def _saved(model: ModelConfig, stage: Stage, base: Path, run: Path) -> Path:
+    """A run folder with these weights."""
+    tensors = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+    state = SavedState(0, {"consumed_samples": 0, "fingerprint": {}}, vars(model), LENGTH)
+    Checkpointer(run / "checkpoints").save(
+        0, {name: tensor.detach() for name, tensor in tensors.items()}, vars(state)
+    )
+    config = Config(model).with_values(seq_length=LENGTH, precision="fp64", load=str(base))
+    (run / "config.toml").write_text(to_toml(config))
+    keep_side_files(base, run)
+    return run
+
+
+def _logits(stage: Stage, model: ModelConfig) -> torch.Tensor:
+    with torch.no_grad():
+        return stage.logits(batch_of(model, [[LENGTH]]))[:, : model.vocab_size]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_merged_weights_have_our_logits(kind: str, tmp_path: Path) -> None:
+    theirs = written(kind, tmp_path / "base").eval()
+    model, stage = _adapted(tmp_path / "base", use_rslora=kind in FAMILIES[::3])
+    to_hub(_saved(model, stage, tmp_path / "base", tmp_path / "run"), tmp_path / "merged")
+    with InFp64():
+        merged = type(theirs).from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
+    merged.config._experts_implementation = "eager"
+    tokens, ours = batch_of(model, [[LENGTH]]).tokens, _logits(stage, model)
+    assert (ours - oracle_logits(theirs, tokens)).abs().max() > 1e-4
+    assert (oracle_logits(merged, tokens) - ours).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_peft_has_our_logits(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    theirs = written(kind, tmp_path / "base").eval()
+    base = model_in(HubFolder(tmp_path / "base"))
+    targets = tuple(n for n in linear_names(base) if base.num_experts is None or n not in OF_MLP)
+    rescaled = kind in FAMILIES[::3]
+    model, stage = _adapted(tmp_path / "base", use_rslora=rescaled, lora_target_modules=targets)
+    run = _saved(model, stage, tmp_path / "base", tmp_path / "run")
+    if kind in ("gpt2", "gpt_neox"):
+        with pytest.raises(CheckpointError, match="one linear layer"):
+            to_hub(run, tmp_path / "adapter", adapter=True)
+        return
+    to_hub(run, tmp_path / "adapter", adapter=True)
+    wrapped = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    tokens, ours = batch_of(model, [[LENGTH]]).tokens, _logits(stage, model)
+    assert (oracle_logits(wrapped, tokens) - ours).abs().max() < 1e-10
+
+
+def test_what_peft_would_take_for_other_layers_is_refused(tmp_path: Path) -> None:
+    written("deepseek_v3", tmp_path / "base")
+    run = _saved(*_adapted(tmp_path / "base"), tmp_path / "base", tmp_path / "run")
+    with pytest.raises(CheckpointError, match="gate_proj up_proj down_proj of a model with exp"):
+        to_hub(run, tmp_path / "adapter", adapter=True)
+    assert not (tmp_path / "adapter").exists()

@@ -1,0 +1,60 @@
+"""What a run of adapters starts from, and that it goes on in another layout as if undisturbed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fivefold.cli.main import main
+
+SPLIT = "--nproc 2 --tp 2 --sequence-parallel"
+SHARDED = "--nproc 2 --data-parallel-sharding-strategy optim_grads_params"
+COMMON = "--seq-length 16 --global-batch-size 4 --fp64 --lr 0.01 --lr-decay-style constant"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("adapters") / "base"
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4}
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=512, num_hidden_layers=2, num_key_value_heads=2, **sizes)
+    ).save_pretrained(folder)
+    return folder
+
+
+def train(base: Path, run: Path, *words: str, steps: int = 4) -> int:
+    fixed = f"train debug --model {base} {COMMON} --train-iters {steps} --save {run}"
+    return main([*fixed.split(), *" ".join(words).split()])
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()]
+
+
+@pytest.mark.slow
+def test_a_run_from_a_folder_goes_on_in_another_layout(base: Path, tmp_path: Path) -> None:
+    start = f"--load {base} --lora-rank 3"
+    assert train(base, tmp_path / "one", start, SPLIT) == 0
+    assert train(base, tmp_path / "two", start, SHARDED, steps=2) == 0
+    assert train(base, tmp_path / "two", start, SPLIT) == 0
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-12)
+    assert len(set(losses(tmp_path / "one"))) == 4
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_without_any_start_afresh(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert train(base, tmp_path / "first", f"--load {base}", steps=2) == 0
+    start = f"--load {tmp_path}/first --lora-rank 3"
+    assert train(base, tmp_path / "second", start) != 0
+    assert "without adapters" in (said := capfd.readouterr().err) and "--finetune" in said
+    assert train(base, tmp_path / "second", start, "--finetune", steps=1) == 0
+    assert train(base, tmp_path / "third", f"--load {tmp_path}/first --finetune", steps=1) == 0
+    assert losses(tmp_path / "second") == losses(tmp_path / "third")  # B is zero at first
+    assert train(base, tmp_path / "third", "--lora-rank 3", steps=4) != 0
+    assert "of a run without adapters" in capfd.readouterr().err
+    assert train(base, tmp_path / "second", steps=4) != 0
+    assert "lora_rank: was 3, is None" in capfd.readouterr().err

@@ -1,0 +1,115 @@
+"""Adapters beside frozen weights: every layout trains what one device trains."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fivefold.config.model import ModelConfig
+from tests.verify.cases import (
+    LATENT,
+    MIXTURE,
+    MODELS,
+    STAGES,
+    chosen,
+    config,
+    named,
+    verify_in_pool,
+)
+
+PAIR = {"pp": 2, "pipeline_model_parallel_layout": STAGES[2, 1]}
+TWO = ("v_proj", "gate_proj")
+MLP_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")}
+LINEAR_LOSS = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "linear"}
+
+# (ranks, model, settings, adapted layers)
+CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], tuple[str, ...]]] = {
+    "one rank": (1, MODELS["llama"], {}, TWO),
+    "few key/value heads": (4, MODELS["llama"], {"tp": 4}, TWO),
+    "whole tokens": (2, MODELS["llama"], {"tp": 2, "sequence_parallel": False}, TWO),
+    "tokens in parts": (2, MODELS["gpt"], {"tp": 2, "tp_comm_overlap": True}, ()),
+    "ZeRO-3, recomputed, tied": (
+        4,
+        MODELS["llama tied"],
+        {"tp": 2, "strategy": "optim_grads_params", "recompute_granularity": "full"},
+        (),
+    ),
+    "ZeRO-2 in bf16": (2, MODELS["gpt"], {"strategy": "optim_grads", "precision": "bf16"}, ()),
+    "HSDP, rings": (4, MODELS["llama"], {"cp": 2, "strategy": "optim", "replicas": 2}, ("o_proj",)),
+    "deferred": (
+        4,
+        MODELS["gpt"],
+        {"tp": 2, "pipeline_schedule": "zb_h1", **PAIR},
+        ("q_proj", "down_proj"),
+    ),
+    "two copies, tied": (
+        2,
+        MODELS["llama tied"],
+        {"pipeline_schedule": "dualpipe", **PAIR},
+        (),
+    ),
+    "embedding alone in its stage": (
+        2,
+        MODELS["llama"],
+        PAIR | {"pipeline_model_parallel_layout": "E|tttttL"},
+        (),
+    ),
+    "fused loss, tiles": (
+        2,
+        MODELS["llama"],
+        {"tp": 2, "tiled_mlp_num_shards": 3, **MLP_AGAIN, **LINEAR_LOSS},
+        ("gate_proj", "down_proj"),
+    ),
+    "activations on the host": (
+        2,
+        MODELS["llama"],
+        {
+            "tp": 2,
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("core_attn", "attn_proj", "mlp_norm"),
+            "min_offloaded_tensor_size": 1,
+        },
+        (),
+    ),
+    "latents": (4, LATENT, {"tp": 2, "strategy": "optim_grads_params"}, ()),
+    "latents, further token": (2, replace(LATENT, mtp_num_layers=1), {"tp": 2}, ("kv_b_proj",)),
+    "experts": (4, MIXTURE, {"tp": 2, "ep": 2, "strategy": "optim_grads_params"}, ()),
+    "experts in pairs": (
+        4,
+        replace(MIXTURE, num_layers=4, moe_layer_freq="1"),
+        {
+            "ep": 2,
+            "pp": 2,
+            "pipeline_model_parallel_layout": "Ett|ttL",
+            "pipeline_schedule": "combined_1f1b",
+            "overlap_moe_expert_parallel_comm": True,
+            "delay_wgrad_compute": True,
+        },
+        ("o_proj", "up_proj"),
+    ),
+    "slices": (
+        2,
+        MODELS["llama"],
+        {"pipeline_schedule": "sliced_1f1b", "num_sequence_slices": 2, **PAIR},
+        (),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    chosen(
+        CASES,
+        "few key/value heads",
+        "ZeRO-3, recomputed, tied",
+        "deferred",
+        "embedding alone in its stage",
+        "experts",
+    ),
+)
+def test_adapters_are_trained_as_on_one_device(case: str) -> None:
+    ranks, model, settings, targets = CASES[case]
+    adapted = replace(model, lora_rank=3, lora_target_modules=targets or ("all-linear",))
+    report = verify_in_pool(ranks, config(adapted, **named(**settings)))
+    assert report.passed, report.text()
