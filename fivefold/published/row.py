@@ -82,6 +82,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 """The range of the numbers in a column."""
 OUT_OF_MEMORY = "oom"  # given in place of the memory of a run that failed
 _CELL = re.compile(r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?\(.*\))?")
+_LINKS = re.compile(r"\b(\d{1,2}) ?x ?(\d{2,3}) ?gb(?:it|ps|it/s|/s)?\b")  # as in "4x100 Gbit/s"
 MOST_TOLD = 10  # most mistakes of a file that are reported
 
 
@@ -280,7 +281,8 @@ def _from_shape(row: PublishedRow, layers: int, hidden: int, heads: int) -> Mode
 def cluster_of(row: PublishedRow) -> Cluster:
     """The cluster of a row, by the planner's or the driver's name of the GPU, and its network.
 
-    The network is that which the row tells, or else the usual one of machines with this GPU.
+    The network is that which its column tells, or its note, by a node's links ("4x100 Gbit/s"), or
+    else the usual one of machines with this GPU.
 
     Raises:
         ConfigError: the GPU is not known.
@@ -294,7 +296,9 @@ def cluster_of(row: PublishedRow) -> Cluster:
             raise
         cluster = preset(gpu.name, row.whole("ngpu"))
     told = row.number("network")
-    if told is None:
+    if told is None and (links := _LINKS.search(row.text("note"))):
+        told = int(links[1]) * int(links[2]) / 8
+    if not told:
         return cluster
     link = replace(cluster.network_link, bandwidth=told * GB / cluster.gpus_per_node)
     return replace(cluster, network_link=link)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fivefold.check import check
 from fivefold.config.config import Config
@@ -39,7 +39,7 @@ def software_of(row: PublishedRow) -> Software:
     deepspeed = is_deepspeed(row)
     return Software(
         fused="eager" not in note.split() and framework.fused,
-        attention="scores" if row.is_old_megatron else framework.attention,
+        attention=_attention_of(row),
         gathers_to_recompute=deepspeed,
         gather_rate=10e9 / 0.42 if sharded else None,
         reduces_whole=deepspeed and _strategy(row).zero_stage in (1, 2),
@@ -57,6 +57,16 @@ def software_of(row: PublishedRow) -> Software:
         whole_graph=is_graphed(row),
         imbalance=1.2 if "dropless" in note else 1.0,
     )
+
+
+def _attention_of(row: PublishedRow) -> Literal["best", "flash2", "flash1", "scores"]:
+    """The attention kernel: as a note tells, or else that of the framework at the time."""
+    told = re.search(
+        r"\b(cudnn)|\b(?:flash[ -]?(?:attention|attn)?|fa)[ -]?([12])?\b", row.text("note")
+    )
+    if told:
+        return "best" if told[1] else "flash2" if told[2] == "2" else "flash1"
+    return "scores" if row.is_old_megatron else framework_of(row.source).attention
 
 
 def is_deepspeed(row: PublishedRow) -> bool:

@@ -179,6 +179,23 @@ def test_a_network_that_is_told_is_that_of_a_node():
     usual = cluster_of(row())
     assert cluster_of(told).network_link.bandwidth == pytest.approx(50e9 / 8)
     assert cluster_of(told).gpu == usual.gpu and usual.network_link.bandwidth == 50e9
+    assert cluster_of(row(note="EFA, 4x100 Gbit/s")) == cluster_of(told)
+    assert cluster_of(row(note="hsdp 4x16")) == usual
+
+
+@pytest.mark.parametrize(
+    ("note", "kernel"),
+    [
+        ("FlashAttention-2", "flash2"),
+        ("flash attn", "flash1"),
+        ("fa2, 2023", "flash2"),
+        ("with cuDNN", "best"),
+        ("a flashy name", "scores"),
+        ("", "scores"),
+    ],
+)
+def test_a_kernel_that_a_note_tells_is_not_that_of_the_time(note, kernel):
+    assert software_of(row(gpu="A100-80", prec="fp16", zero="0", note=note)).attention == kernel
 
 
 def test_experts_in_mxfp8_are_one_graph_since_the_release_that_says_so():
