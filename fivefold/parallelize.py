@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,13 +20,12 @@ from fivefold.expert.deepep import Kernels
 from fivefold.expert.install import install_experts
 from fivefold.layout import Layout
 from fivefold.memory.cross_entropy import install_cross_entropy
-from fivefold.memory.host import HostLink
 from fivefold.memory.offload import Host, install_offload
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.memory.recompute import install_recompute
 from fivefold.mesh.collectives import sum_in_buckets
 from fivefold.mesh.groups import Groups
-from fivefold.mesh.slices import Piece, local_tensor
+from fivefold.mesh.slices import Piece
 from fivefold.model.batch import Batch
 from fivefold.model.compiled import compile_layers
 from fivefold.model.eight_bit import eight_bit, install_eight_bit
@@ -57,6 +56,7 @@ class ParallelModel:
         executor: runs programs on the stages.
         on_host: names of the parameters whose masters and moments are in host memory.
         offloaded: weights that are on the device for their gathers only; None: all are there.
+        limited: entered while a program runs; what limits the memory of the device sets it.
     """
 
     layout: Layout
@@ -67,6 +67,7 @@ class ParallelModel:
     executor: Executor
     on_host: frozenset[str]
     offloaded: OffloadedParameters | None = None
+    limited: AbstractContextManager[object] = field(default_factory=nullcontext)
 
     def run(self, program: Program, batches: Sequence[Batch], scale: torch.Tensor) -> StepSums:
         """Run a program, as `Executor.run`; weights that are away are read ahead in its order."""
@@ -79,7 +80,8 @@ class ParallelModel:
                 if isinstance(sharded := self.gradients[stage], ShardedStage)
                 for block in sharded.away(backward=backward, further=further)
             )
-        return self.executor.run(program, batches, scale)
+        with self.limited:
+            return self.executor.run(program, batches, scale)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All of this rank's parameters by the name they have in the whole model."""
@@ -215,12 +217,9 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     if away:
         sharded = (each for each in gradients.values() if isinstance(each, ShardedStage))
         blocks = [block for each in sharded for block in each.away()]
-        named = (kept for stage in stages.values() for kept in stage.named_parameters())
-        shapes = {name: local_tensor(parameter).shape for name, parameter in named}
-        path = config.memory.param_offload_path
-        folder = None if path is None else Path(path)
-        offloaded = OffloadedParameters(blocks, shapes, HostLink(device), folder)
-        log.info("weights visit the device for their gathers, from %s", path or "host memory")
+        named = dict(kept for stage in stages.values() for kept in stage.named_parameters())
+        offloaded = OffloadedParameters(blocks, named, device, config.memory.param_offload_path)
+        log.info("weights visit the device for their gathers")
     if layout.fuses_accumulation:
         deferred.main_gradient = partial(_main_gradient, [*gradients.values()])
         log.info("weight gradients of a step are added up by the products that make them")

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_consistent, to_toml
 from fivefold.counts.derived import as_table, describe
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.layout import Layout
 from fivefold.pipeline.draw import draw
 from fivefold.pipeline.stages import stage_table
@@ -56,6 +57,11 @@ class Options:
     max_restarts: int = option(
         0, "times to start the ranks of --nproc again after a failure, from the last checkpoint"
     )
+    min_nproc: int | None = option(
+        None,
+        "fewest ranks of --nproc to go on with after a failure that restarts do not mend, in a "
+        "layout for them (default: all)",
+    )
     dry_run: bool = option(
         False, "show settings, mesh, stages and derived numbers, without starting anything"
     )
@@ -67,7 +73,9 @@ def run(argv: Sequence[str]) -> int:
     options, config = loaded.options, loaded.config
     world = ranks(options.nproc, dry_run=options.dry_run)
     plans, budget = options.layout == "auto", options.memory_budget
-    if not plans and budget is None and options.cluster is not None:
+    if options.min_nproc is not None:
+        _check_least(options.min_nproc, options.nproc, config.checkpoint.save)
+    elif not plans and budget is None and options.cluster is not None:
         what = f"--cluster {options.cluster} has no effect: its times are for a plan"
         works = ("--layout auto", "--memory-budget auto", "--cluster none")
         raise ConfigError(Mistake(what, works=works))
@@ -93,10 +101,35 @@ def run(argv: Sequence[str]) -> int:
 
     check_start(config)
     check_corpora(config)
+    from fivefold.cli.fewer_ranks import FewerRanks
     from fivefold.train.run import train
 
     name, again = recipe_name(options.recipe), options.max_restarts
-    return train(layout, name, options.nproc, options.device, max_restarts=again)
+    start = partial(train, name=name, asked=options.device, max_restarts=again)
+    if options.min_nproc is None:
+        return start(layout, nproc=options.nproc).status
+    by_flag = loaded.by_flag if plans else None
+    fewer = FewerRanks(config, by_flag, cluster, budget, options.min_nproc, start)
+    return fewer.run(layout).status
+
+
+def _check_least(least: int, nproc: int | None, save: str | None) -> None:
+    """Check that fewer ranks than --nproc can go on with the run.
+
+    Raises:
+        ConfigError: all that is wrong with --min-nproc.
+    """
+    mistakes = Mistakes()
+    if nproc is None:
+        what = f"--min-nproc {least} is for the ranks of --nproc; torchrun has --nnodes MIN:MAX"
+        mistakes.add(what, works=("--min-nproc none",))
+    elif not 1 <= least < nproc:
+        what = f"--min-nproc must be at least 1 and less than --nproc {nproc}, not {least}"
+        mistakes.add(what, works=("--min-nproc none",))
+    if save is None:
+        what = f"--min-nproc {least} needs --save: fewer ranks would begin another run"
+        mistakes.add(what, attempt="--save runs/NAME")
+    mistakes.raise_if_any()
 
 
 def _by_launcher(error: ConfigError) -> ConfigError:

@@ -7,6 +7,7 @@ from typing import Literal
 from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import option
 from fivefold.errors import Mistakes
+from fivefold.units import read_bytes
 
 RecomputeModule = Literal[
     "core_attn",
@@ -72,6 +73,11 @@ class MemoryConfig:
     cross_entropy_fusion_impl: Literal["native", "te", "linear"] = option(
         "native",
         "fuse the loss alone, or with the output layer (linear), which then keeps no logits",
+    )
+    device_memory_limit: str | None = option(
+        None,
+        "most bytes, such as 3GiB, that tensors of a step may take on each device; a run that "
+        "would need more stops and says what holds them",
     )
     optimizer_cpu_offload: bool = option(False, "keep and step optimizer state in host memory")
     optimizer_offload_fraction: float = option(1.0, "share of the optimizer state in host memory")
@@ -200,6 +206,12 @@ def check_memory(memory: MemoryConfig, model: ModelConfig, mistakes: Mistakes) -
     """Collect mistakes: modules that the model does not have, contradictory settings."""
     _check_named(memory, model, mistakes)
     _check_limit(memory, mistakes)
+    limit = memory.device_memory_limit
+    if limit is not None and read_bytes(limit) is None:
+        mistakes.add(
+            f"device_memory_limit = {limit!r} is no size",
+            works=["--device-memory-limit 70GiB", "--device-memory-limit none"],
+        )
     moves = memory.fine_grained_activation_offloading
     moved = memory.offload_modules if moves else ()
     tensors = memory.offload_tensors if moves else ()

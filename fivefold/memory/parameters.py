@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fivefold.config.memory import WEIGHT_ROOMS
 from fivefold.data_parallel.away import AwayShards
 from fivefold.memory.host import HostLink, Mark
 from fivefold.memory.mapped import MappedTensors
+from fivefold.mesh.slices import local_tensor
 
 
 class OffloadedParameters:
@@ -27,12 +28,12 @@ class OffloadedParameters:
 
     Args:
         blocks: blocks of this rank, each gathered at once.
-        shapes: shapes of this rank's parts, by parameter name.
-        link: copies to the device, and counts their bytes.
-        folder: where weights lie in files; None: in host memory.
+        parameters: their parameters by name, of which only the shapes count.
+        device: device of the stages.
+        path: folder where weights lie in files; None: they are in host memory.
 
     Attributes:
-        link: as above.
+        link: copies to the device, and counts their bytes.
         moving_seconds: seconds of reading, and of copies that the host itself makes.
         waited_seconds: seconds for which the host waited for them.
         unforeseen: gathers of blocks that were not the next ones in the program.
@@ -44,11 +45,13 @@ class OffloadedParameters:
     def __init__(
         self,
         blocks: Sequence[AwayShards],
-        shapes: Mapping[str, torch.Size],
-        link: HostLink,
-        folder: Path | None = None,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device,
+        path: str | None,
     ) -> None:
-        self.link = link
+        self.link = link = HostLink(device)
+        folder = None if path is None else Path(path)
+        shapes = {name: local_tensor(parameter).shape for name, parameter in parameters.items()}
         self.moving_seconds = self.waited_seconds = 0.0
         self.unforeseen = 0
         self._blocks = {block: _BlockWeights(block, shapes, link, folder) for block in blocks}

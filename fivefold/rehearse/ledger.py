@@ -1,105 +1,50 @@
 """Keeps account of a step: what is held, launched and read, and every message."""
 
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fivefold.audit.calls import Call, bytes_of, call_of
-from fivefold.audit.watch import Watch
+from fivefold.audit.holdings import Accounting, Holdings
 from fivefold.pipeline.ir import COMPUTE, Act
-from fivefold.rehearse.script import ACTIVATIONS, HOST, MESSAGES, WORKING, Issued
+from fivefold.rehearse.script import ACTIVATIONS, MESSAGES, WORKING, Issued
 
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
 
 
-class Holdings:
-    """Bytes of the storages that are alive, by category.
-
-    Attributes:
-        total: bytes held now.
-        peak: most bytes held at once.
-        at_peak: bytes of each category at that time.
-        peak_at: `where` at that time.
-        where: what is running.
-    """
+class StepHoldings(Holdings):
+    """Holdings of one step: what an operation makes is its working set, until the act has ended."""
 
     def __init__(self) -> None:
-        self.total = self.peak = 0
-        self.at_peak: dict[str, int] = {}
-        self.peak_at = self.where = ""
-        self._by_kind: defaultdict[str, int] = defaultdict(int)
-        self._alive: dict[int, tuple[int, str, weakref.ref[Any]]] = {}
+        super().__init__()
         self._unsettled: set[int] = set()
 
-    def know(self, tensor: Tensor) -> None:
+    def know(self, tensor: Tensor, kind: str = WORKING) -> None:
         """Count the storage of a tensor, if it is new, to the working set."""
-        if tensor.device.type == "meta":
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            return
-        gone = weakref.ref(storage, lambda _: self._forget(key))
-        self._alive[key] = (0, WORKING, gone)
-        self._unsettled.add(key)
-        self._resize(key, storage.nbytes())
-
-    def count_as(self, kind: str, tensors: Iterable[Tensor], *, only: str | None = None) -> None:
-        """Move what tensors hold to a category; `only`: from that category."""
-        for tensor in tensors:
-            self.know(tensor)
-            key = tensor.untyped_storage()._cdata
-            if key in self._alive and only in (None, self._alive[key][1]):
-                self._move(key, kind)
-
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Stop counting tensors in host memory, and forget the peak that they were part of."""
-        self.count_as(HOST, tensors)
-        for key, (_, kind, _) in [*self._alive.items()]:
-            if kind == HOST:
-                self._resize(key, 0)
-        self.peak, self.at_peak = self.total, dict(self._by_kind)
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Take note of a storage's new size."""
-        if storage._cdata in self._alive:
-            self._resize(storage._cdata, storage.nbytes())
+        if tensor.device.type != "meta" and not self.knows(tensor):
+            self._unsettled.add(tensor.untyped_storage()._cdata)
+            super().know(tensor, WORKING)
 
     def settle(self) -> None:
         """What is still held when an act has ended is kept: activations."""
         for key in list(self._unsettled):
             self._move(key, ACTIVATIONS)
 
-    def _resize(self, key: int, size: int) -> None:
-        before, kind, reference = self._alive[key]
-        self._alive[key] = (size, kind, reference)
-        self.total += size - before
-        self._by_kind[kind] += size - before
-        if self.total > self.peak:
-            self.peak, self.peak_at = self.total, self.where
-            self.at_peak = dict(self._by_kind)
-
     def _move(self, key: int, kind: str) -> None:
-        size, before, reference = self._alive[key]
-        self._alive[key] = (size, kind, reference)
+        super()._move(key, kind)
         if kind not in (WORKING, MESSAGES):
             self._unsettled.discard(key)
-        self._by_kind[before] -= size
-        self._by_kind[kind] += size
 
     def _forget(self, key: int) -> None:
-        self._resize(key, 0)
-        del self._alive[key]
+        super()._forget(key)
         self._unsettled.discard(key)
 
 
-class StepLedger(Watch):
+class StepLedger(Accounting):
     """Watches the operations of one rank, real or on shapes.
 
     Attributes:
@@ -112,31 +57,21 @@ class StepLedger(Watch):
 
     def __init__(self) -> None:
         super().__init__()
-        self.holdings = Holdings()
+        self.holdings: StepHoldings = StepHoldings()
         self.issued: list[Issued] = []
         self.operations = self.waits = 0
         self.account: Callable[[], None] = lambda: None
         self._acting = False
         self._views: dict[Any, bool] = {}
         self._reads = _HostReads(self)
-        self._resize = torch.UntypedStorage.resize_
 
-    def __enter__(self) -> "StepLedger":
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            done = self._resize(storage, size)
-            self.holdings.resized(storage)
-            return done
-
-        # No dispatch mode sees this method, by which FSDP2 gives memory back.
-        setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
+    def __enter__(self) -> Self:
         self._reads.__enter__()
-        super().__enter__()
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         self._reads.__exit__(*exception)
-        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010
 
     def begin(self) -> None:
         """Forget what was issued and launched so far, but not what is held."""

@@ -19,7 +19,7 @@ from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.model.routing import Router
-from fivefold.rehearse.ledger import Holdings, StepLedger
+from fivefold.rehearse.ledger import StepHoldings, StepLedger
 from fivefold.rehearse.script import GRADIENTS, OPTIMIZER, WEIGHTS, Script
 from fivefold.rehearse.shadow import Shadow
 from fivefold.rehearse.world import pretended_world
@@ -127,7 +127,7 @@ def limit_by_place(router: Router, experts_TK: Tensor, logits_TE: Tensor) -> Ten
     return router.within_capacity(experts_TK, equal_TE)
 
 
-def _account(holdings: Holdings, engine: Engine) -> None:
+def _account(holdings: StepHoldings, engine: Engine) -> None:
     """Tell which tensors are weights and gradients."""
     parameters = [p for stage in engine.model.stages.values() for p in stage.parameters()]
     parameters += engine.parameters.values()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 WORKING, MESSAGES, ACTIVATIONS = "working set", "messages", "activations"
-WEIGHTS, GRADIENTS, OPTIMIZER, HOST = "weights", "gradients", "optimizer", "host"
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 
 
 @dataclass(frozen=True, slots=True)

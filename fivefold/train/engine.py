@@ -26,6 +26,7 @@ from fivefold.optim.schedule import learning_rate
 from fivefold.parallelize import ParallelModel, parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
+from fivefold.train.device_limit import device_limit
 from fivefold.train.metrics import LayerRouting
 from fivefold.train.routers import Routers
 
@@ -139,6 +140,9 @@ class Engine:
         if initialises:
             self.model.initialise(self.optimizer.weights())
             self.optimizer.host.publish()
+        self.model.limited = device_limit(
+            layout.config.memory, device, self._weights(), self.optimizer
+        )
         self._routers = Routers(layout, self.model.stages)
         self._programs: dict[tuple[int, bool], Program] = {}
 

@@ -47,12 +47,14 @@ class End:
         place: the rank that failed first, with its coordinates; empty if none failed by itself.
         why: the first line of its failure.
         stopped: whether a signal asked the run to stop.
+        rank: that rank; None if none failed by itself.
     """
 
     status: int
     place: str = ""
     why: str = ""
     stopped: bool = False
+    rank: int | None = None
 
 
 def launch_local(
@@ -144,7 +146,8 @@ def _end(
 ) -> End:
     rank, failure = cause
     why = failure.cause.splitlines()[0]
-    return End(failure.status, place_name(rank, describe), why, stopped=stop.signum is not None)
+    stopped = stop.signum is not None
+    return End(failure.status, place_name(rank, describe), why, stopped=stopped, rank=rank)
 
 
 def _replace(

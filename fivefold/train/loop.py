@@ -299,7 +299,7 @@ class Trainer:
                 world_size=self.engine.layout.grid.world_size,
                 flops=float(per_token) * tokens,
                 peak_flops=device_peak(self.engine.device, training.precision),
-                memory_bytes=peak_memory(self.engine.device),
+                memory_bytes=peak_memory(self.engine.device, self.engine.model.limited),
                 data_wait_seconds=self.loader.data_wait_s,
                 extra=extra,
                 routing=result.routing,

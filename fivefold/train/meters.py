@@ -5,11 +5,15 @@ import sys
 
 import torch
 
+from fivefold.audit.holdings import DeviceLimit
 from fivefold.hardware import peak_flops
 
 
-def peak_memory(device: torch.device) -> int:
-    """Peak memory in bytes: of the allocator on a GPU, of the process on a CPU."""
+def peak_memory(device: torch.device, account: object = None) -> int:
+    """Peak memory in bytes: of the allocator on a GPU, on a CPU of the device's tensors by their
+    `account` if there is one, else of the process."""
+    if isinstance(account, DeviceLimit):
+        return account.holdings.peak
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     scale = 1 if sys.platform == "darwin" else 1024

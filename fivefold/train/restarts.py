@@ -141,8 +141,8 @@ class NextStart:
 
 def restarting(
     ranks: Callable[[Origin | None, str], End], origin: Origin | None, following: NextStart
-) -> int:
-    """Train on ranks that are started again after a failure; return the exit status.
+) -> End:
+    """Train on ranks that are started again after a failure; return how the last ones ended.
 
     Args:
         ranks: starts ranks from an origin, after a failure, and waits for their end.
@@ -157,7 +157,7 @@ def restarting(
         if again is None:
             break
         end = ranks(*again)
-    return 0 if following.finished else end.status
+    return End(0) if following.finished else end
 
 
 def check_restarts(most: int, launcher: str, save: str | None) -> None:

@@ -62,8 +62,8 @@ def train(
     asked: Asked = "auto",
     *,
     max_restarts: int = 0,
-) -> int:
-    """Run a recipe and return the exit status.
+) -> End:
+    """Run a recipe and return how it ended.
 
     Args:
         layout: layout for the number of ranks.
@@ -77,26 +77,27 @@ def train(
     check_restarts(max_restarts, env.launcher, config.checkpoint.save)
     if env.launcher != "single":
         save = config.checkpoint.save
-        return run_started(
+        status = run_started(
             lambda env: _train_as_launched(layout, name, env, asked),
             env,
             describe=layout.grid.name,
             errors_folder=None if save is None else RunFolder(Path(save)).errors,
         )
+        return End(status)
     chosen, threads, bindings = _choose(layout, env, nproc, asked)
     with leaving_in_order(), _claim(config, name) as lock:
         origin = _find_origin(config, lock)
         job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
         if is_finished(job.origin, config):
             print(_nothing_to_do(job))
-            return 0
+            return End(0)
         with lock.beating():
             job = replace(job, data=open_data(config, print))
         if nproc in (None, 1) and not max_restarts:
             torch.set_num_threads(threads.count)
             device = _join(job, env)
             try:
-                return run_rank(job, env, device)
+                return End(run_rank(job, env, device))
             finally:
                 dist.destroy_process_group()
 
@@ -105,7 +106,7 @@ def train(
 
 def _train_here(
     job: Job, nproc: int, max_restarts: int, find_origin: Callable[[], Origin | None]
-) -> int:
+) -> End:
     """Train on ranks that this process starts, also after failures."""
     folder, layout = RunFolder(job.path), job.layout
 
@@ -128,7 +129,7 @@ def _train_here(
             return (None if again is None else again.orders), told
 
         end = started(partial(keep_on, partial(_run_ordered, job)), revive=revive)
-        return 0 if following.finished else end.status
+        return End(0) if following.finished else end
 
     def ranks(origin: Origin | None, after: str) -> End:
         again = Again(origin, after)

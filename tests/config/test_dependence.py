@@ -87,6 +87,9 @@ EXEMPT = {
         ("check_for_spiky_loss", "bad_step_action"),
         Exempt("seen only where a step is bad: tests/train/test_bad_steps.py", NOWHERE),
     ),
+    "device_memory_limit": Exempt(
+        "seen only where more is held: tests/audit/test_holdings.py", NOWHERE
+    ),
     "numa_binding": Exempt("the same numbers: tests/train/test_numa.py", NOWHERE),
     "manual_gc": Exempt("the same numbers: tests/train/test_garbage.py", NOWHERE),
     "deterministic_mode": Exempt(
@@ -131,6 +134,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "optimizer_offload_fraction": (0.5,),
     "activation_offload_fraction": (0.5,),
     "optimizer_offload_path": ("/tmp",),
+    "device_memory_limit": ("1GiB",),
     "param_offload_path": ("/tmp",),
     "global_batch_size": (16,),
     "seq_length": (32,),

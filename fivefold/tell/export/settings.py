@@ -32,6 +32,7 @@ OWN = frozenset(
         "numa_binding",
         "watchdog_timeout_seconds",
         "pipeline_dx_first",
+        "device_memory_limit",
     }
 )
 """Settings of the run folder, of logging, of how ranks are started and watched, and of what is sent

@@ -1,0 +1,131 @@
+"""A device that is gone costs the run its ranks' share, not the run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+
+from benchmarks.peers import free_port
+from fivefold.cli.fewer_ranks import DEVICES, leave_out
+from fivefold.cli.main import main
+from fivefold.train.engine import DeviceResult, Engine
+from tests.train.test_run import cache, command, finished, losses, wait_for
+
+__all__ = ["cache", "finished"]  # fixtures
+
+
+@contextmanager
+def broken(*ranks: tuple[int, int], step: int) -> Iterator[None]:
+    """In this step of a run on so many ranks, one of them fails: (ranks, the one that does)."""
+    original = Engine.gradients
+
+    def gradients(engine: Engine, *args: Any, **settings: Any) -> DeviceResult:
+        here = engine.layout.grid.world_size, engine.groups.rank
+        if here in ranks and engine.steps == step:
+            raise OSError("the device is gone")
+        return original(engine, *args, **settings)
+
+    with patch.object(Engine, "gradients", gradients):
+        yield
+
+
+@pytest.mark.slow
+def test_the_planner_lays_out_the_ranks_that_are_left(
+    cache: Path, finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    split = ("--nproc", "3", "--pp", "3", "--pipeline-model-parallel-layout", "Et|tt|tL")
+    words = command(cache, tmp_path / "run", *split, "--max-restarts", "3", "--min-nproc", "2")
+    with broken((3, 1), step=4):
+        assert main([*words[3:], "--precision", "fp32"]) == 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert "restart 1 of 3 from the " in said
+    assert "not started again: it failed in the same way before" in said
+    assert "layout: " in said and "goes on with 2 ranks, without rank 1" in said
+    assert losses(tmp_path / "run") == pytest.approx(losses(finished), rel=1e-5)
+    starts = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert len(starts) == 3
+
+
+@pytest.mark.slow
+def test_a_layout_that_fits_fewer_ranks_stays(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = command(cache, tmp_path / "run", "--nproc", "3", "--global-batch-size", "12")
+    with broken((3, 0), (2, 0), step=4):
+        assert main([*words[3:], "--min-nproc", "1"]) == 1
+    said = " ".join(capfd.readouterr().err.split())
+    assert "goes on with 2 ranks, without rank 0" in said and "layout: " not in said
+    assert "goes on with 1" not in said  # the same failure after the same step is of the run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--min-nproc 2 --save runs/a", "is for the ranks of --nproc"),
+        ("--nproc 2 --min-nproc 2 --save runs/a", "less than --nproc 2, not 2"),
+        ("--nproc 2 --min-nproc 1", "needs --save"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(
+    words: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "debug", *words.split()]) == 2
+    assert message in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "left", "said"),
+    [
+        (None, 4, "0,1,3", " and GPU 2"),
+        ("4,5,6,7", 4, "4,5,7", " and GPU 6"),
+        ("GPU-a,GPU-b,GPU-c", 3, "GPU-a,GPU-b", " and GPU GPU-c"),
+        ("4,5", 2, "4,5", ""),
+        (None, 0, None, ""),
+    ],
+)
+def test_the_gpu_of_the_rank_is_left_out(
+    given: str | None, there: int, left: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(DEVICES, raising=False)
+    if given is not None:
+        monkeypatch.setenv(DEVICES, given)
+    ranks = 3 if given != "4,5,6,7" else 4
+    with patch("fivefold.cli.fewer_ranks.visible_gpus", return_value=there):
+        assert leave_out(2, max(ranks, 3)) == said
+    assert os.environ.get(DEVICES) == left
+
+
+@pytest.mark.exhaustive
+def test_torchrun_goes_on_with_the_hosts_that_are_left(cache: Path, tmp_path: Path) -> None:
+    """Two agents stand for hosts; one of them dies with its ranks, without a word."""
+    run, port = tmp_path / "run", free_port()
+    words = command(cache, run, "--layout", "auto", "--precision", "fp32", "--train-iters", "400")
+
+    def agent(first: bool) -> subprocess.Popen[bytes]:
+        how = f"is_host={int(first)},join_timeout=60,last_call_timeout=3"
+        elastic = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
+        elastic += ["--rdzv-backend", "c10d"]
+        elastic += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", how]
+        starts = [sys.executable, "-m", "torch.distributed.run", *elastic, *words[1:]]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(starts, env=env, cwd=tmp_path, stdout=(tmp_path / how).open("w"))
+
+    stays, goes = agent(first=True), agent(first=False)
+    wait_for(run / "checkpoints" / "latest", stays)
+    for process in (*psutil.Process(goes.pid).children(recursive=True), psutil.Process(goes.pid)):
+        process.kill()
+    goes.wait()
+    assert stays.wait(timeout=200) == 0
+    said = next(tmp_path.glob("is_host=1*")).read_text()
+    assert len(re.findall("^  world  +4 ", said, re.MULTILINE)) == 1
+    assert len(re.findall("^  world  +2 ", said, re.MULTILINE)) == 1
+    assert re.search(r"continues after step \d+", said) and "400/400" in said
