@@ -14,6 +14,8 @@ from fivefold.hardware import Gpu
 # Tiles that libraries choose from, (rows, columns, share of the full rate that they reach).
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.7), (64, 64, 0.5))
 _EXPONENTIAL = 32  # features of a head whose products take as long as a score's exponential
+_ALIGNED = 16  # bytes that tensor cores read at once
+_PADDED_HEAD = 32  # of whose multiples fused attention has kernels, as in FlashAttention's source
 _FILL = 2.8e-6  # seconds in which a tile's pipeline fills and drains, whatever the rate between
 ELEMENT = {"bf16": 2.0, "fp32": 4.0, "fp64": 8.0, "fp8": 1.0, "fp4": 0.5}
 RECIPE_RATE = {
@@ -126,8 +128,9 @@ def attention(
         flops: FLOPs of the forward; causal attention counts half.
         length: length of the queries that a kernel sees, in tokens.
         precision: precision of the operands: bf16, fp32 or fp64; bf16 in 8- and 4-bit training.
-        head: features of a head, the mean of queries' and values'.
+        head: features of a head, the mean of queries' and values'; smaller ones are padded.
     """
+    flops *= ceil(head / _PADDED_HEAD) * _PADDED_HEAD / head
     peak = gpu.peak.of(precision) * attention_share(length, head)
     forward = flops / (peak * gpu.attention_forward) + gpu.launch
     backward = 2.5 * flops / (peak * gpu.attention_backward) + 2 * gpu.launch
@@ -147,8 +150,10 @@ def score_matrices(
         precision: precision of the operands.
     """
     query, value = dims
-    scores = matmul(gpu, length, length, query, precision, batch)
-    mixed = matmul(gpu, length, value, length, precision, batch)
+    aligned = all(size * ELEMENT[precision] % _ALIGNED == 0 for size in dims)
+    kind = precision if aligned else "fp32"  # no tensor cores: the units of fp32 multiply
+    scores = matmul(gpu, length, length, query, kind, batch)
+    mixed = matmul(gpu, length, value, length, kind, batch)
     size = batch * float(length) ** 2
     forward = scores + mixed + elementwise(gpu, 9 * size, 2)
     backward = 2 * (scores + mixed) + elementwise(gpu, 11 * size, 2)

@@ -40,6 +40,7 @@ from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times
 
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
+ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a kernel of its own
 UNFUSED_TRAFFIC = 2.0  # bytes moved by unfused elementwise kernels, relative to a fused one
 
 
@@ -149,6 +150,8 @@ class OperationTimes:
             forward, dx, dw = forward / share, dx / share, dw / share
             forward += elementwise(gpu, cast * batch * tokens * k)
             dx += elementwise(gpu, cast * batch * tokens * n)
+        if self.software.accumulates_apart:
+            dw += elementwise(gpu, batch * n * k * ADDED)
         return Phases(forward, dx, dw)
 
     def _latent_up(self, op: LatentUp, weights: list[tuple[int, ...]]) -> Times:
@@ -370,7 +373,9 @@ class OperationTimes:
         column = self._column(lambda tokens: self._linear(weight, tokens, precision=precision))
         if self.model.lora_rank is not None:
             column = column.without_dw()
-        loss = self._elementwise((8 if fusion else 24) * logits, (6 if fusion else 10) * logits)
+        # The 34 bytes are those of kernels one by one, whatever else is fused.
+        moved = (8, 6) if fusion else (24, 10)
+        loss = Times(Phases(*(elementwise(self.gpu, size * logits) for size in moved)))
         once = self._norm() + column + loss
         if fusion and self.memory.cross_entropy_fusion_impl == "linear":
             once = once + Times(recompute=Phases(0.0, column.compute.forward))

@@ -36,12 +36,18 @@ class Software:
             recomputation, and for the backward: four passes of parameters and gradients over the
             network (ZeRO-Infinity, Rajbhandari et al., 2021, section 4); otherwise parameters
             gathered for the recomputation are kept for the backward.
+        reduces_whole: whether gradients of a sharded optimizer are summed on every rank, which
+            keeps its share: twice the bytes of a reduce-scatter (`allreduce_and_scatter` in
+            DeepSpeed's ZeRO-1 and ZeRO-2).
+        accumulates_apart: whether kernels of their own add a microbatch's weight gradients to those
+            of the step; otherwise the multiplications that compute them do.
         gather_rate: bytes/s at which parameters are gathered and gradients reduced, whatever the
             links; the gathers of the forward are then exposed. None: as the links allow.
         waits_for_hops: whether a stage is idle while a message travels to it.
         scatters_hops: whether tensor-parallel ranks that hold the same activations send a share
             each to the next pipeline rank's node, where the shares are gathered (Narayanan et al.,
             2021, section 4.1).
+        whole_graph: whether a step is one CUDA graph, so that the GPU never waits for the host.
         imbalance: tokens of the busiest rank's experts, relative to an even share.
     """
 
@@ -56,9 +62,12 @@ class Software:
     keeps_every_second: bool = False
     by_tensor: bool = False
     gathers_to_recompute: bool = False
+    reduces_whole: bool = False
+    accumulates_apart: bool = False
     gather_rate: float | None = None
     waits_for_hops: bool = False
     scatters_hops: bool = False
+    whole_graph: bool = False
     imbalance: float = 1.0
 
     def on(self, cluster: Cluster) -> Cluster:

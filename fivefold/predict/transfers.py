@@ -64,6 +64,8 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
             return all_reduce(cluster, each.group, sent)
         if rate:
             return sent / rate
+        if software.reduces_whole:
+            return all_reduce(cluster, each.group, sent)
         scattered = reduce_scatter(cluster, each.group, sent, in_pairs=in_pairs)
         if parallel.zero_quantized_gradients:
             scattered = reduction_seconds(cluster, each.group, each.stride, each.node, each.shapes)

@@ -18,6 +18,8 @@ class Framework:
         attention: attention kernel, as in `Software`.
         fused: whether elementwise operations are fused, as in `Software`.
         joins_linears: whether linear layers are joined, as in `Software`.
+        fused_loss: whether the loss is one kernel over the logits.
+        accumulates_apart: whether kernels of their own add gradients, as in `Software`.
         overlaps_backward_tp: whether tensor-parallel communication overlaps with the backward, as
             in `Software`.
         by_tensor: whether each parameter is handled separately, as in `Software`.
@@ -27,6 +29,8 @@ class Framework:
             parallel to the backward.
         overlaps_gather: whether parameters are gathered in parallel to the next forward.
         fp8_recipe: recipe if the row does not name one.
+        whole_graph: whether steps of models with experts in MXFP8 are one CUDA graph, which needs
+            buffers of a fixed size; their all-to-alls then overlap in pairs, where there are any.
         expert_settings: settings of models with experts, by field name.
         microbatch_a_rank: whether a step has one microbatch per pipeline rank by default.
         divide: function from configuration and number of stages to a layout string; None: even
@@ -40,12 +44,15 @@ class Framework:
     attention: Literal["best", "flash2", "flash1"] = "best"
     fused: bool = True
     joins_linears: bool = True
+    fused_loss: bool = False
+    accumulates_apart: bool = False
     overlaps_backward_tp: bool = True
     by_tensor: bool = False
     overlaps_tp: bool = False
     overlaps_shards: bool = True
     overlaps_gather: bool = True
     fp8_recipe: str = "tensorwise"
+    whole_graph: bool = False
     expert_settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     microbatch_a_rank: bool = False
     divide: Callable[[Config, int], str] | None = None

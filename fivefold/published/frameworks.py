@@ -10,7 +10,12 @@ from fivefold.published.torchtitan import TORCHTITAN
 MEGATRON = Framework("")
 
 FOUNDRY = Framework(
-    "foundry", attention="flash1", fused=False, fp8_recipe="delayed", whole_attention=True
+    "foundry",
+    attention="flash1",
+    fused=False,
+    fused_loss=True,  # FlashAttention's, by default
+    fp8_recipe="delayed",
+    whole_attention=True,
 )
 
 DEEPSEEK = Framework(
@@ -27,10 +32,15 @@ EARLY_NEMO = Framework(
     "nemo", attention="flash2", overlaps_tp=True, fp8_recipe="delayed", whole_attention=True
 )
 
+# Its recipes since June 2026 (perf_recipes, `cuda_graph_impl = "full_iteration"`), and before.
+GRAPHED_BRIDGE = Framework(
+    r"megatron-bridge.*\b(26\.(0[6-9]|1[0-2])|2[7-9]\.)", overlaps_tp=True, whole_graph=True
+)
 BRIDGE = Framework("megatron-bridge|readme h100", overlaps_tp=True)
 
-# Megatron's regression tests ask for kernels that are deterministic, as cuDNN's are not.
-REGRESSION_TESTS = Framework(" ci ", attention="flash2")
+# Megatron's regression tests ask for kernels that are deterministic, as cuDNN's are not, and for
+# no fused accumulation of gradients.
+REGRESSION_TESTS = Framework(" ci ", attention="flash2", accumulates_apart=True)
 
 FRAMEWORKS = (
     NANOTRON,
@@ -39,6 +49,7 @@ FRAMEWORKS = (
     DEEPSEEK,
     NEMO,
     EARLY_NEMO,
+    GRAPHED_BRIDGE,
     BRIDGE,
     REGRESSION_TESTS,
     MEGATRON,

@@ -20,7 +20,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.presets import PRESETS
 from fivefold.errors import ConfigError, DataError, did_you_mean
 from fivefold.files import read_text
-from fivefold.hardware import find_gpu
+from fivefold.hardware import GB, find_gpu
 from fivefold.model.shape import count_parameters
 from fivefold.predict.cluster import MAX_GPUS, Cluster, Range, preset
 
@@ -61,6 +61,8 @@ COLUMNS = [
     "flops_conv",
     "note",
 ]
+OPTIONAL = ("network",)
+"""Columns that a file may leave out, as if their cells were empty."""
 _COUNT = Range(1, 1e6, whole=True)
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
@@ -73,12 +75,14 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "mfu": Range(1e-3, 100),
         "tps_gpu": Range(1e-3, 1e9),
         "step_s": Range(1e-6, 1e7),
+        "network": Range(1e-3, 1e6),
         "mem": Range(1e-3, 1e15),
     }
 )
 """The range of the numbers in a column."""
 OUT_OF_MEMORY = "oom"  # given in place of the memory of a run that failed
 _CELL = re.compile(r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?: ?\(.*\))?")
+_LINKS = re.compile(r"\b(\d{1,2}) ?x ?(\d{2,3}) ?gb(?:it|ps|it/s|/s)?\b")  # as in "4x100 Gbit/s"
 MOST_TOLD = 10  # most mistakes of a file that are reported
 
 
@@ -91,7 +95,7 @@ class PublishedRow:
 
     def text(self, column: str) -> str:
         """The cell, in lower case."""
-        return self.cells[column].strip().lower()
+        return self.cells.get(column, "").strip().lower()
 
     def number(self, column: str) -> float | None:
         """The first number of a cell, or None."""
@@ -159,7 +163,7 @@ def _line(text: str) -> int:
 def _check_columns(path: Path, names: Sequence[str]) -> None:
     missing = [name for name in COLUMNS if name not in names]
     twice = [name for name, times in Counter(names).items() if times > 1]
-    others = [name for name in names if name not in COLUMNS]
+    others = [name for name in names if name not in (*COLUMNS, *OPTIONAL)]
     if missing:
         raise DataError(f"{path} has no column {', '.join(missing)}")
     if twice:
@@ -275,16 +279,26 @@ def _from_shape(row: PublishedRow, layers: int, hidden: int, heads: int) -> Mode
 
 
 def cluster_of(row: PublishedRow) -> Cluster:
-    """The cluster of a row, by the planner's or the driver's name of the GPU.
+    """The cluster of a row, by the planner's or the driver's name of the GPU, and its network.
+
+    The network is that which its column tells, or its note, by a node's links ("4x100 Gbit/s"), or
+    else the usual one of machines with this GPU.
 
     Raises:
         ConfigError: the GPU is not known.
     """
     name = row.cells["gpu"].strip()
     try:
-        return preset(name, row.whole("ngpu"))
+        cluster = preset(name, row.whole("ngpu"))
     except ConfigError:
         gpu = find_gpu(name)
         if gpu is None:
             raise
-        return preset(gpu.name, row.whole("ngpu"))
+        cluster = preset(gpu.name, row.whole("ngpu"))
+    told = row.number("network")
+    if told is None and (links := _LINKS.search(row.text("note"))):
+        told = int(links[1]) * int(links[2]) / 8
+    if not told:
+        return cluster
+    link = replace(cluster.network_link, bandwidth=told * GB / cluster.gpus_per_node)
+    return replace(cluster, network_link=link)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from fivefold.check import check
 from fivefold.config.config import Config
@@ -36,14 +36,14 @@ def software_of(row: PublishedRow) -> Software:
     # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
     # forward to gather 10 GB inside a machine with NVLink (its issue 1174).
     sharded = row.is_old_megatron and _strategy(row).splits_parameters
-    made_with = ("deepspeed", "mt-nlg", "bloom", "neox")
-    told = row.source.lower() + row.text("model")
-    deepspeed = sharded or any(word in told for word in made_with)
+    deepspeed = is_deepspeed(row)
     return Software(
         fused="eager" not in note.split() and framework.fused,
-        attention="scores" if row.is_old_megatron else framework.attention,
+        attention=_attention_of(row),
         gathers_to_recompute=deepspeed,
         gather_rate=10e9 / 0.42 if sharded else None,
+        reduces_whole=deepspeed and _strategy(row).zero_stage in (1, 2),
+        accumulates_apart=deepspeed or framework.accumulates_apart,
         waits_for_hops=deepspeed,
         scatters_hops=row.is_old_megatron and not deepspeed,
         overlaps_backward_tp=row.text("flops_conv") != "hfu96" and framework.overlaps_backward_tp,
@@ -54,8 +54,33 @@ def software_of(row: PublishedRow) -> Software:
         joins_linears=framework.joins_linears,
         keeps_every_second=row.text("recomp") == "selective-op",
         by_tensor=framework.by_tensor,
+        whole_graph=is_graphed(row),
         imbalance=1.2 if "dropless" in note else 1.0,
     )
+
+
+def _attention_of(row: PublishedRow) -> Literal["best", "flash2", "flash1", "scores"]:
+    """The attention kernel: as a note tells, or else that of the framework at the time."""
+    told = re.search(
+        r"\b(cudnn)|\b(?:flash[ -]?(?:attention|attn)?|fa)[ -]?([12])?\b", row.text("note")
+    )
+    if told:
+        return "best" if told[1] else "flash2" if told[2] == "2" else "flash1"
+    return "scores" if row.is_old_megatron else framework_of(row.source).attention
+
+
+def is_deepspeed(row: PublishedRow) -> bool:
+    """Whether DeepSpeed's engine ran it: its name or a trainer on it is told, or fp16 is sharded,
+    which no other trainer of the time did."""
+    told = " ".join([row.source.lower(), row.text("model"), row.text("note")])
+    if any(word in told for word in ("deepspeed", "mt-nlg", "bloom", "neox", "pythia")):
+        return True
+    return row.text("prec") == "fp16" and _strategy(row).splits_optimizer
+
+
+def is_graphed(row: PublishedRow) -> bool:
+    """Whether a step was one CUDA graph, by its framework's recipes for experts in MXFP8."""
+    return framework_of(row.source).whole_graph and "mx" in row.text("prec")
 
 
 def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
@@ -190,6 +215,7 @@ def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
     sharded = row.text("sp")
     sequence = tp > 1 and (sharded == "1" or (not sharded and not row.is_old_megatron))
     zero, strategy = row.text("zero"), _strategy(row)
+    waits = row.is_old_megatron or (is_deepspeed(row) and strategy.zero_stage == 1)
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -197,14 +223,18 @@ def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
         "sequence_parallel": sequence,
         "tp_comm_overlap": tp > 1 and ("async" in note or framework.overlaps_tp),
         "data_parallel_sharding_strategy": strategy.name,
-        "overlap_grad_reduce": not row.is_old_megatron
+        "cross_entropy_loss_fusion": framework.fused_loss,
+        "overlap_grad_reduce": not waits
         and (framework.overlaps_shards or strategy.zero_stage != 1),
-        "overlap_param_gather": not row.is_old_megatron and framework.overlaps_gather,
+        "overlap_param_gather": not waits and framework.overlaps_gather,
     }
     if model.num_experts:
         settings["expert_model_parallel_size"] = row.whole("ep") or 1
         across = settings["expert_model_parallel_size"] > cluster_of(row).gpus_per_node
-        settings["overlap_moe_expert_parallel_comm"] = "1f1b overlap" in note
+        pairs = "1f1b overlap" in note or (
+            is_graphed(row) and pp > 1 and row.text("recomp") != "full"
+        )
+        settings["overlap_moe_expert_parallel_comm"] = pairs
         settings |= framework.expert_settings
         # Whoever hides messages in pairs delays weight gradients, too.
         settings["delay_wgrad_compute"] = settings["overlap_moe_expert_parallel_comm"]
@@ -285,7 +315,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
     {
         "norm": "layernorm",
         "layernorm": "layernorm",
-        "act": "moe_act",
+        "act": "moe_act",  # of a dense model, see below
         "moe": "moe",
         "shared_expert": "shared_experts",
         "mlp": "mlp",
@@ -312,7 +342,9 @@ def _recompute(row: PublishedRow, model: ModelConfig) -> list[dict[str, Any]]:
     if unknown := [word for word in words if word not in _MODULES]:
         raise DataError(f"recomp: {unknown[0]!r} is none of {', '.join(_MODULES)}")
     if words:
-        return [_selective(*(_MODULES[word] for word in words))]
+        # A dense model's activation is run again within its MLP, of which no part has a name.
+        modules = _MODULES if model.num_experts else {**_MODULES, "act": "mlp"}
+        return [_selective(*(modules[word] for word in words))]
     light = _selective("layernorm", "moe_act" if model.num_experts else "mlp")
     return [{}, light, {"recompute_granularity": "full"}]
 

@@ -27,6 +27,7 @@ from fivefold.published.runs import (
 )
 
 Hardware = Callable[[PublishedRow], Cluster]
+TIE = 0.05  # difference below which two measured rates are as good: the noise of published runs
 MEMORY_DOUBT = 1.2  # a configuration that ran may be predicted to need so much of the memory
 
 
@@ -112,7 +113,7 @@ class Ranking:
     Attributes:
         source: name of the source.
         sweeps: number of sweeps, of at least three runs each.
-        pairs: number of pairs of runs in the same sweep.
+        pairs: number of pairs of runs in the same sweep that differ by more than `TIE`.
         tau: Kendall's tau over these pairs, for predicted and measured tokens per second and GPU.
         regret: largest share by which the planner's first run of a sweep is slower than the best.
     """
@@ -336,12 +337,14 @@ def ranking(source: str, sweeps: Sequence[Sequence[Scored]]) -> Ranking:
         _sign(a.predicted_rate - b.predicted_rate) * _sign(a.measured_rate - b.measured_rate)
         for rows in sweeps
         for a, b in combinations(rows, 2)
+        if abs(a.measured_rate - b.measured_rate) > TIE * max(a.measured_rate, b.measured_rate)
     ]
     regrets = []
     for rows in sweeps:
         chosen = max(rows, key=lambda row: row.predicted_rate)
         regrets.append(1 - chosen.measured_rate / max(row.measured_rate for row in rows))
-    return Ranking(source, len(sweeps), len(signs), fmean(signs), max(regrets))
+    tau = fmean(signs) if signs else 1.0
+    return Ranking(source, len(sweeps), len(signs), tau, max(regrets))
 
 
 def _sign(x: float) -> int:

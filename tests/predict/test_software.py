@@ -4,7 +4,7 @@ import pytest
 
 from fivefold.model.description import LayerKind
 from fivefold.predict.cluster import preset
-from fivefold.predict.compute import attention_share, matmul
+from fivefold.predict.compute import attention, attention_share, matmul, score_matrices
 from fivefold.predict.layer import LayerTimes
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict, stage_costs
@@ -76,3 +76,52 @@ def test_scattered_messages_are_shorter():
         predict(layout, H100, Software(scatters_hops=habit)).costs.hop for habit in (False, True)
     )
     assert scattered < whole
+
+
+def test_heads_that_tensor_cores_cannot_read_are_multiplied_without_them():
+    gpu = preset("A100-80").gpu
+
+    def seconds(head, kind="bf16"):
+        return score_matrices(gpu, 64, 2048, (head, head), kind).total / head
+
+    unread, read = seconds(150), seconds(152)
+    assert 3 < unread / read < 10 and seconds(148) > 3 * read
+    assert seconds(150, "fp32") == pytest.approx(seconds(152, "fp32"), rel=0.05)
+
+
+def test_fused_attention_pads_heads_to_those_of_its_kernels():
+    whole, padded = (attention(H100.gpu, 1e15 * head, 8192, head=head) for head in (96, 80))
+    rates = attention_share(8192, 96) / attention_share(8192, 80)
+    assert padded.forward / whole.forward == pytest.approx(rates, rel=1e-6)
+
+
+def test_sums_that_every_rank_takes_move_twice_the_bytes():
+    layout = planned("llama3-8b", 64, zero="optim", overlap_grad_reduce=False)
+
+    def exposed(software):
+        parts = {part.name: part.seconds for part in predict(layout, H100, software).parts}
+        return parts["DP communication"]
+
+    scattered, whole = exposed(Software()), exposed(Software(reduces_whole=True))
+    assert whole - scattered == pytest.approx(4 * 8.03e9 * 63 / 64 / 320e9, rel=0.1)
+
+
+def test_gradients_that_are_added_by_kernels_of_their_own_take_their_traffic():
+    layout = planned("llama3-8b", 8, mbs=1, gbs=16)
+    inside, apart = (
+        LayerTimes(layout, H100, Software(accumulates_apart=habit)).layer(LayerKind(), False)
+        for habit in (False, True)
+    )
+    weights = 4096 * (4096 * 2 + 1024 * 2 + 3 * 14336)
+    traffic = 8 * weights / (3350e9 * 0.85)
+    assert apart.compute.dw - inside.compute.dw == pytest.approx(traffic, rel=0.05)
+    assert apart.compute.forward == inside.compute.forward
+
+
+def test_no_layer_waits_for_the_host_in_one_graph():
+    layout = planned("qwen3-30b-a3b", 8, mbs=1, gbs=8, ep=8)
+    kind = LayerKind(experts=True)
+    graphed = LayerTimes(layout, H100, Software(whole_graph=True))
+    issued = LayerTimes(layout, H100, Software())
+    assert graphed.host(kind) == 0.0 < issued.host(kind)
+    assert graphed.layer(kind, False).total.forward < issued.layer(kind, False).total.forward

@@ -15,7 +15,7 @@ from fivefold.hardware import Gpu, Rates
 from fivefold.predict.cluster import Cluster, Link, load_cluster, preset, to_toml
 from fivefold.predict.memory import peak_memory
 from fivefold.predict.step import predict
-from fivefold.published.row import COLUMNS, RANGES, read_rows
+from fivefold.published.row import COLUMNS, OPTIONAL, RANGES, read_rows
 from fivefold.published.score import report
 from tests.mutations import mutations
 from tests.predict.layouts import planned
@@ -97,7 +97,8 @@ CELLS = {
 
 
 def table(*rows: dict[str, str]) -> str:
-    lines = [",".join(COLUMNS), *(",".join(row.get(c, "") for c in COLUMNS) for row in rows)]
+    names = [*COLUMNS, *(name for name in OPTIONAL if any(name in row for row in rows))]
+    lines = [",".join(names), *(",".join(row.get(c, "") for c in names) for row in rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,13 @@ import pytest
 from fivefold.errors import DataError
 from fivefold.model.shape import count_parameters
 from fivefold.published.row import COLUMNS, PublishedRow, cluster_of, model_of, read_rows
-from fivefold.published.runs import measured_bytes, measured_seconds, row_layouts, software_of
+from fivefold.published.runs import (
+    is_deepspeed,
+    measured_bytes,
+    measured_seconds,
+    row_layouts,
+    software_of,
+)
 
 GIVEN = {
     "src": "someone",
@@ -155,3 +161,58 @@ def test_files_without_the_columns_are_refused(tmp_path):
         read_rows(path)
     with pytest.raises(DataError, match="cannot read"):
         read_rows(tmp_path / "none.csv")
+
+
+def test_sharded_fp16_is_of_deepspeed_which_hides_nothing():
+    for told in ({"prec": "fp16", "gpu": "A100-80"}, {"model": "Pythia-12B"}, {"src": "NeoX 20B"}):
+        assert is_deepspeed(row(**told))
+    assert not is_deepspeed(row()) and not is_deepspeed(row(prec="fp16", zero="0"))
+    cells = {"prec": "fp16", "gpu": "A100-80", "ngpu": "128"}
+    software, layout = software_of(row(**cells)), only_layout(**cells)
+    assert software.reduces_whole and software.accumulates_apart
+    assert not layout.config.parallel.overlap_grad_reduce
+    assert not layout.config.parallel.overlap_param_gather
+
+
+def test_a_network_that_is_told_is_that_of_a_node():
+    told = PublishedRow(2, MappingProxyType({**row().cells, "network": "50"}))
+    usual = cluster_of(row())
+    assert cluster_of(told).network_link.bandwidth == pytest.approx(50e9 / 8)
+    assert cluster_of(told).gpu == usual.gpu and usual.network_link.bandwidth == 50e9
+    assert cluster_of(row(note="EFA, 4x100 Gbit/s")) == cluster_of(told)
+    assert cluster_of(row(note="hsdp 4x16")) == usual
+
+
+@pytest.mark.parametrize(
+    ("note", "kernel"),
+    [
+        ("FlashAttention-2", "flash2"),
+        ("flash attn", "flash1"),
+        ("fa2, 2023", "flash2"),
+        ("with cuDNN", "best"),
+        ("a flashy name", "scores"),
+        ("", "scores"),
+    ],
+)
+def test_a_kernel_that_a_note_tells_is_not_that_of_the_time(note, kernel):
+    assert software_of(row(gpu="A100-80", prec="fp16", zero="0", note=note)).attention == kernel
+
+
+def test_experts_in_mxfp8_are_one_graph_since_the_release_that_says_so():
+    def graphed(release, **cells):
+        moe = {"model": "Qwen3_30B_a3B", "prec": "MXFP8", "ep": "8", "tp": "1", "gpu": "GB200"}
+        moe["recomp"] = ""
+        one = row(src=f"Megatron-Bridge {release}", **(moe | cells))
+        return software_of(one).whole_graph, row_layouts(one)[0].layout.config.parallel
+
+    before, after = graphed("26.02"), graphed("26.06", pp="4")
+    assert not before[0] and after[0]
+    assert after[1].overlap_moe_expert_parallel_comm
+    assert not before[1].overlap_moe_expert_parallel_comm
+    assert not graphed("26.08", prec="bf16")[0]
+
+
+def test_a_dense_models_activation_is_run_again_with_its_mlp():
+    for model, module in (("LLAMA3.1_405B", "mlp"), ("Qwen3_235B_a22B", "moe_act")):
+        layout = only_layout(model=model, recomp="norm, act", tp="4", pp="2", ngpu="8")
+        assert set(layout.config.memory.recompute_modules) == {"layernorm", module}
