@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Continue prompts with the model of a run, on one device, whatever layout trained it."""
+    """Continue prompts with the model of a run, whatever layout trained it."""
 
     run: str = argument("run folder of `fivefold train`")
     prompt: str = argument("text to continue", "")
@@ -38,6 +39,9 @@ class Options:
     top_p: float = option(1.0, "least probability that the tokens to draw from have together")
     seed: int = option(0, "seed of the draws")
     device: Asked = option("auto", "where to compute")
+    tensor_model_parallel_size: int = option(
+        1, "ranks on this machine that split heads, MLPs and vocabulary, with their keys and values"
+    )
 
 
 def run(argv: Sequence[str]) -> int:
@@ -45,34 +49,48 @@ def run(argv: Sequence[str]) -> int:
     options = load_options(argv, Options)
     _check(options)
     prompts = _prompts(options)
-    from fivefold.train.sample import Sampler, Sampling
+    from fivefold.train.sample import Sampler, Sampling, sample_on_ranks
 
-    sampler = Sampler(Path(options.run), options.step, options.device)
     how = Sampling(
         options.max_tokens, options.temperature, options.top_k, options.top_p, options.seed
     )
-    if options.chat:
-        _converse(sampler, how)
-    elif len(prompts) == 1:
-        _show(prompts[0], (new for (new,) in sampler.write(prompts, how)))
-    else:
-        written = [""] * len(prompts)
-        for news in sampler.write(prompts, how):
-            written = [text + new for text, new in zip(written, news, strict=True)]
-        for number, (prompt, text) in enumerate(zip(prompts, written, strict=True), 1):
-            print(f"[{number}] {prompt}{text}")
+
+    def speak(sampler: "Sampler") -> None:
+        if options.chat:
+            _converse(sampler, how)
+        else:
+            _continue(sampler, how, prompts)
+
+    folder, ranks = Path(options.run), options.tensor_model_parallel_size
+    if ranks > 1:
+        return sample_on_ranks(folder, options.step, ranks, options.device, speak)
+    speak(Sampler.load(folder, options.step, options.device))
     return 0
 
 
-def _show(begin: str, news: Iterator[str]) -> str:
+def _continue(sampler: "Sampler", how: "Sampling", prompts: list[str]) -> None:
+    """Print one text while it is written, or several when all are."""
+    if len(prompts) == 1:
+        _show(sampler, prompts[0], (new for (new,) in sampler.write(prompts, how)))
+        return
+    written = [""] * len(prompts)
+    for news in sampler.write(prompts, how):
+        written = [text + new for text, new in zip(written, news, strict=True)]
+    for number, (prompt, text) in enumerate(zip(prompts, written, strict=True), 1):
+        if sampler.speaks:
+            print(f"[{number}] {prompt}{text}", flush=True)
+
+
+def _show(sampler: "Sampler", begin: str, news: Iterator[str]) -> str:
     """Print a text while it is written, and return what is new."""
-    sys.stdout.write(begin)
+    out = sys.stdout if sampler.speaks else StringIO()
+    out.write(begin)
     written = ""
     for new in news:
         written += new
-        sys.stdout.write(new)
-        sys.stdout.flush()
-    print(flush=True)
+        out.write(new)
+        out.flush()
+    print(file=out, flush=True)
     return written
 
 
@@ -87,7 +105,7 @@ def _converse(sampler: "Sampler", how: "Sampling") -> None:
         raise DataError(str(Mistake(what, (why,))))
     template = ChatTemplate.load(model)
     talk: list[Message] = []
-    for line in sys.stdin:
+    while line := sampler.agreed(sys.stdin.readline() if sampler.speaks else ""):
         talk.append({"role": "user", "content": line.rstrip("\n")})
         prompt, _ = template.render(talk, None, "the conversation", prompt=True)
         through, _ = template.render(
@@ -95,7 +113,7 @@ def _converse(sampler: "Sampler", how: "Sampling") -> None:
         )
         after = through.removeprefix(prompt + "x")  # what the template puts after an answer
         ends = sampler.tokenizer.encode_batch([after])[0].tolist()[:1] if after != through else []
-        answer = _show("", (new for (new,) in sampler.write([prompt], how, ends)))
+        answer = _show(sampler, "", (new for (new,) in sampler.write([prompt], how, ends)))
         talk.append({"role": "assistant", "content": answer})
 
 
@@ -117,6 +135,7 @@ def _check(options: Options) -> None:
         ("temperature", options.temperature, 0),
         ("top_k", options.top_k, 0),
         ("seed", options.seed, 0),
+        ("tensor_model_parallel_size", options.tensor_model_parallel_size, 1),
     ):
         if value < least:
             mistakes.add(f"--{name.replace('_', '-')} must be at least {least}, not {value:g}")

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.sequence_slices import GrowingSequence
 from fivefold.model.transformer import Stage
+from fivefold.tensor.linear import WholeRows
 
 
 class Decoder:
@@ -17,12 +19,20 @@ class Decoder:
     than the window, what each token sees moves on with it, and all of the window is computed anew.
 
     Args:
-        stage: a whole model.
+        stage: a whole model, or a tensor-parallel rank's part of it.
         rows: at least one token each.
         window: most tokens that the model is given.
+        group: tensor-parallel group, without sequence parallelism; None: one device.
     """
 
-    def __init__(self, stage: Stage, rows: Sequence[Sequence[int]], window: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        rows: Sequence[Sequence[int]],
+        window: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._whole = None if group is None else WholeRows(group, sequence_parallel=False)
         self._stage, self._window = stage.eval(), window
         self._rows = [list(row) for row in rows]
         self._device = next(stage.parameters()).device
@@ -47,6 +57,8 @@ class Decoder:
         (there,) = on_device([batch], self._device)
         logits_TV = self._stage.logits(there, self._cache)
         last_BV = logits_TV.unflatten(0, (len(self._rows), -1))[:, -1]
+        if self._whole is not None:
+            last_BV = self._whole(last_BV.contiguous())
         return last_BV[:, : self._stage.model.vocab_size]
 
     def _batch(self, length: int) -> Batch:

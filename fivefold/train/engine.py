@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.context.install import divide
-from fivefold.counts.parameters import ParameterRecord, tied_ranks
-from fivefold.counts.state import num_expert_shards
+from fivefold.counts.parameters import ParameterRecord
 from fivefold.data.packing import Microbatch
 from fivefold.layout import Layout
 from fivefold.mesh.collectives import all_reduce
-from fivefold.mesh.groups import Groups, build_groups
+from fivefold.mesh.groups import Groups
 from fivefold.mesh.slices import Piece, local_tensor
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.lora import LORA
@@ -27,6 +26,7 @@ from fivefold.parallelize import ParallelModel, parallelize
 from fivefold.pipeline.ir import Program
 from fivefold.pipeline.validate import validate
 from fivefold.train.device_limit import device_limit
+from fivefold.train.layout_groups import groups_of
 from fivefold.train.metrics import LayerRouting
 from fivefold.train.routers import Routers
 
@@ -122,18 +122,7 @@ class Engine:
         self, layout: Layout, rank: int, device: torch.device, *, initialises: bool = True
     ) -> None:
         self.layout, self.device = layout, device
-        sharded = layout.config.parallel.sharding.splits_optimizer
-        self.groups: Groups = build_groups(
-            layout.grid,
-            rank,
-            device.type,
-            sharded=sharded,
-            cp_sizes=layout.config.parallel.hierarchical_context_parallel_sizes,
-            tied_ranks=tied_ranks(layout),
-            mirrored=layout.num_copies > 1,
-            expert_shards=num_expert_shards(layout) if layout.config.model.num_experts else None,
-            nodes=layout.node_sizes,
-        )
+        self.groups: Groups = groups_of(layout, rank, device.type)
         self.model: ParallelModel = parallelize(layout, self.groups, device)
         self.parameters: dict[str, nn.Parameter] = self.model.parameters()
         self.optimizer = build_optimizer(self.model, device)

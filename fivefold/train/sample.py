@@ -1,24 +1,39 @@
-"""Generates text from a checkpoint of any layout, on one device."""
+"""Generates text from a checkpoint of any layout, on one device or tensor-parallel ones.
 
-from collections.abc import Collection, Iterator, Sequence
+Tensor-parallel ranks all run the same loop: each holds its heads, with their keys and values, and
+its entries of the vocabulary, whose logits are gathered; the first rank's tokens are all ranks'.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fivefold.check import check
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
 from fivefold.config.sources import read_config
 from fivefold.data.tokenizer import Tokenizer
-from fivefold.errors import CheckpointError
+from fivefold.errors import CheckpointError, ConfigError, Mistake
+from fivefold.layout import Layout
+from fivefold.mesh.groups import Groups
 from fivefold.model.transformer import Stage
+from fivefold.parallelize import parallelize
 from fivefold.train.decoder import Decoder
 from fivefold.train.devices import Asked, choose_device, visible_gpus
+from fivefold.train.launch import init_process_group, run_ranks
+from fivefold.train.layout_groups import groups_of
 from fivefold.train.origin import checkpoints_of
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.run_folder import TOKENIZER
 from fivefold.train.saved_state import read_state, same_model
+from fivefold.train.threads import choose_threads
+
+T = TypeVar("T")
 
 
 def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Tokenizer]:
@@ -27,17 +42,56 @@ def load_model(run: Path, step: int | None = None) -> tuple[Config, Stage, Token
     Raises:
         CheckpointError: the folder is not a run folder, or the checkpoint is missing or damaged.
     """
+    config = _config(run)
+    stage = Stage(config.model).eval()
+    _fill(stage, run, step, config)
+    return config, stage, Tokenizer.load(run / TOKENIZER)
+
+
+def sampling_layout(config: Config, ranks: int) -> Layout:
+    """The layout of a run's model over tensor-parallel ranks, as it samples.
+
+    Raises:
+        ConfigError: so many ranks cannot split it, or it has experts.
+    """
+    if config.model.num_experts is not None:
+        what = f"--tp {ranks}: a model with experts samples on one device"
+        raise ConfigError(Mistake(what, works=("--tp 1",)))
+    plain = Config(config.model, experts=config.experts)
+    names = "seq_length", "seed", "distributed_timeout_minutes"
+    kept = {name: getattr(config.training, name) for name in names}
+    split = {"tensor_model_parallel_size": ranks, "global_batch_size": 1, "micro_batch_size": 1}
+    return check(plain.with_values(**kept, **split, precision="fp32"), ranks)
+
+
+def load_part(
+    run: Path, step: int | None, layout: Layout, env: RankEnv, device: torch.device
+) -> tuple[Stage, Groups]:
+    """This rank's part of the model of a run, and the groups of its ranks; collective.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+    """
+    groups = groups_of(layout, env.rank, device.type)
+    (stage,) = parallelize(layout, groups, device).stages.values()
+    _fill(stage.eval(), run, step, layout.config)
+    return stage, groups
+
+
+def _config(run: Path) -> Config:
     if not (run / "config.toml").is_file():
         raise CheckpointError(f"{run} is not a run folder: it has no config.toml")
-    config = read_config(run / "config.toml")
+    return read_config(run / "config.toml")
+
+
+def _fill(stage: Stage, run: Path, step: int | None, config: Config) -> None:
+    """Load the weights of a checkpoint into a whole model, or a rank's part of it."""
     checkpoints = Checkpointer(checkpoints_of(run), step_flag="--step")
     state = read_state(checkpoints, step)
     same_model(state.model, config.model, checkpoints.folder)
-    stage = Stage(config.model).eval()
     tensors = {name: p.detach() for name, p in stage.named_parameters()}
     tensors |= dict(stage.named_buffers())
     checkpoints.load(state.step, tensors, skip=("optim.",))
-    return config, stage, Tokenizer.load(run / TOKENIZER)
 
 
 @dataclass(frozen=True)
@@ -78,22 +132,45 @@ class Sampler:
     """Writes texts with the model of a run.
 
     Args:
-        run: a run folder.
-        step: step of the checkpoint; the latest when None.
-        device: where to compute.
-
-    Attributes:
         config: settings of the run.
-        tokenizer: tokenizer of the run.
-
-    Raises:
-        CheckpointError: the folder is not a run folder, or the checkpoint is missing or damaged.
+        stage: its model, or a rank's part of it.
+        tokenizer: its tokenizer.
+        group: tensor-parallel group; None: one device.
     """
 
-    def __init__(self, run: Path, step: int | None = None, device: Asked = "auto") -> None:
+    def __init__(
+        self,
+        config: Config,
+        stage: Stage,
+        tokenizer: Tokenizer,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.config, self.tokenizer, self._stage, self._group = config, tokenizer, stage, group
+
+    @classmethod
+    def load(cls, run: Path, step: int | None = None, device: Asked = "auto") -> "Sampler":
+        """A sampler on one device, from a checkpoint of a run; the latest if `step` is None.
+
+        Raises:
+            CheckpointError: the folder is not a run folder, or the checkpoint is missing or
+                damaged.
+        """
         chosen = choose_device(device, RankEnv(), 1, visible_gpus())
-        self.config, stage, self.tokenizer = load_model(run, step)
-        self._stage = stage.to(chosen.kind)
+        config, stage, tokenizer = load_model(run, step)
+        return cls(config, stage.to(chosen.kind), tokenizer)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank, of those that write the same, is the one that shows it."""
+        return self._group is None or self._group.rank() == 0
+
+    def agreed(self, what: T) -> T:
+        """The first rank's, on every rank."""
+        if self._group is None:
+            return what
+        told = [what]
+        dist.broadcast_object_list(told, group=self._group, group_src=0)
+        return told[0]
 
     def write(
         self, prompts: Sequence[str], how: Sampling, ends: Collection[int] = ()
@@ -109,15 +186,40 @@ class Sampler:
         rows = [[eod, *encode([prompt])[0].tolist()] for prompt in prompts]
         model, training = self.config.model, self.config.training
         window = min(training.seq_length, model.max_position_embeddings)
-        decoder = Decoder(self._stage, rows, window)
+        decoder = Decoder(self._stage, rows, window, self._group)
         draws = [torch.Generator().manual_seed(how.seed + n) for n in range(len(rows))]
         texts = [_Text(self.tokenizer, {eod, *ends}) for _ in rows]
         for _ in range(how.max_tokens):
-            drawn = [how.draw(*each) for each in zip(decoder.logits().cpu(), draws, strict=True)]
+            logits_BV = decoder.logits().cpu()
+            own = [how.draw(*each) for each in zip(logits_BV, draws, strict=True)]
+            drawn = self.agreed(own)
             yield [text.add(token) for text, token in zip(texts, drawn, strict=True)]
             if all(text.ended for text in texts):
                 return
             decoder.add(drawn)
+
+
+def sample_on_ranks(
+    run: Path, step: int | None, ranks: int, asked: Asked, speak: Callable[[Sampler], None]
+) -> int:
+    """Have tensor-parallel ranks on this machine all do `speak`; returns the exit status.
+
+    Raises:
+        CheckpointError: the folder is not a run folder.
+        ConfigError: so many ranks cannot split the model, or there are too few GPUs.
+    """
+    config = _config(run)
+    layout, tokenizer = sampling_layout(config, ranks), Tokenizer.load(run / TOKENIZER)
+    device = choose_device(asked, RankEnv(), ranks, visible_gpus())
+    timeout = 60 * layout.config.training.distributed_timeout_minutes
+
+    def rank(env: RankEnv) -> None:
+        here = init_process_group(env, device.kind, shared=device.shared, timeout_seconds=timeout)
+        stage, groups = load_part(run, step, layout, env, here)
+        speak(Sampler(config, stage, tokenizer, groups.tp))
+
+    threads = choose_threads(layout, ranks, device.kind).count
+    return run_ranks(rank, ranks, describe=layout.grid.name, threads=threads).status
 
 
 class _Text:

@@ -1,6 +1,9 @@
 """Texts are written token by token at the cost of one, and as if each were alone."""
 
 import io
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fivefold.check import check
 from fivefold.cli.main import main
+from fivefold.config.model import ModelConfig
+from fivefold.mesh.slices import piece_of
 from fivefold.model.batch import Batch
+from fivefold.model.init import initialise
 from fivefold.model.transformer import Stage
+from fivefold.parallelize import parallelize
 from fivefold.train.decoder import Decoder
+from fivefold.train.layout_groups import groups_of
 from fivefold.train.sample import Sampling
-from tests.verify.cases import MODELS
+from tests.pool import run
+from tests.verify.cases import MODELS, chosen, config, named, shared_groups
 
 WINDOW = 11
 
@@ -51,6 +61,39 @@ def test_each_row_is_continued_as_if_alone(model: str, data: st.DataObject) -> N
         decoder.add(drawn)
         for row, token in zip(rows, drawn, strict=True):
             row.append(token)
+
+
+@shared_groups()
+def _on_a_rank(rank: int, world: int, model: ModelConfig, rows: list[list[int]]) -> float:
+    """Largest difference of a rank's logits from those of one device."""
+    layout = check(config(model, **named(tp=world, sequence_parallel=False)), world)
+    plain = Stage(model).double().eval()
+    initialise(plain, layout.config.training.seed)
+    groups = groups_of(layout, rank, "cpu")
+    parallel = parallelize(layout, groups, torch.device("cpu"))
+    parallel.initialise({name: piece_of(p) for name, p in parallel.parameters().items()})
+    (stage,) = parallel.stages.values()
+    decoder, worst = Decoder(stage, rows, WINDOW, groups.tp), 0.0
+    for step in range(4):
+        for row, logits in zip(rows, decoder.logits(), strict=True):
+            worst = max(worst, float((logits - whole(plain, row)).abs().max()))
+        drawn = [(7 * step + 5 * number) % model.vocab_size for number in range(len(rows))]
+        decoder.add(drawn)
+        for row, token in zip(rows, drawn, strict=True):
+            row.append(token)
+    return worst
+
+
+SPLIT = {name: model for name, model in MODELS.items() if model.num_experts is None}
+SPLIT["adapted"] = replace(MODELS["llama"], lora_rank=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", chosen(SPLIT, "llama", "sinks", "latent", "adapted"))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_continue_rows_as_one_device(name: str, ranks: int) -> None:
+    rows = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8], [9]]
+    assert max(run(ranks, _on_a_rank, SPLIT[name], rows)) < 1e-10
 
 
 def test_tokens_are_drawn_from_those_that_are_asked_for() -> None:
@@ -95,7 +138,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_prompts_are_continued_together_as_one_by_one(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["the number", "a", "the number 17 of"]
     (trained / "prompts.txt").write_text("\n".join(prompts))
@@ -103,13 +146,17 @@ def test_prompts_are_continued_together_as_one_by_one(
     alone = []
     for number, prompt in enumerate(prompts):
         assert main([*words, prompt, "--seed", str(5 + number), "--top-p", "0.9"]) == 0
-        alone.append(capsys.readouterr().out)
+        alone.append(capfd.readouterr().out)
     file = ("--prompts", str(trained / "prompts.txt"))
     assert main([*words, *file, "--seed", "5", "--top-p", "0.9"]) == 0
-    together = capsys.readouterr().out
+    together = capfd.readouterr().out
     assert together == "".join(f"[{n}] {text}" for n, text in enumerate(alone, 1))
+    assert main([*words, *file, "--seed", "5", "--top-p", "0.9", "--tp", "2"]) == 0
+    assert capfd.readouterr().out.endswith(together)
+    assert main([*words, "the", "--tp", "3"]) == 2
+    assert "tp" in capfd.readouterr().err
     assert main([*words, "the", "--num-samples", "2", "--temperature", "0"]) == 0
-    first, second = capsys.readouterr().out.split("[2] ")
+    first, second = capfd.readouterr().out.split("[2] ")
     assert first == f"[1] {second}"
 
 
@@ -124,6 +171,10 @@ def test_lines_are_answered_by_the_template(
     prompt = "<user>how many|<assistant>"
     assert main([*words, prompt]) == 0
     expected = capsys.readouterr().out.removeprefix(prompt)
+    ranks = [sys.executable, "-m", "fivefold", *words, "--chat", "--tp", "2"]
+    asked = {"input": "how many\nand now\n", "text": True, "capture_output": True}
+    said = subprocess.run(ranks, timeout=100, check=True, **asked)  # type: ignore[call-overload]
+    assert said.stdout.splitlines() == talk
     assert "|" not in talk[0] and (expected.split("|")[0].rstrip("\n")) == talk[0]
     assert main(["sample", str(trained / "own"), "--chat"]) == 2
     assert "a tokenizer of its own" in capsys.readouterr().err
