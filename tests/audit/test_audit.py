@@ -22,7 +22,7 @@ from fivefold.train.engine import Engine
 from fivefold.verify.report import describe
 from tests.audit.layouts import FAMILIES, microbatches_of, random_layouts
 from tests.pool import run
-from tests.verify.cases import shared_groups
+from tests.verify.cases import chosen, shared_groups
 
 FEW, MANY = 6, 50
 MEASURED_BY_HOST = ("at model/grouped.py", "at expert/transfer.py")
@@ -139,7 +139,17 @@ EIGHT_BIT: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EIGHT_BIT)
+@pytest.mark.parametrize(
+    "name",
+    chosen(
+        EIGHT_BIT,
+        "latents",
+        "sequence parallel",
+        "plain queries, gathered",
+        "recomputed in part",
+        "offloaded, ring",
+    ),
+)
 def test_8_bits_are_kept_and_sent_as_theory_says(name: str, tmp_path: Path) -> None:
     world, family, recipe, settings = EIGHT_BIT[name]
     model = SIZES | FAMILIES[family] | {"hidden_size": 32, "mtp_num_layers": 0}

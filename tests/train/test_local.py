@@ -31,7 +31,9 @@ def ranks(job: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["nproc", pytest.param("torchrun", marks=pytest.mark.exhaustive)]
+)
 def test_a_killed_rank_costs_the_steps_since_the_last_state(
     cache: Path, finished: Path, tmp_path: Path, launcher: str
 ) -> None:
