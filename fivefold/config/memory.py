@@ -94,6 +94,11 @@ class MemoryConfig:
     )
 
     @property
+    def makes_logits_again(self) -> bool:
+        """Whether the loss keeps no logits, so that its backward computes them once more."""
+        return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"
+
+    @property
     def remade_modules(self) -> tuple[str, ...]:
         """Modules that selective recomputation runs again; a2a_overlap_mlp stands for several."""
         if self.recompute_granularity != "selective":

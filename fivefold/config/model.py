@@ -212,6 +212,11 @@ class ModelConfig:
         )
 
     @property
+    def trains_all(self) -> bool:
+        """Whether all weights are trained, rather than adapters beside frozen ones."""
+        return self.lora_rank is None
+
+    @property
     def base(self) -> "ModelConfig":
         """The same model without adapters."""
         defaults: dict[str, Any] = {name: getattr(ModelConfig, name) for name in OF_ADAPTERS}

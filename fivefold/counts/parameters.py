@@ -93,11 +93,14 @@ def shards_of(layout: Layout, rank: int) -> tuple[int, int]:
 
 
 def tied_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Sets of pipeline ranks that hold copies of the embedding; only sets of several ranks.
+    """Sets of pipeline ranks that sum the gradients of their copies of the embedding; only sets of
+    several ranks.
 
     With two copies of the model, a rank and its mirror hold the same parameters; one of them is in
     the first set, the other in the second.
     """
+    if not layout.config.model.trains_all:  # the embedding is frozen
+        return ()
     last = layout.grid.pp - 1
     ranks = {layout.split.placement[stage] for stage in _stages_with_embedding(layout)}
     if layout.num_copies == 1:

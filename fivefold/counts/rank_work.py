@@ -5,7 +5,6 @@ from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 
-from fivefold.config.memory import MemoryConfig
 from fivefold.config.training import ELEMENT_BYTES
 from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.routed import StepRows
@@ -62,7 +61,7 @@ def kept_activations(
     if not (parts.layers or parts.mtp or parts.embedding or parts.head):  # passes on its input
         width = model.hidden_size * layout.states_into(stage) / running.token_parts
         saved.append(Saved(kept=running.element_bytes * width))
-    looks_up = (parts.embedding + parts.mtp) * (model.lora_rank is None)
+    looks_up = (parts.embedding + parts.mtp) * model.trains_all
     if layout.grid.tp == 1:  # the tokens themselves, which are the batch's
         saved.append(Saved(kept=-8.0 * looks_up))
     if parts.embedding:
@@ -117,7 +116,7 @@ def _copies(layout: Layout, layer: int, joined: bool) -> float:
     """
     model, parallel, grid = layout.config.model, layout.config.parallel, layout.grid
     kind = parallel.cp_comm_type[layer % len(parallel.cp_comm_type)]
-    read = model.lora_rank is None or model.adapts("o_proj")
+    read = model.trains_all or model.adapts("o_proj")
     output = model.attention_size / grid.tp * (read and not _is_moved(layout))
     if {"core_attn", "a2a_overlap_attn"} & {*layout.config.memory.remade_modules}:
         return 0.0
@@ -167,8 +166,7 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> 
         if parts.head:
             runs = 1 + model.mtp_num_layers
             once += runs * model.padded_vocab_size // grid.tp * model.hidden_size
-            trains = model.lora_rank is None
-            passes += (2 + trains + makes_logits_again(memory)) * once
+            passes += (2 + model.trains_all + memory.makes_logits_again) * once
         groups = memory.recomputed_groups(len(parts.layers))
         layers = [
             (parts.layers[place], again, again and place == group[-1])
@@ -187,11 +185,6 @@ def multiplications(layout: Layout, rank: int, rows: StepRows | None = None) -> 
                 total += products.of_one_expert(layer) * repeated
         total += (count * passes + recomputed[stage] * once) * tokens
     return 2 * total
-
-
-def makes_logits_again(memory: MemoryConfig) -> bool:
-    """Whether the loss keeps no logits, so that its backward computes them once more."""
-    return memory.cross_entropy_loss_fusion and memory.cross_entropy_fusion_impl == "linear"
 
 
 def _reached(
@@ -264,13 +257,12 @@ class _Products:
     def of_experts(self, layer: int, *, again: bool) -> float:
         """Products of a step per row of an expert."""
         again |= not {"moe", "routed_experts"}.isdisjoint(self._remade)
-        trains = self._model.lora_rank is None
-        return (2 + trains + again) * self.of_one_expert(layer)
+        return (2 + self._model.trains_all + again) * self.of_one_expert(layer)
 
     def _frozen(self, layer: int, sizes: Mapping[str, float]) -> float:
         """Elements of the weights among `sizes`, and of a prediction's, that have no dW."""
         model = self._model
-        if model.lora_rank is None:
+        if model.trains_all:
             return 0.0
         weights = layer_weights(model, layer)
         around = 2 * model.hidden_size**2 // self._layout.grid.tp

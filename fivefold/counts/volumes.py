@@ -9,7 +9,6 @@ from fivefold.counts.context import gathers_latents, seen_shares
 from fivefold.counts.expert_volumes import expert_flows
 from fivefold.counts.messages import Flow, context_volumes, wire_bytes
 from fivefold.counts.parameters import parameter_records, tied_ranks
-from fivefold.counts.rank_work import makes_logits_again
 from fivefold.counts.routed import StepRows
 from fivefold.counts.sharded import ShardedVolumes
 from fivefold.counts.state import held, held_of_experts, num_expert_shards, num_shards
@@ -107,13 +106,13 @@ class _Volumes:
             again = self._repeated(spec.layers) + self._repeated_further(spec.mtp)
             again = self.microbatches * again + twice * forward
             yield Flow("tp", "activations made again", again * feature)
-            trains = self.model.lora_rank is None  # a frozen embedding has no backward
+            trains = self.model.trains_all  # a frozen embedding has no backward
             once = 1 if sequence else 2
             embedding = (2 if trains else once) * self.microbatches + once * twice
             yield Flow("tp", "embedding", (spec.embedding + spec.mtp) * embedding * unit)
             if spec.head:
                 runs = 1 + self.model.mtp_num_layers
-                again = trains or makes_logits_again(self.layout.config.memory)
+                again = trains or self.layout.config.memory.makes_logits_again
                 often = (2 + again) * self.microbatches + twice  # the states, for dW or for logits
                 head = often if sequence else 2 * self.microbatches
                 yield Flow("tp", "output layer", runs * head * unit)
@@ -264,8 +263,8 @@ class _Volumes:
         copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
         yield Flow("pp" if pp == 2 else "mirror", "gradients of both copies of the model", copies)
         for ranks in tied_ranks(self.layout):
-            embedding = next((record for record in self.records if "tied" in record.sums), None)
-            if self.at["pp"] in ranks and embedding is not None:  # else it is frozen
+            if self.at["pp"] in ranks:
+                embedding = next(record for record in self.records if "tied" in record.sums)
                 size = held(embedding.shape, self.shards, self.shard) * self.master
                 tied = wire_bytes("all_reduce", size, len(ranks))
                 axis = "pp" if len(ranks) == pp else "tied"

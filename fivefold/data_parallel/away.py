@@ -37,9 +37,7 @@ class AwayShards:
         self.dtype: torch.dtype = self._empty[0].dtype
         for data in self._empty:
             data.untyped_storage().resize_(0)
-        group._reset_sharded_params = (
-            True  # or FSDP2 would read them once more before its first use
-        )
+        group._reset_sharded_params = True  # or FSDP2 would read them once more before its use
         self._gather, self._finish = group.unshard, group.wait_for_unshard
         group.unshard, group.wait_for_unshard = self._unshard, self._wait_for_unshard
         self._arrived: Mark = None

@@ -104,7 +104,7 @@ def kept_items(model: ModelConfig, layer: int, running: Running) -> list[Kept]:
 def embedding_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
     """Bytes per token that the input embedding keeps, unless it is frozen: token ids, and a dropout
     mask."""
-    if model.lora_rank is not None:
+    if not model.trains_all:
         return {}
     mask = model.hidden_size / running.token_parts if model.hidden_dropout else 0.0
     mask *= running.mask_bytes
@@ -124,7 +124,7 @@ def prediction_bytes(model: ModelConfig, parts: StageParts, running: Running) ->
     mask = running.mask_bytes * around * parts.mtp if model.hidden_dropout else 0.0
     states = 0 if parts.head else 1 + parts.mtp
     return {
-        "further_tokens": Saved(kept=8.0 * parts.mtp * (model.lora_rank is None)),
+        "further_tokens": Saved(kept=8.0 * parts.mtp * model.trains_all),
         "further_dropout": Saved(kept=mask),
         "states": Saved(kept=running.element_bytes * around * states),
     }
@@ -167,8 +167,7 @@ def loss_bytes(model: ModelConfig, running: Running) -> dict[str, Saved]:
                 (element + wide) * min(entries, DEFAULT_VOCAB_SPLIT) * share,
                 wide,
             )
-    recomputes = memory.cross_entropy_loss_fusion and memory.cross_entropy_fusion_impl == "linear"
-    read = model.lora_rank is None or recomputes  # for dW, or to make logits again
+    read = model.trains_all or memory.makes_logits_again
     return {
         "final_norm": Saved(kept=element * around),
         "output_layer": Saved(kept=runs * element * around * read),
@@ -201,7 +200,7 @@ def bookkeeping_bytes(
     if running.memory.recompute_granularity != "full":
         kept_whole += [model.num_layers] * parts.mtp
         # The norm of a frozen embedding has no backward.
-        size += (3 if model.lora_rank is None else 2) * norm * parts.mtp
+        size += (3 if model.trains_all else 2) * norm * parts.mtp
     for layer in kept_whole:
         for item in kept_items(model, layer, running):
             if not {*running.remade} & {*item.remade_by}:
@@ -216,7 +215,7 @@ def bookkeeping_bytes(
                 size += norm * operation.norms
     if model.position_embedding_type == "rope" and (parts.layers or parts.mtp):
         size += running.element_bytes * 1.5 * model.rotary_dim  # cos [R] and sin [R / 2]
-    if tp > 1 and model.lora_rank is None:
+    if tp > 1 and model.trains_all:
         size += parts.embedding + parts.mtp
     if has_final_norm(model, parts):
         size += norm

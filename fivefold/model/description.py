@@ -138,7 +138,7 @@ def describe(model: ModelConfig, kind: LayerKind) -> Layer:
     mlp = _experts(model) if kind.experts else _dense(model)
     around = (_prediction(model),) if kind.predicts else ()
     operations = *around, *_attention(model), *mlp
-    adapted = operations if model.lora_rank is None else (*with_adapters(operations, model),)
+    adapted = operations if model.trains_all else (*with_adapters(operations, model),)
     return Layer(kind, adapted)
 
 

@@ -68,8 +68,7 @@ def with_adapters(operations: Sequence[Operation], model: ModelConfig) -> Iterat
 
 def frozen(weights: Sequence[Weight], model: ModelConfig) -> tuple[Weight, ...]:
     """Weights other than those of adapters: trained only if there are none."""
-    trained = model.lora_rank is None
-    return tuple(replace(weight, trained=trained) for weight in weights)
+    return tuple(replace(weight, trained=model.trains_all) for weight in weights)
 
 
 def _is_adapted(weight: Weight, model: ModelConfig) -> bool:

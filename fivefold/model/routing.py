@@ -155,7 +155,7 @@ class Router(nn.Module):
         Args:
             counts_E: tokens per expert in the whole step, over all ranks.
         """
-        if self.expert_bias is not None and self.model.lora_rank is None:
+        if self.expert_bias is not None and self.model.trains_all:
             counts_E = counts_E.to(self.expert_bias.dtype)
             step = torch.sign(counts_E.mean() - counts_E)
             self.expert_bias.add_(step, alpha=self.settings.moe_router_bias_update_rate)

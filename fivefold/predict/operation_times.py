@@ -359,7 +359,7 @@ class OperationTimes:
             way = gather if self.parallel.sequence_parallel else all_reduce
             moved = way(self.cluster, self.tp, size)
         looked_up = self._elementwise(2 * size, 3 * size)
-        if self.model.lora_rank is not None:  # it is frozen
+        if not self.model.trains_all:
             looked_up = self._elementwise(2 * size, 0.0)
         return looked_up + Times(tp=Phases(moved, 0.0))
 
@@ -371,13 +371,13 @@ class OperationTimes:
         # 8-bit recipes leave the output layer alone.
         weight, precision = (entries, model.hidden_size), self.training.precision
         column = self._column(lambda tokens: self._linear(weight, tokens, precision=precision))
-        if self.model.lora_rank is not None:
+        if not self.model.trains_all:
             column = column.without_dw()
         # The 34 bytes are those of kernels one by one, whatever else is fused.
         moved = (8, 6) if fusion else (24, 10)
         loss = Times(Phases(*(elementwise(self.gpu, size * logits) for size in moved)))
         once = self._norm() + column + loss
-        if fusion and self.memory.cross_entropy_fusion_impl == "linear":
+        if self.memory.makes_logits_again:
             once = once + Times(recompute=Phases(0.0, column.compute.forward))
         return once * (1 + model.mtp_num_layers)
 

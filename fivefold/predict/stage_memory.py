@@ -161,8 +161,7 @@ def _backward_points(
     model, training = layout.config.model, layout.config.training
     tokens = training.micro_batch_size * training.seq_length / layout.grid.cp
     loss = total(loss_bytes(model, running)) if stage.head else Saved()
-    trains = model.lora_rank is None
-    vocabulary = trains * model.padded_vocab_size / layout.grid.tp * model.hidden_size
+    vocabulary = model.trains_all * model.padded_vocab_size / layout.grid.tp * model.hidden_size
     layers = _saved_by_layer(layout, stage, running)
     kept = tokens * sum(layer.kept for layer in layers)
     gone, remade = -tokens * loss.kept, tokens * _remade_at_once(layout, layers)

@@ -356,7 +356,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     asked = memory.recompute_modules if memory.recompute_granularity == "selective" else ()
     for module in (module for module in asked if module in _MODULES):
         yield f"recompute_modules {module} became {_MODULES[module]}: it has nothing nearer"
-    if memory.cross_entropy_fusion_impl == "linear" and memory.cross_entropy_loss_fusion:
+    if memory.makes_logits_again:
         yield (
             "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
             "alone, and keeps the logits"
