@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.pool import Pool
@@ -18,6 +19,9 @@ def pytest_sessionstart() -> None:
 
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads once, when torch first imports it
+
+settings.register_profile("any machine", settings(), deadline=None)  # time says nothing of a result
+settings.load_profile("any machine")
 
 LONG = (
     "tests/train/test_faults.py",

@@ -18,6 +18,7 @@ def pretended_world(rank: int, size: int, *, gpus: bool) -> Iterator[None]:
         size: number of ranks.
         gpus: whether groups take the paths of GPUs' collectives, or those of gloo.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if gpus and not hasattr(dist.Backend, REHEARSED_GPUS.upper()):
@@ -33,6 +34,10 @@ def pretended_world(rank: int, size: int, *, gpus: bool) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # What operations on DTensors give is kept by mesh, and meshes are equal whatever rank looks
+        # at them: the tensors of another rank, or of one forked from here, would have this one's
+        # place.
+        _clear_sharding_prop_cache()
 
 
 def _group(common: Any, options: Any) -> Any:

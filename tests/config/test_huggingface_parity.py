@@ -266,7 +266,7 @@ def test_logits_and_gradients_are_those_of_transformers(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_config_is_refused_by_name_or_read_as_transformers_reads_it(
     kind: str, data: st.DataObject
 ) -> None:

@@ -35,7 +35,7 @@ def in_pieces(path, text, size, whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CUT, *WHOLE])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=texts, size=st.integers(1, 60))
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(path, name, text, size):
     tokenizer = tokenizer_of(name)
@@ -48,7 +48,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(path, name, text, size):
     assert [i for ids in encoded for i in ids.tolist()] == whole.tolist()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=texts, cuts=st.lists(st.integers(0, 80), max_size=4))
 def test_a_border_is_one_wherever_the_text_around_it_ends(text, cuts):
     tokenizers = [tokenizer_of(name) for name in CUT]

@@ -112,7 +112,7 @@ turns = st.lists(words, min_size=1, max_size=3).flatmap(
 
 
 @pytest.mark.parametrize("name", ["chatml", "turns"])
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(said=turns, asks=st.booleans())
 def test_tokens_and_learnt_ones_are_those_of_transformers(cases, name, said, asks):
     """With the template's marks, and the same without them."""
@@ -300,7 +300,7 @@ def test_a_sample_holds_whole_conversations(config):
     assert prepared.train.packed.endswith(" conversations cut")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), room=st.integers(2, 7))
 def test_samples_take_conversations_in_order_and_pad(lengths, room):
     starts = np.cumsum([0, *lengths])

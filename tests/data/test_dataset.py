@@ -82,7 +82,7 @@ def test_a_microbatch_holds_the_samples_asked_for(make):
         assert batch.token_ids_BS[row].tolist() == counting(4 * index, 4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60),
     parts=st.lists(st.integers(0, 100), min_size=1, max_size=3).filter(any),
@@ -129,7 +129,7 @@ splits = st.lists(numbers, min_size=1, max_size=3).filter(lambda s: any(map(floa
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(split=splits, count=st.one_of(st.integers(1, 2000), st.integers(1, 2**31)))
 def test_splits_are_megatrons(split, count):
     text = ",".join(split)

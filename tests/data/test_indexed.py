@@ -57,7 +57,7 @@ def test_multimodal_modes_are_passed_over(prefix):
     assert IndexedTokens(prefix).document_starts.tolist() == [0, 4, 6]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     documents=st.lists(st.lists(st.integers(0, 127), max_size=9), min_size=1, max_size=9).filter(
         any

@@ -53,7 +53,7 @@ def assert_same(left, right):
         np.testing.assert_array_equal(array, right[name], err_msg=name)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     layout=st.sampled_from([(1, 1), (1, 12), (2, 3), (3, 2), (4, 3), (12, 1), (6, 1)]),
     step=st.integers(0, 9),
@@ -68,7 +68,7 @@ def test_the_global_batch_does_not_depend_on_the_layout(dataset, layout, step):
     assert_same(whole, [batch for batches in ranks for batch in batches])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(stop=st.integers(0, 8), prefetch=st.booleans())
 def test_resuming_anywhere_gives_the_batches_that_would_have_come(dataset, stop, prefetch):
     whole = loader(dataset)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fivefold.data.order import Blend, shuffled
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(size=st.integers(1, 300), key=st.tuples(st.integers(0, 2**40), st.integers(0, 9)))
 def test_a_shuffle_takes_everything_once(size, key):
     assert sorted(shuffled(i, size, key) for i in range(size)) == list(range(size))
@@ -44,7 +44,7 @@ weights = st.lists(st.integers(1, 50), min_size=1, max_size=6).map(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights=weights)
 def test_a_blend_keeps_its_proportions_everywhere(weights):
     blend = Blend(weights)

@@ -25,7 +25,7 @@ def slow_row(window, sample, packing):
     return rows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     windows=st.integers(1, 12).flatmap(
         lambda length: st.lists(

@@ -15,7 +15,7 @@ from tests.data.kinds import CUT, WHOLE, changed, definition_of, texts
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(text=st.text())
 def test_any_text_survives(tokenizer, text):
     (ids,) = tokenizer.encode_batch([text])
@@ -113,7 +113,7 @@ def stored(name, length, side, pad, template):
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "Metaspace, first", "Llama 2"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     text=texts,
     length=st.none() | st.integers(0, 6),
@@ -220,7 +220,7 @@ def test_every_kind_keeps_its_own_tokens(name):
     assert Tokenizer(definition, "it").encode_batch([text])[0].tolist() == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(max_size=40))
 def test_bytes_of_the_tokens_of_a_byte_level_tokenizer_are_those_of_the_text(tokenizer, text):
     (tokens,) = tokenizer.encode_batch([text])

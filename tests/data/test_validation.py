@@ -65,7 +65,7 @@ def test_every_named_set_that_is_too_small_is_told_and_what_is_offered_works(dat
         read(data(none=0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     weights=st.lists(st.sampled_from([None, 0.1, 0.7, 5]), min_size=3, max_size=3),

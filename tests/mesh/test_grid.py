@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fivefold.mesh.grid import ATTENTION_AXES, EXPERT_AXES, Grid
 
 DEGREE = st.sampled_from([1, 2, 3])
-QUICK = settings(max_examples=30, deadline=None)
+QUICK = settings(max_examples=30)
 MESHES = {"attention": ATTENTION_AXES, "expert": EXPERT_AXES}
 MESH = st.sampled_from(sorted(MESHES))
 

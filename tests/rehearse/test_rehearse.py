@@ -6,6 +6,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from fivefold.check import check
 from fivefold.config.config import Config
@@ -17,6 +20,7 @@ from fivefold.rehearse.report import make_report
 from fivefold.rehearse.roles import rehearsed_layout, roles
 from fivefold.rehearse.run import rehearse_rank, rehearse_ranks, watched_step
 from fivefold.rehearse.script import Issued, Script
+from fivefold.rehearse.world import pretended_world
 from tests.pool import run
 from tests.verify.cases import shared_groups
 
@@ -223,3 +227,13 @@ def test_what_is_made_again_is_told_by_identity() -> None:
     # Discarded are the outputs of two norms, and no queries, keys or values beside them.
     norms = 2 * 32 * config.model.hidden_size * 4
     assert 0 <= whole.peak - again.peak <= norms
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_not_where_another_was(rank: int) -> None:
+    """torch keeps what operations give by mesh, and a mesh equals that of another rank."""
+    for place in (1 - rank, rank):
+        with pretended_world(place, 2, gpus=False):
+            mesh = init_device_mesh("cpu", (2,))
+            part = DTensor.from_local(torch.ones(3, 5), mesh, [Shard(0)]).detach()
+            assert part.device_mesh.get_coordinate() == (place,)

@@ -117,7 +117,7 @@ NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.one_of(st.none(), st.booleans(), st.text(max_size=3), NUMBERS)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.sampled_from(NAMES), VALUES), max_size=8))
 @example([{"loss": 1.0, "grad_norm": 1.0, "seconds": 1.7e308}])
 def test_any_metrics_make_a_page(

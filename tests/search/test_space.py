@@ -27,7 +27,7 @@ def space_of(model: str) -> Space:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(place=st.floats(0, 1, exclude_max=True))
 def test_every_enumerated_layout_is_legal(model: str, place: float) -> None:
     space = space_of(model)

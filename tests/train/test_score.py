@@ -48,7 +48,7 @@ REQUESTS = st.lists(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["debug", "debug-mixtral"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(requests=REQUESTS, most=st.sampled_from([1, 20, 1000]))
 def test_together_requests_have_the_scores_that_each_has_alone(recipe, requests, most):
     """Few different tokens, so that inputs repeat and continuations share them."""
