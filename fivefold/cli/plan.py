@@ -17,12 +17,14 @@ from fivefold.config.sources import Loaded, load_with_origins
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.files import write_atomic
 from fivefold.hardware import GB
-from fivefold.predict.cluster import load_cluster
+from fivefold.predict.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:
+    from fivefold.learn.posterior import Posterior
     from fivefold.search.request import Request
     from fivefold.search.search import SearchResult
 
+USUAL_CLUSTER = "H100"
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -37,9 +39,19 @@ class Options:
     recipe: str | None = argument(
         "preset, recipe, hub name, or path of a config.json or .toml file", None
     )
-    cluster: str = option("H100", "kind of GPU, or path of a cluster's .toml file")
+    cluster: str | None = option(
+        None,
+        "kind of GPU, or path of a cluster's .toml file (default: H100, or with --from that of the "
+        "runs)",
+    )
     gpus: int | None = option(
-        None, "number of GPUs (default: that of the cluster's file, or one node)"
+        None, "number of GPUs (default: that of the cluster's file, one node, or the runs')"
+    )
+    from_runs: tuple[str, ...] = option(
+        (), "run folders from which to learn the machine's constants before planning"
+    )
+    learned: str | None = option(
+        None, "with --from, also write the machine as the runs show it to this .toml file"
     )
     host_memory: float | None = option(
         None, "GB of memory of a node's hosts (default: those of the cluster)"
@@ -79,9 +91,9 @@ def run(argv: Sequence[str]) -> int:
         return _calibrate(argv)
     if any(word.partition("=")[0] == "--score" for word in argv):
         return _score(argv)
-    loaded = load_with_origins(argv, Options, models=True)
+    loaded = load_with_origins(_with_model(argv), Options, models=True)
     options, tokens = loaded.options, _tokens(loaded.options.train_tokens)
-    asked = _request(loaded, tokens)
+    asked, known = _request(loaded, tokens)
     from fivefold.search.search import search
     from fivefold.tell.explain import changed
     from fivefold.tell.infeasible import why_nothing
@@ -103,10 +115,28 @@ def run(argv: Sequence[str]) -> int:
     elif options.json:
         from fivefold.tell.record import as_json
 
-        print(json.dumps(as_json(result, tokens, options.top), indent=2))
+        told = as_json(result, tokens, options.top)
+        if known is not None:
+            from fivefold.learn.tell import record
+
+            told["learned"] = record(known)
+        print(json.dumps(told, indent=2))
     else:
         print("\n".join(_report(result, options, tokens, other)))
+        if known is not None:
+            from fivefold.cli.from_runs import taught
+
+            print("\n".join(_section("what the runs say", taught(known, result))))
     return 0
+
+
+def _with_model(argv: Sequence[str]) -> Sequence[str]:
+    """The command line, with a run of --from for a recipe where it names none."""
+    if not any(word.partition("=")[0] in ("--from", "--from-runs") for word in argv):
+        return argv
+    from fivefold.cli.from_runs import with_model
+
+    return with_model(argv)
 
 
 def _score(argv: Sequence[str]) -> int:
@@ -144,8 +174,11 @@ def _tokens(text: str | None) -> float | None:
         return nan
 
 
-def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
-    """The request of the command line; raises all mistakes at once, before the search."""
+def _request(loaded: Loaded[Options], tokens: float | None) -> tuple["Request", "Posterior | None"]:
+    """The request of the command line, and what runs say of its machine, if any are given.
+
+    Raises all mistakes at once, before the search.
+    """
     from fivefold.config.model_rules import check_model
     from fivefold.config.values import check_values
     from fivefold.search.request import request
@@ -169,16 +202,30 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> "Request":
         mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
     if options.html is not None:
         _check_page(Path(options.html), mistakes)
-    cluster = None
+    if options.learned is not None and not options.from_runs:
+        mistakes.add(f"--learned {options.learned} needs runs", works=("--learned none",))
+    cluster = known = None
     with mistakes.collecting():
-        cluster = load_cluster(options.cluster, options.gpus)
+        cluster, known = _machine(options)
         if options.memory_budget is not None:
             cluster = cluster.within(budget_bytes(options.memory_budget))
     mistakes.raise_if_any()
     assert cluster is not None
     if room is not None:
         cluster = replace(cluster, host_memory_bytes=room * GB)
-    return request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
+    origins = {"by_flag": loaded.by_flag, "by_recipe": loaded.by_recipe}
+    return request(loaded.config, cluster, **origins), known
+
+
+def _machine(options: Options) -> tuple[Cluster, "Posterior | None"]:
+    """The machine to plan for, and what the given runs say of it."""
+    if not options.from_runs:
+        return load_cluster(options.cluster or USUAL_CLUSTER, options.gpus), None
+    from fivefold.cli.from_runs import machine
+
+    known = machine(options.from_runs, options.cluster, options.learned)
+    cluster, ranks = known.cluster, known.observations[-1].layout.grid.world_size
+    return replace(cluster, num_gpus=options.gpus or ranks), known
 
 
 def _check_page(path: Path, mistakes: Mistakes) -> None:

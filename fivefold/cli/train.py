@@ -9,6 +9,7 @@ from typing import Literal
 
 from fivefold.check import check
 from fivefold.cli.budget import BUDGET_HELP, within_budget
+from fivefold.cli.plan import USUAL_CLUSTER
 from fivefold.cli.style import note, paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
@@ -21,7 +22,6 @@ from fivefold.pipeline.stages import stage_table
 from fivefold.train.devices import Asked
 from fivefold.train.rank_env import read_rank_env
 
-USUAL_CLUSTER = "H100"  # by whose times a budget is kept, as in `plan`
 PICTURE_WIDTH = 160  # characters; wider pictures wrap and become useless
 PICTURE_ACTS = 64  # microbatches x stages; more make pictures too wide
 

@@ -27,6 +27,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "gbs": "global_batch_size",
         "layernorm_epsilon": "norm_epsilon",
         "preset": "model",
+        "from": "from_runs",
     }
 )
 

@@ -318,6 +318,13 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
     }
     | {field.name: _FLOPS for field in fields(Rates)}
 )
+
+
+def within_range(name: str, value: float) -> float:
+    """The value of a key nearest to this one that a file may have."""
+    return min(max(value, _RANGES[name].low), _RANGES[name].high)
+
+
 _SECTIONS: Mapping[str, type] = MappingProxyType(
     {"gpu": Gpu, "peak": Rates, "matmul": Rates, "node_link": Link, "network_link": Link}
 )

@@ -1,0 +1,69 @@
+"""`plan --from RUN...`: the machine as runs on it show it, and what they could gain."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fivefold.errors import ConfigError
+from fivefold.files import write_atomic
+from fivefold.learn.posterior import Posterior, learned
+from fivefold.learn.runs import machine_of, observed
+from fivefold.learn.tell import advice, constants_table, runs_table
+from fivefold.predict.cluster import load_cluster, to_toml
+from fivefold.search.search import SearchResult
+from fivefold.tell.report import prose
+
+
+def with_model(argv: Sequence[str]) -> list[str]:
+    """The command line, with the settings of the last run of --from where it names no recipe."""
+    words = [word.partition("=") for word in argv]
+    flags = [i for i, word in enumerate(words) if word[0] in ("--from", "--from-runs")]
+    if not flags or not argv[0].startswith("--"):
+        return list(argv)
+    at = flags[-1]
+    runs = [words[at][2]] if words[at][1] else []
+    for word in argv[at + 1 :]:
+        if runs[:1] == [words[at][2]] or word.startswith("--"):
+            break
+        runs.append(word)
+    return [str(Path(runs[-1], "config.toml")), *argv] if runs and runs[-1] else list(argv)
+
+
+def machine(runs: Sequence[str], cluster: str | None, file: str | None) -> Posterior:
+    """What runs say of a machine.
+
+    Args:
+        runs: run folders.
+        cluster: what is known beforehand: kind of GPU, or TOML file; None: that of the runs.
+        file: TOML file to write the machine to; None: none.
+
+    Raises:
+        DataError: a folder is none of a run, or has no times.
+        ConfigError: the machine is not known, or the file cannot be written.
+    """
+    found = [observed(Path(run)) for run in runs]
+    name = cluster or machine_of([story for _, story in found])
+    most = max(run.layout.grid.world_size for run, _ in found)
+    known = learned(load_cluster(name, most), [run for run, _ in found])
+    if file is not None:
+        learned_one = replace(known.cluster, name=f"{known.prior.name} by {len(found)} runs")
+        try:
+            write_atomic(Path(file), to_toml(learned_one))
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+    return known
+
+
+def taught(known: Posterior, result: SearchResult) -> Iterator[str]:
+    """What the runs say: how right the planner is, the constants, and what a run could gain."""
+    yield from runs_table(known)
+    yield ""
+    yield from constants_table(known)
+    same = result.request.config.model, result.request.world
+    training = result.request.config.training
+    sizes = training.seq_length, training.global_batch_size
+    for run in known.observations:
+        theirs = run.layout.config.training
+        is_asked = (run.layout.config.model, run.layout.grid.world_size) == same
+        if is_asked and (theirs.seq_length, theirs.global_batch_size) == sizes:
+            yield from prose([advice(known, run, result.best.layout)])

@@ -1,0 +1,1 @@
+"""Learns a machine's constants from runs on it, and which layouts are worth trying next."""

@@ -1,0 +1,82 @@
+"""The step times that finished runs have measured."""
+
+from collections.abc import Sequence
+from math import log, sqrt
+from pathlib import Path
+from statistics import median, stdev
+
+from fivefold.check import check
+from fivefold.errors import ConfigError, DataError, Mistake
+from fivefold.hardware import find_gpu
+from fivefold.learn.posterior import Observation
+from fivefold.report.story import Story, read_story
+
+LEAST_NOISE = 0.01
+"""Least standard deviation of a logarithm of a run's usual step: another day gives another."""
+
+UNKNOWN_NOISE = 0.3
+"""That of a single step, whose spread is not seen."""
+
+
+def observed(folder: Path) -> tuple[Observation, Story]:
+    """What a run says of a step's time in its layout.
+
+    Its first step, which prepares much, and those on another number of ranks are left out.
+
+    Raises:
+        DataError: it is not a run folder, or no step of it was timed.
+        ConfigError: its layout does not fit its ranks.
+    """
+    story = read_story(folder)
+    whole, each = (story.values(f"tokens_per_second{per}") for per in ("", "_per_rank"))
+    worlds = {step: round(whole[step] / each[step]) for step in whole if each.get(step)}
+    ranks = next(reversed(worlds.values()), 0)
+    times = [s for step, s in story.values("seconds").items() if worlds.get(step) == ranks][1:]
+    if not times:
+        raise DataError(
+            str(
+                Mistake(
+                    f"{folder} has no times of steps after its first one",
+                    attempt="a run of at least three steps: --train-iters 3",
+                )
+            )
+        )
+    layout = check(story.config, ranks, planned=True)
+    return Observation(str(folder), layout, median(times), noise_of(times)), story
+
+
+def noise_of(times: Sequence[float]) -> float:
+    """Standard deviation of the logarithm of the median of steps' times."""
+    if len(times) < 2:
+        return UNKNOWN_NOISE
+    spread = stdev(map(log, times)) * sqrt(1.57 / len(times))  # a median's, of a normal sample
+    return max(spread, LEAST_NOISE)
+
+
+def machine_of(stories: Sequence[Story]) -> str:
+    """The kind of GPU on which all of these runs ran.
+
+    Raises:
+        ConfigError: it is not known, or they ran on several kinds.
+    """
+    names = {_device(story) for story in stories}
+    gpu = find_gpu(names.pop()) if len(names) == 1 else None
+    if names or gpu is None:
+        what = "what the runs ran on is no one kind of GPU whose constants are known"
+        told = ", ".join(sorted({_device(story) for story in stories}))
+        raise ConfigError(
+            Mistake(
+                what,
+                (
+                    f"they ran on: {told}",
+                    "measure the machine first: fivefold plan --calibrate machine.toml --nproc N",
+                ),
+                attempt="--cluster machine.toml",
+            )
+        )
+    return gpu.name
+
+
+def _device(story: Story) -> str:
+    devices = story.starts[-1].get("devices") if story.starts else None
+    return str(devices[0]) if devices else "CPUs"

@@ -1,0 +1,110 @@
+"""What runs have taught, in words."""
+
+from collections.abc import Iterator, Sequence
+from math import exp
+from statistics import NormalDist
+from typing import Any
+
+from fivefold.layout import Layout
+from fivefold.learn.constants import CONSTANTS
+from fivefold.learn.posterior import Observation, Posterior, half_width, log_seconds
+from fivefold.predict.cluster import Cluster
+from fivefold.tell.describe import summary
+from fivefold.tell.explain import percent
+from fivefold.tell.report import prose, table
+from fivefold.units import human_seconds
+
+_NARROWED = 0.8  # share of its doubt above which nothing was learned of a constant
+
+
+def runs_table(known: Posterior) -> Iterator[str]:
+    """The runs: measured, and predicted before and after they were known."""
+    runs = known.observations
+    layouts = [each.layout for each in runs]
+    before, after = log_seconds(layouts, known.prior), log_seconds(layouts, known.cluster)
+    rows = [("run", "measured", "predicted", "off", "now", "off", "layout")]
+    for run, old, new in zip(runs, before.tolist(), after.tolist(), strict=True):
+        offs = (percent(exp(each) / run.seconds - 1) for each in (old, new))
+        shown = (human_seconds(exp(old)), next(offs), human_seconds(exp(new)), next(offs))
+        rows.append((run.name, human_seconds(run.seconds), *shown, summary(run.layout)))
+    yield from table(rows, right=range(1, 6))
+    yield (
+        f"mean error {mean_error(runs, known.prior):.1%} before, "
+        f"{mean_error(runs, known.cluster):.1%} now; 80 % of new runs are expected within "
+        f"{half_width(float(known.spread(layouts).mean())) - 1:.0%}"
+    )
+
+
+def mean_error(runs: Sequence[Observation], cluster: Cluster) -> float:
+    """Mean absolute error of the planner's step times of these runs."""
+    found = log_seconds([each.layout for each in runs], cluster).tolist()
+    off = (abs(exp(new) / run.seconds - 1) for run, new in zip(runs, found, strict=True))
+    return sum(off) / len(runs)
+
+
+def constants_table(known: Posterior) -> Iterator[str]:
+    """The constants that moved or are better known, with their 80 % intervals."""
+    rows = [("", "before", "now", "80 % interval", "")]
+    untold = []
+    parts = zip(CONSTANTS, known.doubts.tolist(), strict=True)
+    for constant, doubt in parts:
+        if doubt > _NARROWED * constant.doubt(known.prior):
+            untold.append(constant.name)
+            continue
+        unit, one = constant.shown
+        old, new = constant.of(known.prior) / one, constant.of(known.cluster) / one
+        wide = half_width(doubt)
+        rows.append((constant.name, f"{old:.4g}", f"{new:.4g}", f"{new / wide:.3g} to "
+                     f"{new * wide:.3g}", unit))  # fmt: skip
+    if len(rows) > 1:
+        yield from table(rows, right=(1, 2, 3))
+    if untold:
+        yield from prose([f"these runs say little of: {', '.join(untold)}"])
+
+
+def record(known: Posterior) -> dict[str, Any]:
+    """What was learned as a value for JSON; times in seconds, rates in bytes or FLOPs a second."""
+    runs = known.observations
+    layouts = [each.layout for each in runs]
+    before, after = log_seconds(layouts, known.prior), log_seconds(layouts, known.cluster)
+    told = zip(runs, before.tolist(), after.tolist(), strict=True)
+    return {
+        "runs": [
+            {"run": r.name, "measured": r.seconds, "before": exp(old), "now": exp(new)}
+            for r, old, new in told
+        ],
+        "constants": {
+            constant.name: {
+                "before": constant.of(known.prior),
+                "now": constant.of(known.cluster),
+                "interval_factor": half_width(doubt),
+            }
+            for constant, doubt in zip(CONSTANTS, known.doubts.tolist(), strict=True)
+        },
+        "interval_factor": half_width(float(known.spread(layouts).mean())),
+    }
+
+
+def gain(known: Posterior, run: Layout, best: Layout) -> tuple[float, float]:
+    """The share by which `best` is expected to be faster than a run's layout, and how sure that is.
+
+    The second number is the probability that it is faster at all. What is uncertain of a constant
+    is so of both layouts alike.
+    """
+    ours, other = log_seconds([best, run], known.cluster).tolist()
+    deviation = known.difference_spread(best, run)
+    if best == run or deviation == 0:
+        return 0.0, 0.0
+    return 1 - exp(ours - other), NormalDist(0, deviation).cdf(other - ours)
+
+
+def advice(known: Posterior, run: Observation, best: Layout) -> str:
+    """What a run could gain, as one sentence."""
+    share, sure = gain(known, run.layout, best)
+    if share <= 0 or sure < 0.5:
+        return f"{run.name}: no layout is expected to be faster"
+    seconds = human_seconds(run.seconds * (1 - share))
+    return (
+        f"{run.name}: could be {share:.0%} faster ({seconds} a step) by {summary(best)}; faster at "
+        f"all with {min(sure, 0.99):.0%} probability{' or more' if sure > 0.99 else ''}"
+    )
