@@ -39,7 +39,7 @@ def planned(
         raise why_nothing(result).spelled(_ranks_for_gpus)
     refusal: ConfigError | None = None
     for candidate in result.found:
-        chosen = _with_layout(config, candidate)
+        chosen = with_layout(config, candidate)
         try:
             check(chosen, world)
         except ConfigError as error:
@@ -56,7 +56,8 @@ def _ranks_for_gpus(choice: str) -> tuple[str, ...]:
     return (choice.replace("--gpus ", "--nproc "),)
 
 
-def _with_layout(config: Config, candidate: Candidate) -> Config:
+def with_layout(config: Config, candidate: Candidate) -> Config:
+    """The configuration of a run with the layout of a plan."""
     layout = candidate.layout.config
     size = layout.training.micro_batch_size
     return config.with_values(**vars(layout.parallel), **vars(layout.memory), micro_batch_size=size)

@@ -19,6 +19,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
     {
         "plan": "find the fastest layout of a model that fits on a cluster, and explain why",
         "train": "train a model in any layout, from a laptop to a cluster",
+        "tune": "find the fastest layout on this machine by short trials, and learn the machine",
         "launch": "write, and submit, the job of a run: Slurm, Kubernetes, SkyPilot, Ray",
         "verify": "prove that a layout computes what one device computes",
         "rehearse": "run a rank of each role of any layout here: memory, messages, would it hang",

@@ -68,7 +68,11 @@ class Posterior:
     @cached_property
     def cluster(self) -> Cluster:
         """The machine with its most plausible constants."""
-        return moved(self.prior, self.shifts.tolist())
+        return self.at(self.shifts)
+
+    def at(self, shifts: Vector) -> Cluster:
+        """The machine with these shifts."""
+        return moved(self.prior, shifts.tolist())
 
     @cached_property
     def doubts(self) -> Vector:

@@ -84,7 +84,7 @@ def train(
             errors_folder=None if save is None else RunFolder(Path(save)).errors,
         )
         return End(status)
-    chosen, threads, bindings = _choose(layout, env, nproc, asked)
+    chosen, threads, bindings = choose_places(layout, env, nproc, asked)
     with leaving_in_order(), _claim(config, name) as lock:
         origin = _find_origin(config, lock)
         job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
@@ -150,7 +150,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
     """Train on a rank that torchrun or srun has started; the first rank locks the run folder."""
     config, lock = layout.config, None
     outcome: tuple[Path, Origin | None] | FivefoldError | None = None
-    chosen, threads, bindings = _choose(layout, env, None, asked)
+    chosen, threads, bindings = choose_places(layout, env, None, asked)
     torch.set_num_threads(threads.count)
     with ExitStack() as stack:
         if env.rank == 0:
@@ -159,7 +159,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
                 outcome = (lock.folder, _find_origin(config, lock))
             except FivefoldError as error:
                 outcome = error
-        device = _join_group(config, env, chosen, bindings)
+        device = join_group(config, env, chosen, bindings)
         told = [outcome]
         dist.broadcast_object_list(told, src=0)
         if isinstance(told[0], FivefoldError):
@@ -175,7 +175,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
     return 0
 
 
-def _choose(
+def choose_places(
     layout: Layout, env: RankEnv, nproc: int | None, asked: Asked
 ) -> tuple[DeviceChoice, Threads, Sequence[Binding]]:
     """The kind of device of each rank, its threads and its processors."""
@@ -242,12 +242,13 @@ def _watchdog(job: Job, env: RankEnv, folder: RunFolder) -> Watchdog:
 
 
 def _join(job: Job, env: RankEnv) -> torch.device:
-    return _join_group(job.layout.config, env, job.device, job.bindings)
+    return join_group(job.layout.config, env, job.device, job.bindings)
 
 
-def _join_group(
+def join_group(
     config: Config, env: RankEnv, device: DeviceChoice, bindings: Sequence[Binding]
 ) -> torch.device:
+    """Join the process group of all ranks, on this rank's processors; its device."""
     training = config.training
     if bindings:  # before threads start and memory is taken; `srun` may show a rank its GPU only
         bind(bindings[env.local_rank % len(bindings)])

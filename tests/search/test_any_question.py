@@ -88,7 +88,7 @@ def line_of(seed: int) -> str:
 
 
 def asked(line: str) -> Request:
-    return _request(load_with_origins(shlex.split(line), Options, models=True), None)
+    return _request(load_with_origins(shlex.split(line), Options, models=True), None)[0]
 
 
 def told(line: str) -> ConfigError | None:

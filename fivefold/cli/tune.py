@@ -1,0 +1,214 @@
+"""`fivefold tune`: finds the fastest layout on this machine by trials, and learns the machine."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+
+from fivefold.check import check
+from fivefold.cli.auto_layout import with_layout
+from fivefold.cli.style import note
+from fivefold.cli.train import ranks, recipe_name
+from fivefold.config.config import Config
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import Loaded, load_consistent, to_toml
+from fivefold.errors import ConfigError, FivefoldError, Mistakes
+from fivefold.files import write_atomic
+from fivefold.layout import Layout
+from fivefold.learn.posterior import half_width
+from fivefold.learn.tell import constants_table
+from fivefold.learn.tuning import Tried, Tuning
+from fivefold.predict.cluster import Cluster, load_cluster
+from fivefold.predict.cluster import to_toml as machine_toml
+from fivefold.search.request import request
+from fivefold.search.search import search
+from fivefold.tell.describe import summary
+from fivefold.tell.explain import percent
+from fivefold.tell.infeasible import why_nothing
+from fivefold.tell.report import table
+from fivefold.train.devices import Asked
+from fivefold.train.rank_env import read_rank_env
+from fivefold.units import human_seconds
+
+EACH = 8  # layouts of a machine that are looked at
+
+
+@dataclass(frozen=True)
+class Options:
+    """Find the fastest layout of a recipe on this machine, by training it for a few steps.
+
+    The plan's best layouts are tried, each for a few real steps; every time teaches the planner
+    this machine, and says which layout is worth trying next, until none is. Layout settings that
+    are flags stay. Writes the recipe with the layout found, the machine, and all trials.
+    """
+
+    recipe: str | None = argument("name of a shipped recipe, or path of a .toml file", None)
+    nproc: int | None = option(None, "processes to start on this machine (default: 1)")
+    device: Asked = option(
+        "auto", "where to train; auto: on GPUs if there are enough; cuda: ranks may share one"
+    )
+    cluster: str | None = option(
+        None, "kind of GPU, or TOML file of a cluster, to begin with (default: measures this one)"
+    )
+    trial_steps: int = option(5, "steps of a layout's first trial; the first is not counted")
+    run_steps: float = option(
+        10_000.0, "steps of the runs to come: a trial is worth its time if they gain as much"
+    )
+    max_trials: int = option(24, "most layouts to try")
+    out: str | None = option(
+        None, "folder for recipe.toml, machine.toml and trials.json (default: tuned-RECIPE)"
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow its name."""
+    loaded = load_consistent(argv, Options, note)
+    options, config = loaded.options, loaded.config
+    _check_options(options)
+    world = ranks(options.nproc)
+    out = Path(options.out or f"tuned-{recipe_name(options.recipe)}")
+    out.mkdir(parents=True, exist_ok=True)
+    machine = _machine(options.cluster, world, out)
+    planner = Planner(loaded, world)
+    planner(machine)  # what is wrong is said before anything is read or started
+    from fivefold.train.corpora import check_corpora, open_data
+    from fivefold.train.trial import try_layout
+
+    check_corpora(config)
+    data = open_data(config, print)
+
+    def attempt(layout: Layout, steps: int) -> tuple[list[float], str]:
+        return try_layout(layout, data, options.device, steps)
+
+    tuning = Tuning(
+        machine, planner, attempt, options.trial_steps, options.run_steps, options.max_trials
+    )
+    for number, one in enumerate(tuning.explore(), 1):
+        print(f"trial {number}: {_told(one)}", flush=True)
+    for one in tuning.halve():
+        print(f"again: {_told(one)}", flush=True)
+    best = tuning.best
+    if best is None:
+        raise ConfigError("no layout trained: " + "; ".join({t.why for t in tuning.tried}))
+    _write(out, tuning, best)
+    print("\n".join(_result(tuning, best, out, world)))
+    return 0
+
+
+def _check_options(options: Options) -> None:
+    mistakes = Mistakes()
+    if options.trial_steps < 2:
+        what = f"--trial-steps must be at least 2, not {options.trial_steps}: the first is left out"
+        mistakes.add(what, works=("--trial-steps 5",))
+    if not 0 < options.run_steps < inf:
+        mistakes.add(f"--run-steps must be a positive number, not {options.run_steps}")
+    if options.max_trials < 1:
+        mistakes.add(f"--max-trials must be at least 1, not {options.max_trials}")
+    if (launcher := read_rank_env().launcher) != "single":
+        mistakes.add(f"tune starts ranks itself, and {launcher} has started this one")
+    mistakes.raise_if_any()
+
+
+def _machine(cluster: str | None, world: int, out: Path) -> Cluster:
+    """The machine to begin with: the given one, or this one, which is measured once."""
+    if cluster is not None:
+        return load_cluster(cluster, world)
+    file = out / "measured.toml"
+    if not file.is_file():
+        note(f"measures this machine with {world} ranks; {file} is read instead if it is there")
+        measure(file, world)
+    return load_cluster(file, world)
+
+
+def measure(file: Path, world: int) -> None:
+    """Measure this machine by a process of its own: its CUDA must not be ours, which forks.
+
+    Raises:
+        FivefoldError: it failed, and has said why.
+    """
+    words = ["plan", "--calibrate", str(file), "--nproc", str(world)]
+    command = [sys.executable, "-m", "fivefold", *words]
+    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise FivefoldError(
+            "the machine could not be measured: --cluster names what is known of it"
+        )
+
+
+class Planner:
+    """The layouts that may be the fastest on a machine, of those that the trainer has."""
+
+    def __init__(self, loaded: Loaded[Options], world: int) -> None:
+        self._config, self._by_flag, self._world = loaded.config, loaded.by_flag, world
+
+    def __call__(self, machine: Cluster) -> list[Layout]:
+        """The layouts of the plan for a machine, those of other meshes first.
+
+        Raises:
+            ConfigError: the configuration is wrong, or no layout fits.
+        """
+        machine = replace(machine, num_gpus=self._world)
+        sizes = {"seq_length", "global_batch_size"}
+        asked = request(self._config, machine, by_flag=self._by_flag, by_recipe=sizes)
+        result = search(asked)
+        if not result.found:
+            raise why_nothing(result)
+        ranked = [*result.by_mesh()[:EACH], *result.found[:EACH]]
+        made = (self._layout(with_layout(self._config, each)) for each in ranked)
+        return [layout for layout in made if layout is not None]
+
+    def _layout(self, config: Config) -> Layout | None:
+        try:
+            return check(config, self._world)
+        except ConfigError:
+            return None
+
+
+def _told(one: Tried) -> str:
+    if not one.times:
+        return f"failed ({one.why}): {summary(one.layout)}"
+    wide = half_width(one.doubt) - 1
+    expected = f"predicted {human_seconds(one.predicted)} within {wide:.0%}"
+    return f"{human_seconds(one.usual)} a step ({expected}): {summary(one.layout)}"
+
+
+def _result(tuning: Tuning, best: Tried, out: Path, world: int) -> Iterator[str]:
+    """The answer first, then the trials, what was learned, and the next command."""
+    spent = sum(each.seconds for each in tuning.tried)
+    yield ""
+    yield (
+        f"{human_seconds(best.usual)} a step: {summary(best.layout)}; {len(tuning.tried)} layouts "
+        f"tried in {human_seconds(spent)}"
+    )
+    yield ""
+    rows = [("step", "", "predicted", "layout")]
+    for one in sorted(tuning.tried, key=lambda t: t.usual if t.times else inf):
+        slower = percent(one.usual / best.usual - 1) if one.times else ""
+        step = human_seconds(one.usual) if one.times else "failed"
+        told = summary(one.layout) + (f" ({one.why})" if one.why else "")
+        rows.append((step, slower, human_seconds(one.predicted), told))
+    yield from table(rows, right=(0, 1, 2))
+    yield ""
+    yield from constants_table(tuning.known)
+    yield ""
+    yield f"try: fivefold train {out / 'recipe.toml'} --nproc {world}"
+
+
+def _write(out: Path, tuning: Tuning, best: Tried) -> None:
+    """Write the recipe with the best layout, the machine as learned, and the trials."""
+    write_atomic(out / "recipe.toml", to_toml(best.layout.config))
+    write_atomic(out / "machine.toml", machine_toml(tuning.known.cluster))
+    trials = [
+        {
+            "layout": summary(one.layout),
+            "predicted_seconds": one.predicted,
+            "step_seconds": one.times,
+            "failure": one.why,
+            "trial_seconds": one.seconds,
+        }
+        for one in tuning.tried
+    ]
+    write_atomic(out / "trials.json", json.dumps(trials, indent=2) + "\n")
