@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from fivefold.learn.tell import constants_table
 from fivefold.learn.tuning import Tried, Tuning
 from fivefold.predict.cluster import Cluster, load_cluster
 from fivefold.predict.cluster import to_toml as machine_toml
+from fivefold.search.candidate import Candidate
 from fivefold.search.request import request
 from fivefold.search.search import search
 from fivefold.tell.describe import summary
@@ -156,7 +158,11 @@ class Planner:
         result = search(asked)
         if not result.found:
             raise why_nothing(result)
-        ranked = [*result.by_mesh()[:EACH], *result.found[:EACH]]
+        # Of layouts that differ only in what they save, the fastest.
+        plain: dict[object, Candidate] = {}
+        for each in result.found:
+            plain.setdefault((each.layout.config.parallel, each.layout.config.training), each)
+        ranked = [*result.by_mesh()[:EACH], *islice(plain.values(), EACH)]
         made = (self._layout(with_layout(self._config, each)) for each in ranked)
         return [layout for layout in made if layout is not None]
 

@@ -171,7 +171,7 @@ CONSTANTS: tuple[Constant, ...] = (
 published runs leave (`benchmarks/intervals.py`), those of times some half, and where the kind of
 device is not known each may be some times what a short measurement says."""
 
-UNEXPLAINED: Mapping[bool, float] = MappingProxyType({True: 0.05, False: 0.12})
+UNEXPLAINED: Mapping[bool, float] = MappingProxyType({True: 0.05, False: 0.25})
 """What constants do not explain of a layout's step before any run is known, as the standard
 deviation of its logarithm; by whether the kind of GPU is known."""
 
