@@ -10,7 +10,8 @@ from fivefold.learn.posterior import Posterior, learned
 from fivefold.learn.runs import machine_of, observed
 from fivefold.learn.tell import advice, constants_table, runs_table
 from fivefold.predict.cluster import load_cluster, to_toml
-from fivefold.search.search import SearchResult
+from fivefold.search.request import request
+from fivefold.search.search import SearchResult, search
 from fivefold.tell.report import prose
 
 
@@ -52,6 +53,25 @@ def machine(runs: Sequence[str], cluster: str | None, file: str | None) -> Poste
         except OSError as error:
             raise ConfigError(f"cannot write {file}: {error.strerror}") from None
     return known
+
+
+def could_gain(folder: Path, cluster: str | None) -> list[str]:
+    """What a run could gain by the planner's layout, as a sentence; empty if none fits.
+
+    Args:
+        folder: run folder.
+        cluster: what is known of its machine, as for `machine`.
+
+    Raises:
+        DataError: it is not a run folder, or has no times.
+        ConfigError: the machine is not known, or the settings cannot be planned for.
+    """
+    known = machine([str(folder)], cluster, None)
+    (run,) = known.observations
+    ranks, config = run.layout.grid.world_size, run.layout.config
+    sizes = {"seq_length", "global_batch_size"}
+    found = search(request(config, replace(known.cluster, num_gpus=ranks), by_recipe=sizes))
+    return [advice(known, run, found.best.layout)] if found.found else []
 
 
 def taught(known: Posterior, result: SearchResult) -> Iterator[str]:

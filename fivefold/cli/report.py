@@ -25,6 +25,11 @@ class Options:
 
     run: str = argument("run folder of `fivefold train`")
     other: str | None = argument("run folder to compare it with", None)
+    cluster: str | None = option(
+        None,
+        "kind of GPU, or TOML file of a cluster, for what the runs could gain (default: that of a "
+        "run on GPUs)",
+    )
     html: str | None = option(None, f"file to write (default: {FILE} in the first run's folder)")
 
 
@@ -32,7 +37,8 @@ def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
     folders = [Path(name) for name in (options.run, options.other) if name is not None]
-    text = page([read_story(folder) for folder in folders])
+    gains = [line for folder in folders for line in _gains(folder, options.cluster)]
+    text = page([read_story(folder) for folder in folders], gains)
     path = Path(options.html) if options.html else folders[0] / FILE
     try:
         write_atomic(path, text)
@@ -40,3 +46,15 @@ def run(argv: Sequence[str]) -> int:
         raise FivefoldError(f"cannot write {path}: {error.strerror}") from error
     print(f"wrote {path}")
     return 0
+
+
+def _gains(folder: Path, cluster: str | None) -> list[str]:
+    """What a run could gain, on the machine as the run itself shows it; empty if none is known."""
+    from fivefold.cli.from_runs import could_gain
+
+    try:
+        return could_gain(folder, cluster)
+    except FivefoldError:
+        if cluster is not None:
+            raise
+        return []

@@ -22,10 +22,16 @@ _STYLE = """<style>
 Rows = Iterable[Sequence[str]]
 
 
-def page(stories: Sequence[Story]) -> str:
-    """The page of one run, or of two that share each chart."""
+def page(stories: Sequence[Story], gains: Sequence[str] = ()) -> str:
+    """The page of one run, or of two that share each chart.
+
+    Args:
+        stories: courses of the runs.
+        gains: what runs could gain, a sentence each.
+    """
     names = " and ".join(story.name for story in stories)
     body = [_STYLE, f"<h1>{escape(names)}</h1>", *_facts(stories), *_runs(stories)]
+    body += [f"<p>{escape(line)}</p>" for line in gains]
     body += ["<h2>Course</h2>", *_charts(stories)]
     for story in stories:
         head = f" of {escape(story.name)}" if len(stories) > 1 else ""

@@ -145,6 +145,10 @@ def test_a_plan_from_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     assert load_cluster(learned_file).num_gpus == 2
     assert main([*asked, "--json"]) == 0
     assert '"learned"' in capfd.readouterr().out
+    page = run / "report.html"
+    assert main(["report", str(run)]) == 0 and "faster" not in page.read_text()
+    assert main(["report", str(run), "--cluster", str(machine)]) == 0
+    assert "faster" in page.read_text()
     assert main(["plan", "debug", "--learned", "x.toml"]) == 2
     assert main(["plan", "debug", "--from", str(tmp_path / "cache")]) == 2
 
