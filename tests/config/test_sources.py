@@ -131,7 +131,7 @@ def test_flags_and_recipe_are_complained_about_together(tmp_path: Path) -> None:
 def test_names_are_unique_and_aliases_and_switches_name_what_exists() -> None:
     names = [field.name for section in SECTIONS.values() for field in fields(section)]
     assert len(set(names)) == len(names)
-    assert set(ALIASES.values()) <= {*names, "model"}
+    assert set(ALIASES.values()) <= {*names, "model", "from_runs"}  # the last is of `plan`
     assert {name for implied in SWITCHES.values() for name in implied} <= set(names)
     assert not set(names) & (set(ALIASES) | set(SWITCHES))
 
