@@ -11,7 +11,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.cli.main import main
-from fivefold.cli.plan import Options
+from fivefold.cli.plan import USUAL_CLUSTER, Options
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.config.sources import load_with_origins, read_config
@@ -38,7 +38,7 @@ from fivefold.units import human_bytes
 
 def asked(line: str) -> Request:
     loaded = load_with_origins(shlex.split(line), Options, models=True)
-    cluster = load_cluster(loaded.options.cluster, loaded.options.gpus)
+    cluster = load_cluster(loaded.options.cluster or USUAL_CLUSTER, loaded.options.gpus)
     return request(loaded.config, cluster, by_flag=loaded.by_flag, by_recipe=loaded.by_recipe)
 
 
