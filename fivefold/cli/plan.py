@@ -14,7 +14,7 @@ from fivefold.cli.style import paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import Loaded, load_with_origins
-from fivefold.errors import ConfigError, Mistakes
+from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import write_atomic
 from fivefold.hardware import GB
 from fivefold.predict.cluster import Cluster, load_cluster
@@ -66,11 +66,14 @@ class Options:
     rules: bool = option(
         False, "show what the usual rules of thumb would choose, and how much slower that is"
     )
+    proven: bool = option(
+        False, "choose only schedules and techniques that published runs have used"
+    )
     train_tokens: str | None = option(
         None, "tokens of a whole run, such as 15T: show GPU hours, days and checkpoints"
     )
     emit: Literal["fivefold", "megatron", "torchtitan", "deepspeed"] | None = option(
-        None, "print only the best layout's settings for this trainer"
+        None, "print only the settings for this trainer of the best layout that it can run"
     )
     html: str | None = option(
         None, "also write a page with timeline, memory and parts of the step time to this file"
@@ -101,7 +104,12 @@ def run(argv: Sequence[str]) -> int:
     other = None if options.why is None else changed(asked, options.why)
     result = search(asked)
     if not result.found:
-        raise why_nothing(result)
+        raise _none_proven(asked) or why_nothing(result)
+    notes: tuple[str, ...] = ()
+    if options.emit is not None:
+        from fivefold.tell.within import within
+
+        result, notes = within(result, options.emit)
     if options.html is not None:
         from fivefold.tell.page import page
 
@@ -111,7 +119,7 @@ def run(argv: Sequence[str]) -> int:
         except OSError as error:
             raise ConfigError(f"cannot write {options.html}: {error.strerror}") from None
     if options.emit is not None:
-        _emit(result, options.emit)
+        _emit(result, options.emit, notes)
     elif options.json:
         from fivefold.tell.record import as_json
 
@@ -181,6 +189,7 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> tuple["Request", 
     """
     from fivefold.config.model_rules import check_model
     from fivefold.config.values import check_values
+    from fivefold.search.proven import PROVEN
     from fivefold.search.request import request
 
     options = loaded.options
@@ -214,7 +223,27 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> tuple["Request", 
     if room is not None:
         cluster = replace(cluster, host_memory_bytes=room * GB)
     origins = {"by_flag": loaded.by_flag, "by_recipe": loaded.by_recipe}
-    return request(loaded.config, cluster, **origins), known
+    asked = request(loaded.config, cluster, **origins)
+    return asked.among(PROVEN) if options.proven else asked, known
+
+
+def _none_proven(asked: "Request") -> ConfigError | None:
+    """The error to raise where nothing fits but what no published run has used."""
+    from fivefold.search.search import search
+    from fivefold.tell.describe import summary
+
+    if not asked.only:
+        return None
+    free = search(replace(asked, only={}))
+    if not free.found:
+        return None
+    return ConfigError(
+        Mistake(
+            "no layout with only schedules and techniques of published runs fits",
+            (f"the best of all others: {summary(free.best.layout)}",),
+            ("--no-proven",),
+        )
+    )
 
 
 def _machine(options: Options) -> tuple[Cluster, "Posterior | None"]:
@@ -238,14 +267,14 @@ def _check_page(path: Path, mistakes: Mistakes) -> None:
         mistakes.add(f"--html {path}: files in {path.parent} cannot be written")
 
 
-def _emit(result: "SearchResult", target: str) -> None:
+def _emit(result: "SearchResult", target: str, notes: Sequence[str]) -> None:
     """Print the settings on standard output, and notes on missing ones on standard error."""
     from fivefold.tell.export.targets import export
 
     found = export(result.best.layout, target)
     sys.stdout.write(found.text)
-    for missing in found.missing:
-        print(f"{paint('note:', 'yellow', sys.stderr)} {missing}", file=sys.stderr)
+    for note in (*notes, *found.missing):
+        print(f"{paint('note:', 'yellow', sys.stderr)} {note}", file=sys.stderr)
 
 
 def _report(

@@ -7,8 +7,9 @@ of the link, causal hops are hidden when s/c >= 2 (k/a) F/B: the balanced order 
 block to compute.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.config import Config
@@ -63,20 +64,27 @@ class ContextWay:
 
 
 def context_ways(
-    config: Config, cluster: Cluster, given: frozenset[str] = frozenset()
+    config: Config,
+    cluster: Cluster,
+    given: frozenset[str] = frozenset(),
+    only: Mapping[str, Collection[Any]] = MappingProxyType({}),
 ) -> list[ContextWay]:
     """Every legal kind of communication for this layout, the fastest first."""
     ways = [
-        context_way(config, cluster, kinds[0], sizes) for kinds, sizes in legal_ways(config, given)
+        context_way(config, cluster, kinds[0], sizes)
+        for kinds, sizes in legal_ways(config, given, only)
     ]
     return sorted(ways, key=lambda way: way.seconds)
 
 
 def best_context(
-    config: Config, cluster: Cluster, given: frozenset[str] = frozenset()
+    config: Config,
+    cluster: Cluster,
+    given: frozenset[str] = frozenset(),
+    only: Mapping[str, Collection[Any]] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
     """The settings of the fastest legal kind of communication, with the given settings kept."""
-    fastest = context_ways(config, cluster, given)[0]
+    fastest = context_ways(config, cluster, given, only)[0]
     kinds = config.parallel.cp_comm_type
     return fastest.settings | ({"cp_comm_type": kinds} if len(kinds) > 1 else {})
 
@@ -89,18 +97,22 @@ def configured_way(config: Config, cluster: Cluster) -> ContextWay:
 
 
 def legal_ways(
-    config: Config, given: frozenset[str]
+    config: Config,
+    given: frozenset[str],
+    only: Mapping[str, Collection[Any]] = MappingProxyType({}),
 ) -> Iterator[tuple[tuple[CpCommType, ...], tuple[int, ...]]]:
     """The legal kinds of communication with the sizes of their groups.
 
     Args:
         config: configuration with the degrees.
         given: names of the settings that must stay as they are.
+        only: the values to choose from, by the name of the setting.
     """
     parallel, cp = config.parallel, config.parallel.context_parallel_size
     kinds: list[tuple[CpCommType, ...]] = [("p2p",), ("all_gather",), ("a2a",), ("a2a+p2p",)]
     if "cp_comm_type" in given:
         kinds = [parallel.cp_comm_type]
+    kinds = [kind for kind in kinds if kind in only.get("cp_comm_type", kinds)]
     for kind in kinds:
         sizes: list[tuple[int, ...]] = [()]
         if "hierarchical_context_parallel_sizes" in given:

@@ -18,7 +18,8 @@ _FITTED = frozenset(
     {"A100-80", "H100", "H100-96", "H800", "H200", "B200", "B300", "GB200", "GB300"}
 )
 _SEEN_GPUS = 16384  # GPUs of the largest published run
-_SEEN_SCHEDULES = ("1f1b", "interleaved_1f1b")
+SEEN_SCHEDULES = frozenset({"1f1b", "interleaved_1f1b", "combined_1f1b", "dualpipe"})
+"""The schedules of published runs."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def unusual(layout: Layout, cluster: Cluster) -> Iterator[str]:
         yield f"no run on {gpu.name} was fitted: its kernels are taken to be like others"
     if grid.world_size > _SEEN_GPUS:
         yield f"{grid.world_size:,} GPUs are more than the {_SEEN_GPUS:,} of any published run"
-    if grid.pp > 1 and layout.schedule not in _SEEN_SCHEDULES:
+    if grid.pp > 1 and layout.schedule not in SEEN_SCHEDULES:
         yield f"no published run used {layout.schedule}"
     if grid.ep * grid.etp > cluster.gpus_per_node:
         yield "experts are spread over nodes, where published runs differ most"

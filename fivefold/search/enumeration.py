@@ -6,6 +6,7 @@ checks again every layout that is recommended.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from fivefold.check import MAX_MICROBATCHES, check
 from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
 from fivefold.config.parallel import ParallelConfig, TokenDispatcher
+from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.zeropp_rules import ACTS_ON, part_fits, techniques
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
@@ -24,7 +26,8 @@ from fivefold.pipeline.rules import SYNTHESISED
 from fivefold.predict.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices
-from fivefold.search.partitions import Partition, enumerate_partitions
+from fivefold.search.partitions import ALL_SCHEDULES, Partition, enumerate_partitions
+from fivefold.search.request import Only
 from fivefold.search.space import FIELDS, SHARDINGS, Space
 
 SHARD = "data_parallel_shard_size"
@@ -39,6 +42,7 @@ def enumerate_space(
     given: frozenset[str] = frozenset(),
     widest: int = 16,
     shortest: int = MIN_SLICE,
+    only: Only = MappingProxyType({}),
 ) -> Space:
     """Every legal layout of `config` on `world` devices.
 
@@ -48,11 +52,13 @@ def enumerate_space(
         given: names of the settings that must stay as they are.
         widest: largest tensor-parallel size to try, for example two nodes.
         shortest: fewest tokens of a sequence on a context-parallel rank.
+        only: the values to choose from, as `Request` has them.
     """
-    axes = _Axes(config, world, given, widest, shortest)
+    axes = _Axes(config, world, given, widest, shortest, only)
     columns = _meshes(axes)
     pps = sorted({int(pp) for pp in columns["pp"]})
-    found = enumerate_partitions(config, given, pps)
+    among = only.get("pipeline_schedule", ALL_SCHEDULES)
+    found = enumerate_partitions(config, given, pps, among)
     # Each filter runs as soon as its columns exist: the last tables have millions of rows.
     columns = join(columns, axes.sharding())
     columns = where(columns, axes.sharding_holds(columns))
@@ -87,10 +93,16 @@ class _Axes:
     """The legal values of each axis of parallelism."""
 
     def __init__(
-        self, config: Config, world: int, given: frozenset[str], widest: int, shortest: int
+        self,
+        config: Config,
+        world: int,
+        given: frozenset[str],
+        widest: int,
+        shortest: int,
+        only: Only,
     ) -> None:
         self.config, self.world, self.given = config, world, given
-        self.widest, self.shortest = widest, shortest
+        self.widest, self.shortest, self.only = widest, shortest, only
 
     def sizes(
         self, axis: str, legal: Callable[[int], bool] = bool, tried: Callable[[int], bool] = bool
@@ -100,7 +112,8 @@ class _Axes:
         if FIELDS[axis] in self.given:
             size = getattr(self.config.parallel, FIELDS[axis])
             sizes = [size] if size > 0 and self.world % size == 0 else []
-        return [size for size in sizes if legal(size)]
+        among = self.only.get(FIELDS[axis], sizes)
+        return [size for size in sizes if size in among and legal(size)]
 
     def tensor(self) -> list[int]:
         """Tensor-parallel sizes that `check` accepts for the model, whatever the batch."""
@@ -137,7 +150,8 @@ class _Axes:
 
         def holds(tp: int, cp: int) -> bool:
             sizes = {FIELDS["tp"]: tp, FIELDS["cp"]: cp}
-            return any(True for _ in legal_ways(self.config.with_values(**sizes), self.given))
+            config = self.config.with_values(**sizes)
+            return any(True for _ in legal_ways(config, self.given, self.only))
 
         pairs = list(zip(columns["tp"].tolist(), columns["cp"].tolist(), strict=True))
         known = {pair: holds(*pair) for pair in set(pairs)}
@@ -168,6 +182,8 @@ class _Axes:
         found = list(SHARDINGS)
         if "data_parallel_sharding_strategy" in self.given:
             found = [parallel.sharding]
+        names = self.only.get("data_parallel_sharding_strategy", frozenset(SHARDING))
+        found = [sharding for sharding in found if sharding.name in names]
         if parallel.pipeline_max_unsharded_stages is not None:  # only parameters are gathered
             found = [sharding for sharding in found if sharding.splits_parameters]
         if parallel.overlap_param_gather_with_optimizer_step:  # parameters are gathered once

@@ -1,6 +1,6 @@
 """Enumerates partitions: ways to cut a model into pipeline stages, with schedules that run them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -41,6 +41,9 @@ TRIED = (
 that few trainers have."""
 
 
+ALL_SCHEDULES = (*SCHEDULES, SYNTHESISED)
+
+
 @dataclass(frozen=True)
 class Partition:
     """A cut of the model into pipeline stages, with the schedule that runs them.
@@ -68,7 +71,10 @@ class Partition:
 
 
 def enumerate_partitions(
-    config: Config, given: frozenset[str], sizes: Sequence[int]
+    config: Config,
+    given: frozenset[str],
+    sizes: Sequence[int],
+    among: Collection[str] = ALL_SCHEDULES,
 ) -> list[Partition]:
     """Every partition of the model for pipelines of these sizes.
 
@@ -76,8 +82,14 @@ def enumerate_partitions(
         config: the model, and the settings that were given.
         given: names of the settings that must stay as they are.
         sizes: pipeline-parallel sizes.
+        among: the schedules to choose from.
     """
-    return [partition for pp in sizes for partition in _partitions_on(config, given, pp)]
+    return [
+        partition
+        for pp in sizes
+        for partition in _partitions_on(config, given, pp)
+        if partition.schedule in among
+    ]
 
 
 def _partitions_on(config: Config, given: frozenset[str], pp: int) -> Iterator[Partition]:

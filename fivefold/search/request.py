@@ -1,7 +1,8 @@
 """A request to the planner: a model, a batch, a cluster, and the settings that must not change."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 from fivefold.config.config import Config
@@ -14,13 +15,19 @@ from fivefold.errors import Mistakes
 from fivefold.mesh.degrees import DEGREES
 from fivefold.predict.cluster import MAX_GPUS, Cluster
 
-ASSUMED_TOKENS = 1 << 22
-"""Tokens of a step unless the batch is given: 4 Mi, usual for models of billions of parameters."""
+ASSUMED_TOKENS = (1 << 22, 1 << 13, 1 << 24)
+"""Tokens of a step unless the batch is given: at least, for each device, and at most.
+
+4 Mi is usual for models of billions of parameters on some hundreds of devices, 16 Mi is the batch
+of Llama 3 405B on 16,384 (Grattafiori et al. 2024).
+"""
 ASSUMED_LENGTH = 4096
 LAYOUT = frozenset(f.name for cls in (ParallelConfig, MemoryConfig) for f in fields(cls))
 FIXABLE = LAYOUT | {"micro_batch_size"}
 """Names of the settings that a plan searches unless they are given."""
 LARGEST = (1 << 31) - 1  # largest batch and sequence length: the table's columns are int32
+Only = Mapping[str, frozenset[Any]]
+"""The values among which a search may choose, by the name of the setting; others are free."""
 _COUNTED = ("micro_batch_size", "global_batch_size", "seq_length")
 
 
@@ -33,12 +40,14 @@ class Request:
         given: names of the layout settings that must stay as `config` has them.
         cluster: the hardware to plan for.
         assumes: names of the settings that were not given and that the planner assumed.
+        only: the values to choose from for settings that were not given.
     """
 
     config: Config
     given: frozenset[str]
     cluster: Cluster
     assumes: frozenset[str] = frozenset()
+    only: Only = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def world(self) -> int:
@@ -77,11 +86,25 @@ class Request:
             ConfigError: the settings are wrong for every layout.
         """
         cluster = replace(self.cluster, num_gpus=num_gpus or self.world)
-        return _request(
-            self.config.with_values(**settings),
-            self.given | (settings.keys() & FIXABLE),
-            cluster,
-            self.assumes - settings.keys(),
+        given = self.given | (settings.keys() & FIXABLE)
+        changed = _request(
+            self.config.with_values(**settings), given, cluster, self.assumes - settings.keys()
+        )
+        return changed.among(self.only)
+
+    def among(self, only: Only) -> "Request":
+        """The same request, whose settings that were not given may have these values only."""
+        left = {
+            name: values & self.only.get(name, values)
+            for name, values in only.items()
+            if name not in self.given
+        }
+        return replace(self, only=MappingProxyType({**self.only, **left}))
+
+    def permits(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a search may choose these settings."""
+        return all(
+            name not in self.only or value in self.only[name] for name, value in settings.items()
         )
 
     def without(self, names: Iterable[str]) -> "Request":
@@ -201,11 +224,13 @@ def _check_units(config: Config, cluster: Cluster, mistakes: Mistakes) -> None:
 
 
 def _batch(length: int, devices: int) -> int:
-    """The assumed batch size: about four million tokens, and a multiple of the device count.
+    """The assumed batch size, a multiple of the device count if it is not below.
 
     Very many devices get one sequence for every eight of them, as in the largest published runs.
     """
-    sequences = max(ASSUMED_TOKENS // length, devices // 8, 1)
+    least, each, most = ASSUMED_TOKENS
+    tokens = min(max(least, each * devices), most)
+    sequences = max(tokens // length, devices // 8, 1)
     if sequences >= devices:
         return sequences // devices * devices
     return sequences

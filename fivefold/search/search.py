@@ -6,7 +6,7 @@ until no bound is below the best time found, or the allowed work is used up. A l
 faster but does not fit is tried again with finer memory techniques.
 """
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -115,9 +115,10 @@ def search(request: Request) -> SearchResult:
 def legal_space(request: Request) -> Space:
     """The legal layouts within the usual sizes; if there are none, all legal layouts."""
     question = request.config, request.world, request.given
-    space = enumerate_space(*question, widest=2 * request.cluster.gpus_per_node)
+    widest = 2 * request.cluster.gpus_per_node
+    space = enumerate_space(*question, widest=widest, only=request.only)
     if not len(space):
-        space = enumerate_space(*question, widest=request.world, shortest=1)
+        space = enumerate_space(*question, widest=request.world, shortest=1, only=request.only)
     return with_context(space, request)
 
 
@@ -194,7 +195,7 @@ class _Search:
         rounds = [candidates]
         faster = np.flatnonzero(least < self.ledger.best)
         if len(faster):
-            choices = further_choices(self.request.config, self.request.given)
+            choices = self._permitted(further_choices(self.request.config, self.request.given))
             more = space.take(faster).with_memory(choices)
             rounds.append(self._open(more, *self._bounded(more)))
             rounds[-1].raise_bounds_from(candidates)
@@ -268,7 +269,10 @@ class _Search:
 
     def _choices(self, base: Candidate) -> Iterator[MemoryChoice]:
         layers = max(len(stage.layers) for stage in base.layout.split.stages)
-        yield from refinements(self.request.given, layers)
+        yield from self._permitted(refinements(self.request.given, layers))
+
+    def _permitted(self, choices: Iterable[MemoryChoice]) -> list[MemoryChoice]:
+        return [choice for choice in choices if self.request.permits(choice.settings)]
 
     def _limits(self, base: Candidate) -> Iterator[MemoryChoice]:
         """Limits on microbatches in flight with which a layout that is too large may fit."""
@@ -280,7 +284,7 @@ class _Search:
         in_flight = round(held.sum(axis=1).max())
         each = (worst.parts.get("activations", 0.0) + worst.parts.get("loss", 0.0)) / in_flight
         excess = worst.peak - capacity(self.request)
-        yield from in_flight_limits(self.request.given, in_flight, each, excess)
+        yield from self._permitted(in_flight_limits(self.request.given, in_flight, each, excess))
 
     def _checked(self, found: Sequence[Candidate]) -> list[Candidate]:
         """The layouts in order of preference, from the first one that `check` accepts."""
@@ -321,7 +325,8 @@ def with_context(space: Space, request: Request) -> Space:
     context = {}
     for row in np.flatnonzero(few.columns["cp"] > 1).tolist():
         tp, cp, mbs = (int(few.columns[name][row]) for name in ("tp", "cp", "mbs"))
-        context[tp, cp, mbs] = best_context(few.config_of(row), request.cluster, request.given)
+        config = few.config_of(row)
+        context[tp, cp, mbs] = best_context(config, request.cluster, request.given, request.only)
     return replace(space, context=context)
 
 

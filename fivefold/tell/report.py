@@ -11,6 +11,7 @@ from fivefold.predict.context import configured_way, context_ways
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.search.candidate import Candidate
+from fivefold.search.proven import PROVEN
 from fivefold.search.search import SearchResult
 from fivefold.tell.degrees import expert_degrees
 from fivefold.tell.describe import context_words, machines, memory_words, requirements, summary
@@ -173,6 +174,8 @@ def question(result: SearchResult) -> Iterator[str]:
         yield f"assumed    {what}"
     for name, value in sorted(request.fixed().items()):
         yield f"fixed      {name} = {value}"
+    if request.only == PROVEN:
+        yield "proven     only schedules and techniques that published runs have used (--proven)"
 
 
 def best(result: SearchResult) -> Iterator[str]:

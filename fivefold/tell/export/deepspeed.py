@@ -11,6 +11,7 @@ from fivefold.layout import Layout
 from fivefold.tell.export.settings import Export, Settings, described
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 
+ITS_SCHEDULES = ("1f1b",)
 _LEAST_WARM_UP = 2  # steps; its schedulers take no fewer
 
 
@@ -54,6 +55,11 @@ def deepspeed(layout: Layout) -> Export:
         *said.unread("no setting, but code there"),
     ]
     return Export(json.dumps(settings, indent=2) + "\n", tuple(missing))
+
+
+def its_pipeline(layout: Layout) -> Layout:
+    """The layout that DeepSpeed's pipeline runs: 1F1B, one stage a rank."""
+    return layout if layout.schedule in ITS_SCHEDULES else one_stage_a_rank(layout)
 
 
 def _rates(said: Settings) -> dict[str, Any] | None:
@@ -145,17 +151,17 @@ def _lost_of_the_code(said: Settings, layout: Layout) -> Iterator[str]:
     if said["weight_decay"]:
         yield "that biases and norms have no weight_decay is code there: groups of parameters"
     if grid.pp > 1:
-        stages = one_stage_a_rank(layout).split.stages
+        runs = its_pipeline(layout)
         said.mention("pipeline_model_parallel_size")
-        held = " ".join(str(len(stage.layers)) for stage in stages)
+        held = " ".join(str(len(stage.layers)) for stage in runs.split.stages)
         yield (
             "pipeline stages are code there (pipeline_model_parallel_size): "
             f"PipelineModule(num_stages={grid.pp}), layers {held}"
         )
-        if layout.schedule != "1f1b":
+        if runs is not layout:
             yield (
                 f"DeepSpeed's pipeline runs 1F1B, one stage a rank, not {layout.schedule}; "
-                f"{changes(layout, one_stage_a_rank(layout))}"
+                f"{changes(layout, runs)}"
             )
         if SHARDING[said["data_parallel_sharding_strategy"]].splits_gradients:
             yield "its pipeline takes ZeRO stage 0 or 1 only"

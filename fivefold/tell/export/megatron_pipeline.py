@@ -7,15 +7,15 @@ from fivefold.pipeline.stages import layout_string
 from fivefold.tell.export.settings import SPLITS, Settings, flag, flags
 from fivefold.tell.export.stand_in import changes, in_a_loop, interleaved, one_stage_a_rank
 
-_ITS_SCHEDULES = ("1f1b", "interleaved_1f1b", "combined_1f1b")
+ITS_SCHEDULES = ("1f1b", "interleaved_1f1b", "combined_1f1b")
 
 
 def its_pipeline(layout: Layout) -> Layout:
     """The layout that Megatron-LM runs: 1F1B, interleaved if stages are placed in a loop."""
-    if layout.split.num_virtual == 1 and layout.schedule in _ITS_SCHEDULES:
+    if layout.split.num_virtual == 1 and layout.schedule in ITS_SCHEDULES:
         return layout
     if layout.split.num_virtual > 1 and not _why_not_interleaved(layout):
-        return layout if layout.schedule in _ITS_SCHEDULES else interleaved(layout)
+        return layout if layout.schedule in ITS_SCHEDULES else interleaved(layout)
     return one_stage_a_rank(layout)
 
 
@@ -66,7 +66,7 @@ def lost_in_the_pipeline(said: Settings, layout: Layout, runs: Layout) -> Iterat
     if runs is layout:
         return
     reasons = []
-    if layout.schedule not in _ITS_SCHEDULES:
+    if layout.schedule not in ITS_SCHEDULES:
         reasons.append(f"Megatron-LM has no {layout.schedule} schedule (pipeline_schedule)")
     if layout.split.num_virtual > 1 and (why := _why_not_interleaved(layout)):
         reasons.append(why)

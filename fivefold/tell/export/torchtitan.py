@@ -34,6 +34,7 @@ _OF_A_LOOP = MappingProxyType(
     }
 )
 _OF_A_V = MappingProxyType({"zb_v": "ZBVZeroBubble", "dualpipe_v": "DualPipeV"})
+ITS_SCHEDULES = (*_OF_ONE_STAGE, *_OF_A_LOOP, *_OF_A_V)
 _WSD_DECAYS = MappingProxyType({"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"})
 
 
@@ -44,10 +45,8 @@ def torchtitan(layout: Layout) -> Export:
     """
     said = Settings(layout.config)
     name = known(layout.config.model, layout.config.training)
-    runs, schedule = layout, _its_schedule(layout)
-    if schedule is None:
-        runs = one_stage_a_rank(layout, "1f1b" if _fills(layout) else "gpipe")
-        schedule = _OF_ONE_STAGE[runs.schedule]
+    runs = its_pipeline(layout)
+    schedule = _its_schedule(runs) or _OF_ONE_STAGE[runs.schedule]
     lines = [
         *(() if name is None else flag("module", ITS_MODELS[name].module)),
         *(() if name is None else flag("config", name)),
@@ -127,6 +126,13 @@ def _parallelism(said: Settings, layout: Layout) -> Iterator[str]:
     yield from degree("context_parallel", said["context_parallel_size"])
     yield from degree("expert_parallel", said["expert_model_parallel_size"])
     yield from degree("pipeline_parallel", said["pipeline_model_parallel_size"])
+
+
+def its_pipeline(layout: Layout) -> Layout:
+    """The layout that torchtitan runs: with one stage a rank if it lacks the schedule."""
+    if _its_schedule(layout) is not None:
+        return layout
+    return one_stage_a_rank(layout, "1f1b" if _fills(layout) else "gpipe")
 
 
 def _its_schedule(layout: Layout) -> str | None:

@@ -1,0 +1,23 @@
+"""What published runs have used of all that a search may choose."""
+
+from types import MappingProxyType
+
+from fivefold.predict.prediction import SEEN_SCHEDULES
+from fivefold.search.request import Only
+
+PROVEN: Only = MappingProxyType(
+    {
+        "pipeline_schedule": SEEN_SCHEDULES,
+        "data_parallel_sharding_strategy": frozenset({"no_shard", "optim", "optim_grads_params"}),
+        "num_distributed_optimizer_instances": frozenset({1}),
+        "cp_comm_type": frozenset({("p2p",)}),
+        "recompute_method": frozenset({"uniform"}),
+        "recompute_in_flight_limit": frozenset({None}),
+        "fine_grained_activation_offloading": frozenset({False}),
+        "cross_entropy_fusion_impl": frozenset({"native"}),
+    }
+)
+"""The values that some run of `benchmarks/data/` has. A test holds the two to each other.
+
+Where a source does not say how context parallelism communicates, Megatron-LM's default is taken.
+"""
