@@ -30,7 +30,8 @@ def machine_within(cluster: str, world: int, budget: str | None) -> Cluster:
     Args:
         cluster: kind of GPU, or TOML file of a cluster.
         world: number of devices.
-        budget: size; None, or auto: what the device has less the planner's reserve.
+        budget: size; None, or auto: what the device has, less what the planner
+            reserves and leaves free.
 
     Raises:
         ConfigError: the budget or the cluster is wrong.
@@ -47,7 +48,8 @@ def within_budget(
     Args:
         config: configuration of the run.
         world: number of ranks.
-        budget: size, or auto for what the device has less the planner's reserve.
+        budget: size, or auto for what the device has, less what the planner
+            reserves and leaves free.
         cluster: kind of GPU, or TOML file of a cluster, whose times and memory count.
         by_flag: names of settings that were given by flags; memory settings among them stay.
 

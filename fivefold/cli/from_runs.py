@@ -12,7 +12,7 @@ from fivefold.learn.tell import advice, constants_table, runs_table
 from fivefold.predict.cluster import load_cluster, to_toml
 from fivefold.search.request import request
 from fivefold.search.search import SearchResult, search
-from fivefold.tell.report import prose
+from fivefold.tell.columns import prose
 
 
 def with_model(argv: Sequence[str]) -> list[str]:

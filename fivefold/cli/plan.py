@@ -17,7 +17,7 @@ from fivefold.config.sources import Loaded, load_with_origins
 from fivefold.errors import ConfigError, Mistake, Mistakes
 from fivefold.files import write_atomic
 from fivefold.hardware import GB
-from fivefold.predict.cluster import Cluster, load_cluster
+from fivefold.predict.cluster import Cluster, check_together, load_cluster
 
 if TYPE_CHECKING:
     from fivefold.learn.posterior import Posterior
@@ -57,7 +57,10 @@ class Options:
         None, "GB of memory of a node's hosts (default: those of the cluster)"
     )
     memory_budget: str | None = option(
-        None, f"{BUDGET_HELP} (default: those of the cluster's GPU, less its reserve)"
+        None, f"{BUDGET_HELP} (default: the GPU's, less what is reserved and left free)"
+    )
+    memory_margin: float | None = option(
+        None, "share of a GPU's memory to leave free (default: the cluster's, 0.05 as a rule)"
     )
     top: int = option(10, "number of layouts to show, the best of each mesh")
     why: str | None = option(
@@ -199,6 +202,17 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> tuple["Request", 
     for name, value in (("--gpus", options.gpus), ("--top", options.top)):
         if value is not None and value < 1:
             mistakes.add(f"{name} must be at least 1, not {value}")
+    margin, budget = options.memory_margin, options.memory_budget
+    if margin is not None and not 0 <= margin < 1:
+        mistakes.add(
+            f"--memory-margin must be a share from 0 to 1, not {margin}",
+            works=("--memory-margin 0.05",),
+        )
+    if margin is not None and budget is not None:
+        mistakes.add(
+            f"--memory-budget {budget} leaves no room for --memory-margin {margin}: it is exact",
+            works=("--memory-budget none", "--memory-margin none"),
+        )
     room = options.host_memory
     if room is not None and not 0 < room < inf:
         mistakes.add(f"--host-memory must be a positive number of GB, not {room}")
@@ -218,6 +232,9 @@ def _request(loaded: Loaded[Options], tokens: float | None) -> tuple["Request", 
         cluster, known = _machine(options)
         if options.memory_budget is not None:
             cluster = cluster.within(budget_bytes(options.memory_budget))
+        elif options.memory_margin is not None:
+            cluster = replace(cluster, memory_margin=options.memory_margin)
+            check_together(cluster, mistakes)
     mistakes.raise_if_any()
     assert cluster is not None
     if room is not None:
@@ -281,28 +298,29 @@ def _report(
     result: "SearchResult", options: Options, tokens: float | None, other: "Request | None"
 ) -> Iterator[str]:
     from fivefold.tell import report
+    from fivefold.tell.columns import prose
 
     assert result.best.prediction is not None
     yield from report.question(result)
     yield from _section("layouts, the best of each mesh", report.ranked(result, options.top))
-    yield from report.prose([report.counts(result)])
-    yield from _section("the best", report.prose(report.best(result)))
+    yield from prose([report.counts(result)])
+    yield from _section("the best", prose(report.best(result)))
     yield from _section("where the time goes", report.waterfall(result.best.prediction))
     yield from _section("memory by pipeline rank", report.memory_table(result.best))
     yield from _section("why", report.explained(result))
     yield from _section("time for memory", report.pareto(result))
-    yield from _section("a whole run", report.prose(report.cost_lines(result, tokens)))
+    yield from _section("a whole run", prose(report.cost_lines(result, tokens)))
     if options.rules:
         from fivefold.tell.explain import rule_of_thumb
 
         rule = rule_of_thumb(result.request)
-        yield from _section("the rule of thumb", report.prose(report.rules(result, rule)))
+        yield from _section("the rule of thumb", prose(report.rules(result, rule)))
     if other is not None:
         from fivefold.search.search import search
 
         text = str(options.why)
         found = report.why(result, search(other), text)
-        yield from _section(f"why not {text}?", report.prose(found))
+        yield from _section(f"why not {text}?", prose(found))
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:

@@ -28,10 +28,10 @@ from fivefold.predict.cluster import to_toml as machine_toml
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import request
 from fivefold.search.search import search
+from fivefold.tell.columns import table
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import percent
 from fivefold.tell.infeasible import why_nothing
-from fivefold.tell.report import table
 from fivefold.train.devices import Asked
 from fivefold.train.rank_env import read_rank_env
 from fivefold.units import human_seconds

@@ -94,6 +94,8 @@ class Cluster:
         disk_bytes: bytes of a node's disks; None: not known, and taken to suffice.
         disk_bandwidth: bytes/s that a node's disks read and write, together.
         reserved_bytes: bytes of device memory that the driver, NCCL and fragmentation take.
+        memory_margin: share of a device's memory that plans leave free, since predicted peaks are
+            off by some percent.
         jitter: standard deviation of a GPU's step time, as a share of it; the slowest of n GPUs is
             sqrt(2 ln n) standard deviations late.
         host_operation: seconds that the host needs to issue one operation; the GPU waits for the
@@ -114,6 +116,7 @@ class Cluster:
     disk_bytes: float | None = None
     disk_bandwidth: float = 6 * GB
     reserved_bytes: float = 2 * GB
+    memory_margin: float = 0.05
     jitter: float = 0.004
     host_operation: float = 15.4e-6
     interruptions_per_gpu_day: float | None = None
@@ -136,10 +139,15 @@ class Cluster:
             return self.host_bandwidth
         return HOST_EFFICIENCY * self.host_memory_bandwidth / self.sharing
 
+    @property
+    def room(self) -> float:
+        """Bytes that the tensors of a plan may take on one device."""
+        return self.gpu.memory_bytes * (1 - self.memory_margin) - self.reserved_bytes
+
     def within(self, budget: float) -> "Cluster":
         """The same machines with GPUs on which tensors may take this many bytes."""
         size = budget + self.reserved_bytes
-        return replace(self, gpu=replace(self.gpu, memory_bytes=size))
+        return replace(self, gpu=replace(self.gpu, memory_bytes=size), memory_margin=0.0)
 
     @property
     def sharing(self) -> int:
@@ -258,7 +266,7 @@ def _from_table(table: dict[str, Any], path: Path) -> Cluster:
     mistakes.raise_if_any()
     cluster = _read(Cluster, table, base, "", mistakes)
     if cluster is not None:
-        _check_together(cluster, mistakes)
+        check_together(cluster, mistakes)
     if mistakes.found:
         mistakes.add(f"all of this is in {path}", attempt='preset = "H100"  # and what differs')
     mistakes.raise_if_any()
@@ -266,13 +274,13 @@ def _from_table(table: dict[str, Any], path: Path) -> Cluster:
     return cluster
 
 
-def _check_together(cluster: Cluster, mistakes: Mistakes) -> None:
+def check_together(cluster: Cluster, mistakes: Mistakes) -> None:
     """Collect values that contradict each other."""
     gpu = cluster.gpu
-    if cluster.reserved_bytes >= gpu.memory_bytes:
+    if cluster.room <= 0:
         mistakes.add(
-            f"reserved_bytes {cluster.reserved_bytes:g} leave nothing of gpu.memory_bytes "
-            f"{gpu.memory_bytes:g}"
+            f"reserved_bytes {cluster.reserved_bytes:g} and memory_margin "
+            f"{cluster.memory_margin:g} leave nothing of gpu.memory_bytes {gpu.memory_bytes:g}"
         )
     for name in (field.name for field in fields(Rates)):
         peak, reached = getattr(gpu.peak, name), getattr(gpu.matmul, name)
@@ -295,6 +303,7 @@ _RANGES: Mapping[str, Range] = MappingProxyType(
         "disk_bytes": _BYTES,
         "disk_bandwidth": _BANDWIDTH,
         "reserved_bytes": Range(0, 1e18),
+        "memory_margin": Range(0, 1),
         "jitter": Range(0, 2),
         "host_operation": _SECONDS,
         "interruptions_per_gpu_day": Range(0, 1e3),

@@ -63,6 +63,7 @@ class MemoryPrediction:
         ranks: ranks in order.
         reserved: bytes of the device that the driver, NCCL and fragmentation keep.
         capacity: bytes of the device.
+        margin: share of the device that is left free.
         host_capacity: bytes of host memory for each device; infinite if not known.
         disk_capacity: bytes of disk for each device; infinite if not known.
     """
@@ -70,6 +71,7 @@ class MemoryPrediction:
     ranks: tuple[RankMemory, ...]
     reserved: float
     capacity: float
+    margin: float = 0.0
     host_capacity: float = inf
     disk_capacity: float = inf
 
@@ -106,7 +108,12 @@ class MemoryPrediction:
     @property
     def missing(self) -> float:
         """Bytes by which the fullest device is too small; negative if it is not."""
-        return self.device_total - self.capacity
+        return self.max_allocated - self.room
+
+    @property
+    def room(self) -> float:
+        """Bytes that tensors may take on a device."""
+        return self.capacity * (1 - self.margin) - self.reserved
 
     @property
     def missing_on_host(self) -> float:
@@ -159,6 +166,7 @@ def peak_memory(
         tuple(ranks),
         cluster.reserved_bytes,
         cluster.gpu.memory_bytes,
+        cluster.memory_margin,
         cluster.host_share,
         disks,
     )

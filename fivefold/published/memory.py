@@ -42,7 +42,8 @@ def published_peak(row: PublishedRow, layout: Layout, cluster: Cluster) -> Peak:
         reported = most[0] if replay.reports_first else max(most)
         return Peak(reported, not any(rank.overflowed for rank in ranks))
     run = replace(layout, config=layout.config.with_values(**_loss_of(row)))
-    predicted = peak_memory(run, cluster, policy=_policy_of(layout))
+    full = replace(cluster, memory_margin=0.0)  # it ran, or did not
+    predicted = peak_memory(run, full, policy=_policy_of(layout))
     return Peak(predicted.max_allocated, predicted.fits)
 
 

@@ -90,4 +90,4 @@ def evaluate(
 
 def capacity(request: Request) -> float:
     """Bytes that a layout may allocate on one device."""
-    return request.cluster.gpu.memory_bytes - request.cluster.reserved_bytes
+    return request.cluster.room

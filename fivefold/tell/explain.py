@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from fivefold.config.config import Config
@@ -62,8 +63,13 @@ def shortfall(memory: MemoryPrediction) -> str:
     made_of = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
     return (
         f"needs {human_bytes(memory.device_total)} on pipeline rank {worst.pp_rank}, "
-        f"{human_bytes(memory.missing)} more than the device has: {made_of}"
+        f"{human_bytes(memory.missing)} more than the device has{kept_free(memory)}: {made_of}"
     )
+
+
+def kept_free(memory: MemoryPrediction, flag: str = "") -> str:
+    """The share of a device that a plan leaves free, in words; empty if it is none."""
+    return f", {memory.margin:.3g} of it kept free{flag}" if memory.margin else ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +124,8 @@ class Sensitivity:
 
     Attributes:
         change: description of the change.
-        seconds: step time of the best layout after the change, in seconds.
+        seconds: step time of the best layout after the change; infinite if no layout that was
+            found fits then.
         candidate: the best layout after the change.
         moves: whether that is another layout than the best without the change.
         untrained: whether Fivefold's own trainer cannot run the changed layout yet.
@@ -180,8 +187,9 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     memory = replace(gpu, memory_bandwidth=gpu.memory_bandwidth * 1.1)
     yield "memory bandwidth +10 %", replace(cluster, gpu=memory)
     for change, size in (("+10 GB", LESS_MEMORY), ("-10 GB", -LESS_MEMORY)):
-        larger = replace(gpu, memory_bytes=gpu.memory_bytes + size)
-        yield f"device memory {change}", replace(cluster, gpu=larger)
+        changed = replace(cluster, gpu=replace(gpu, memory_bytes=gpu.memory_bytes + size))
+        if changed.room > 0:
+            yield f"device memory {change}", changed
 
 
 def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
@@ -199,7 +207,7 @@ def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
     predictions = predict_all([candidate.layout for candidate in fitting], cluster)
     looked = [replace(c, prediction=p) for c, p in zip(fitting, predictions, strict=True)]
     if not looked:
-        return Sensitivity(f"{change}: none of the layouts found fits", 0.0, best, True)
+        return Sensitivity(change, inf, best, False)
     fastest = min(looked, key=lambda c: (c.seconds, c.layout is not best.layout))
     unmoved = [c for c in looked if c.layout is best.layout]
     if unmoved and fastest.seconds > unmoved[0].seconds * 0.998:

@@ -1,6 +1,6 @@
 """The report of a plan as text."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 from textwrap import wrap
@@ -13,14 +13,15 @@ from fivefold.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodp
 from fivefold.search.candidate import Candidate
 from fivefold.search.proven import PROVEN
 from fivefold.search.search import SearchResult
+from fivefold.tell.columns import WIDTH, listed, prose, table
 from fivefold.tell.degrees import expert_degrees
 from fivefold.tell.describe import context_words, machines, memory_words, requirements, summary
+from fivefold.tell.effects import effects
 from fivefold.tell.explain import (
     Rule,
     alternatives,
     binding,
-    percent,
-    sensitivities,
+    kept_free,
     shortfall,
     slower,
 )
@@ -28,40 +29,10 @@ from fivefold.tell.export.targets import export
 from fivefold.tell.infeasible import why_nothing
 from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 
-WIDTH = 100
 CONVENTION = (
     "MFU is model FLOPs (6 per matmul parameter and token with the output layer, causal attention "
     "counted once, none for recomputation) over the peak of the data sheet"
 )
-
-
-def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Lines with aligned columns; the columns with these numbers are aligned to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    flush = set(right)
-    return [
-        "  ".join(
-            cell.rjust(width) if column in flush else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def prose(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with long ones wrapped."""
-    for line in lines:
-        yield from wrap(line, WIDTH, subsequent_indent="  ") or [""]
-
-
-def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
-    """A table whose last column is text that is wrapped."""
-    lines = table([row[:-1] for row in rows], right)
-    start = max(map(len, lines)) + 2
-    for line, row in zip(lines, rows, strict=True):
-        words = wrap(row[-1], WIDTH - start) or [""]
-        yield (line.ljust(start) + words[0]).rstrip()
-        yield from (" " * start + more for more in words[1:])
 
 
 def ranked(result: SearchResult, most: int) -> list[str]:
@@ -117,8 +88,8 @@ def waterfall(prediction: Prediction) -> list[str]:
 
 def memory_table(candidate: Candidate) -> list[str]:
     """A table of the parts of peak memory: of all ranks, or the first, last and fullest."""
-    ranks = candidate.memory.ranks
-    fullest = candidate.memory.worst.pp_rank
+    memory, ranks = candidate.memory, candidate.memory.ranks
+    fullest = memory.worst.pp_rank
     shown = sorted({0, fullest, len(ranks) - 1} | set(range(len(ranks)) if len(ranks) <= 8 else ()))
     names = list(dict.fromkeys(name for rank in shown for name in ranks[rank].parts))
     rows = [("rank", *(str(rank) + "*" * (rank == fullest) for rank in shown))]
@@ -126,16 +97,16 @@ def memory_table(candidate: Candidate) -> list[str]:
         sizes = (human_bytes(ranks[rank].parts.get(name, 0.0)) for rank in shown)
         rows.append((name, *sizes))
     rows.append(("peak", *(human_bytes(ranks[rank].peak) for rank in shown)))
-    worst, host = candidate.memory.worst, candidate.memory.host
+    worst, host = memory.worst, memory.host
     offloaded = f"in host memory: at most {human_bytes(host)} per GPU"
-    if candidate.memory.host_capacity < inf:
-        offloaded += f", of its share of {human_bytes(candidate.memory.host_capacity)}"
-    offloaded += f"; on disk: {human_bytes(disk)}" if (disk := candidate.memory.disk) else ""
+    if memory.host_capacity < inf:
+        offloaded += f", of its share of {human_bytes(memory.host_capacity)}"
+    offloaded += f"; on disk: {human_bytes(disk)}" if (disk := memory.disk) else ""
     return [
         *table(rows, right=range(1, len(shown) + 1)),
         f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",
-        f"driver, NCCL and fragmentation take {human_bytes(candidate.memory.reserved)} more; the "
-        f"device has {human_bytes(candidate.memory.capacity)}",
+        f"driver, NCCL and fragmentation take {human_bytes(memory.reserved)} more; the device has "
+        f"{human_bytes(memory.capacity)}{kept_free(memory, ' (--memory-margin)')}",
         *([offloaded] if host else []),
     ]
 
@@ -294,22 +265,7 @@ def explained(result: SearchResult) -> Iterator[str]:
         indent = " " * 4
         yield from wrap(other.reason, WIDTH, initial_indent=indent, subsequent_indent=indent)
     yield ""
-    rows = [("if", "step", "")]
-    for change in sensitivities(result):
-        layout = percent(change.seconds / result.best.seconds - 1)
-        if change.moves:
-            layout += f", by {_unlike(change.candidate, result.best)}"
-        if change.untrained:
-            layout += "; Fivefold cannot train with it yet"
-        rows.append((change.change, human_seconds(change.seconds), layout))
-    yield from listed(rows, right=(1,))
-
-
-def _unlike(candidate: Candidate, other: Candidate) -> str:
-    """The parts of a layout's summary that differ from another's."""
-    known = summary(other.layout).split(", ")
-    words = [word for word in summary(candidate.layout).split(", ") if word not in known]
-    return ", ".join(words) or "the same without some of its techniques"
+    yield from effects(result)
 
 
 def context(result: SearchResult) -> Iterator[str]:

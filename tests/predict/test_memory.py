@@ -211,3 +211,18 @@ def test_a_policy_is_what_a_parameter_costs() -> None:
     lean = StatePolicy(copy=2, gradient=2, master=0, moments=2)
     state = model_state(layout, 0, policy=lean)
     assert state.total == 6 * state.parameters
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.05, 0.3])
+def test_plans_leave_a_share_of_the_device_free(margin: float) -> None:
+    layout = check(Config(PRESETS["llama3-8b"]).with_values(tensor_model_parallel_size=8), 8)
+    peak = peak_memory(layout, H100).max_allocated
+    size = (peak + H100.reserved_bytes) / (1 - margin)
+    for more, fits in ((1e6, True), (-1e6, False)):
+        gpu = replace(H100.gpu, memory_bytes=size + more)
+        cluster = replace(H100, gpu=gpu, memory_margin=margin)
+        assert peak_memory(layout, cluster).fits is fits
+        assert (cluster.room >= peak) is fits
+    exact = replace(H100, memory_margin=margin).within(peak + 1)
+    assert peak_memory(layout, exact).fits
+    assert not peak_memory(layout, exact.within(peak - 1)).fits

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from fivefold.search.candidate import evaluate
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import Request, request
 from fivefold.search.search import LESS_MEMORY, SearchResult, search
+from fivefold.tell import report
 from fivefold.tell.describe import memory_words, summary
 from fivefold.tell.explain import (
     alternatives,
@@ -140,6 +142,19 @@ def test_a_batch_that_nobody_gave_is_assumed_and_said(gpus: int) -> None:
     tokens = batch * question.config.training.seq_length
     assert 2**22 * 0.9 <= tokens <= 2**24
     assert gpus < 1024 or tokens > 2**22
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_with_less_memory_is_no_step_of_no_time() -> None:
+    small = replace(load_cluster("RTX 4090", 1), memory_margin=0.0)
+    line = load_with_origins(["gpt2", "--gbs", "8"], Options, models=True)
+    for room, told in ((9e9, 0), (13e9, 1)):
+        result = search(request(line.config, small.within(room), by_flag=line.by_flag))
+        found = [each for each in sensitivities(result) if each.change == "device memory -10 GB"]
+        assert [each.seconds for each in found] == [inf] * told
+        text = [row for row in report.explained(result) if row.startswith("device memory -10 GB")]
+        assert all("none of the layouts found fits" in row for row in text)
+        assert len(text) == told
 
 
 @pytest.mark.slow
@@ -291,6 +306,9 @@ def test_the_command_answers_in_json(capsys: pytest.CaptureFixture[str]) -> None
         (f"{SMALL} --cluster H1000", "did you mean 'H100'"),
         (f"{SMALL} --train-tokens many", "--train-tokens must be a number"),
         (f"{SMALL} --json --emit megatron", "both say what to print"),
+        (f"{SMALL} --memory-margin 1.5", "a share from 0 to 1"),
+        (f"{SMALL} --memory-margin 0.99", "leave nothing of gpu.memory_bytes"),
+        (f"{SMALL} --memory-margin 0.1 --memory-budget 40GiB", "it is exact"),
         (f"{SMALL} --html nowhere/at/all.html", "no folder"),
         (f"{SMALL} --why colour=red", "is no layout setting"),
     ],

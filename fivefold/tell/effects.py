@@ -1,0 +1,34 @@
+"""What a change of the cluster, or one more technique, would do to a step."""
+
+from collections.abc import Iterator
+from math import inf
+
+from fivefold.search.candidate import Candidate
+from fivefold.search.search import SearchResult
+from fivefold.tell.columns import listed
+from fivefold.tell.describe import summary
+from fivefold.tell.explain import percent, sensitivities
+from fivefold.units import human_seconds
+
+
+def effects(result: SearchResult) -> Iterator[str]:
+    """A table of changes, the step with each, and the layout that it leads to."""
+    rows = [("if", "step", "")]
+    for change in sensitivities(result):
+        if change.seconds == inf:
+            rows.append((change.change, "-", "none of the layouts found fits"))
+            continue
+        layout = percent(change.seconds / result.best.seconds - 1)
+        if change.moves:
+            layout += f", by {_unlike(change.candidate, result.best)}"
+        if change.untrained:
+            layout += "; Fivefold cannot train with it yet"
+        rows.append((change.change, human_seconds(change.seconds), layout))
+    yield from listed(rows, right=(1,))
+
+
+def _unlike(candidate: Candidate, other: Candidate) -> str:
+    """The parts of a layout's summary that differ from another's."""
+    known = summary(other.layout).split(", ")
+    words = [word for word in summary(candidate.layout).split(", ") if word not in known]
+    return ", ".join(words) or "the same without some of its techniques"
