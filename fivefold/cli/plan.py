@@ -299,6 +299,7 @@ def _report(
 ) -> Iterator[str]:
     from fivefold.tell import report
     from fivefold.tell.columns import prose
+    from fivefold.tell.efficiency import opened
 
     assert result.best.prediction is not None
     yield from report.question(result)
@@ -306,6 +307,7 @@ def _report(
     yield from prose([report.counts(result)])
     yield from _section("the best", prose(report.best(result)))
     yield from _section("where the time goes", report.waterfall(result.best.prediction))
+    yield from _section("kernel efficiency, opened", opened(result.best.prediction))
     yield from _section("memory by pipeline rank", report.memory_table(result.best))
     yield from _section("why", report.explained(result))
     yield from _section("time for memory", report.pareto(result))

@@ -14,7 +14,8 @@ from fivefold.model.operations import Operation
 from fivefold.model.prediction_operations import PredictionInput
 from fivefold.model.running import Running
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.compute import Phases
+from fivefold.predict.communication import all_reduce, gather
+from fivefold.predict.compute import Phases, elementwise
 from fivefold.predict.operation_times import OperationTimes
 from fivefold.predict.software import Software
 from fivefold.predict.stage_times import Times, repeated
@@ -82,7 +83,7 @@ class LayerTimes(OperationTimes):
 
     def _with_again(self, kind: LayerKind, modules: tuple[str, ...] | None) -> Times:
         """The times of a layer with these of its modules recomputed; None: all."""
-        times, key = self._operations(kind), ("sum", kind, *self._degrees(kind))
+        times, key = self.operations(kind), ("sum", kind, *self._degrees(kind))
         plain = self._once(key, lambda: {"layer": sum(times.values(), Times())})["layer"]
         operations = describe(self.model, kind).operations
         tiled = [times[op.name] for op in operations if self._running.tiles(op.rerun_by)]
@@ -95,6 +96,42 @@ class LayerTimes(OperationTimes):
         chosen = set(modules)
         again = [times[op.name] for op in operations if chosen & set(op.rerun_by)]
         return plain + repeated(sum(again, Times()))
+
+    def embedding(self) -> Times:
+        """The embedding lookup, and its reduction over the tensor-parallel ranks."""
+        size = self.hidden_bytes
+        moved = 0.0
+        if self.grid.tp > 1:
+            way = gather if self.parallel.sequence_parallel else all_reduce
+            moved = way(self.cluster, self.tp, size)
+        looked_up = self._elementwise(2 * size, 3 * size)
+        if not self.model.trains_all:
+            looked_up = self._elementwise(2 * size, 0.0)
+        return looked_up + Times(tp=Phases(moved, 0.0))
+
+    @property
+    def entries(self) -> int:
+        """Rows of the output layer on one rank: entries of the padded vocabulary."""
+        return self.model.padded_vocab_size // self.grid.tp
+
+    def output_layer(self) -> Times:
+        """The output layer for one of the tokens that are predicted."""
+        # 8-bit recipes leave the output layer alone.
+        weight, precision = (self.entries, self.model.hidden_size), self.training.precision
+        column = self._column(lambda tokens: self._linear(weight, tokens, precision=precision))
+        return column if self.model.trains_all else column.without_dw()
+
+    def head(self) -> Times:
+        """Final norm, output layer and loss, once for the model and once per prediction layer."""
+        model, fusion = self.model, self.memory.cross_entropy_loss_fusion
+        logits, column = float(self.tokens) * self.entries, self.output_layer()
+        # The 34 bytes are those of kernels one by one, whatever else is fused.
+        moved = (8, 6) if fusion else (24, 10)
+        loss = Times(Phases(*(elementwise(self.gpu, size * logits) for size in moved)))
+        once = self._norm() + column + loss
+        if self.memory.makes_logits_again:
+            once = once + Times(recompute=Phases(0.0, column.compute.forward))
+        return once * (1 + model.mtp_num_layers)
 
     def host(self, kind: LayerKind) -> float:
         """Seconds in which the host issues a layer's forward; a backward takes twice that."""
@@ -130,7 +167,7 @@ class LayerTimes(OperationTimes):
         dispatcher = self.parallel.moe_token_dispatcher_type
         return (*attention, self.grid.ep, self.grid.etp, dispatcher)
 
-    def _operations(self, kind: LayerKind) -> dict[str, Times]:
+    def operations(self, kind: LayerKind) -> dict[str, Times]:
         """The times of a layer's operations; attention is the same in every layer of a model."""
         layer = describe(self.model, kind)
 

@@ -329,9 +329,13 @@ class OperationTimes:
 
     def _grouped(self, outputs: int, inputs: int, copies: int) -> Phases:
         """A linear layer [out, in] in each expert of a rank, on the rows that reach the expert."""
-        local = (self.model.num_experts or 0) // self.grid.ep
-        each = max(1, round(self._rows(copies) * self._imbalance / local))
+        each, local = self.rows_of_one(copies)
         return self._linear((outputs, inputs), each, local)
+
+    def rows_of_one(self, copies: int) -> tuple[int, int]:
+        """Rows of a microbatch for one expert of the busiest rank, and the experts of that rank."""
+        local = (self.model.num_experts or 0) // self.grid.ep
+        return max(1, round(self._rows(copies) * self._imbalance / local)), local
 
     def _dispatched(self, copies: int) -> Times:
         """The permutation of rows, and their all-to-alls to the experts and back."""
@@ -350,36 +354,6 @@ class OperationTimes:
         copies, remote = token_copies(model, self.ep, kind, self.share)
         sent = all_to_all(self.cluster, self.ep, own * copies * row, own * remote * row)
         return sent * (self.software.imbalance if self.share is None else 1.0) + tensor
-
-    def embedding(self) -> Times:
-        """The embedding lookup, and its reduction over the tensor-parallel ranks."""
-        size = self.hidden_bytes
-        moved = 0.0
-        if self.grid.tp > 1:
-            way = gather if self.parallel.sequence_parallel else all_reduce
-            moved = way(self.cluster, self.tp, size)
-        looked_up = self._elementwise(2 * size, 3 * size)
-        if not self.model.trains_all:
-            looked_up = self._elementwise(2 * size, 0.0)
-        return looked_up + Times(tp=Phases(moved, 0.0))
-
-    def head(self) -> Times:
-        """Final norm, output layer and loss, once for the model and once per prediction layer."""
-        model, fusion = self.model, self.memory.cross_entropy_loss_fusion
-        entries = model.padded_vocab_size // self.grid.tp
-        logits = float(self.tokens) * entries
-        # 8-bit recipes leave the output layer alone.
-        weight, precision = (entries, model.hidden_size), self.training.precision
-        column = self._column(lambda tokens: self._linear(weight, tokens, precision=precision))
-        if not self.model.trains_all:
-            column = column.without_dw()
-        # The 34 bytes are those of kernels one by one, whatever else is fused.
-        moved = (8, 6) if fusion else (24, 10)
-        loss = Times(Phases(*(elementwise(self.gpu, size * logits) for size in moved)))
-        once = self._norm() + column + loss
-        if self.memory.makes_logits_again:
-            once = once + Times(recompute=Phases(0.0, column.compute.forward))
-        return once * (1 + model.mtp_num_layers)
 
     def every_second(self) -> Times:
         """Recomputation of every second multiplication, and of all that is not a multiplication.

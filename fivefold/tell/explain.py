@@ -69,7 +69,7 @@ def shortfall(memory: MemoryPrediction) -> str:
 
 def kept_free(memory: MemoryPrediction, flag: str = "") -> str:
     """The share of a device that a plan leaves free, in words; empty if it is none."""
-    return f", {memory.margin:.3g} of it kept free{flag}" if memory.margin else ""
+    return f", {100 * memory.margin:.3g} % of it kept free{flag}" if memory.margin else ""
 
 
 @dataclass(frozen=True)

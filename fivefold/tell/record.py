@@ -4,6 +4,7 @@ from math import inf
 from typing import Any
 
 from fivefold.config.config import Config
+from fivefold.predict.kernels import Kernels, kernels
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import LAYOUT
 from fivefold.search.search import SearchResult
@@ -32,6 +33,10 @@ def as_json(result: SearchResult, tokens: float | None, most: int) -> dict[str, 
         },
         "layouts": [_candidate(candidate) for candidate in result.by_mesh()[:most]],
         "binding": binding(result),
+        "kernels": [
+            {**vars(kind), "share_of_peak": kind.share_of_peak, "excess": kind.excess}
+            for kind in _kernels_of(result.best)
+        ],
         "not_chosen": [
             {**_candidate(a.candidate), "because": a.reason} for a in alternatives(result)
         ],
@@ -58,6 +63,11 @@ def as_json(result: SearchResult, tokens: float | None, most: int) -> dict[str, 
             "seconds_between_checkpoints": kept and kept.interval,
         },
     }
+
+
+def _kernels_of(best: Candidate) -> list[Kernels]:
+    made = best.prediction
+    return [] if made is None else kernels(made.layout, made.cluster, made.software)
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

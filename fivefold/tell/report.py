@@ -102,13 +102,13 @@ def memory_table(candidate: Candidate) -> list[str]:
     if memory.host_capacity < inf:
         offloaded += f", of its share of {human_bytes(memory.host_capacity)}"
     offloaded += f"; on disk: {human_bytes(disk)}" if (disk := memory.disk) else ""
-    return [
-        *table(rows, right=range(1, len(shown) + 1)),
+    notes = [
         f"the fullest is rank {fullest}, at {worst.act} ({worst.phase})",
         f"driver, NCCL and fragmentation take {human_bytes(memory.reserved)} more; the device has "
         f"{human_bytes(memory.capacity)}{kept_free(memory, ' (--memory-margin)')}",
         *([offloaded] if host else []),
     ]
+    return [*table(rows, right=range(1, len(shown) + 1)), *prose(notes)]
 
 
 def counts(result: SearchResult) -> str:

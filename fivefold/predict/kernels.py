@@ -1,0 +1,149 @@
+"""Opens what a plan calls kernel efficiency: which kernels a step computes with, and how fast."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fivefold.layout import Layout
+from fivefold.model.description import LayerKind, describe, layer_kind
+from fivefold.model.expert_operations import ExpertsIn, ExpertsOut
+from fivefold.model.lora_operations import Adapters
+from fivefold.model.operations import CoreAttention, Operation, Weight
+from fivefold.model.shape import training_flops
+from fivefold.predict.cluster import Cluster
+from fivefold.predict.layer import LayerTimes
+from fivefold.predict.prediction import precision_of
+from fivefold.predict.software import Software
+
+MEMORY_BOUND = "norms, sums, activations"
+HOST = "waiting for the host"
+_NEXT_TO_NOTHING = 1e-9  # seconds, of a difference of sums
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of one kind in a step, on a mean rank; recomputation is not among them.
+
+    Attributes:
+        name: name of the operation in the description of a layer, or what it is.
+        shape: what one call multiplies on a rank, as rows x outputs x inputs; empty if nothing.
+        seconds: predicted seconds.
+        ideal: seconds that its model FLOPs would take at the peak of the data sheet.
+    """
+
+    name: str
+    shape: str
+    seconds: float
+    ideal: float
+
+    @property
+    def excess(self) -> float:
+        """Seconds beyond the ideal."""
+        return self.seconds - self.ideal
+
+    @property
+    def share_of_peak(self) -> float:
+        """Rate of its model FLOPs, relative to the peak; 0 if it has none."""
+        return self.ideal / self.seconds if self.seconds else 0.0
+
+
+def kernels(layout: Layout, cluster: Cluster, software: Software | None = None) -> list[Kernels]:
+    """The kernels of a step, those with the most seconds beyond their ideal first.
+
+    Their ideals sum up to the part "ideal" of a prediction, their excess to "kernel efficiency".
+
+    Args:
+        layout: checked layout.
+        cluster: the hardware.
+        software: the framework's kernels and habits; None: those of Fivefold.
+    """
+    config = layout.config
+    tokens = config.training.global_batch_size * config.training.seq_length
+    peak = cluster.gpu.peak.of(precision_of(layout)) * layout.grid.world_size
+    seconds, ideals = defaultdict[str, float](float), defaultdict[str, float](float)
+    shapes: dict[str, str] = {}
+    share = layout.num_microbatches / layout.grid.pp
+    times = LayerTimes(layout, cluster, software or Software())
+    for name, shape, each, flops in _all(layout, times):
+        seconds[name] += each * share
+        ideals[name] += flops * tokens / peak
+        shapes[name] = shape
+    found = [Kernels(name, shapes[name], seconds[name], ideals[name]) for name in seconds]
+    shown = (kernel for kernel in found if kernel.name != HOST or kernel.seconds > _NEXT_TO_NOTHING)
+    return sorted(shown, key=lambda kernel: -kernel.excess)
+
+
+_Row = tuple[str, str, float, float]
+"""Name, shape, seconds of all calls for a microbatch, model FLOPs of a token."""
+
+
+def _all(layout: Layout, times: LayerTimes) -> Iterator[_Row]:
+    model, stages = layout.config.model, layout.split.stages
+    layers = Counter(layer_kind(model, layer) for stage in stages for layer in stage.layers)
+    further = sum(stage.mtp for stage in stages)
+    if further:
+        layers[layer_kind(model, model.num_layers)] += further
+    for kind, count in layers.items():
+        yield from _of_layers(times, kind, count)
+    attention = training_flops(model, layout.config.training.seq_length).attention
+    yield "core_attn", _attention_shape(times), 0.0, attention
+    looked_up = sum(stage.embedding + stage.mtp for stage in stages)
+    yield MEMORY_BOUND, "", times.embedding().compute.total * looked_up, 0.0
+    runs, output = 1 + model.mtp_num_layers, times.output_layer().compute.total
+    size = model.padded_vocab_size * model.hidden_size * (6 if model.trains_all else 4)
+    shape = f"{times.tokens:,} x {times.entries:,} x {model.hidden_size:,}"
+    yield "output layer", shape, output * runs, size * runs
+    yield "loss and last norm", "", times.head().compute.total - output * runs, 0.0
+
+
+def _of_layers(times: LayerTimes, kind: LayerKind, count: int) -> Iterator[_Row]:
+    """The operations of `count` layers of a kind, and their waiting for the host."""
+    each, whole = times.operations(kind), 0.0
+    for op in describe(times.model, kind).operations:
+        seconds = each[op.name].compute.total
+        whole += seconds
+        if isinstance(op, CoreAttention):
+            yield op.name, _attention_shape(times), seconds * count, 0.0
+        elif weights := [weight for weight in op.weights if weight.multiplies]:
+            flops = sum(_flops(times, weight) for weight in weights)
+            yield op.name, _shape(times, op), seconds * count, flops * count
+        else:
+            yield MEMORY_BOUND, "", seconds * count, 0.0
+    waited = times.layer(kind, recomputed=False).compute.total - whole
+    yield HOST, "", waited * count, 0.0
+
+
+def _flops(times: LayerTimes, weight: Weight) -> float:
+    model = times.model
+    chosen = model.moe_router_topk / (model.num_experts or 1) if weight.of_experts else 1.0
+    return weight.size * chosen * (6 if weight.trained else 4)
+
+
+def _shape(times: LayerTimes, op: Operation) -> str:
+    """What a linear layer multiplies on a rank."""
+    grid = times.grid
+    if isinstance(op, ExpertsIn | ExpertsOut):
+        rows, local = times.rows_of_one(op.copies)
+        split = (op.outputs // grid.etp, op.inputs)
+        if isinstance(op, ExpertsOut):
+            split = (op.outputs, op.inputs // grid.etp)
+        experts = "1 expert" if local == 1 else f"{local:,} experts"
+        return f"{experts}: {rows:,} x {split[0]:,} x {split[1]:,}"
+    local_shapes = [weight.local(grid.tp) for weight in op.multiplied]
+    if isinstance(op, Adapters) or not local_shapes:
+        return ""
+    return _joined(times.tokens, local_shapes, joins=times.software.joins_linears)
+
+
+def _joined(tokens: int, shapes: Sequence[tuple[int, ...]], *, joins: bool) -> str:
+    """Products of the same rows, joined to one where they have the same input, or listed."""
+    inputs = {shape[1] for shape in shapes}
+    if joins and len(inputs) == 1:
+        shapes = [(sum(shape[0] for shape in shapes), *inputs)]
+    return " + ".join(f"{tokens:,} x {out:,} x {into:,}" for out, into in dict.fromkeys(shapes))
+
+
+def _attention_shape(times: LayerTimes) -> str:
+    model = times.model
+    heads = model.num_attention_heads // times.grid.tp
+    return f"{times.training.seq_length:,} tokens, {heads} heads of {model.query_dim}"
