@@ -21,8 +21,8 @@ _NEXT_TO_NOTHING = 1e-9  # seconds, of a difference of sums
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """Kernels of one kind in a step, on a mean rank; recomputation is not among them.
+class KernelKind:
+    """KernelKind of one kind in a step, on a mean rank; recomputation is not among them.
 
     Attributes:
         name: name of the operation in the description of a layer, or what it is.
@@ -47,7 +47,7 @@ class Kernels:
         return self.ideal / self.seconds if self.seconds else 0.0
 
 
-def kernels(layout: Layout, cluster: Cluster, software: Software | None = None) -> list[Kernels]:
+def kernels(layout: Layout, cluster: Cluster, software: Software | None = None) -> list[KernelKind]:
     """The kernels of a step, those with the most seconds beyond their ideal first.
 
     Their ideals sum up to the part "ideal" of a prediction, their excess to "kernel efficiency".
@@ -68,7 +68,7 @@ def kernels(layout: Layout, cluster: Cluster, software: Software | None = None) 
         seconds[name] += each * share
         ideals[name] += flops * tokens / peak
         shapes[name] = shape
-    found = [Kernels(name, shapes[name], seconds[name], ideals[name]) for name in seconds]
+    found = [KernelKind(name, shapes[name], seconds[name], ideals[name]) for name in seconds]
     shown = (kernel for kernel in found if kernel.name != HOST or kernel.seconds > _NEXT_TO_NOTHING)
     return sorted(shown, key=lambda kernel: -kernel.excess)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from fivefold.predict.kernels import Kernels, kernels
+from fivefold.predict.kernels import KernelKind, kernels
 from fivefold.predict.prediction import Prediction
 from fivefold.tell.columns import table
 from fivefold.units import human_seconds
@@ -29,12 +29,12 @@ def opened(prediction: Prediction) -> Iterator[str]:
     )
 
 
-def _sum(kinds: Sequence[Kernels], name: str = "") -> Kernels:
+def _sum(kinds: Sequence[KernelKind], name: str = "") -> KernelKind:
     seconds, ideal = sum(each.seconds for each in kinds), sum(each.ideal for each in kinds)
-    return Kernels(name or f"{len(kinds)} more", "", seconds, ideal)
+    return KernelKind(name or f"{len(kinds)} more", "", seconds, ideal)
 
 
-def _row(kind: Kernels, whole: float) -> tuple[str, ...]:
+def _row(kind: KernelKind, whole: float) -> tuple[str, ...]:
     return (
         kind.name,
         kind.shape,

@@ -4,7 +4,7 @@ from math import inf
 from typing import Any
 
 from fivefold.config.config import Config
-from fivefold.predict.kernels import Kernels, kernels
+from fivefold.predict.kernels import KernelKind, kernels
 from fivefold.search.candidate import Candidate
 from fivefold.search.request import LAYOUT
 from fivefold.search.search import SearchResult
@@ -65,7 +65,7 @@ def as_json(result: SearchResult, tokens: float | None, most: int) -> dict[str, 
     }
 
 
-def _kernels_of(best: Candidate) -> list[Kernels]:
+def _kernels_of(best: Candidate) -> list[KernelKind]:
     made = best.prediction
     return [] if made is None else kernels(made.layout, made.cluster, made.software)
 
