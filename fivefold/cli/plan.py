@@ -297,8 +297,9 @@ def _emit(result: "SearchResult", target: str, notes: Sequence[str]) -> None:
 def _report(
     result: "SearchResult", options: Options, tokens: float | None, other: "Request | None"
 ) -> Iterator[str]:
+    from fivefold.counts.derived import moved_and_kept
     from fivefold.tell import report
-    from fivefold.tell.columns import prose
+    from fivefold.tell.columns import listed, prose
     from fivefold.tell.efficiency import opened
 
     assert result.best.prediction is not None
@@ -309,6 +310,8 @@ def _report(
     yield from _section("where the time goes", report.waterfall(result.best.prediction))
     yield from _section("kernel efficiency, opened", opened(result.best.prediction))
     yield from _section("memory by pipeline rank", report.memory_table(result.best))
+    moved = moved_and_kept(result.best.layout)
+    yield from _section("bytes sent in a step, and kept of a microbatch", listed(moved, right=(1,)))
     yield from _section("why", report.explained(result))
     yield from _section("time for memory", report.pareto(result))
     yield from _section("a whole run", prose(report.cost_lines(result, tokens)))

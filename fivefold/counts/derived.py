@@ -1,17 +1,22 @@
 """Every number that a layout implies, with the product or sum it comes from."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import model_state
+from fivefold.counts.volumes import by_axis, step_volumes
 from fivefold.layout import Layout
+from fivefold.model.activations import saved_activations
 from fivefold.model.description import LayerKind, layer_kind
+from fivefold.model.running import Running
 from fivefold.model.shape import WholeModel, count_parameters, forward_flops, training_flops
 from fivefold.pipeline.ir import Kind
 from fivefold.units import human_bytes, human_count, human_flops
 
 Row = tuple[str, str, str]
+SHOWN = 3  # parts of a sum that are named
 
 
 def describe(layout: Layout) -> list[Row]:
@@ -22,9 +27,15 @@ def describe(layout: Layout) -> list[Row]:
         *_parameters(layout),
         *_flops(layout),
         *_memory(layout),
+        *moved_and_kept(layout),
         *_deferred(layout),
         *_recomputed(layout),
     ]
+
+
+def moved_and_kept(layout: Layout) -> list[Row]:
+    """Bytes that a rank sends in a step over each axis, and what each kind of layer keeps."""
+    return [*_sent(layout), *_kept(layout)]
 
 
 def as_table(rows: Iterable[Row]) -> str:
@@ -170,6 +181,48 @@ def _memory(layout: Layout) -> list[Row]:
             f"{parallel.data_parallel_sharding_strategy}, {layout.config.training.precision}",
         ),
     ]
+
+
+def _sent(layout: Layout) -> list[Row]:
+    """Bytes by axis as an audit counts them, of the pipeline rank that sends most."""
+    grid = layout.grid
+    each = [step_volumes(layout, rank * grid.ranks_per_stage) for rank in range(grid.pp)]
+    axes = dict.fromkeys(flow.axis for flows in each for flow in flows if flow.axis != "world")
+    rows = []
+    for axis in axes:
+        sizes = [by_axis(flows).get(axis, 0.0) for flows in each]
+        most = max(range(grid.pp), key=lambda rank: sizes[rank])
+        purposes = defaultdict[str, float](float)
+        for flow in each[most]:
+            if flow.axis == axis:
+                purposes[flow.purpose] += flow.size
+        rows.append((f"sent over {axis}", human_bytes(sizes[most]), _summed(purposes)))
+    return rows
+
+
+def _kept(layout: Layout) -> list[Row]:
+    """Bytes that a layer of each kind keeps of a microbatch for its backward."""
+    config = layout.config
+    model, training, running = config.model, config.training, Running.of(config)
+    tokens = training.micro_batch_size * training.seq_length // layout.grid.cp
+    first = {layer_kind(model, layer): layer for layer in reversed(range(model.num_layers))}
+    rows = []
+    for kind, layer in first.items():
+        saved = saved_activations(model, layer, running)
+        parts = {name: tokens * each.kept for name, each in saved.items()}
+        name = "kept by a layer" + (" with experts" if kind.experts else "")
+        rows.append((name, human_bytes(sum(parts.values())), _summed(parts)))
+    return rows
+
+
+def _summed(parts: Mapping[str, float]) -> str:
+    """The largest parts with their sizes, and the sum of all others."""
+    large = sorted((part for part in parts.items() if part[1]), key=lambda part: -part[1])
+    shown = [f"{name} {human_bytes(size)}" for name, size in large[:SHOWN]]
+    rest = large[SHOWN:]
+    if rest:
+        shown.append(f"{len(rest)} more {human_bytes(sum(size for _, size in rest))}")
+    return " + ".join(shown)
 
 
 def _recomputed(layout: Layout) -> list[Row]:

@@ -2,10 +2,17 @@
 
 from dataclasses import replace
 
+import pytest
+
+from benchmarks.memory_tables import activations, bytes_of_a_parameter
 from fivefold.check import check
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
-from fivefold.counts.derived import as_table, describe
+from fivefold.counts.derived import as_table, describe, moved_and_kept
+from fivefold.counts.volumes import by_axis, step_volumes
+from fivefold.model.activations import saved_activations, total
+from fivefold.model.running import Running
+from fivefold.units import human_bytes
 
 
 def config(model: str, **values: object) -> Config:
@@ -69,3 +76,38 @@ def test_experts_and_what_a_token_sees_of_them_are_told() -> None:
 
 def test_the_table_is_aligned() -> None:
     assert as_table([("a", "1", "x"), ("long", "22", "")]) == "a      1  x\nlong  22"
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize("model", ["debug-llama", "debug-deepseek-v3", "debug-gpt-oss"])
+def test_bytes_are_told_before_the_run(model: str, strategy: str) -> None:
+    values = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_model_parallel_size": 2,
+        "data_parallel_sharding_strategy": strategy,
+        "micro_batch_size": 2,
+    }
+    if PRESETS[model].num_experts:
+        values["expert_model_parallel_size"] = 2
+    layout = check(config(model, global_batch_size=8, **values), 8, planned=True)
+    told = {name: value for name, value, _ in moved_and_kept(layout)}
+    for axis in set().union(*(by_axis(step_volumes(layout, rank)) for rank in range(8))) - {
+        "world"
+    }:
+        firsts = [by_axis(step_volumes(layout, rank)).get(axis, 0.0) for rank in (0, 4)]
+        assert told[f"sent over {axis}"] == human_bytes(max(firsts))
+    kept = total(saved_activations(layout.config.model, 0, Running.of(layout.config))).kept
+    whole = human_bytes(kept * 2 * 16)
+    assert whole in {told.get(f"kept by a layer{kind}") for kind in ("", " with experts")}
+
+
+def test_counts_are_those_of_the_published_formulae() -> None:
+    for tp, length in ((8, 2048), (4, 1024), (2, 512)):
+        for row in activations(PRESETS["gpt3-175b"], tp, length):
+            assert row.same == pytest.approx(row.published, rel=1e-12)
+            assert row.own <= row.same
+    each = {name: sizes for name, *sizes in bytes_of_a_parameter(PRESETS["llama3-8b"], 4)}
+    assert each["ZeRO-1"][0] == pytest.approx(6 + 12 / 4, rel=1e-3)
+    assert each["ZeRO-2"][0] == pytest.approx(2 + 16 / 4, rel=1e-3)
+    assert each["ZeRO-3"][0] == pytest.approx(16 / 4, rel=1e-3)

@@ -1,0 +1,137 @@
+"""The two memory tables that every guide has: activations of a layer, and bytes of a parameter.
+
+    python -m benchmarks.memory_tables [--model gpt3-175b] [--tp 8] [--dp 8] [--seq-length 2048]
+
+The first compares Fivefold's count with the published formulae (Korthikanti et al. 2022), in units
+of s x b x h: sequence, micro-batch and hidden size. The second divides the model state of a rank by
+the model's parameters, for each sharding.
+"""
+
+from argparse import ArgumentParser
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fivefold.check import check
+from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.config.presets import PRESETS
+from fivefold.config.sharding import SHARDING
+from fivefold.counts.policy import StatePolicy, engine_policy, megatron_policy
+from fivefold.counts.state import model_state
+from fivefold.model.activations import saved_activations, total
+from fivefold.model.running import Running
+from fivefold.tell.columns import table
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a layer keeps in one configuration, in units of s x b x h bytes.
+
+    Attributes:
+        name: the configuration.
+        published: by the formula for kernels that keep scores and dropout masks.
+        same: Fivefold's count for such kernels.
+        own: Fivefold's count for its own: fused attention, and masks that are made again.
+    """
+
+    name: str
+    published: float
+    same: float
+    own: float
+
+
+def activations(model: ModelConfig, tp: int, length: int) -> list[Activations]:
+    """The six configurations of the paper's table 2.
+
+    Args:
+        model: a dense model with biases, GELU and four times wider MLPs, as in the paper.
+        tp: tensor-parallel size.
+        length: tokens of a sequence.
+    """
+    a, h, t = model.num_attention_heads, model.hidden_size, tp
+    scores = 5 * a * length / h
+    split: dict[str, Any] = {"tensor_model_parallel_size": tp}
+    parts = split | {"sequence_parallel": True}
+    selective = {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}
+    rows: list[tuple[str, float, dict[str, Any]]] = [
+        ("no parallelism", 34 + scores, {}),
+        ("tensor parallel", 10 + 24 / t + scores / t, split),
+        ("tensor + sequence parallel", (34 + scores) / t, parts),
+        ("tensor parallel, selective recompute", 10 + 24 / t, split | selective),
+        ("tensor + sequence parallel, selective", 34 / t, parts | selective),
+        ("full recompute", 2, split | {"recompute_granularity": "full"}),
+    ]
+    return [
+        Activations(
+            name,
+            published,
+            _kept(replace(model, hidden_dropout=0.1, attention_dropout=0.1), length, values, True),
+            _kept(replace(model, hidden_dropout=0.1, attention_dropout=0.0), length, values, False),
+        )
+        for name, published, values in rows
+    ]
+
+
+def _kept(model: ModelConfig, length: int, values: dict[str, Any], masks: bool) -> float:
+    """Bytes that an inner layer keeps of a token and a hidden feature."""
+    values = {"seq_length": length, "global_batch_size": 1} | values
+    config = Config(model).with_values(**values)
+    check(config, config.parallel.tensor_model_parallel_size, planned=True)
+    saved = saved_activations(model, 1, Running.of(config, keeps_masks=masks))
+    return total(saved).kept / model.hidden_size
+
+
+def bytes_of_a_parameter(model: ModelConfig, dp: int) -> list[tuple[str, float, float, float]]:
+    """For each sharding: bytes of a parameter on a rank that holds all layers.
+
+    Fivefold's, with moments in fp32 and in bf16, and Megatron-LM's with gradients in fp32. Blocks
+    that are gathered for the time of their computation are left out.
+    """
+    rows = []
+    for sharding in SHARDING.values():
+        values = {"data_parallel_sharding_strategy": sharding.name, "global_batch_size": dp}
+        config = Config(model).with_values(seq_length=128, **values)
+        narrow = config.with_values(
+            use_precision_aware_optimizer=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+        )
+        theirs = None if sharding.splits_gradients else megatron_policy(sharding.splits_optimizer)
+        rows.append(
+            (
+                sharding.paper_name,
+                _each(config, dp, engine_policy(config)),
+                _each(narrow, dp, engine_policy(narrow)),
+                _each(config, dp, theirs) if theirs else 0.0,
+            )
+        )
+    return rows
+
+
+def _each(config: Config, dp: int, policy: StatePolicy) -> float:
+    state = model_state(check(config, dp, planned=True), 0, policy=policy)
+    return (state.weights + state.gradients + state.optimizer) / state.parameters
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="gpt3-175b", choices=sorted(PRESETS))
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--dp", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=2048)
+    given = parser.parse_args()
+    model = PRESETS[given.model]
+    print(f"activations of a layer of {given.model}, tp {given.tp}, bytes / (s b h)")
+    rows = [("", "formula", "counted", "Fivefold's kernels")]
+    for each in activations(model, given.tp, given.seq_length):
+        figures = (each.published, each.same, each.own)
+        rows.append((each.name, *(f"{figure:.2f}" for figure in figures)))
+    print("\n".join(table(rows, right=(1, 2, 3))))
+    print(f"\nbytes of a parameter, {given.dp} data-parallel ranks")
+    rows = [("", "fp32 moments", "bf16 moments", "Megatron-LM")]
+    for name, *sizes in bytes_of_a_parameter(model, given.dp):
+        rows.append((name, *(f"{size:.2f}" if size else "-" for size in sizes)))
+    print("\n".join(table(rows, right=(1, 2, 3))))
+
+
+if __name__ == "__main__":
+    main()
