@@ -72,6 +72,9 @@ class Options:
     proven: bool = option(
         False, "choose only schedules and techniques that published runs have used"
     )
+    guide: bool = option(
+        False, "show what the decision tables of public guides say, and what that would cost"
+    )
     train_tokens: str | None = option(
         None, "tokens of a whole run, such as 15T: show GPU hours, days and checkpoints"
     )
@@ -131,6 +134,10 @@ def run(argv: Sequence[str]) -> int:
             from fivefold.learn.tell import record
 
             told["learned"] = record(known)
+        if options.guide:
+            from fivefold.tell.guide import as_json as advised
+
+            told["guide"] = advised(result)
         print(json.dumps(told, indent=2))
     else:
         print("\n".join(_report(result, options, tokens, other)))
@@ -320,6 +327,10 @@ def _report(
 
         rule = rule_of_thumb(result.request)
         yield from _section("the rule of thumb", prose(report.rules(result, rule)))
+    if options.guide:
+        from fivefold.tell.guide import guide
+
+        yield from _section("what guides say", guide(result))
     if other is not None:
         from fivefold.search.search import search
 

@@ -27,7 +27,7 @@ from fivefold.predict.context import legal_ways
 from fivefold.search.columns import Columns, join, table, where
 from fivefold.search.memory_choices import MemoryChoice, memory_choices
 from fivefold.search.partitions import ALL_SCHEDULES, Partition, enumerate_partitions
-from fivefold.search.request import Only
+from fivefold.search.request import Only, permits
 from fivefold.search.space import FIELDS, SHARDINGS, Space
 
 SHARD = "data_parallel_shard_size"
@@ -74,7 +74,8 @@ def enumerate_space(
     columns = where(columns, stage % (columns["ep"] * columns["etp"]) == 0)
     columns = where(columns, axes.nodes_hold(columns))
     choices = memory_choices(config, given)
-    columns = join(columns, {"memory": range(len(choices))})
+    permitted = [n for n, choice in enumerate(choices) if permits(only, choice.settings)]
+    columns = join(columns, {"memory": permitted})
     columns = _paired(columns, config, given, found, choices)
     # The flex dispatcher sends the fewest rows: none twice to the same rank or node.
     # It has no rows for each expert, which could be padded.

@@ -103,9 +103,7 @@ class Request:
 
     def permits(self, settings: Mapping[str, Any]) -> bool:
         """Whether a search may choose these settings."""
-        return all(
-            name not in self.only or value in self.only[name] for name, value in settings.items()
-        )
+        return permits(self.only, settings)
 
     def without(self, names: Iterable[str]) -> "Request":
         """The same request with these layout settings left to the search."""
@@ -119,6 +117,11 @@ class Request:
         return replace(
             self, config=self.config.with_values(**defaults), given=self.given - set(names)
         )
+
+
+def permits(only: Only, settings: Mapping[str, Any]) -> bool:
+    """Whether these settings are among the values to choose from."""
+    return all(name not in only or value in only[name] for name, value in settings.items())
 
 
 def request(
