@@ -323,7 +323,7 @@ def _report(
     yield from _section("time for memory", report.pareto(result))
     yield from _section("a whole run", prose(report.cost_lines(result, tokens)))
     if options.rules:
-        from fivefold.tell.explain import rule_of_thumb
+        from fivefold.tell.rules import rule_of_thumb
 
         rule = rule_of_thumb(result.request)
         yield from _section("the rule of thumb", prose(report.rules(result, rule)))

@@ -1,22 +1,19 @@
 """Explains a plan: what limits the best layout, the alternatives, and what would change it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from fivefold.config.config import Config
 from fivefold.config.flags import ALIASES, scan
 from fivefold.config.settings import Setting
 from fivefold.config.sources import config_settings
 from fivefold.errors import ConfigError, Mistakes, did_you_mean
-from fivefold.mesh.rules import divisors
 from fivefold.predict.cluster import Cluster, Link
 from fivefold.predict.memory import MemoryPrediction
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.predict.step import predict_all
 from fivefold.search.candidate import Candidate, evaluate
-from fivefold.search.partitions import balanced_layout
 from fivefold.search.request import FIXABLE, Request
 from fivefold.search.search import LESS_MEMORY, SearchResult
 from fivefold.tell.describe import summary
@@ -279,91 +276,3 @@ def _names_a_setting(flag: str) -> bool:
 
 def _layout_settings() -> list[Setting]:
     return [s for section in config_settings().values() for s in section if s.name in FIXABLE]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The layout that rules of thumb lead to.
-
-    Attributes:
-        candidate: the layout; None if no layout that follows the rules fits.
-        steps: the decisions in order, each as a sentence.
-    """
-
-    candidate: Candidate | None
-    steps: tuple[str, ...]
-
-
-def rule_of_thumb(request: Request) -> Rule:
-    """The layout that the usual advice leads to.
-
-    Tensor parallelism inside the node and as small as fits; then pipeline parallelism across nodes;
-    expert parallelism before expert tensor parallelism, inside a node if that fits; data
-    parallelism with ZeRO-1 for the rest; micro-batch 1; recomputation only if nothing else fits.
-    """
-    model, node = request.config.model, request.cluster.gpus_per_node
-    tensor = [n for n in (1, 2, 4, 8) if n <= node]
-    meshes = [(tp, 1) for tp in tensor]
-    pipelines = [pp for pp in divisors(request.world) if 1 < pp <= model.num_layers]
-    meshes += [(tensor[-1], pp) for pp in pipelines]
-    expert = divisors(model.num_experts or 1)
-    inside = max(n for n in expert if n <= node)
-    for recompute in (None, "full"):
-        for ep in (n for n in expert if n >= inside):
-            for tp, pp in meshes:
-                found = _first_fit(request, _by_rule(tp, pp, ep, recompute))
-                if found is not None:
-                    return Rule(found, tuple(_rule_steps(found)))
-    return Rule(None, ())
-
-
-def _by_rule(tp: int, pp: int, ep: int, recompute: str | None) -> dict[str, Any]:
-    return {
-        "tensor_model_parallel_size": tp,
-        "sequence_parallel": tp > 1,
-        "pipeline_model_parallel_size": pp,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": 1,
-        "data_parallel_sharding_strategy": "optim",
-        "num_distributed_optimizer_instances": 1,
-        "micro_batch_size": 1,
-        "recompute_granularity": recompute,
-    }
-
-
-def _first_fit(request: Request, settings: Mapping[str, Any]) -> Candidate | None:
-    """The legal layout with the most stages per rank that fits; with balanced stages if needed."""
-    config = Config(request.config.model, training=request.config.training).with_values(**settings)
-    pp, layers = config.parallel.pipeline_model_parallel_size, config.model.num_layers
-    shapes: list[dict[str, Any]] = [
-        {"num_virtual_stages_per_pipeline_rank": virtual}
-        for virtual in (4, 2)
-        if pp > 1 and layers % (pp * virtual) == 0
-    ]
-    shapes.append({})
-    if pp > 1:
-        shapes.append({"pipeline_model_parallel_layout": balanced_layout(config, pp)})
-    for shape in shapes:
-        try:
-            candidate = evaluate(request, config.with_values(**shape))
-        except ConfigError:
-            continue
-        if candidate.prediction is not None:
-            return candidate
-    return None
-
-
-def _rule_steps(found: Candidate) -> Iterator[str]:
-    grid = found.layout.grid
-    yield f"tensor parallelism {grid.tp}: the smallest size inside a node that fits"
-    if grid.pp > 1:
-        yield f"pipeline parallelism {grid.pp}: across nodes, since one node is not enough"
-    if grid.ep > 1:
-        yield (
-            f"expert parallelism {grid.ep}: one node, or the smallest size that fits; no expert "
-            "tensor parallelism"
-        )
-    yield f"data parallelism {grid.dp} with ZeRO-1 for the rest, micro-batch 1"
-    if found.layout.config.memory.recompute_granularity:
-        yield "full recomputation: without it nothing fits"

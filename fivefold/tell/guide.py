@@ -17,9 +17,9 @@ from fivefold.search.space import FIELDS
 from fivefold.tell.columns import prose
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import slower
+from fivefold.tell.rules import LIMITED, LONG
 from fivefold.units import human_seconds
 
-_ETHERNET = 12.5e9  # bytes/s of network for each GPU, below which guides speak of a limited network
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 _PIPELINE = tuple(range(2, 129))
 _ALIKE = 0.1  # share by which a model's size may differ from that of a row that names a model
@@ -181,13 +181,13 @@ TABLES: tuple[Table, ...] = (
             Row(
                 "several nodes, fast network",
                 "tp 8 inside a node, pp across nodes",
-                lambda facts: facts.nodes > 1 and facts.network >= _ETHERNET,
+                lambda facts: facts.nodes > 1 and facts.network >= LIMITED,
                 {"tp": (8,), "pp": _PIPELINE},
             ),
             Row(
                 "several nodes, limited network",
                 "tp 1 to 4 inside a node, pp across nodes",
-                lambda facts: facts.nodes > 1 and facts.network < _ETHERNET,
+                lambda facts: facts.nodes > 1 and facts.network < LIMITED,
                 {"tp": (1, 2, 4), "pp": _PIPELINE},
             ),
         ),
@@ -196,11 +196,11 @@ TABLES: tuple[Table, ...] = (
         "sequence length",
         "Megatron-Core parallelism guide",
         (
-            Row("up to 8 K tokens", "no cp", lambda facts: facts.length <= 8192, {"cp": (1,)}),
+            Row("up to 8 K tokens", "no cp", lambda facts: facts.length <= LONG, {"cp": (1,)}),
             Row(
                 "over 8 K tokens",
                 "cp 2 or more",
-                lambda facts: facts.length > 8192,
+                lambda facts: facts.length > LONG,
                 {"cp": _SIZES[1:]},
             ),
         ),

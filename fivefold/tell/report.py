@@ -18,7 +18,6 @@ from fivefold.tell.degrees import expert_degrees
 from fivefold.tell.describe import context_words, machines, memory_words, requirements, summary
 from fivefold.tell.effects import effects
 from fivefold.tell.explain import (
-    Rule,
     alternatives,
     binding,
     kept_free,
@@ -27,6 +26,7 @@ from fivefold.tell.explain import (
 )
 from fivefold.tell.export.targets import export
 from fivefold.tell.infeasible import why_nothing
+from fivefold.tell.rules import Rule
 from fivefold.units import human_bytes, human_count, human_flops, human_seconds
 
 CONVENTION = (

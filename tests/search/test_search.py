@@ -29,12 +29,12 @@ from fivefold.tell.explain import (
     alternatives,
     binding,
     changed,
-    rule_of_thumb,
     sensitivities,
 )
 from fivefold.tell.export.targets import TARGETS, export
 from fivefold.tell.infeasible import why_nothing
 from fivefold.tell.page import page
+from fivefold.tell.rules import LONG, rule_of_thumb
 from fivefold.units import human_bytes
 
 
@@ -176,6 +176,35 @@ def test_the_rule_of_thumb_is_legal_and_not_better() -> None:
     assert rule.candidate.memory.fits
     assert rule.candidate.layout.grid.tp <= 8
     assert rule.candidate.seconds >= result.best.seconds * 0.995
+
+
+@pytest.mark.slow
+def test_the_rule_of_thumb_knows_length_network_and_memory() -> None:
+    whole = asked(f"{SMALL} --seq-length 65536 --gbs 16")
+    rule = rule_of_thumb(whole)
+    assert rule.candidate is not None
+    assert rule.candidate.layout.grid.cp == 65536 // LONG
+    assert "65,536 tokens" in rule.steps[0]
+
+    question = asked(TIGHT)
+    slow = replace(question.cluster.network_link, bandwidth=3e9)
+    cluster = replace(question.cluster, network_link=slow)
+    limited = rule_of_thumb(replace(question, cluster=cluster))
+    assert limited.candidate is not None
+    assert limited.candidate.layout.grid.tp <= 4 <= limited.candidate.layout.grid.pp
+    assert "limited" in " ".join(limited.steps)
+
+    question = asked("gpt2 --cluster H100 --gpus 8 --gbs 64")
+    small = rule_of_thumb(question)
+    assert small.candidate is not None
+    training = small.candidate.layout.config.training
+    assert training.micro_batch_size == 8
+    tight = replace(
+        question, cluster=question.cluster.within(small.candidate.memory.worst.peak - 1)
+    )
+    less = rule_of_thumb(tight)
+    assert less.candidate is not None
+    assert less.candidate.layout.config.training.micro_batch_size == 4
 
 
 def test_why_fixes_what_it_names() -> None:
