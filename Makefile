@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick exhaustive gpu lint install clean
+.PHONY: demo test quick exhaustive gpu docs lint install clean
 
 install: $(STAMP)
 
@@ -36,6 +36,12 @@ exhaustive: $(STAMP)
 # Kernels, techniques, layers and rates on one GPU, in ten minutes; results in benchmarks/results.
 gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu
+
+# Every figure and picture that a page quotes, by the command that makes it; measured ones from their latest results.
+docs: $(STAMP)
+	$(BIN)/python -m fivefold.docs
+	$(BIN)/python -m benchmarks.pages
+	$(BIN)/python -m benchmarks.picture
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

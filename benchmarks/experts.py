@@ -21,7 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.peer_systems.rows import EXPERT_ROWS  # noqa: E402
-from benchmarks.peers import System, answer, make_peers_venv, measure, save, table  # noqa: E402
+from benchmarks.peers import (  # noqa: E402
+    System,
+    answer,
+    make_peers_venv,
+    measure,
+    medians,
+    save,
+    table,
+)
 
 SYSTEMS = {
     system.name: system
@@ -68,9 +76,20 @@ def parse() -> argparse.Namespace:
     return asked
 
 
+def summary(report: dict) -> str:
+    """Markdown: CPU seconds of a step and MB sent in it, the README's table."""
+    return "\n".join(table(report, medians(report), both_cell))
+
+
+def both_cell(cell: dict, one: dict | None, best: float) -> str:
+    cost = cpu_cell(cell, one, best).partition(" ")[0]
+    sent = cell["bytes_per_step"]
+    return cost + (f", {sent / 1e6:.1f} MB" if sent > 1e5 else "")
+
+
 def render(report: dict) -> str:
     """Tables in Markdown."""
-    found = {(cell["row"], cell["system"]): cell["median"] for cell in report["results"]}
+    found = medians(report)
     return "\n".join(
         [
             f"{report['date']}, {report['machine']}, {report['settings']}",

@@ -110,6 +110,29 @@ def measured(asked: argparse.Namespace, tp: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def summary(results: dict[str, Any]) -> str:
+    """Markdown: launches of a layer, and host time relative to Fivefold's, the README's table."""
+    rows = {key: found for key, found in results.items() if key.startswith("tp ")}
+    names = list(rows["tp 1"])
+    lines = [
+        f"| launches forward + backward; host time relative to Fivefold's | {' | '.join(names)} |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for key, found in rows.items():
+        launched = {n: [found[n]["launches"][way] for way in WAYS] for n in names}
+        fewest, least = min(map(sum, launched.values())), min(found[n]["ratio"] for n in names)
+        cells = []
+        for name in names:
+            count = "{:.0f} + {:.0f}".format(*launched[name])
+            count = f"**{count}**" if sum(launched[name]) == fewest else count
+            ratio = f"{found[name]['ratio']:.3g}"
+            cells.append(f"{count}; {f'**{ratio}**' if found[name]['ratio'] == least else ratio}")
+        tp = int(key.removeprefix("tp "))
+        label = "1 rank" if tp == 1 else f"TP{tp} + SP"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

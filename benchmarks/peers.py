@@ -212,9 +212,19 @@ def middle(runs: list[dict]) -> dict | None:
     return figures | {"loss": worked[0]["loss"]}
 
 
+def medians(report: dict) -> dict:
+    """The median figures of every row and system that was measured; None where all runs failed."""
+    return {(cell["row"], cell["system"]): cell["median"] for cell in report["results"]}
+
+
+def summary(report: dict) -> str:
+    """Markdown: CPU seconds of a step, the README's table."""
+    return "\n".join(table(report, medians(report), cpu_cell))
+
+
 def render(report: dict) -> str:
     """Markdown: what was measured and when, then one table a figure."""
-    found = {(cell["row"], cell["system"]): cell["median"] for cell in report["results"]}
+    found = medians(report)
     versions = "; ".join(
         name + ": " + ", ".join(f"{package} {v}" for package, v in able["versions"].items())
         if "versions" in able
@@ -228,7 +238,7 @@ def render(report: dict) -> str:
             "",
             "CPU s/step over all ranks (x of the system's own one rank); ** best of the row; "
             "! losses differ from its one rank's",
-            *table(report, found, cpu_cell),
+            summary(report),
             "",
             "tokens/s",
             *table(report, found, lambda cell, _, __: f"{cell['tokens_per_s']:.0f}"),

@@ -9,7 +9,7 @@ from typing import Literal
 
 from fivefold.check import check
 from fivefold.cli.budget import BUDGET_HELP, within_budget
-from fivefold.cli.plan import USUAL_CLUSTER
+from fivefold.cli.plan_options import USUAL_CLUSTER
 from fivefold.cli.style import note, paint
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument

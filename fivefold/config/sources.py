@@ -70,12 +70,15 @@ class Loaded(Generic[T]):
         config: the configuration.
         by_flag: names of the settings that were given by flags.
         by_recipe: names of the settings that were given by the recipe only.
+        model: the model's name: its preset, hub name or path, or that of the recipe that has its
+            sizes; None if flags alone have them.
     """
 
     options: T
     config: Config
     by_flag: frozenset[str]
     by_recipe: frozenset[str]
+    model: str | None
 
 
 def load(
@@ -134,7 +137,8 @@ def load_with_origins(argv: Sequence[str], options: type[T], *, models: bool = F
     assert loaded is not None and config is not None
     by_flag = frozenset(given.values)
     in_recipe = frozenset(name for section in written.values() for name in section)
-    return Loaded(loaded, config, by_flag, in_recipe - by_flag)
+    model = given.values.get("model") or written.get("model", {}).get(PRESET) or recipe
+    return Loaded(loaded, config, by_flag, in_recipe - by_flag, model)
 
 
 def _is_recipe(name: str) -> bool:

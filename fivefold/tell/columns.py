@@ -1,9 +1,25 @@
 """Tables and wrapped lines of reports."""
 
+import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
 WIDTH = 100
+"""Characters of a line in a file or a page."""
+_NARROWEST, _WIDEST = 60, 140
+
+
+def line_width() -> int:
+    """Characters of a line on standard output: the terminal's, within reason."""
+    if not sys.stdout.isatty():
+        return WIDTH
+    return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+
+
+def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    """Lines of at most `width` characters, with these indents; no flag is cut at a hyphen."""
+    return wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
@@ -19,17 +35,19 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]
     ]
 
 
-def prose(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, with long ones wrapped."""
+def prose(lines: Iterable[str], width: int | None = None) -> Iterator[str]:
+    """The lines, with long ones wrapped to `width` characters; None: as `line_width` says."""
     for line in lines:
-        yield from wrap(line, WIDTH, subsequent_indent="  ") or [""]
+        yield from wrapped(line, width or line_width(), others="  ") or [""]
 
 
-def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
-    """A table whose last column is text that is wrapped."""
+def listed(
+    rows: Sequence[Sequence[str]], right: Iterable[int] = (), width: int | None = None
+) -> Iterator[str]:
+    """A table whose last column is text that is wrapped to `width` characters, as in `prose`."""
     lines = table([row[:-1] for row in rows], right)
     start = max(map(len, lines)) + 2
     for line, row in zip(lines, rows, strict=True):
-        words = wrap(row[-1], WIDTH - start) or [""]
+        words = wrapped(row[-1], max(20, (width or line_width()) - start)) or [""]
         yield (line.ljust(start) + words[0]).rstrip()
         yield from (" " * start + more for more in words[1:])

@@ -9,7 +9,7 @@ AXES = ("ep", "etp", "tp")
 
 
 def expert_degrees(result: SearchResult) -> Iterator[str]:
-    """One sentence: the degrees of the best layout, and for each the best layout with another."""
+    """One line: the degrees of the best layout, and for each the best layout with another."""
     best = result.best
     assert best.prediction is not None
     if best.layout.config.model.num_experts is None:
@@ -24,4 +24,4 @@ def expert_degrees(result: SearchResult) -> Iterator[str]:
             others.append(f"{axis} {degree} {slower(best.prediction, found.prediction)}")
     chosen = ", ".join(f"{axis} {getattr(grid, axis)}" for axis in AXES)
     unlike = "; ".join(others) or "none fits"
-    yield f"experts are split by {chosen}; the best with another: {unlike}"
+    yield f"{chosen}; the best with another: {unlike}"

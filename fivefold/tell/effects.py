@@ -1,20 +1,22 @@
 """What a change of the cluster, or one more technique, would do to a step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
 from fivefold.tell.columns import listed
 from fivefold.tell.describe import summary
-from fivefold.tell.explain import percent, sensitivities
+from fivefold.tell.explain import Sensitivity, percent
 from fivefold.units import human_seconds
 
 
-def effects(result: SearchResult) -> Iterator[str]:
+def effects(
+    result: SearchResult, changes: Sequence[Sensitivity], width: int | None = None
+) -> Iterator[str]:
     """A table of changes, the step with each, and the layout that it leads to."""
     rows = [("if", "step", "")]
-    for change in sensitivities(result):
+    for change in changes:
         if change.seconds == inf:
             rows.append((change.change, "-", "none of the layouts found fits"))
             continue
@@ -24,7 +26,7 @@ def effects(result: SearchResult) -> Iterator[str]:
         if change.untrained:
             layout += "; Fivefold cannot train with it yet"
         rows.append((change.change, human_seconds(change.seconds), layout))
-    yield from listed(rows, right=(1,))
+    yield from listed(rows, (1,), width)
 
 
 def _unlike(candidate: Candidate, other: Candidate) -> str:

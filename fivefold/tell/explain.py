@@ -214,20 +214,32 @@ def _under(result: SearchResult, change: str, cluster: Cluster) -> Sensitivity:
 
 def binding(result: SearchResult) -> str:
     """What limits the best layout most, as a sentence."""
+    limited = limit(result)
+    if limited is None:
+        return f"{largest_loss(result)}; more device memory would not allow a faster layout"
+    return f"{limited}; {largest_loss(result)}"
+
+
+def largest_loss(result: SearchResult) -> str:
+    """The part of the step that costs the most time beyond the ideal."""
     best = result.best
     assert best.prediction is not None
-    parts = sorted(best.prediction.parts, key=lambda part: -part.seconds)
-    largest = next(part for part in parts if part.name != "ideal")
+    lost = [part for part in best.prediction.parts if part.name != "ideal"]
+    largest = max(lost, key=lambda part: part.seconds)
     share = largest.seconds / best.seconds
-    time = f"the largest loss of time is {largest.name}, {share:.0%} of the step"
+    return f"the largest loss of time is {largest.name}, {share:.0%} of the step"
+
+
+def limit(result: SearchResult) -> str | None:
+    """How much more device memory would allow a faster layout; None if none would."""
+    best = result.best
     faster = [c for c in missed(result) if c.seconds < best.seconds * 0.99]
     if not faster:
-        return f"{time}; more device memory would not allow a faster layout"
+        return None
     least = min(faster, key=lambda c: c.memory.device_total)
     return (
         f"device memory: with {human_bytes(least.memory.missing)} more, "
-        f"{summary(least.layout)} would be "
-        f"{1 - least.seconds / best.seconds:.1%} faster; {time}"
+        f"{summary(least.layout)} would be {1 - least.seconds / best.seconds:.1%} faster"
     )
 
 

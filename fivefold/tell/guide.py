@@ -1,10 +1,11 @@
 """Decision tables that public guides give, and how the plan compares with what they say.
 
-Each row of a table allows some degrees of parallelism. The best layout within them is searched for
-like the plan itself, so what a row costs is predicted, not argued.
+Each row of a table allows some degrees of parallelism, or several sets of them, of which the first
+that fits counts ("as small as fits"). The best layout within them is searched for like the plan
+itself, so what a row costs is predicted, not argued.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -36,6 +37,8 @@ class Facts:
         length: tokens of a sequence.
         nodes: number of nodes.
         network: bytes/s between nodes for each GPU.
+        node: GPUs of a node.
+        keys: key/value heads.
     """
 
     size: float
@@ -44,6 +47,8 @@ class Facts:
     length: int
     nodes: int
     network: float
+    node: int
+    keys: int
 
     @classmethod
     def of(cls, request: Request) -> "Facts":
@@ -56,7 +61,13 @@ class Facts:
             request.config.training.seq_length,
             cluster.nodes,
             cluster.network_link.bandwidth,
+            cluster.gpus_per_node,
+            1 if model.multi_latent_attention else model.num_kv_heads,
         )
+
+
+Allowed = Mapping[str, tuple[Any, ...]]
+"""The values that a row leaves, by axis of parallelism or by the name of a setting."""
 
 
 @dataclass(frozen=True)
@@ -67,18 +78,21 @@ class Row:
         case: the case it is for, in words.
         says: what it advises, in words.
         holds: whether it is for a question.
-        allows: values that it leaves, by axis of parallelism or by the name of a setting.
+        allows: what it leaves; several sets of values in the order in which they are to be tried.
     """
 
     case: str
     says: str
     holds: Callable[[Facts], bool]
-    allows: Mapping[str, tuple[Any, ...]]
+    allows: Allowed | Callable[[Facts], Iterable[Allowed]]
 
-    @property
-    def only(self) -> Only:
-        """The values that it leaves, by the name of the setting."""
-        return {FIELDS.get(name, name): frozenset(values) for name, values in self.allows.items()}
+    def only(self, facts: Facts) -> list[Only]:
+        """The values that it leaves for a question, by the name of the setting, in order."""
+        tries = self.allows(facts) if callable(self.allows) else (self.allows,)
+        return [
+            {FIELDS.get(name, name): frozenset(values) for name, values in allowed.items()}
+            for allowed in tries
+        ]
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,7 @@ class Table:
     rows: tuple[Row, ...]
 
 
-def _sized(low: float, high: float, says: str, allows: Mapping[str, tuple[Any, ...]]) -> Row:
+def _sized(low: float, high: float, says: str, allows: Allowed) -> Row:
     """A row for models without experts of `low` to `high` billion parameters."""
     case = f"over {low:g} B" if high == inf else f"{low:g} to {high:g} B"
 
@@ -109,6 +123,31 @@ def _named(name: str, size: float, tp: int, pp: int, ep: int, *, latent: bool = 
 
     allows = {"tp": (tp,), "pp": (pp,), "ep": (ep,), "etp": (1,)}
     return Row(name, f"tp {tp}, pp {pp}, ep {ep}", holds, allows)
+
+
+def _small_tensor(facts: Facts) -> Iterator[Allowed]:
+    """Tensor parallelism as small as fits, inside a node."""
+    for tp in (size for size in _SIZES if size <= facts.node):
+        yield {"tp": (tp,), "cp": (1,)}
+
+
+def _ulysses(facts: Facts) -> Iterator[Allowed]:
+    """The same, with Ulysses over the rest of the node, but no wider than the key/value heads."""
+    for tp in (size for size in _SIZES if size <= facts.node):
+        yield {
+            "tp": (tp,),
+            "cp": (min(facts.node // tp, facts.keys),),
+            "cp_comm_type": (("a2a",),),
+        }
+
+
+def _small_tensor_with_experts(facts: Facts) -> Iterator[Allowed]:
+    """The same, with experts whole and their messages under an overlapped 1F1B pipeline."""
+    for each in _small_tensor(facts):
+        yield {
+            **{"tp": each["tp"], "etp": (1,), "ep": _SIZES[1:]},
+            "pipeline_schedule": ("combined_1f1b",),
+        }
 
 
 _SHARDING = "data_parallel_sharding_strategy"
@@ -205,6 +244,30 @@ TABLES: tuple[Table, ...] = (
             ),
         ),
     ),
+    Table(
+        "kind of model",
+        "verl, Megatron performance options",
+        (
+            Row(
+                "dense, up to 8 K tokens",
+                "tp as small as fits, inside a node",
+                lambda facts: not facts.experts and facts.length <= LONG,
+                _small_tensor,
+            ),
+            Row(
+                "dense, over 8 K tokens",
+                "tp as small as fits, Ulysses over min(GPUs of a node / tp, key/value heads)",
+                lambda facts: not facts.experts and facts.length > LONG,
+                _ulysses,
+            ),
+            Row(
+                "with experts",
+                "etp 1, tp as small as fits, ep in an overlapped 1F1B pipeline",
+                lambda facts: facts.experts,
+                _small_tensor_with_experts,
+            ),
+        ),
+    ),
 )
 
 
@@ -232,12 +295,20 @@ def advice(result: SearchResult) -> list[Advice]:
         row = next((row for row in table.rows if row.holds(facts)), None)
         if row is None:
             found.append(Advice(table, None, None, False))
-        elif follows(result.best, row):
-            found.append(Advice(table, row, result.best, True))
         else:
-            other = search(result.request.among(row.only))
-            found.append(Advice(table, row, other.best if other.found else None, False))
+            found.append(_within(result, table, row, row.only(facts)))
     return found
+
+
+def _within(result: SearchResult, table: Table, row: Row, tries: Iterable[Only]) -> Advice:
+    """The plan, if it is within what a row says, else the best layout that is."""
+    for only in tries:
+        if follows(result.best, only):
+            return Advice(table, row, result.best, True)
+        other = search(result.request.among(only))
+        if other.found:
+            return Advice(table, row, other.best, False)
+    return Advice(table, row, None, False)
 
 
 def guide(result: SearchResult) -> Iterator[str]:
@@ -285,9 +356,9 @@ def as_json(result: SearchResult) -> list[dict[str, Any]]:
     ]
 
 
-def follows(candidate: Candidate, row: Row) -> bool:
-    """Whether a layout is within a row."""
+def follows(candidate: Candidate, only: Only) -> bool:
+    """Whether a layout has these values alone."""
     config, grid = candidate.layout.config, candidate.layout.grid
     have = {**vars(config.memory), **vars(config.parallel), **vars(config.training)}
     have |= {FIELDS[axis]: size for axis, size in vars(grid).items() if axis in FIELDS}
-    return all(have[name] in values for name, values in row.only.items())
+    return all(have[name] in values for name, values in only.items())

@@ -12,36 +12,44 @@ from fivefold.predict.memory import MemoryPrediction
 from fivefold.predict.prediction import Prediction
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
-from fivefold.tell import report
+from fivefold.tell import answer, report
+from fivefold.tell.columns import WIDTH
 from fivefold.tell.describe import summary
-from fivefold.units import human_bytes, human_count, human_seconds
+from fivefold.tell.explain import sensitivities
+from fivefold.units import human_bytes, human_seconds
 
 MOST_ACTS = 6000  # most pipeline actions in the timeline; it shows fewer microbatches if needed
 
 
-def page(result: SearchResult, tokens: float | None) -> str:
-    """The page of a plan's best layout."""
+def page(result: SearchResult, model: str, tokens: float | None) -> str:
+    """The page of a plan's best layout.
+
+    Args:
+        result: what the search found.
+        model: the name of the model.
+        tokens: tokens of a whole run; None: those of the request's steps.
+    """
     best = result.best
     assert best.prediction is not None
-    model = human_count(report.parameters(result))
-    title = f"{model} parameters on {result.request.world:,} x {result.request.cluster.gpu.name}"
+    title = answer.title(result, model)
+    changes = sensitivities(result)
     body = [
         f"<h1>{escape(title)}</h1>",
-        _prose(report.question(result)),
-        "<h2>The best layout</h2>",
-        _prose(report.best(result)),
+        _table(answer.answer(result, WIDTH)),
+        "<h2>Why</h2>",
+        _table(answer.reasons(result, changes, WIDTH)),
         "<h2>Where the time goes</h2>",
         *waterfall(best.prediction),
         "<h2>Memory by pipeline rank</h2>",
         *memory_bars(best.memory),
         *_timeline(best),
         "<h2>Layouts, the best of each mesh</h2>",
-        _table(report.ranked(result, 20)),
+        _table(report.ranked(result, 20, WIDTH)),
         _prose([report.counts(result)]),
-        "<h2>Why</h2>",
-        _table(report.explained(result)),
+        "<h2>Others, and changes</h2>",
+        _table(report.explained(result, changes, WIDTH)),
         "<h2>Time for memory</h2>",
-        _table(report.pareto(result)),
+        _table(report.pareto(result, WIDTH)),
         "<h2>A whole run</h2>",
         _prose(report.cost_lines(result, tokens)),
     ]

@@ -65,6 +65,13 @@ def as_json(result: SearchResult, tokens: float | None, most: int) -> dict[str, 
     }
 
 
+def compared(result: SearchResult, other: Candidate | None) -> dict[str, Any]:
+    """Another layout beside the best; None: nothing fits."""
+    if other is None:
+        return {"layout": None}
+    return {**_candidate(other), "slower": other.seconds / result.best.seconds - 1}
+
+
 def _kernels_of(best: Candidate) -> list[KernelKind]:
     made = best.prediction
     return [] if made is None else kernels(made.layout, made.cluster, made.software)

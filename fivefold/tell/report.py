@@ -1,33 +1,22 @@
-"""The report of a plan as text."""
+"""The details of a plan as text, behind its answer (`tell.answer`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
-from textwrap import wrap
 
 from fivefold.counts.policy import saved_bytes
 from fivefold.model.shape import count_parameters
 from fivefold.predict.context import configured_way, context_ways
-from fivefold.predict.prediction import Prediction, precision_of
+from fivefold.predict.prediction import Prediction
 from fivefold.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.search.candidate import Candidate
-from fivefold.search.proven import PROVEN
 from fivefold.search.search import SearchResult
-from fivefold.tell.columns import WIDTH, listed, prose, table
-from fivefold.tell.degrees import expert_degrees
-from fivefold.tell.describe import context_words, machines, memory_words, requirements, summary
+from fivefold.tell.columns import line_width, listed, prose, table, wrapped
+from fivefold.tell.describe import summary
 from fivefold.tell.effects import effects
-from fivefold.tell.explain import (
-    alternatives,
-    binding,
-    kept_free,
-    shortfall,
-    slower,
-)
-from fivefold.tell.export.targets import export
-from fivefold.tell.infeasible import why_nothing
+from fivefold.tell.explain import Sensitivity, alternatives, kept_free, percent, slower
 from fivefold.tell.rules import Rule
-from fivefold.units import human_bytes, human_count, human_flops, human_seconds
+from fivefold.units import human_bytes, human_count, human_seconds
 
 CONVENTION = (
     "MFU is model FLOPs (6 per matmul parameter and token with the output layer, causal attention "
@@ -35,41 +24,20 @@ CONVENTION = (
 )
 
 
-def ranked(result: SearchResult, most: int) -> list[str]:
+def ranked(result: SearchResult, most: int, width: int | None = None) -> Iterator[str]:
     """A table of the best layout of each mesh, the recommended one first."""
-    candidates = result.by_mesh()[:most]
-    head = ("", "tp", "cp", "pp", "ep", "dp", "mbs", "schedule", "shards", "memory saved by")
-    rows = [(*head, "memory", "step", "MFU", "tokens/s/GPU")]
-    for number, candidate in enumerate(candidates, 1):
-        layout, grid = candidate.layout, candidate.layout.grid
+    rows = [("", "step", "", "MFU", "memory", "layout")]
+    for number, candidate in enumerate(result.by_mesh()[:most], 1):
         prediction = candidate.prediction
         assert prediction is not None
-        parallel = layout.config.parallel
-        virtual = layout.split.num_virtual
-        plain = grid.pp == 1 and not layout.runs_pairs
-        schedule = "-" if plain else layout.schedule + f" x{virtual}" * (virtual > 1)
-        copies = parallel.num_distributed_optimizer_instances
-        shards = parallel.sharding.paper_name + (f" /{copies}" * (copies > 1))
-        expert = f"{grid.ep}" + (f"x{grid.etp}" * (grid.etp > 1))
-        rows.append(
-            (
-                f"{number}",
-                f"{grid.tp}",
-                f"{grid.cp}" + (f" {context_words(layout)}" if grid.cp > 1 else ""),
-                f"{grid.pp}",
-                expert,
-                f"{grid.dp}",
-                f"{layout.config.training.micro_batch_size}",
-                schedule,
-                shards,
-                ", ".join(memory_words(layout)) or "-",
-                human_bytes(candidate.memory.device_total),
-                human_seconds(prediction.step_time),
-                f"{prediction.mfu:.1%}",
-                f"{prediction.tokens_per_second_per_gpu:,.0f}",
-            )
+        size = human_bytes(candidate.memory.device_total)
+        timed = (
+            human_seconds(candidate.seconds),
+            percent(candidate.seconds / result.best.seconds - 1),
         )
-    return table(rows, right=(0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13))
+        words = summary(candidate.layout)
+        rows.append((f"{number}", *timed, f"{prediction.mfu:.1%}", size, words))
+    yield from listed(rows, (0, 1, 2, 3, 4), width)
 
 
 def waterfall(prediction: Prediction) -> list[str]:
@@ -86,7 +54,7 @@ def waterfall(prediction: Prediction) -> list[str]:
     return table(rows, right=(1, 2))
 
 
-def memory_table(candidate: Candidate) -> list[str]:
+def memory_table(candidate: Candidate, width: int | None = None) -> list[str]:
     """A table of the parts of peak memory: of all ranks, or the first, last and fullest."""
     memory, ranks = candidate.memory, candidate.memory.ranks
     fullest = memory.worst.pp_rank
@@ -108,7 +76,7 @@ def memory_table(candidate: Candidate) -> list[str]:
         f"{human_bytes(memory.capacity)}{kept_free(memory, ' (--memory-margin)')}",
         *([offloaded] if host else []),
     ]
-    return [*table(rows, right=range(1, len(shown) + 1)), *prose(notes)]
+    return [*table(rows, right=range(1, len(shown) + 1)), *prose(notes, width)]
 
 
 def counts(result: SearchResult) -> str:
@@ -124,49 +92,6 @@ def counts(result: SearchResult) -> str:
 def parameters(result: SearchResult) -> int:
     """The number of parameters of the whole model."""
     return count_parameters(result.request.config.model).total
-
-
-def question(result: SearchResult) -> Iterator[str]:
-    """The request: model, cluster, batch, and assumed and fixed settings."""
-    request = result.request
-    model, training, cluster = request.config.model, request.config.training, request.cluster
-    whole = parameters(result)
-    active = count_parameters(model, active=True).total
-    of_them = "" if active == whole else f", {human_count(active)} of them active"
-    yield f"model      {human_count(whole)} parameters{of_them}, {model.num_layers} layers"
-    yield f"cluster    {machines(cluster)}"
-    tokens = training.global_batch_size * training.seq_length
-    yield (
-        f"step       {training.global_batch_size:,} sequences of {training.seq_length:,} tokens = "
-        f"{human_count(tokens)} tokens, {training.precision}"
-        + (f" with {training.fp8_format} fp8" if training.fp8_format else "")
-    )
-    for what in request.assumed:
-        yield f"assumed    {what}"
-    for name, value in sorted(request.fixed().items()):
-        yield f"fixed      {name} = {value}"
-    if request.only == PROVEN:
-        yield "proven     only schedules and techniques that published runs have used (--proven)"
-
-
-def best(result: SearchResult) -> Iterator[str]:
-    """The recommended layout and its time."""
-    candidate = result.best
-    prediction = candidate.prediction
-    assert prediction is not None
-    gpus = candidate.layout.grid.world_size
-    yield f"{summary(candidate.layout)}"
-    yield (
-        f"step {human_seconds(prediction.step_time)} "
-        f"(80 % between {human_seconds(prediction.low)} and {human_seconds(prediction.high)}), "
-        f"{prediction.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, "
-        f"{human_flops(prediction.model_flops / prediction.step_time / gpus)}/s a GPU = "
-        f"{prediction.mfu:.1%} of the {precision_of(candidate.layout)} peak"
-    )
-    yield CONVENTION
-    untrained = export(candidate.layout, "fivefold").missing
-    for note in (*prediction.notes, *requirements(candidate.layout), *untrained):
-        yield f"note: {note}"
 
 
 @dataclass(frozen=True)
@@ -254,18 +179,17 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
         )
 
 
-def explained(result: SearchResult) -> Iterator[str]:
-    """What limits the layout, the alternatives, and the effects of changes."""
-    yield from wrap(f"limits: {binding(result)}", WIDTH)
-    yield from prose(expert_degrees(result))
+def explained(
+    result: SearchResult, changes: Sequence[Sensitivity], width: int | None = None
+) -> Iterator[str]:
+    """The alternatives, and the effects of changes."""
     yield from context(result)
-    yield ""
+    indent = " " * 4
     for other in alternatives(result):
-        yield from wrap(f"not {summary(other.candidate.layout)}:", WIDTH)
-        indent = " " * 4
-        yield from wrap(other.reason, WIDTH, initial_indent=indent, subsequent_indent=indent)
+        yield from prose([f"not {summary(other.candidate.layout)}:"], width)
+        yield from wrapped(other.reason, width or line_width(), indent, indent)
     yield ""
-    yield from effects(result)
+    yield from effects(result, changes, width)
 
 
 def context(result: SearchResult) -> Iterator[str]:
@@ -301,41 +225,14 @@ def context(result: SearchResult) -> Iterator[str]:
         )
 
 
-def pareto(result: SearchResult) -> list[str]:
+def pareto(result: SearchResult, width: int | None = None) -> Iterator[str]:
     """A table of the layouts that trade time for memory."""
-    front = result.pareto()[:6]
-    rows = [("memory", "step", "")]
-    for candidate in front:
+    rows = [("memory", "step", "", "")]
+    for candidate in result.pareto()[:6]:
         size = human_bytes(candidate.memory.device_total)
-        rows.append((size, human_seconds(candidate.seconds), summary(candidate.layout)))
-    return list(listed(rows, right=(0, 1)))
-
-
-def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:
-    """The best layout with some settings fixed, compared with the best of all."""
-    best = result.best.prediction
-    assert best is not None
-    if other.found:
-        prediction = other.best.prediction
-        assert prediction is not None
-        yield f"with {text}: {summary(other.best.layout)}"
-        if other.best.layout.config == result.best.layout.config:
-            yield "that is the best layout"
-            return
-        yield (
-            f"step {human_seconds(other.best.seconds)} instead of "
-            f"{human_seconds(result.best.seconds)}, {slower(best, prediction)}"
-        )
-        used = other.best.memory.device_total - result.best.memory.device_total
-        sign = "more" if used >= 0 else "less"
-        yield f"memory {human_bytes(abs(used))} {sign} on the fullest GPU"
-        return
-    nearest = min(other.rejected, key=lambda c: c.memory.device_total, default=None)
-    if nearest is None:
-        yield f"with {text}: {why_nothing(other)}"
-        return
-    yield f"with {text} nothing fits; nearest: {summary(nearest.layout)}"
-    yield shortfall(nearest.memory)
+        more = percent(candidate.seconds / result.best.seconds - 1)
+        rows.append((size, human_seconds(candidate.seconds), more, summary(candidate.layout)))
+    yield from listed(rows, (0, 1, 2), width)
 
 
 def rules(result: SearchResult, rule: Rule) -> Iterator[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.cli.main import main
-from fivefold.cli.plan import Options, _request
+from fivefold.cli.plan_options import Options, planned_request
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.config.settings import Setting
@@ -34,9 +34,11 @@ from fivefold.search.request import FIXABLE, Request
 from fivefold.search.search import legal_space, search
 from fivefold.search.space import FIELDS
 from fivefold.search.time_bound import quick_time_bound, time_bound
+from fivefold.tell.answer import answer, next_commands, reasons
+from fivefold.tell.explain import sensitivities
 from fivefold.tell.infeasible import why_nothing
 from fivefold.tell.record import as_json
-from fivefold.tell.report import best, explained, memory_table, pareto, question, ranked
+from fivefold.tell.report import explained, memory_table, pareto, ranked
 
 QUESTIONS = 64  # of each kind; `-m exhaustive` asks a thousand
 ROWS = 30  # layouts of each part that are looked at
@@ -88,7 +90,7 @@ def line_of(seed: int) -> str:
 
 
 def asked(line: str) -> Request:
-    return _request(load_with_origins(shlex.split(line), Options, models=True), None)[0]
+    return planned_request(load_with_origins(shlex.split(line), Options, models=True), None)[0]
 
 
 def told(line: str) -> ConfigError | None:
@@ -102,8 +104,13 @@ def told(line: str) -> ConfigError | None:
     layout = found.best.layout
     check(layout.config, layout.grid.world_size, planned=True)
     assert found.best.memory.fits
-    lines = [*question(found), *ranked(found, 5), *best(found), *memory_table(found.best)]
-    lines += [*explained(found), *pareto(found)]
+    changes = sensitivities(found)
+    lines = [*answer(found), *reasons(found, changes), *ranked(found, 5), *memory_table(found.best)]
+    lines += [
+        *explained(found, changes),
+        *pareto(found),
+        *next_commands(found, "x", shlex.split(line)),
+    ]
     assert not re.search(r"\bnan\b|\binf\b", " ".join(lines))
     assert as_json(found, 1e9, 3)["layouts"]
     return None

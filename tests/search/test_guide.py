@@ -30,9 +30,21 @@ def test_every_row_is_for_somebody_and_no_two_for_the_same() -> None:
 
 
 def test_rows_allow_values_of_settings() -> None:
-    for row in (row for table in TABLES for row in table.rows):
-        assert row.only.keys() <= SETTINGS.keys()
-        assert all(row.only.values())
+    facts = Facts(1e9, False, False, 1024, 1, 50e9, 8, 4)
+    for only in (only for table in TABLES for row in table.rows for only in row.only(facts)):
+        assert only.keys() <= SETTINGS.keys()
+        assert all(only.values())
+
+
+def test_a_row_may_name_sizes_in_order() -> None:
+    """Ulysses is no wider than the node leaves room for, nor than the key/value heads."""
+    rows = {row.case: row for table in TABLES for row in table.rows}
+    facts = Facts(8e9, False, False, 65536, 2, 50e9, 8, 2)
+    sizes = ("tensor_model_parallel_size", "context_parallel_size")
+    tries = rows["dense, over 8 K tokens"].only(facts)
+    assert [tuple(next(iter(only[name])) for name in sizes) for only in tries] == [
+        *((1, 2), (2, 2), (4, 2), (8, 1))
+    ]
 
 
 @pytest.mark.slow
@@ -46,12 +58,12 @@ def test_rows_allow_values_of_settings() -> None:
 )
 def test_what_a_row_costs_is_the_best_within_it(line: str) -> None:
     result = result_of(line)
-    found = advice(result)
+    found, facts = advice(result), Facts.of(result.request)
     assert [each.table for each in found] == list(TABLES)
     for each in found:
         if each.best is not None:
             assert each.row is not None
-            assert follows(each.best, each.row)
+            assert any(follows(each.best, only) for only in each.row.only(facts))
             assert each.best.memory.fits
             assert each.best.seconds >= result.best.seconds * 0.99
             assert each.follows == (each.best is result.best)

@@ -12,7 +12,7 @@ import pytest
 
 from fivefold.check import check
 from fivefold.cli.main import main
-from fivefold.cli.plan import USUAL_CLUSTER, Options
+from fivefold.cli.plan_options import USUAL_CLUSTER, Options
 from fivefold.config.config import Config
 from fivefold.config.presets import PRESETS
 from fivefold.config.sources import load_with_origins, read_config
@@ -152,7 +152,8 @@ def test_what_does_not_fit_with_less_memory_is_no_step_of_no_time() -> None:
         result = search(request(line.config, small.within(room), by_flag=line.by_flag))
         found = [each for each in sensitivities(result) if each.change == "device memory -10 GB"]
         assert [each.seconds for each in found] == [inf] * told
-        text = [row for row in report.explained(result) if row.startswith("device memory -10 GB")]
+        rows = report.explained(result, sensitivities(result))
+        text = [row for row in rows if row.startswith("device memory -10 GB")]
         assert all("none of the layouts found fits" in row for row in text)
         assert len(text) == told
 
@@ -299,7 +300,7 @@ class Tags(HTMLParser):
 def test_the_page_is_whole(command: str) -> None:
     """Every part of time and memory has its own colour, the same on every page."""
     found = result_of(command)
-    text = page(found, 15e12)
+    text = page(found, "llama3-70b", 15e12)
     tags = Tags()
     tags.feed(text)
     assert not tags.open

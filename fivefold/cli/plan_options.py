@@ -1,0 +1,210 @@
+"""What `fivefold plan` can be asked, and the request that it is for the planner."""
+
+import os
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fivefold.cli.budget import BUDGET_HELP, budget_bytes
+from fivefold.config.parallel import option
+from fivefold.config.settings import argument
+from fivefold.config.sources import Loaded
+from fivefold.errors import ConfigError, Mistake, Mistakes
+from fivefold.hardware import GB
+from fivefold.predict.cluster import Cluster, check_together, load_cluster
+
+if TYPE_CHECKING:
+    from fivefold.learn.posterior import Posterior
+    from fivefold.search.request import Request
+
+USUAL_CLUSTER = "H100"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Find the fastest layout of a model that fits on a cluster, and explain why.
+
+    From a recipe it takes the model and the batch. It ignores the layout, which it searches for.
+    Layout settings that are given as flags stay as they are.
+    """
+
+    recipe: str | None = argument(
+        "preset, recipe, hub name, or path of a config.json or .toml file", None
+    )
+    cluster: str | None = option(
+        None,
+        "kind of GPU, or path of a cluster's .toml file (default: H100, or with --from that of the "
+        "runs)",
+    )
+    gpus: int | None = option(
+        None, "number of GPUs (default: that of the cluster's file, one node, or the runs')"
+    )
+    from_runs: tuple[str, ...] = option(
+        (), "run folders from which to learn the machine's constants before planning"
+    )
+    learned: str | None = option(
+        None, "with --from, also write the machine as the runs show it to this .toml file"
+    )
+    host_memory: float | None = option(
+        None, "GB of memory of a node's hosts (default: those of the cluster)"
+    )
+    memory_budget: str | None = option(
+        None, f"{BUDGET_HELP} (default: the GPU's, less what is reserved and left free)"
+    )
+    memory_margin: float | None = option(
+        None, "share of a GPU's memory to leave free (default: the cluster's, 0.05 as a rule)"
+    )
+    verbose: bool = option(
+        False, "also show time, kernels, memory, messages, trade-offs and a whole run in detail"
+    )
+    top: int = option(5, "number of layouts to show, the best of each mesh")
+    why: str | None = option(
+        None, "settings such as 'tp=4 pp=8': show only how much slower the best layout with them is"
+    )
+    rules: bool = option(
+        False, "show what the usual rules of thumb would choose, and how much slower that is"
+    )
+    proven: bool = option(
+        False, "choose only schedules and techniques that published runs have used"
+    )
+    guide: bool = option(
+        False, "show what the decision tables of public guides say, and what that would cost"
+    )
+    train_tokens: str | None = option(
+        None, "tokens of a whole run, such as 15T: show GPU hours, days and checkpoints"
+    )
+    emit: Literal["fivefold", "megatron", "torchtitan", "deepspeed"] | None = option(
+        None, "print only the settings for this trainer of the best layout that it can run"
+    )
+    html: str | None = option(
+        None, "also write a page with timeline, memory and parts of the step time to this file"
+    )
+    json: bool = option(False, "print the result as JSON")
+    calibrate: str | None = option(
+        None, "measure this machine and write a cluster's .toml file, instead of planning"
+    )
+    score: str | None = option(
+        None, "predict the published runs of a .csv file and print the errors, instead of planning"
+    )
+    nproc: int | None = option(None, "number of processes that --calibrate starts")
+
+
+def planned_request(
+    loaded: Loaded[Options], tokens: float | None
+) -> tuple["Request", "Posterior | None"]:
+    """The request of the command line, and what runs say of its machine, if any are given.
+
+    Raises all mistakes at once, before the search.
+    """
+    from fivefold.config.model_rules import check_model
+    from fivefold.config.values import check_values
+    from fivefold.search.proven import PROVEN
+    from fivefold.search.request import request
+
+    options = loaded.options
+    mistakes = Mistakes()
+    check_values(loaded.config, mistakes)
+    check_model(loaded.config.model, mistakes)
+    for name, value in (("--gpus", options.gpus), ("--top", options.top)):
+        if value is not None and value < 1:
+            mistakes.add(f"{name} must be at least 1, not {value}")
+    margin, budget = options.memory_margin, options.memory_budget
+    if margin is not None and not 0 <= margin < 1:
+        mistakes.add(
+            f"--memory-margin must be a share from 0 to 1, not {margin}",
+            works=("--memory-margin 0.05",),
+        )
+    if margin is not None and budget is not None:
+        mistakes.add(
+            f"--memory-budget {budget} leaves no room for --memory-margin {margin}: it is exact",
+            works=("--memory-budget none", "--memory-margin none"),
+        )
+    room = options.host_memory
+    if room is not None and not 0 < room < inf:
+        mistakes.add(f"--host-memory must be a positive number of GB, not {room}")
+    if tokens is not None and not 1 <= tokens < inf:
+        mistakes.add(
+            f"--train-tokens must be a number of tokens, not {options.train_tokens!r}",
+            works=("15T", "100B", "3.5e11"),
+        )
+    _check_output(options, loaded.by_flag, mistakes)
+    if options.html is not None:
+        _check_page(Path(options.html), mistakes)
+    if options.learned is not None and not options.from_runs:
+        mistakes.add(f"--learned {options.learned} needs runs", works=("--learned none",))
+    cluster = known = None
+    with mistakes.collecting():
+        cluster, known = _machine(options)
+        if options.memory_budget is not None:
+            cluster = cluster.within(budget_bytes(options.memory_budget))
+        elif options.memory_margin is not None:
+            cluster = replace(cluster, memory_margin=options.memory_margin)
+            check_together(cluster, mistakes)
+    mistakes.raise_if_any()
+    assert cluster is not None
+    if room is not None:
+        cluster = replace(cluster, host_memory_bytes=room * GB)
+    origins = {"by_flag": loaded.by_flag, "by_recipe": loaded.by_recipe}
+    asked = request(loaded.config, cluster, **origins)
+    return asked.among(PROVEN) if options.proven else asked, known
+
+
+def _check_output(options: Options, by_flag: frozenset[str], mistakes: Mistakes) -> None:
+    """Add what is asked for and would not be printed."""
+    if options.json and options.emit is not None:
+        mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
+        return
+    if options.emit is not None and options.why is not None:
+        mistakes.add("--emit prints settings only, no --why", works=("--emit none", "--why none"))
+    told = {"rules": options.rules, "guide": options.guide, "verbose": options.verbose}
+    for name in (name for name, given in told.items() if given):
+        if options.emit is not None:
+            what = f"--emit prints settings only, nothing of --{name}"
+            mistakes.add(what, works=("--emit none", f"--no-{name}"))
+        elif name == "verbose" and options.why is not None:
+            what = "--why prints nothing but its answer, which --verbose does not change"
+            mistakes.add(what, works=("--why none", "--no-verbose"))
+        elif name == "verbose" and options.json:
+            what = "--json prints all that --verbose would"
+            mistakes.add(what, works=("--no-json", "--no-verbose"))
+
+
+def none_proven(asked: "Request") -> ConfigError | None:
+    """The error to raise where nothing fits but what no published run has used."""
+    from fivefold.search.search import search
+    from fivefold.tell.describe import summary
+
+    if not asked.only:
+        return None
+    free = search(replace(asked, only={}))
+    if not free.found:
+        return None
+    return ConfigError(
+        Mistake(
+            "no layout with only schedules and techniques of published runs fits",
+            (f"the best of all others: {summary(free.best.layout)}",),
+            ("--no-proven",),
+        )
+    )
+
+
+def _machine(options: Options) -> tuple[Cluster, "Posterior | None"]:
+    """The machine to plan for, and what the given runs say of it."""
+    if not options.from_runs:
+        return load_cluster(options.cluster or USUAL_CLUSTER, options.gpus), None
+    from fivefold.cli.from_runs import machine
+
+    known = machine(options.from_runs, options.cluster, options.learned)
+    cluster, ranks = known.cluster, known.observations[-1].layout.grid.world_size
+    return replace(cluster, num_gpus=options.gpus or ranks), known
+
+
+def _check_page(path: Path, mistakes: Mistakes) -> None:
+    """Check that a page can probably be written to this path."""
+    if path.is_dir():
+        mistakes.add(f"--html {path} is a folder", works=(f"--html {path / 'plan.html'}",))
+    elif not path.parent.is_dir():
+        mistakes.add(f"--html {path}: there is no folder {path.parent}")
+    elif not os.access(path.parent, os.W_OK):
+        mistakes.add(f"--html {path}: files in {path.parent} cannot be written")

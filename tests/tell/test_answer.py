@@ -1,0 +1,99 @@
+"""The short form of a plan: what it suggests works when typed, and lines fit the terminal."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from fivefold.cli.main import main
+from fivefold.tell import columns
+
+QUESTIONS = (
+    "debug --gpus 1 --gbs 8 --seq-length 256",
+    "debug-mixtral --cluster A100 --gpus 4 --gbs 8 --seq-length 256 --tp 2",
+    "gpt2 --cluster H100 --gpus 16 --gbs 64",
+    "--model debug-llama --cluster H100 --gpus 12 --gbs 12 --seq-length 256 --pp 2",
+    "gpt2 --cluster GB200 --gpus 16 --gbs 64 --rules --top 2",
+)
+SETTINGS = ("tp=2", "pp=2 dp_shard=1", "micro_batch_size=2", "tp=4 cp=2")
+
+
+def _said(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(shlex.split(line)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_comes_next_works_when_typed(
+    question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = _said(f"plan {question}", capsys)
+    commands = text.partition("\nnext\n")[2].splitlines()
+    make, run, *more = (command.removeprefix("fivefold ") for command in commands)
+    line, _, recipe = make.partition(" > ")
+    Path(recipe).write_text(_said(line, capsys))
+    assert recipe in run
+    dry = "" if run.startswith("launch") or "--dry-run" in run else " --dry-run"
+    _said(run + dry, capsys)
+    told = [_said(command, capsys) for command in more]
+    assert "memory by pipeline rank" in told[0] and list(Path().glob("*.html"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [60, 83, 140])
+def test_lines_fit_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(columns.shutil, "get_terminal_size", lambda: os.terminal_size((width, 9)))
+    monkeypatch.setattr(columns.sys.stdout, "isatty", lambda: True, raising=False)
+    text = re.sub("\x1b\\[\\d+m", "", _said("plan gpt2 --gpus 16 --gbs 64", capsys))
+    lines = text.partition("\nnext\n")[0].splitlines()
+    assert max(map(len, lines)) <= width
+    longest = max(len(line) for line in lines if line.startswith(("layout ", "step ")))
+    assert longest > width - 25, "room is used"
+
+
+@pytest.mark.slow
+def test_why_answers_in_five_lines_and_repeats_nothing(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(columns, "line_width", lambda: 10_000)
+    asked = "plan gpt2 --gpus 16 --gbs 64"
+    answer = set(_said(asked, capsys).splitlines())
+    for words in SETTINGS:
+        lines = _said(f"{asked} --why '{words}'", capsys).splitlines()
+        assert 2 <= len(lines) <= 5 and words in lines[0]
+        assert not answer & set(lines)
+
+
+@pytest.mark.slow
+def test_json_has_what_was_asked(capsys) -> None:
+    told = json.loads(_said("plan gpt2 --gpus 8 --gbs 64 --json --rules --why tp=4", capsys))
+    best, other, rule = told["layouts"][0], told["why"], told["rules"]
+    assert other["with"] == "tp=4" and other["settings"]["tensor_model_parallel_size"] == 4
+    for each in (other, rule):
+        assert each["slower"] == pytest.approx(each["step_seconds"] / best["step_seconds"] - 1)
+    assert rule["steps"] and rule["slower"] >= 0
+
+
+@pytest.mark.parametrize("output", ["--emit fivefold", "--json", "--why tp=2"])
+@pytest.mark.parametrize("detail", ["--rules", "--guide", "--verbose", "--why tp=2"])
+def test_nothing_is_asked_for_in_vain(output: str, detail: str, capsys) -> None:
+    """A question that another flag would silence is refused, and all else is printed."""
+    silent = {("--json", "--verbose"), ("--why tp=2", "--verbose")}
+    if output == detail:
+        return
+    refused = output.startswith("--emit") or (output, detail) in silent
+    line = f"plan debug --gpus 1 --gbs 8 --seq-length 256 {output} {detail}"
+    status = main(shlex.split(line))
+    said = capsys.readouterr()
+    assert status == (2 if refused else 0), said.err
+    if refused:
+        assert detail.split()[0] in said.err and "works:" in said.err
+
+
+def test_pipes_have_lines_of_one_length() -> None:
+    assert not sys.stdout.isatty() and columns.line_width() == columns.WIDTH
