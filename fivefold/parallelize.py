@@ -172,7 +172,7 @@ def parallelize(layout: Layout, groups: Groups, device: torch.device) -> Paralle
     replicates what is there then, and memory is given only when each rank knows its part.
     """
     config = layout.config
-    policy = make_policy(config.parallel, config.training.precision)
+    policy = make_policy(config)
     pp_rank = groups.at["pp"]
     deferred, turns = DeferredWeights(), Turns(device)
     with torch.device("meta"):

@@ -11,6 +11,7 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.settings import Setting, settings_of
 from fivefold.config.training import (
+    ELEMENT_BYTES,
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
@@ -54,6 +55,21 @@ class Config:
             KeyError: no section has such a field.
         """
         return getattr(getattr(self, _SECTION_OF[name]), name)
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of an element of the weights that the optimizer updates."""
+        return max(4, ELEMENT_BYTES[self.training.precision])
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of gradients as they are summed and kept."""
+        return 2 if self.optimizer.narrow_gradients else self.master_bytes
+
+    @property
+    def sent_gradient_bytes(self) -> int:
+        """Bytes of an element of gradients as data-parallel ranks send them."""
+        return 2 if self.parallel.grad_reduce_in_bf16 else self.gradient_bytes
 
     def sections(self) -> Iterator[tuple[str, Any]]:
         """Section names and their dataclasses."""

@@ -209,7 +209,7 @@ DEPENDENTS = (
     Dependents(
         ("ddp_reduce_scatter_with_fp32_accumulation",),
         "grad_reduce_in_bf16",
-        lambda c: c.parallel.grad_reduce_in_bf16,
+        lambda c: c.sent_gradient_bytes == 2,
         "sums in fp32 what is sent in bf16",
         ("--grad-reduce-in-bf16",),
     ),
@@ -277,11 +277,18 @@ DEPENDENTS = (
         ("--param-cpu-offload",),
     ),
     Dependents(
-        ("exp_avg_dtype", "exp_avg_sq_dtype"),
+        ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
         "use_precision_aware_optimizer",
         lambda c: c.optimizer.use_precision_aware_optimizer,
-        "chooses the type of a moment",
+        "chooses a type",
         ("--use-precision-aware-optimizer",),
+    ),
+    Dependents(
+        ("main_grads_dtype",),
+        "precision",
+        lambda c: c.training.precision == "bf16",
+        "is for gradients that are computed in bf16",
+        ("--bf16",),
     ),
     Dependents(
         ("fp8_recipe",),

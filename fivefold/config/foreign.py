@@ -137,8 +137,8 @@ FOREIGN = _table(
     ),
     (
         "",
-        "main_grads_dtype main_params_dtype store_param_remainders",
-        "masters and summed gradients are fp32; --exp-avg-dtype and --exp-avg-sq-dtype are there",
+        "main_params_dtype store_param_remainders",
+        "masters are fp32; --main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype are there",
     ),
     (
         "--lora-rank",
@@ -262,7 +262,8 @@ FOREIGN = _table(
     (
         "",
         "accumulate_allreduce_grads_in_fp32",
-        "gradients are reduced and accumulated in fp32 unless --grad-reduce-in-bf16",
+        "gradients are reduced and accumulated in fp32 unless --grad-reduce-in-bf16 or "
+        "--main-grads-dtype",
     ),
     (
         "",

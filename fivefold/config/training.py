@@ -12,6 +12,7 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64
 
 
 MomentType = Literal["fp32", "bf16"]
+GradientType = Literal["fp32", "bf16"]
 NumaBinding = Literal["node", "socket", "exclusive"]
 BadStepAction = Literal["stop", "skip", "rewind"]
 
@@ -55,7 +56,7 @@ class TrainingConfig:
         False, "sum after attention, and normalise the sum, in one kernel of a GPU, backward too"
     )
     gradient_accumulation_fusion: bool = option(
-        True, "let products add weight gradients to those of earlier microbatches, in fp32"
+        True, "let products add weight gradients to those of earlier microbatches, in their type"
     )
     label_smoothing: float = option(0.0, "probability spread evenly over the true vocabulary")
     z_loss_coeff: float = option(
@@ -176,7 +177,10 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "added to the root of the second moment")
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping")
     use_precision_aware_optimizer: bool = option(
-        False, "let exp_avg_dtype and exp_avg_sq_dtype choose the types of AdamW's moments"
+        False, "let main_grads_dtype, exp_avg_dtype and exp_avg_sq_dtype choose types"
+    )
+    main_grads_dtype: GradientType = option(
+        "fp32", "type in which gradients of bf16 are summed, over microbatches and ranks, and kept"
     )
     exp_avg_dtype: MomentType = option(
         "fp32", "type of the first moment between steps; bf16 is rounded stochastically"
@@ -184,6 +188,16 @@ class OptimizerConfig:
     exp_avg_sq_dtype: MomentType = option(
         "fp32", "type of the second moment between steps; bf16 is rounded stochastically"
     )
+
+    @property
+    def narrow_gradients(self) -> bool:
+        """Whether gradients are summed and kept in bf16, not in the masters' type."""
+        return self.main_grads_dtype == "bf16"
+
+    @property
+    def needs_rounding(self) -> bool:
+        """Whether gradients or moments have fewer bits than the update computes with."""
+        return self.narrow_gradients or any(self.rounds_moments)
 
     @property
     def rounds_moments(self) -> tuple[bool, bool]:

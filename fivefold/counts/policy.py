@@ -79,21 +79,22 @@ class StatePolicy:
 
 
 def engine_policy(config: Config) -> StatePolicy:
-    """Fivefold's policy: masters and gradients in at least fp32, copies in the compute dtype."""
+    """Fivefold's policy: masters in at least fp32, copies in the compute dtype."""
     sharding, precision = config.parallel.sharding, config.training.precision
     memory = config.memory
-    compute, master = ELEMENT_BYTES[precision], max(4, ELEMENT_BYTES[precision])
+    compute, master = ELEMENT_BYTES[precision], config.master_bytes
+    gradient = config.gradient_bytes
     shared = sharding.splits_optimizer
     return StatePolicy(
         copy=compute if shared or compute != master else 0,
-        gradient=master,
+        gradient=gradient,
         master=master,
         moments=sum(2 if few else master for few in config.optimizer.rounds_moments),
         splits_copy=sharding.splits_parameters,
         splits_gradient=sharding.splits_gradients,
         splits_optimizer=shared,
         fresh=compute,
-        reducing=(compute + master if shared else 0) + reduction_buffers(config.parallel),
+        reducing=(compute + gradient if shared else 0) + reduction_buffers(config.parallel),
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,

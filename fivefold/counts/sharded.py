@@ -34,8 +34,7 @@ class ShardedVolumes:
         # Each copy of the model takes its share of the microbatches.
         self.microbatches = layout.num_microbatches // layout.num_copies
         self.element = ELEMENT_BYTES[config.training.precision]
-        self.master = max(self.element, 4)
-        self.wire = 2 if self.parallel.grad_reduce_in_bf16 else self.master
+        self.gradient, self.wire = config.gradient_bytes, config.sent_gradient_bytes
         self.records = parameter_records(layout, rank)
 
     def dense(self) -> Iterator[Flow]:
@@ -107,14 +106,14 @@ class ShardedVolumes:
             names = (axes[0], f"{prefix}qgz_inner", f"{prefix}qgz_outer")
             purpose, parts = f"reduced gradients of {what}", (shards, nodes.qgz)
             yield from rounded_reductions(
-                of.values(), names, purpose, parts, reductions, self.master
+                of.values(), names, purpose, parts, reductions, self.gradient
             )
         else:
             reduced = wire_bytes("reduce_scatter", shards * padded * self.wire, shards)
             yield Flow(axes[0], f"reduced gradients of {what}", reductions * reduced)
         # FSDP2 sums replicas in the reduction dtype; only our buckets and reduce-scatter narrow it.
-        bucketed = not sharding.splits_optimizer and self.element == self.master
-        summed = padded * (self.wire if bucketed else self.master)
+        bucketed = not sharding.splits_optimizer and self.element == self.layout.config.master_bytes
+        summed = padded * (self.wire if bucketed else self.gradient)
         yield Flow(
             axes[1],
             f"gradients of {what} summed over replicas",

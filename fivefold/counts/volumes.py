@@ -67,7 +67,7 @@ class _Volumes:
         self.shard = self.at["dp_shard"] * grid.cp + self.at["cp"] if self.shards > 1 else 0
         self.element = ELEMENT_BYTES[config.training.precision]
         self.running = Running.of(config)
-        self.master = max(self.element, 4)
+        self.master, self.gradient = config.master_bytes, config.gradient_bytes
         self.tokens = config.training.micro_batch_size * config.training.seq_length // grid.cp
         self.stages = layout.stages_of(self.at["pp"])
         self.recomputed = layout.recomputed()
@@ -118,7 +118,7 @@ class _Volumes:
                 yield Flow("tp", "output layer", runs * head * unit)
                 whole = wire_bytes("all_gather", loss, self.tp)
                 yield Flow("tp", "cross entropy", runs * (self.microbatches + twice) * whole)
-        size = wire_bytes("all_reduce", self._held("tp") * self.master, self.tp)
+        size = wire_bytes("all_reduce", self._held("tp") * self.gradient, self.tp)
         yield Flow("tp", "gradients of replicated parameters", size)
 
     def _further(self, spec: StageParts) -> range:
@@ -260,12 +260,12 @@ class _Volumes:
         yield Flow("pp", "hidden states and gradients", states * size)
         # With two pipeline ranks, the pair of mirrored ranks is the whole pipeline.
         pp = self.layout.grid.pp
-        copies = wire_bytes("all_reduce", self._held("mirror") * self.master, 2)
+        copies = wire_bytes("all_reduce", self._held("mirror") * self.gradient, 2)
         yield Flow("pp" if pp == 2 else "mirror", "gradients of both copies of the model", copies)
         for ranks in tied_ranks(self.layout):
             if self.at["pp"] in ranks:
                 embedding = next(record for record in self.records if "tied" in record.sums)
-                size = held(embedding.shape, self.shards, self.shard) * self.master
+                size = held(embedding.shape, self.shards, self.shard) * self.gradient
                 tied = wire_bytes("all_reduce", size, len(ranks))
                 axis = "pp" if len(ranks) == pp else "tied"
                 yield Flow(axis, "gradient of the tied embedding", tied)

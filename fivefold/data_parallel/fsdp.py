@@ -74,7 +74,7 @@ class ShardedStage:
         if policy.compute_dtype != policy.master_dtype:
             types = MixedPrecisionPolicy(
                 param_dtype=policy.compute_dtype,
-                reduce_dtype=policy.master_dtype,
+                reduce_dtype=policy.gradient_dtype,
                 cast_forward_inputs=False,
             )
         dense = _data_mesh(groups.mesh, policy)
@@ -132,19 +132,20 @@ class ShardedStage:
         left_out = {m for each in self._stage.predictions for m in each.modules() if not further}
         yield from (self._away[u] for u in order if u in self._away and u not in left_out)
 
-    def keep_gradients_wide(self) -> None:
-        """Reduce into the master's dtype, also where the master is on the host.
+    def set_gradient_type(self) -> None:
+        """Reduce into the type in which gradients are kept, where parameters have another one.
 
-        There the parameter on the device has the compute dtype, to which FSDP2 would round.
+        FSDP2 would convert to the parameters' type: that of masters on the device, or where these
+        are on the host the compute dtype.
         """
         self._root._get_fsdp_state()._lazy_init()
         for unit in self._units:
             for group in _parameter_groups(unit):
-                group._orig_dtype = self._policy.master_dtype
+                group._orig_dtype = self._policy.gradient_dtype
                 # It would be found anew at each gather that is asked for by name.
                 group._init_mp_dtypes = lambda: None
         for parameter in self._stage.parameters():
-            parameter.grad_dtype = self._policy.master_dtype
+            parameter.grad_dtype = self._policy.gradient_dtype
 
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Set what the coming backward does with gradients.
@@ -318,11 +319,11 @@ def _set_communication(
     elif on_cpu:
         module.set_custom_all_gather(AllGather())
     if policy.quantised_gradients:
-        format = Format.of(sizes, Blocks(GRADIENT_BITS), policy.master_dtype)
+        format = Format.of(sizes, Blocks(GRADIENT_BITS), policy.gradient_dtype)
         reduction = HierarchicalReduceScatter(format, nodes.qgz_inner, nodes.qgz_outer)
         module.set_custom_reduce_scatter(reduction)
         yield reduction
-    elif on_cpu or policy.wire_dtype != policy.master_dtype:
+    elif on_cpu or policy.wire_dtype != policy.gradient_dtype:
         module.set_custom_reduce_scatter(ReduceScatter(policy.wire_dtype, policy.sum_dtype))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fivefold.config.parallel import ParallelConfig
+from fivefold.config.config import Config
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -29,7 +29,8 @@ class Policy:
             (ZeRO-3, unless the pipeline program says when).
         reduces_every_microbatch: whether to keep no unsharded gradient (ZeRO-2 and ZeRO-3).
         compute_dtype: dtype of activations and gathered parameters.
-        master_dtype: dtype of the parameters that the optimizer updates, and of reductions.
+        master_dtype: dtype of the parameters that the optimizer updates.
+        gradient_dtype: dtype in which gradients are summed and kept.
         wire_dtype: dtype in which gradients are sent.
         sum_dtype: dtype in which sharded gradients are added up.
         bucket_size: elements of gradients in a message of replicated parameters.
@@ -44,6 +45,7 @@ class Policy:
     reduces_every_microbatch: bool
     compute_dtype: torch.dtype
     master_dtype: torch.dtype
+    gradient_dtype: torch.dtype
     wire_dtype: torch.dtype
     sum_dtype: torch.dtype
     bucket_size: int
@@ -58,17 +60,20 @@ class Policy:
         return self.shards or self.compute_dtype != self.master_dtype
 
 
-def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
-    """The settings of a sharding strategy and a precision."""
+def make_policy(config: Config) -> Policy:
+    """The settings of a sharding strategy, a precision and an optimizer."""
+    parallel, precision = config.parallel, config.training.precision
     sharding = parallel.sharding
     master = torch.float64 if precision == "fp64" else torch.float32
-    wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else master
+    gradient = torch.bfloat16 if config.optimizer.narrow_gradients else master
+    wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else gradient
     return Policy(
         shards=sharding.splits_optimizer,
         reshards=sharding.splits_parameters and parallel.pipeline_max_unsharded_stages is None,
         reduces_every_microbatch=sharding.splits_gradients,
         compute_dtype=DTYPES[precision],
         master_dtype=master,
+        gradient_dtype=gradient,
         wire_dtype=wire,
         sum_dtype=master if parallel.ddp_reduce_scatter_with_fp32_accumulation else wire,
         bucket_size=parallel.ddp_bucket_size,

@@ -42,7 +42,7 @@ class ReplicatedStage:
         *,
         reduces_in_hooks: bool,
     ) -> None:
-        wire = policy.wire_dtype if policy.wire_dtype != policy.master_dtype else None
+        wire = policy.wire_dtype if policy.wire_dtype != policy.gradient_dtype else None
         self._in_hooks = reduces_in_hooks
         # Gradients arrive from the last layer to the first.
         named = [each for each in stage.named_parameters() if each[0] in group_of][::-1]
@@ -207,7 +207,7 @@ class _GradientBucket:
 def local_grad(parameter: nn.Parameter) -> Tensor:
     """This rank's part of the gradient; a missing gradient becomes zeros."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return local_tensor(parameter.grad)
 
 

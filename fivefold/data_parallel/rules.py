@@ -56,6 +56,20 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
             "zero_quantized_gradients and grad_reduce_in_bf16 both say how gradients are sent",
             works=["--no-grad-reduce-in-bf16", "--no-zero-quantized-gradients"],
         )
+    if config.optimizer.narrow_gradients:
+        fp32 = "--main-grads-dtype fp32"
+        if parallel.grad_reduce_in_bf16:
+            mistakes.add(
+                "grad_reduce_in_bf16 has no effect: main_grads_dtype = bf16 sums gradients in "
+                "bf16, and sends them as they are",
+                works=["--no-grad-reduce-in-bf16", fp32],
+            )
+        if parallel.zero_quantized_gradients:
+            mistakes.add(
+                "zero_quantized_gradients and main_grads_dtype = bf16 both say how gradients are "
+                "sent",
+                works=[fp32, "--no-zero-quantized-gradients"],
+            )
     if parallel.overlap_param_gather_with_optimizer_step and memory.optimizer_cpu_offload:
         mistakes.add(
             "overlap_param_gather_with_optimizer_step gathers what the device has updated, while "

@@ -25,7 +25,7 @@ class AdamW:
         blocks: parameters that are updated together, and what is called once their new values are
             on their way, in the order of the updates; empty: all parameters together.
         places: by name, where the parameters' parts are in the whole model; needed where moments
-            have fewer bits than parameters, which are then rounded stochastically.
+            have fewer bits than parameters, which are then rounded stochastically, or gradients.
         rooms: zeros in which moments are kept, by their names in `state_tensors`; for others, and
             if there are none, memory is taken.
     """
@@ -41,6 +41,9 @@ class AdamW:
         self._places, rooms = places or {}, rooms or {}
         self._parameters = {n: p for n, p in parameters.items() if p.requires_grad}
         self._leaves = {name: local_tensor(p) for name, p in self._parameters.items()}
+        if config.narrow_gradients:
+            for tensor in (*self._parameters.values(), *self._leaves.values()):
+                tensor.grad_dtype = torch.bfloat16
         self._state: dict[str, dict[str, Tensor]] = {
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
             | {
@@ -70,7 +73,7 @@ class AdamW:
                 group["params"].append(self._leaves[name])
         betas = (config.adam_beta1, config.adam_beta2)
         settings: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.adam_eps}
-        if any(config.rounds_moments):
+        if config.needs_rounding:
             places = {self._leaves[n]: self._places[n] for n in names if n in self._places}
             optimizer: Any = RoundingAdamW(groups, places, lambda: self._steps, **settings)
         else:
@@ -103,7 +106,10 @@ class AdamW:
             # `Module.to` or an assigning load may have replaced the parameter's storage.
             leaf.data = local_tensor(parameter)
             grad = parameter.grad
-            leaf.grad = torch.zeros_like(leaf) if grad is None else local_tensor(grad)
+            if grad is None:
+                leaf.grad = torch.zeros_like(leaf, dtype=leaf.grad_dtype)
+            else:
+                leaf.grad = local_tensor(grad)
         for optimizer, then in self._updates:
             for group in optimizer.param_groups:
                 group["lr"] = lr

@@ -19,7 +19,7 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
     A gradient that FSDP2 has reduced leaves for the host at once, unless further sums follow.
     """
     config, parameters = model.layout.config, model.parameters()
-    seed = config.training.seed
+    seed, policy = config.training.seed, make_policy(config)
     places = {
         name: NamedElements(seed, model.records[name].stored, tuple(piece.shape), piece.slices)
         for name, piece in ((name, piece_of(p)) for name, p in parameters.items())
@@ -30,15 +30,19 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
         away,
         {name: model.records[name].counted for name in away},
         config.optimizer,
-        make_policy(config.parallel, config.training.precision).master_dtype,
+        policy.master_dtype,
+        policy.gradient_dtype,
         HostLink(device),
         places,
         None if folder is None else Path(folder),
         model.offloaded,
     )
     for index, gradients in model.gradients.items():
-        if away and isinstance(gradients, ShardedStage):
-            gradients.keep_gradients_wide()
+        if not isinstance(gradients, ShardedStage):
+            continue
+        if away or policy.gradient_dtype != policy.master_dtype:
+            gradients.set_gradient_type()
+        if away:
             for name, _ in model.stages[index].named_parameters():
                 if name in away and len(model.records[name].sums) == 1:
                     host.leave_when_reduced(name)

@@ -136,4 +136,6 @@ def clip_(
     for grad in map(local_tensor, grads):
         by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), alike in by_kind.items():
-        torch._foreach_mul_(alike, scale.to(device, dtype))
+        # A factor of bf16 would be wrong by up to 0.4 % for all of them.
+        exact = torch.promote_types(dtype, torch.float32)
+        torch._foreach_mul_(alike, scale.to(device, exact))

@@ -36,7 +36,8 @@ class HostAdamW:
             DTensors on their device.
         counted: for each name, whether this rank counts the gradient in the global norm.
         config: as for `AdamW`.
-        dtype: dtype of masters, moments and gradients.
+        dtype: dtype of masters, and of moments that are not rounded.
+        gradient_dtype: dtype of gradients.
         link: copies to and from the host, and counts their bytes.
         places: as for `AdamW`.
         folder: where masters and moments lie in files; None: in memory.
@@ -52,6 +53,7 @@ class HostAdamW:
         counted: Mapping[str, bool],
         config: OptimizerConfig,
         dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
         link: HostLink,
         places: Mapping[str, NamedElements] | None = None,
         folder: Path | None = None,
@@ -61,7 +63,7 @@ class HostAdamW:
         self.weights = weights
         # Gradients arrive from the last layer to the first.
         self._buckets = [
-            _Bucket(bucket, config, dtype, link, places, folder)
+            _Bucket(bucket, config, (dtype, gradient_dtype), link, places, folder)
             for bucket in _in_buckets({n: parameters[n] for n in reversed([*parameters])}, dtype)
         ]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.gradients}
@@ -199,11 +201,12 @@ class _Bucket:
         self,
         parameters: Mapping[str, nn.Parameter],
         config: OptimizerConfig,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         link: HostLink,
         places: Mapping[str, NamedElements] | None,
         folder: Path | None,
     ) -> None:
+        dtype, gradient_dtype = dtypes
         shapes = {name: local_tensor(p).shape for name, p in parameters.items()}
         self.mapped: MappedTensors | None = None
         rooms: Mapping[str, Tensor] = {}
@@ -218,7 +221,7 @@ class _Bucket:
         }
         self.adamw = AdamW(self.masters, config, places=places, rooms=rooms)
         sizes = [shape.numel() for shape in shapes.values()]
-        parts = link.room(sum(sizes), dtype).split(sizes)
+        parts = link.room(sum(sizes), gradient_dtype).split(sizes)
         self._rooms = dict(zip(shapes, parts, strict=True))
         self.gradients = {name: room.view(shapes[name]) for name, room in self._rooms.items()}
 

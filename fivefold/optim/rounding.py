@@ -23,6 +23,8 @@ AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are updated at a time: their random bits stay in the cache of a CPU."""
 LANES = 64
 """A multiple of the numbers in the vectors of any CPU."""
+_BITS = (32, None, 0, 16)
+"""Which random bits round a weight and its moments; its gradient does not change."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,18 @@ class NamedElements:
         """The part as a matrix in the same memory."""
         return local.view(-1, local.shape[-1])
 
-    def bits(self, step: int, device: torch.device, at_a_time: int) -> Iterator[tuple[slice, Any]]:
-        """Slices of the rows of at most `at_a_time` elements, each with 64 random bits an element.
+    def pieces(self, local: Tensor, at_a_time: int) -> Iterator[slice]:
+        """Slices of the rows of at most `at_a_time` elements; a row is never cut."""
+        rows = self.rows(local)
+        each = max(at_a_time // max(rows.shape[1], 1), 1)
+        return (slice(start, start + each) for start in range(0, len(rows), each))
+
+    def random(self, step: int, device: torch.device) -> Callable[[slice], Tensor]:
+        """64 random bits of each element, int64, as a function of a slice of the rows.
 
         Args:
             step: optimizer steps taken before.
             device: where the bits are made.
-            at_a_time: elements; a row is never cut.
         """
         *outer, inner = self.slices
         ids_R = torch.zeros(1, dtype=torch.int64, device=device)
@@ -60,10 +67,7 @@ class NamedElements:
             ids_R = (ids_R[:, None] * size + along).flatten()
         columns_C = torch.arange(inner.start, inner.stop, device=device)
         key = derive_seed(self.seed, "moments", step, self.name)
-        each = max(at_a_time // max(len(columns_C), 1), 1)
-        for start in range(0, len(ids_R), each):
-            rows = slice(start, start + each)
-            yield rows, random_bits(ids_R[rows, None], columns_C, key)
+        return lambda rows: random_bits(ids_R[rows, None], columns_C, key)
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
@@ -85,8 +89,8 @@ def rounded(x: Tensor, bits: Tensor) -> Tensor:
 class RoundingAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, fused, with moments that are rounded after each update.
 
-    Each piece of a parameter is updated in wide copies of its moments: so the update itself sees
-    every bit of this step's moments, and no whole moment is ever wide.
+    Each piece of a parameter is updated in wide copies of its gradient and moments: so the update
+    itself sees every bit of this step's moments, and nothing whole is ever wide.
 
     Args:
         groups: groups of parameters, as for torch's.
@@ -118,8 +122,9 @@ class RoundingAdamW(torch.optim.AdamW):
         matrices = [place.rows(tensor) for tensor in tensors]
         beta1, beta2 = group["betas"]
         step = state["step"].clone()
-        at_a_time = AT_A_TIME[leaf.device.type]
-        for rows, bits in place.bits(self._taken(), leaf.device, at_a_time):
+        random = place.random(self._taken(), leaf.device)
+        rounds = any(state[moment].dtype != leaf.dtype for moment in MOMENTS)
+        for rows in place.pieces(leaf, AT_A_TIME[leaf.device.type]):
             kept = [matrix[rows] for matrix in matrices]
             weight, grad, first, second = wide = [_computed(each, leaf.dtype) for each in kept]
             step.copy_(state["step"])
@@ -140,11 +145,15 @@ class RoundingAdamW(torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
             )
-            for here, new, own in zip(kept, wide, (None, None, bits, bits >> 16), strict=True):
-                if new is not here:
-                    found = new.view(-1)[: here.numel()].view_as(here)
-                    narrow = own is not None and here.dtype != leaf.dtype
-                    here.copy_(rounded(found, own) if narrow else found)
+            bits = random(rows) if rounds else None
+            for here, new, shift in zip(kept, wide, _BITS, strict=True):
+                if new is here or shift is None:
+                    continue
+                found = new.view(-1)[: here.numel()].view_as(here)
+                if here.dtype != leaf.dtype:
+                    assert bits is not None
+                    found = rounded(found, bits >> shift)
+                here.copy_(found)
         state["step"].copy_(step)
 
 

@@ -44,7 +44,7 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
     """The transfers of a stage's parameters and gradients, block by block or in buckets."""
     parallel = layout.config.parallel
     shard, replica, expert = data_groups(layout, cluster)
-    wire = software.gradient_bytes or (2 if parallel.grad_reduce_in_bf16 else 4)
+    wire = software.gradient_bytes or layout.config.sent_gradient_bytes
     if sums_in_buckets(layout.config) and not software.by_tensor:
         buckets = [*_buckets(layout, spec, shard, expert)]
         seconds = sum(all_reduce(cluster, group, size * wire) for group, size in buckets)

@@ -9,11 +9,9 @@ from fivefold.counts.policy import StatePolicy
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.compute import elementwise
 
-NORM = 4.0
-"""Bytes per parameter that the gradient norm reads."""
-TRAFFIC = 30.0 + NORM
-"""Bytes per parameter that AdamW and the norm before it move: gradient, master and moments are
-read; master, moments and the copy in the compute type are written."""
+TRAFFIC = 30.0
+"""Bytes per parameter that AdamW moves: gradient, master and moments are read; master, moments and
+the copy in the compute type are written. All but the copy are fp32, others are widened before."""
 RANDOM_BITS = 112.0
 """Bytes per parameter that making its 64 random bits reads and writes, by kernels one by one."""
 ROUNDING = 94.0
@@ -32,8 +30,9 @@ def update_seconds(
         parameters: number of parameters whose state the rank keeps.
         kernels: number of kernels.
     """
-    here = TRAFFIC + _rounding(policy)
-    kept = (1 - policy.offloaded) * here + policy.offloaded * NORM
+    here = TRAFFIC + _rounding(policy) + _widening(policy)
+    norm = policy.gradient
+    kept = (1 - policy.offloaded) * here + norm
     return elementwise(cluster.gpu, parameters * kept, kernels)
 
 
@@ -46,7 +45,7 @@ def offload_seconds(cluster: Cluster, policy: StatePolicy, parameters: float) ->
     """
     state = policy.master + policy.moments
     touched = 3 * policy.gradient + 2 * state + policy.master + policy.compute
-    touched += _rounding(policy)
+    touched += _rounding(policy) + _widening(policy)
     written = 2 * state * policy.on_disk + policy.compute * policy.away_on_disk
     slower = max(
         touched / cluster.host_rate,
@@ -84,3 +83,8 @@ def leaving_seconds(
 def _rounding(policy: StatePolicy) -> float:
     """Bytes per parameter that rounding moments moves; on a host within its caches, no faster."""
     return RANDOM_BITS + ROUNDING * policy.rounded if policy.rounded else 0.0
+
+
+def _widening(policy: StatePolicy) -> float:
+    """Bytes per parameter that a copy of the gradient in fp32 takes: read once, written."""
+    return policy.gradient + 4.0 if policy.gradient < 4 else 0.0

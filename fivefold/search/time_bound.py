@@ -332,7 +332,7 @@ class _DataParallel:
         self.shard = c["dp"] // c["instances"] * c["cp"]
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         parallel = space.config.parallel
-        self.wire = 2.0 if parallel.grad_reduce_in_bf16 else 4.0
+        self.wire = float(space.config.sent_gradient_bytes)
         self.copy, narrow = least_bytes(parallel)
         self.scattered = narrow or self.wire
         model, ones = space.config.model, np.ones_like(self.expert)

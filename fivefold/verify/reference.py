@@ -103,12 +103,15 @@ def run_reference(
         samples = microbatches(config, batch, slice(0, config.training.global_batch_size))
         tokens = valid_by_depth(as_batch(batch, step, config.model.mtp_num_layers))
         routing: dict[int, list[Tensor]] = {}
-        losses, grads = gradients(model, batches_of(config, samples, step), tokens, routing)
+        narrow = config.optimizer.narrow_gradients and dtype == torch.bfloat16
+        losses, grads = gradients(
+            model, batches_of(config, samples, step), tokens, routing, narrow=narrow
+        )
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         limit = config.optimizer.clip_grad
         factor = min(1.0, limit / (float(norm) + 1e-6)) if limit > 0 else 1.0
         for name, weight in weights.items():
-            weight.grad = grads[name].to(master_dtype) * factor
+            weight.grad = (grads[name] * factor).to(master_dtype)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
         optimizer.step()
@@ -148,6 +151,8 @@ def gradients(
     batches: Sequence[Batch],
     tokens: Sequence[int],
     routing: dict[int, list[Tensor]] | None = None,
+    *,
+    narrow: bool = False,
 ) -> tuple[Tensor, Tensors]:
     """Summed losses [microbatches, 1 + D] in fp64, and the gradients of the training objective.
 
@@ -156,12 +161,15 @@ def gradients(
         batches: microbatches, with D further predictions.
         tokens: for each of the 1 + D depths, the number that its loss is divided by.
         routing: receives the tokens of each expert in each microbatch, by layer.
+        narrow: whether gradients are summed in their own type, not in fp32 at least.
     """
     model.zero_grad()
     scale = torch.tensor(tokens).clamp_min(1)
     scale = scale[0] if len(tokens) == 1 else scale
     total = {
-        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        name: torch.zeros_like(
+            p, dtype=p.dtype if narrow else torch.promote_types(p.dtype, torch.float32)
+        )
         for name, p in model.named_parameters()
         if p.requires_grad
     }
@@ -237,7 +245,7 @@ def _round_moments(
     for name, weight in weights.items():
         whole = tuple(slice(0, size) for size in weight.shape)
         place = NamedElements(config.training.seed, name, tuple(weight.shape), whole)
-        ((_, bits),) = place.bits(step, weight.device, weight.numel())
+        bits = place.random(step, weight.device)(slice(None))
         for moment, narrow, own in zip(MOMENTS, few, (bits, bits >> 16), strict=True):
             if narrow:
                 wide = place.rows(optimizer.state[weight][moment])

@@ -77,6 +77,7 @@ MEMORY: tuple[dict[str, Any], ...] = (
         "activation_offload_fraction": 0.25,
     },
 )
+BF16 = {"precision": "bf16"}
 ON_HOST: tuple[dict[str, Any], ...] = (
     {},
     {"optimizer_cpu_offload": True},
@@ -88,6 +89,13 @@ ON_HOST: tuple[dict[str, Any], ...] = (
         "exp_avg_dtype": "bf16",
     },
     {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
+    {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"} | BF16,
+    {
+        "optimizer_cpu_offload": True,
+        "use_precision_aware_optimizer": True,
+        "main_grads_dtype": "bf16",
+        **BF16,
+    },
     {"optimizer_cpu_offload": True, "param_cpu_offload": True},
     {
         "optimizer_cpu_offload": True,

@@ -15,6 +15,7 @@ from tests.pool import Pool
 
 SECOND = {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"}
 FEW = {**SECOND, "exp_avg_dtype": "bf16"}
+GRADIENTS = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
 
 
 def config(model: str, **values: object) -> Config:
@@ -116,11 +117,15 @@ def test_a_share_is_of_whole_layers_the_last_first_and_the_ends_after_them() -> 
         (FEW, "no_shard", 14),
         (FEW, "optim", 6 + 8 / 4),
         (FEW, "optim_grads_params", 12 / 4),
+        (GRADIENTS, "no_shard", 16),
+        (GRADIENTS, "optim", 4 + 12 / 4),
+        (GRADIENTS, "optim_grads", 2 + 14 / 4),
+        (GRADIENTS, "optim_grads_params", 14 / 4),
+        ({**FEW, **GRADIENTS}, "no_shard", 12),
+        ({**FEW, **GRADIENTS}, "optim_grads_params", 10 / 4),
     ],
 )
-def test_bytes_per_parameter_with_moments_in_bf16(
-    few: dict, strategy: str, per_parameter: float
-) -> None:
+def test_bytes_per_parameter_with_few_bits(few: dict, strategy: str, per_parameter: float) -> None:
     values = {"data_parallel_sharding_strategy": strategy, "precision": "bf16", **few}
     state = model_state(check(config("debug-llama").with_values(**values), 4), 0)
     assert state.total - state.gathered == per_parameter * state.parameters

@@ -15,9 +15,15 @@ from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 SHAPES = {"a.weight": (37, 129), "experts.weight": (4, 9, 21), "a.bias": (70,), "b.weight": (1, 5)}
 
 
-def settings(first: str = "bf16", second: str = "bf16", **others: float) -> OptimizerConfig:
+def settings(
+    first: str = "bf16", second: str = "bf16", gradients: str = "fp32", **others: float
+) -> OptimizerConfig:
     return OptimizerConfig(
-        use_precision_aware_optimizer=True, exp_avg_dtype=first, exp_avg_sq_dtype=second, **others
+        use_precision_aware_optimizer=True,
+        main_grads_dtype=gradients,
+        exp_avg_dtype=first,
+        exp_avg_sq_dtype=second,
+        **others,
     )
 
 
@@ -43,17 +49,26 @@ def trained(
     optimizer = AdamW(held, config, places=places)
     for step in range(steps):
         for name, parameter in held.items():
-            parameter.grad = gradient(name, step, dtype)[places[name].slices].clone()
+            grad = gradient(name, step, dtype)[places[name].slices]
+            parameter.grad = grad.to(parameter.grad_dtype, copy=True)
         optimizer.step(lr=0.01)
     return held, optimizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("moments", [("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32")])
+@pytest.mark.parametrize(
+    "types",
+    [
+        ("bf16", "bf16", "fp32"),
+        ("fp32", "bf16", "fp32"),
+        ("bf16", "fp32", "bf16"),
+        ("fp32", "fp32", "bf16"),
+    ],
+)
 def test_every_part_has_the_bits_of_the_whole(
-    moments: tuple[str, str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    types: tuple[str, str, str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(*moments)
+    config, moments = settings(*types), types[:2]
     straight, reference = trained(config, {}, dtype)
     monkeypatch.setattr(rounding, "AT_A_TIME", {"cpu": 50})
     random = torch.Generator().manual_seed(3)
@@ -83,6 +98,19 @@ def test_rounding_is_right_on_average_and_keeps_what_fits() -> None:
     assert torch.equal(again.view(torch.int16), kept.view(torch.int16))
     nan = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
     assert rounded(nan, torch.tensor([-1, 0])).isnan().all()
+
+
+def test_the_update_sees_gradients_of_bf16_as_they_are() -> None:
+    """The same gradients in fp32 give the same bits."""
+    held, _ = trained(settings("fp32", "fp32", "bf16"), {}, torch.float32)
+    wide = {n: nn.Parameter(w) for n, w in whole().items()}
+    optimizer = AdamW(wide, OptimizerConfig())
+    for step in range(5):
+        for name, parameter in wide.items():
+            parameter.grad = gradient(name, step, torch.float32).bfloat16().float()
+        optimizer.step(lr=0.01)
+    for name, parameter in wide.items():
+        torch.testing.assert_close(held[name], parameter, rtol=1e-6, atol=1e-7)
 
 
 def test_second_moments_decay() -> None:

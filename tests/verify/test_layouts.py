@@ -160,12 +160,45 @@ CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
+NARROW = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
 # The same for what only bf16 has: FSDP2 around a single shard, a narrow type on the wire.
 BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "replicated": (2, "llama", flags(dp=2)),
     "replicated, tied, interleaved": (4, "gpt", flags(pp=2, dp=2, stages=STAGES[2, 2])),
     "no overlap": (4, "gpt", flags(pp=2, dp=2) | {"overlap_grad_reduce": False}),
     "sent in bf16": (2, "gpt", flags(dp=2, strategy="optim") | {"grad_reduce_in_bf16": True}),
+    "kept in bf16, tied, tensor parallel": (
+        4,
+        "llama tied",
+        flags(tp=2, pp=2, stages=STAGES[2, 1]) | NARROW,
+    ),
+    "kept in bf16, two pipelines": (
+        4,
+        "gpt",
+        flags(pp=2, dp=2, stages=STAGES[2, 2], strategy="optim") | NARROW,
+    ),
+    "kept in bf16, ZeRO-2, replicas": (
+        4,
+        "llama",
+        flags(strategy="optim_grads", replicas=2) | NARROW,
+    ),
+    "kept in bf16, ZeRO-3, on the host, summed in fp32": (
+        2,
+        "gpt",
+        flags(strategy="optim_grads_params")
+        | NARROW
+        | {"optimizer_cpu_offload": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
+    ),
+    "kept in bf16, deferred weights, ZeRO-1": (
+        4,
+        "llama",
+        flags(pp=2, stages="Ett|tttL", strategy="optim") | NARROW | {"pipeline_schedule": "zb_h1"},
+    ),
+    "kept in bf16, experts": (
+        2,
+        "oss",
+        flags(strategy="optim_grads") | NARROW | {"expert_model_parallel_size": 2},
+    ),
     "sent in bf16, summed in fp32": (
         2,
         "gpt",
@@ -178,7 +211,8 @@ BF16_CORNERS: dict[str, tuple[int, str, dict[str, Any]]] = {
 def passes(world: int, model: str, settings: dict[str, Any]) -> None:
     report = verify_in_pool(world, config(MODELS[model], world, **settings))
     assert report.passed, report.text()
-    assert set(report.max_rel_error) == {"loss", "grad", "norm", "param", "evaluation"}
+    compared = {"loss", "grad", "norm", "param", "evaluation"}
+    assert {*report.max_rel_error} - {"load"} == compared
     assert None not in report.max_rel_error.values()
 
 
@@ -234,7 +268,9 @@ def test_layouts_in_bf16_are_as_close_as_one_device(world: int, case: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("corner", chosen(BF16_CORNERS, "replicated", "sent in bf16"))
+@pytest.mark.parametrize(
+    "corner", chosen(BF16_CORNERS, "replicated", "sent in bf16", "kept in bf16, ZeRO-2, replicas")
+)
 def test_corners_of_bf16(corner: str) -> None:
     world, model, settings = BF16_CORNERS[corner]
     passes(world, model, settings | {"precision": "bf16"})

@@ -8,7 +8,7 @@ from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
 from fivefold.data_parallel.zeropp_rules import techniques
 from fivefold.layout import Layout
-from fivefold.tell.export.settings import Export, Settings, described
+from fivefold.tell.export.settings import Export, Settings, described, state_types
 from fivefold.tell.export.stand_in import changes, one_stage_a_rank
 
 ITS_SCHEDULES = ("1f1b",)
@@ -255,9 +255,8 @@ def _lost_of_the_memory(said: Settings) -> Iterator[str]:
         impl = said["cross_entropy_fusion_impl"]
         yield f"cross_entropy_loss_fusion is code there (cross_entropy_fusion_impl = {impl})"
     if said["use_precision_aware_optimizer"]:
-        kinds = f"exp_avg_dtype = {said['exp_avg_dtype']}, exp_avg_sq_dtype = "
-        kinds += said["exp_avg_sq_dtype"]
-        yield f"its moments have the type of its masters (use_precision_aware_optimizer, {kinds})"
+        kinds = f"use_precision_aware_optimizer, {state_types(said)}"
+        yield f"its gradients and moments have the type of its masters ({kinds})"
     share, path = said["optimizer_offload_fraction"], said["optimizer_offload_path"]
     if path is not None:
         yield (

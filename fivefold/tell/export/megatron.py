@@ -10,8 +10,17 @@ from fivefold.tell.export.megatron_pipeline import (
     its_pipeline,
     lost_in_the_pipeline,
     pipeline_flags,
+    why_not_hidden,
 )
-from fivefold.tell.export.settings import Export, Settings, command_line, flag, flags, set_flag
+from fivefold.tell.export.settings import (
+    Export,
+    Settings,
+    command_line,
+    flag,
+    flags,
+    set_flag,
+    state_types,
+)
 
 _RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
 _MODULES = {
@@ -139,7 +148,7 @@ def _parallel(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
     if layout.config.model.num_experts:
         yield from flags(said, "expert_model_parallel_size", "expert_tensor_parallel_size")
         yield from flags(said, "moe_token_dispatcher_type", "moe_shared_expert_overlap")
-        hides = said["overlap_moe_expert_parallel_comm"] and not _why_not_hidden(layout, runs)
+        hides = said["overlap_moe_expert_parallel_comm"] and not why_not_hidden(layout, runs)
         yield from set_flag("overlap_moe_expert_parallel_comm", hides)
         yield from set_flag("delay_wgrad_compute", hides and said["delay_wgrad_compute"])
         if parallel.moe_token_dispatcher_type == "flex":
@@ -180,23 +189,6 @@ def _gathers_early(layout: Layout, runs: Layout) -> bool:
     return reduces and layout.grid.pp > 1 and runs.split.num_virtual > 1
 
 
-def _why_not_hidden(layout: Layout, runs: Layout) -> str | None:
-    """Why Megatron-LM cannot hide experts' messages in this layout; None if it can."""
-    parallel = layout.config.parallel
-    if layout.grid.pp > 1 and runs.split.num_virtual == 1:
-        return "in a pipeline it needs several stages a rank"
-    if layout.grid.ep == 1 or parallel.moe_token_dispatcher_type == "allgather":
-        return "it needs expert parallelism, by alltoall or flex"
-    if layout.config.memory.recompute_granularity == "full":
-        return "it does not go with full recomputation"
-    if layout.config.training.precision != "bf16":
-        return "it needs bf16"
-    mtp = layout.config.model.mtp_num_layers
-    if mtp > 1 or (mtp and layout.grid.pp == 1):
-        return "it takes one prediction layer, in a pipeline"
-    return None
-
-
 def _memory(said: Settings) -> Iterator[str]:
     granularity = said["recompute_granularity"]
     yield from set_flag("recompute_granularity", granularity)
@@ -223,7 +215,7 @@ def _memory(said: Settings) -> Iterator[str]:
     if aware or said["optimizer_cpu_offload"]:
         yield from flag("use-precision-aware-optimizer")
     if aware:
-        yield from flags(said, "exp_avg_dtype", "exp_avg_sq_dtype")
+        yield from flags(said, "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 def _training(said: Settings) -> Iterator[str]:
@@ -321,7 +313,7 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
         layout.config.memory,
         layout.config.training,
     )
-    if parallel.overlap_moe_expert_parallel_comm and (why := _why_not_hidden(layout, runs)):
+    if parallel.overlap_moe_expert_parallel_comm and (why := why_not_hidden(layout, runs)):
         yield f"overlap_moe_expert_parallel_comm was left out: {why}"
     if (factor := said["moe_expert_rank_capacity_factor"]) is not None:
         yield (
@@ -361,9 +353,8 @@ def _lost(said: Settings, layout: Layout, runs: Layout) -> Iterator[str]:
             "cross_entropy_fusion_impl linear needs a release after 0.16: native fuses the loss "
             "alone, and keeps the logits"
         )
-    if any(layout.config.optimizer.rounds_moments):
-        kinds = f"exp_avg_dtype = {said['exp_avg_dtype']}, exp_avg_sq_dtype = "
-        kinds += said["exp_avg_sq_dtype"]
+    if layout.config.optimizer.needs_rounding:
+        kinds = state_types(said)
         if sharded:
             yield f"it rounds moments to the nearest, not stochastically: {kinds}"
         else:

@@ -72,3 +72,20 @@ def lost_in_the_pipeline(said: Settings, layout: Layout, runs: Layout) -> Iterat
         reasons.append(why)
     name = "interleaved 1F1B" if runs.split.num_virtual > 1 else "1F1B, one stage a rank"
     yield f"{'; '.join(reasons)}: it runs {name}; {changes(layout, runs)}"
+
+
+def why_not_hidden(layout: Layout, runs: Layout) -> str | None:
+    """Why Megatron-LM cannot hide experts' messages in this layout; None if it can."""
+    parallel = layout.config.parallel
+    if layout.grid.pp > 1 and runs.split.num_virtual == 1:
+        return "in a pipeline it needs several stages a rank"
+    if layout.grid.ep == 1 or parallel.moe_token_dispatcher_type == "allgather":
+        return "it needs expert parallelism, by alltoall or flex"
+    if layout.config.memory.recompute_granularity == "full":
+        return "it does not go with full recomputation"
+    if layout.config.training.precision != "bf16":
+        return "it needs bf16"
+    mtp = layout.config.model.mtp_num_layers
+    if mtp > 1 or (mtp and layout.grid.pp == 1):
+        return "it takes one prediction layer, in a pipeline"
+    return None

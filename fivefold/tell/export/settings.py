@@ -132,6 +132,12 @@ def flags(said: Settings, *names: str) -> Iterator[str]:
         yield from set_flag(name, said[name])
 
 
+def state_types(said: Settings) -> str:
+    """The types that gradients and moments are asked to have."""
+    names = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return ", ".join(f"{name} = {said[name]}" for name in names)
+
+
 def _quoted(value: object) -> str:
     text = str(value)
     return f"'{text}'" if set(text) & set("|*() []") else text

@@ -14,6 +14,7 @@ from fivefold.tell.export.settings import (
     command_line,
     described,
     flag,
+    state_types,
 )
 from fivefold.tell.export.stand_in import changes, in_a_loop, one_stage_a_rank
 from fivefold.tell.export.torchtitan_models import (
@@ -308,9 +309,8 @@ def _lost(said: Settings, layout: Layout) -> Iterator[str]:
             f"parameters and gradients, too, and all of them (optimizer_offload_fraction = {share})"
         )
     if said["use_precision_aware_optimizer"]:
-        kinds = f"exp_avg_dtype = {said['exp_avg_dtype']}, exp_avg_sq_dtype = "
-        kinds += said["exp_avg_sq_dtype"]
-        yield f"its moments have the type of its masters (use_precision_aware_optimizer, {kinds})"
+        kinds = f"use_precision_aware_optimizer, {state_types(said)}"
+        yield f"its gradients and moments have the type of its masters ({kinds})"
     if training.precision == "fp64":
         yield "it computes in fp32 at most, not in precision = fp64"
     corpora = " ".join(said["data_path"])
