@@ -235,6 +235,21 @@ def as_kind(value: Any, kind: type[T], source: str, error: type[FivefoldError]) 
         raise error(f"{source} does not hold what it should: {problem}") from None
 
 
+def tensor_names(path: str | os.PathLike[str], error: type[FivefoldError]) -> list[str]:
+    """The names of the tensors in a .safetensors file, without loading torch.
+
+    Raises:
+        FivefoldError: of the class `error`; it is no such file, or cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as problem:
+        raise error(f"{path} is no safetensors file: {problem}") from None
+
+
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fivefold.config.huggingface import refuse_adapter
+from fivefold.config.huggingface import is_adapter, read_adapter
 from fivefold.config.parallel import option
 from fivefold.config.settings import argument
 from fivefold.config.sources import load_options
@@ -18,13 +18,14 @@ from fivefold.units import human_bytes
 class Options:
     """Convert weights, in the direction that the first folder tells.
 
-    From a Hugging Face folder (config.json and .safetensors) to a run folder, from which
-    `fivefold sample` and `train --load` start; from a run folder to a Hugging Face folder, which
-    transformers loads. To train with weights from a Hugging Face folder, nothing has to be
-    converted: `fivefold train --model FOLDER --load FOLDER` reads them, each rank its own part.
+    From a Hugging Face folder (config.json and .safetensors), or one in which PEFT saved an
+    adapter, to a run folder, from which `fivefold sample` and `train --load` start; from a run
+    folder to a Hugging Face folder, which transformers loads, with adapters merged. To train with
+    weights from a Hugging Face folder, nothing has to be converted: `fivefold train --model FOLDER
+    --load FOLDER` reads them, each rank its own part.
     """
 
-    source: str = argument("Hugging Face folder, or run folder of `fivefold train`")
+    source: str = argument("Hugging Face folder, PEFT adapter, or run folder of `fivefold train`")
     target: str = argument("folder to make")
     step: int | None = option(None, "step of the run's checkpoint (default: the latest)")
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] | None = option(
@@ -32,6 +33,9 @@ class Options:
     )
     max_shard_size: float | None = option(
         None, "most bytes of a file for Hugging Face (default: 5e9)"
+    )
+    base: str | None = option(
+        None, "Hugging Face folder that an adapter of PEFT is for (default: where it says)"
     )
     adapter: bool = option(
         False, "write a run's adapters (LoRA) alone, as PEFT keeps them, not merged weights"
@@ -42,13 +46,14 @@ def run(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name."""
     options = load_options(argv, Options)
     source, target = Path(options.source), Path(options.target)
-    inward = (source / "config.json").is_file()
-    _check(options, inward=inward)
+    adapter = source if is_adapter(source) else None
+    inward = adapter is not None or (source / "config.json").is_file()
+    base = _check(options, inward=inward)
     from fivefold.convert.save import MOST_BYTES
     from fivefold.train.convert import to_hub, to_run
 
     if inward:
-        size = to_run(source, target)
+        size = to_run(base, target, adapter)
         print(f"{target}: a run folder with {human_bytes(size)} of weights at step 0")
         print(f"  next: fivefold sample {target} PROMPT")
         return 0
@@ -75,8 +80,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check(options: Options, *, inward: bool) -> None:
-    """Check all that can be checked without loading torch."""
+def _check(options: Options, *, inward: bool) -> Path:
+    """Check all that can be checked without loading torch; returns the folder of whole weights."""
     mistakes = Mistakes()
     if inward:
         given = {
@@ -91,7 +96,22 @@ def _check(options: Options, *, inward: bool) -> None:
         mistakes.add(f"--max-shard-size must be at least 1, not {options.max_shard_size:g}")
     if Path(options.target).exists():
         mistakes.add(f"{options.target} is there already", attempt="another folder")
+    source = Path(options.source)
+    base = _base(options, source, mistakes) if is_adapter(source) else source
+    if options.base is not None and not is_adapter(source):
+        mistakes.add(f"--base is for an adapter of PEFT, and {source} is none")
     mistakes.raise_if_any()
-    refuse_adapter(Path(options.source))
     if not inward:
-        run_config(Path(options.source))
+        run_config(source)
+    return base
+
+
+def _base(options: Options, adapter: Path, mistakes: Mistakes) -> Path:
+    """The folder of the model that an adapter is for."""
+    told = options.base
+    with mistakes.collecting():
+        told = read_adapter(adapter).base if told is None else told
+        if told is None or not (Path(told) / "config.json").is_file():
+            what = f"{adapter} is an adapter to {told}, which is no Hugging Face folder here"
+            mistakes.add(what, works=("--base FOLDER",))
+    return Path(told or "")

@@ -12,6 +12,7 @@ from fivefold.config.config import SECTIONS, Config
 from fivefold.config.dependence import without_orphans
 from fivefold.config.flags import ALIASES, SWITCHES, Given, add_bad_value, scan
 from fivefold.config.foreign import FOREIGN, name_of
+from fivefold.config.huggingface import read_adapter
 from fivefold.config.model import ModelConfig
 from fivefold.config.presets import resolve_model
 from fivefold.config.settings import Setting, settings_of
@@ -214,10 +215,23 @@ def _config(
     for name, settings in config_settings().items():
         flags = {s.name: given.values[s.name] for s in settings if s.name in given.values}
         if name == "model":
+            adapter = written.get("checkpoint", {}).get("load_adapter")
+            adapter = given.values.get("load_adapter", adapter)
+            flags = _of_adapter(adapter, written.get(name, {}), mistakes) | flags
             sections[name] = _model(written.get(name, {}), flags, given, mistakes, found_before)
         else:
             sections[name] = SECTIONS[name](**{**written.get(name, {}), **flags})
     return None if mistakes.found else Config(**sections)
+
+
+def _of_adapter(
+    folder: str | None, written: Mapping[str, Any], mistakes: Mistakes
+) -> dict[str, Any]:
+    """Settings of the adapters that a run starts from, unless a recipe says what they are."""
+    if folder is not None and "lora_rank" not in written:
+        with mistakes.collecting():
+            return dict(read_adapter(Path(folder)).settings)
+    return {}
 
 
 def _model(

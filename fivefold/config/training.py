@@ -214,7 +214,12 @@ class CheckpointConfig:
         "run folder (default: runs/RECIPE-TIME); if it holds checkpoints, the run continues from "
         "the latest",
     )
-    load: str | None = option(None, "run folder to start from, of any layout")
+    load: str | None = option(
+        None, "run folder to start from, of any layout, or weights from Hugging Face"
+    )
+    load_adapter: str | None = option(
+        None, "folder of an adapter that PEFT saved, to go on with beside the weights of --load"
+    )
     ckpt_step: int | None = option(None, "step of --load to start from (default: its latest)")
     finetune: bool = option(
         False, "load only the weights of --load; step, optimizer and data start anew"

@@ -104,6 +104,11 @@ def check_values(config: Config, mistakes: Mistakes) -> None:
     if not out_of_range & _OF_THE_RATE:
         _check_rate(config, mistakes)
     if config.checkpoint.load is None:
+        if config.checkpoint.load_adapter is not None:
+            mistakes.add(
+                "load_adapter has adapters alone, and there is no --load of the weights beside",
+                works=["--load FOLDER", "--load-adapter none"],
+            )
         if config.checkpoint.ckpt_step is not None:
             mistakes.add(
                 "ckpt_step chooses a checkpoint of --load, and there is no --load",

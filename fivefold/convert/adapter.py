@@ -1,23 +1,33 @@
-"""Writes adapters as PEFT keeps them (adapter_config.json, adapter_model.safetensors)."""
+"""Adapters as PEFT keeps them (adapter_config.json, adapter_model.safetensors): out, and in."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fivefold.checkpoint.matching import mismatches
+from fivefold.config.config import SETTINGS as OURS
+from fivefold.config.huggingface.adapter import (
+    ADAPTER,
+    PREFIX,
+    SETTINGS,
+    PeftAdapter,
+    read_adapter,
+)
 from fivefold.config.lora_rules import linear_names
 from fivefold.config.model import ModelConfig
-from fivefold.convert.save import ReadPart
+from fivefold.convert.save import ReadPart, made_of, theirs
 from fivefold.convert.stored import Stored
+from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import write_atomic
+from fivefold.files import tensor_names, write_atomic
 from fivefold.model.lora import LORA
 from fivefold.model.shape import stage_weights
 
-ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _JOINT = "gpt2", "gpt_neox"
 """Families whose queries, keys and values are one linear layer in transformers."""
 _OF_EXPERTS = "gate_proj", "up_proj", "down_proj"
@@ -56,6 +66,7 @@ def write_adapter(
     kind: str,
     places: Mapping[str, Stored],
     read: ReadPart,
+    dtype_of: Callable[[str], torch.dtype],
     *,
     base: str | None,
     dtype: torch.dtype | None,
@@ -68,6 +79,7 @@ def write_adapter(
         kind: family of the model, the `model_type` of its config.json.
         places: where each weight of the model without adapters lies in its folder.
         read: reads a part of a tensor of ours.
+        dtype_of: its type.
         base: where the model without adapters is, which PEFT is to load; None: not known.
         dtype: type of the adapters; None: that of the run.
 
@@ -78,20 +90,100 @@ def write_adapter(
 
     if why := _why_not(model, kind):
         raise CheckpointError(str(Mistake(why, works=("convert without --adapter: merged",))))
-    tensors: dict[str, Tensor] = {}
+    tensors = {
+        name: made_of(parts, read, dtype or dtype_of(parts[0].name))
+        for name, parts in theirs(adapter_places(model, places)).items()
+    }
+    save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
+    write_atomic(folder / SETTINGS, json.dumps(_settings(model, tensors, base), indent=2) + "\n")
+    return sum(values.nbytes for values in tensors.values())
+
+
+def adapter_places(model: ModelConfig, places: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Where PEFT keeps the adapters of a model, by our names.
+
+    Args:
+        model: our architecture, with adapters.
+        places: where each weight of the model without adapters lies.
+    """
+    found = {}
     for name, weight in stage_weights(model).items():
         if LORA not in name:
             continue
         linear, which = name.split(LORA)
         place = places[f"{linear}.weight"]
-        values = read(name, tuple(slice(0, size) for size in weight.shape))
-        if which.startswith("B") and place.rows is not None:  # in the order of theirs
-            values = torch.empty_like(values).index_copy_(0, place.rows, values)
-        theirs = place.names[0].removesuffix(".weight")
-        tensors[f"base_model.model.{theirs}.lora_{which}"] = values.to(dtype or values.dtype)
-    save_file(tensors, folder / ADAPTER, metadata={"format": "pt"})
-    write_atomic(folder / SETTINGS, json.dumps(_settings(model, tensors, base), indent=2) + "\n")
-    return sum(values.nbytes for values in tensors.values())
+        there = f"{PREFIX}{place.names[0].removesuffix('.weight')}.lora_{which}"
+        rows = place.rows if which.startswith("B") else None
+        found[name] = Stored(weight.shape, (there,), -2, rows)
+    return found
+
+
+def open_adapter(
+    folder: Path, model: ModelConfig, kind: str, places: Mapping[str, Stored]
+) -> tuple[TensorFiles, dict[str, Stored]]:
+    """The tensors of an adapter that PEFT saved, and where each of ours lies among them.
+
+    Args:
+        folder: its folder.
+        model: our architecture, with adapters.
+        kind: family of the model, the `model_type` of its config.json.
+        places: where each weight of the model without adapters lies.
+
+    Raises:
+        ConfigError: it is no adapter that can be read.
+        CheckpointError: it is another one than the model has, or of another model.
+    """
+    adapter = read_adapter(folder)
+    if kind in _JOINT:
+        raise CheckpointError(f"{folder}: {_why_not(model, kind)}")
+    _see_settings(adapter, model)
+    _see_targets(adapter, places)
+    files = TensorFiles(
+        folder, dict.fromkeys(tensor_names(folder / ADAPTER, CheckpointError), folder / ADAPTER)
+    )
+    asked = adapter_places(model, places)
+    shapes = {place.names[0]: place.their_shape for place in asked.values()}
+    saved = {name: files.shape(name) for name in files.files}
+    if wrong := mismatches(shapes, saved, ()):
+        raise CheckpointError("\n".join([f"{folder}: {wrong[0]}", *map(str, wrong[1:])]))
+    return files, asked
+
+
+def _see_settings(adapter: PeftAdapter, model: ModelConfig) -> None:
+    """See that a model has the adapters of a folder."""
+    there = replace(model, **adapter.settings)
+    changed = {
+        name: value
+        for name, value in adapter.settings.items()
+        if getattr(model, name) != value and name != "lora_target_modules"
+    }
+    if [*map(model.adapts, linear_names(model))] != [*map(there.adapts, linear_names(model))]:
+        changed["lora_target_modules"] = adapter.settings["lora_target_modules"]
+    if changed:
+        lines = tuple(
+            f"{name}: is {getattr(model, name)}, there {there}" for name, there in changed.items()
+        )
+        works = " ".join(OURS[name].typed(value) for name, value in changed.items())
+        what = f"{adapter.folder} holds adapters that these settings do not describe"
+        raise CheckpointError(str(Mistake(what, lines, works=(works,))))
+
+
+def _see_targets(adapter: PeftAdapter, places: Mapping[str, Stored]) -> None:
+    """See that a file has the adapters of those linear layers that its settings name."""
+    linears = {
+        name.removesuffix(".weight")
+        for place in places.values()
+        for name in place.names
+        if len(place.their_shape) > 1 and name.endswith(".weight")
+    }
+    wanted = {name for name in linears | adapter.modules if adapter.looks_for(name)}
+    wrong = [
+        *(f"{name}: named, and no tensors" for name in sorted(wanted - adapter.modules)),
+        *(f"{name}: not named, and has tensors" for name in sorted(adapter.modules - wanted)),
+    ]
+    if wrong:
+        what = f"{adapter.folder}: target_modules is not what {ADAPTER} has"
+        raise CheckpointError(str(Mistake(what, tuple(wrong[:8]))))
 
 
 def _why_not(model: ModelConfig, kind: str) -> str:

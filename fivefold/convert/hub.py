@@ -1,7 +1,6 @@
 """Reads parts of the tensors in a Hugging Face folder, of several files or one."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fivefold.convert.stored import Shape, base_of
+from fivefold.convert.tensor_files import TensorFiles
 from fivefold.errors import CheckpointError, Mistake
-from fivefold.files import read_json
+from fivefold.files import read_json, tensor_names
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -37,18 +37,16 @@ class HubFolder:
 
     path: Path
     fields: Mapping[str, Any] = field(init=False)
-    _files: dict[str, Path] = field(init=False)
+    _tensors: TensorFiles = field(init=False)
     _actual: dict[str, str] = field(init=False)
-    _open: dict[Path, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.fields = read_json(self.path / CONFIG, dict[str, Any], CheckpointError)
-        self._files = self._find()
+        files = self._find()
+        self._tensors = TensorFiles(self.path, files)
         base = base_of(self.kind)
         heads = ("lm_head.", "embed_out.", base)
-        self._actual = {
-            name if name.startswith(heads) else base + name: name for name in self._files
-        }
+        self._actual = {name if name.startswith(heads) else base + name: name for name in files}
 
     @property
     def kind(self) -> str:
@@ -95,8 +93,7 @@ class HubFolder:
         """
         if name not in self._actual:
             return self._widened(name, slices)
-        with self._telling(name):
-            part: Tensor = self._slice(name)[slices]
+        part = self._tensors.read(self._actual[name], slices)
         if name + _SCALES in self._actual:
             part = part.float() * self._scale(name, slices)
         return part
@@ -127,28 +124,10 @@ class HubFolder:
         return wide.flatten(-2).transpose(1, 2)[:, columns]
 
     def _slice(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        actual = self._actual[name]
-        file = self._files[actual]
-        with self._telling(name):
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
-            return self._open[file].get_slice(actual)
-
-    @contextmanager
-    def _telling(self, name: str) -> Iterator[None]:
-        from safetensors import SafetensorError
-
-        try:
-            yield
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.path} does not give {name}: {error}") from None
+        return self._tensors.slice(self._actual[name])
 
     def _find(self) -> dict[str, Path]:
         """The file of each tensor."""
-        from safetensors import SafetensorError, safe_open
-
         if (self.path / INDEX).is_file():
             index = read_json(self.path / INDEX, dict[str, Any], CheckpointError)
             places = index.get("weight_map")
@@ -161,11 +140,7 @@ class HubFolder:
             return {name: self.path / str(file) for name, file in places.items()}
         found: dict[str, Path] = {}
         for file in sorted(self.path.glob("*.safetensors")):
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    found |= dict.fromkeys(opened.keys(), file)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} is no safetensors file: {error}") from None
+            found |= dict.fromkeys(tensor_names(file, CheckpointError), file)
         if not found:
             old = [path.name for path in self.path.glob("*.bin")]
             why = (f"it has {', '.join(old[:3])}; transformers' save_pretrained writes these",)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torch import Tensor
 from fivefold.checkpoint.matching import mismatches
 from fivefold.config.huggingface import from_hf_config
 from fivefold.config.model import ModelConfig
+from fivefold.convert.adapter import open_adapter
 from fivefold.convert.hub import HubFolder
-from fivefold.convert.stored import Stored, base_of, harmless, stored_tensors
+from fivefold.convert.stored import Shape, Stored, base_of, harmless, stored_tensors
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import Piece
 
@@ -54,35 +56,76 @@ def stores_neighbours(fields: Mapping[str, object]) -> bool:
     return fields.get("model_type") == "deepseek_v2" or fields.get("rope_interleave") is not False
 
 
-def fill_from_hub(path: Path, model: ModelConfig, pieces: Mapping[str, Piece]) -> None:
+class Reads(Protocol):
+    """A folder of tensors."""
+
+    def read(self, name: str, slices: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor."""
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a tensor."""
+
+    def dtype(self, name: str) -> str:
+        """The type of a tensor's elements, as the files name it."""
+
+
+def sources_in(
+    hub: HubFolder, model: ModelConfig, adapter: Path | None
+) -> dict[str, tuple[Reads, Stored]]:
+    """The folder that holds each tensor of a model, and where; checked.
+
+    Args:
+        hub: folder of the model without adapters.
+        model: our architecture.
+        adapter: folder of its adapters, as PEFT has them; None: it has none, or new ones.
+
+    Raises:
+        ConfigError: the adapters cannot be read.
+        CheckpointError: tensors are missing, of another shape or left over, or the adapters are
+            not those of the model.
+    """
+    places = places_in(hub, model.base)
+    found: dict[str, tuple[Reads, Stored]] = {name: (hub, at) for name, at in places.items()}
+    if adapter is not None:
+        files, beside = open_adapter(adapter, model, hub.kind, places)
+        found |= {name: (files, at) for name, at in beside.items()}
+    return found
+
+
+def fill_from_hub(
+    path: Path,
+    model: ModelConfig,
+    pieces: Mapping[str, Piece],
+    adapter: Path | None = None,
+) -> None:
     """Fill each piece in place; values are converted to its type, padding becomes zero.
 
     Args:
         path: folder of the model, as Hugging Face has it.
         model: our architecture; its sizes are those of the folder.
         pieces: pieces of our parameters and buffers, by name.
+        adapter: folder of the adapters that are among the pieces; None: none are.
 
     Raises:
         CheckpointError: the folder's tensors are not those of the model, or cannot be read.
     """
-    hub = HubFolder(path)
-    places = places_in(hub, model)
+    sources = sources_in(HubFolder(path), model, adapter)
     for name, piece in pieces.items():
         if piece.local.numel():
-            _fill(hub, places[name], piece)
+            _fill(*sources[name], piece)
 
 
-def _fill(hub: HubFolder, place: Stored, piece: Piece) -> None:
+def _fill(folder: Reads, place: Stored, piece: Piece) -> None:
     target = piece.local.detach()
     if not place.by_expert:
-        target.copy_(_read(hub, place, place.names[0], piece.slices))
+        target.copy_(_read(folder, place, place.names[0], piece.slices))
         return
     experts, *inner = piece.slices
     for at, name in enumerate(place.names[experts]):
-        target[at].copy_(_read(hub, place, name, tuple(inner)))
+        target[at].copy_(_read(folder, place, name, tuple(inner)))
 
 
-def _read(hub: HubFolder, place: Stored, name: str, slices: tuple[slice, ...]) -> Tensor:
+def _read(folder: Reads, place: Stored, name: str, slices: tuple[slice, ...]) -> Tensor:
     """A part of a tensor there, in our order and orientation."""
     axis, wanted = place.axis, list(slices)
     rows = None if place.rows is None else place.rows[slices[axis]]
@@ -92,7 +135,7 @@ def _read(hub: HubFolder, place: Stored, name: str, slices: tuple[slice, ...]) -
         wanted[axis] = slice(int(rows.min()), int(rows.max()) + 1)
     if place.transposed:
         wanted[-2:] = wanted[:-3:-1]
-    part = hub.read(name, tuple(wanted))
+    part = folder.read(name, tuple(wanted))
     if place.transposed:
         part = part.transpose(-1, -2)
     if rows is None:

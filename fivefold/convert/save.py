@@ -81,7 +81,7 @@ def write_weights(
         file = "model.safetensors"
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: _made(parts[name], read, dtype_of(name)) for name in names}
+        tensors = {name: made_of(parts[name], read, dtype_of(name)) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(names, file)
     total = sum(sizes.values())
@@ -103,7 +103,7 @@ def _shards(sizes: Mapping[str, int], most_bytes: float) -> Iterator[list[str]]:
     yield names
 
 
-def _made(parts: list[_Part], read: ReadPart, dtype: torch.dtype) -> Tensor:
+def made_of(parts: list[_Part], read: ReadPart, dtype: torch.dtype) -> Tensor:
     """A tensor of theirs, from all parts of ours."""
     made = torch.empty(parts[0].place.their_shape, dtype=dtype)
     for part in parts:

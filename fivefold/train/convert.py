@@ -5,8 +5,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,13 +19,13 @@ from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.checkpoint.index import SavedTensor
 from fivefold.checkpoint.reader import fill
 from fivefold.config.config import Config
-from fivefold.config.huggingface import from_hf_config
+from fivefold.config.huggingface import from_hf_config, read_adapter
 from fivefold.config.huggingface.write import differences, to_hf_config
 from fivefold.config.model import ModelConfig
 from fivefold.config.sources import read_config, to_toml
 from fivefold.convert.adapter import with_merged, write_adapter
 from fivefold.convert.hub import CONFIG, HubFolder
-from fivefold.convert.load import fill_from_hub, model_in, places_in, stores_neighbours
+from fivefold.convert.load import fill_from_hub, model_in, sources_in, stores_neighbours
 from fivefold.convert.save import MOST_BYTES, write_weights
 from fivefold.convert.stored import stored_tensors
 from fivefold.data.tokenizer import Tokenizer
@@ -61,31 +62,39 @@ _STORED: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
-def to_run(source: Path, target: Path) -> int:
+def to_run(source: Path, target: Path, adapter: Path | None = None) -> int:
     """Make a run folder with a checkpoint of step 0 of a Hugging Face folder.
 
     Holds the whole model in memory once, in the types of its files. Returns its bytes.
 
+    Args:
+        source: Hugging Face folder.
+        target: new folder.
+        adapter: folder of an adapter to it that PEFT saved; None: the run has none.
+
     Raises:
-        ConfigError: its config.json is not supported.
-        CheckpointError: its tensors are not those of its config.json.
+        ConfigError: its config.json or the adapter's is not supported.
+        CheckpointError: its tensors are not those of its config.json, or the adapter's not its.
     """
     hub = HubFolder(source)
     model = model_in(hub)
-    places = places_in(hub, model)
+    if adapter is not None:
+        model = replace(model, **read_adapter(adapter).settings)
+    sources = sources_in(hub, model, adapter)
     with _finished(target) as folder:
         pieces = {}
-        for name, place in places.items():
-            dtype = _STORED.get(hub.dtype(place.names[0]))
+        for name, (held, place) in sources.items():
+            dtype = _STORED.get(held.dtype(place.names[0]))
             if dtype is None:
-                what = f"{source}: {place.names[0]} is stored as {hub.dtype(place.names[0])}"
+                what = f"{source}: {place.names[0]} is stored as {held.dtype(place.names[0])}"
                 raise CheckpointError(str(Mistake(what, works=tuple(_STORED))))
             shape = torch.Size(place.shape)
             whole = tuple(slice(0, size) for size in shape)
             pieces[name] = Piece(torch.empty(shape, dtype=dtype), shape, whole)
-        fill_from_hub(source, model, pieces)
+        fill_from_hub(source, model, pieces, adapter)
         length = min(4096, model.max_position_embeddings)
-        config = Config(model).with_values(seq_length=length)
+        load = None if adapter is None else str(source)  # what the adapter is for
+        config = Config(model).with_values(seq_length=length, load=load)
         state = SavedState(0, {"consumed_samples": 0, "fingerprint": {}}, asdict(model), length)
         Checkpointer(folder / CHECKPOINTS).save(0, pieces, asdict(state))
         write_atomic(folder / "config.toml", to_toml(config))
@@ -151,7 +160,8 @@ def to_hub(
             raise CheckpointError(str(Mistake(what, works=("convert without --adapter",))))
         asked, base = None if dtype is None else DTYPES[dtype], _base(source)
         with _finished(target) as folder:
-            return write_adapter(folder, model, kind, places, read, base=base, dtype=asked)
+            of = partial(_dtype, index)
+            return write_adapter(folder, model, kind, places, read, of, base=base, dtype=asked)
     owners = {name: ours for ours, place in places.items() for name in place.names}
     with _finished(target) as folder:
         whole, dtype_of = with_merged(read, model), lambda name: stated.of(owners[name])
@@ -183,6 +193,10 @@ class _Types:
         if name.endswith("expert_bias"):  # which transformers keeps in fp32, whatever the rest is
             return max(saved, torch.float32, key=lambda dtype: dtype.itemsize)
         return self.asked or min(saved, self.trained, key=lambda dtype: dtype.itemsize)
+
+
+def _dtype(index: Mapping[str, SavedTensor], name: str) -> torch.dtype:
+    return index[name].dtype
 
 
 def _base(source: Path) -> str | None:

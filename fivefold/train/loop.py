@@ -130,14 +130,20 @@ class Trainer:
         self.step = state.step
         self._bad.remember(state.losses)
 
-    def load_hub(self, folder: Path) -> None:
+    def load_hub(self, folder: Path, adapter: Path | None) -> None:
         """Load weights from a Hugging Face folder; each rank reads its own slices.
+
+        Args:
+            folder: the folder.
+            adapter: folder of an adapter that PEFT saved; None: adapters start afresh.
 
         Raises:
             CheckpointError: on every rank, if the tensors are of another model or cannot be read.
         """
-        fill = partial(fill_from_hub, folder, self.engine.layout.config.model.base)
-        self.checkpointer.load_by(f"loading {folder}", self.engine.start_adapters(), fill)
+        engine = self.engine
+        fill = partial(fill_from_hub, folder, engine.layout.config.model, adapter=adapter)
+        weights = engine.start_adapters() if adapter is None else engine.stored_weights()
+        self.checkpointer.load_by(f"loading {folder}", weights, fill)
         self.engine.after_load(0)
 
     def run(self) -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from fivefold.checkpoint.checkpointer import Checkpointer
 from fivefold.config.config import Config
-from fivefold.config.huggingface import from_hf_config, refuse_adapter
+from fivefold.config.huggingface import from_hf_config, read_adapter, refuse_adapter
+from fivefold.config.huggingface.adapter import SETTINGS
 from fivefold.config.huggingface.write import differences
 from fivefold.convert.hub import HubFolder, is_hub_folder
-from fivefold.convert.load import model_in, places_in
+from fivefold.convert.load import model_in, sources_in
 from fivefold.errors import CheckpointError, ConfigError, DamagedCheckpoint, DataError, Mistake
 from fivefold.train.loop import Trainer
 from fivefold.train.run_folder import CHECKPOINTS
@@ -24,6 +25,7 @@ class Origin:
         step: step of the checkpoint.
         weights_only: whether only weights are loaded, and steps count from 0 again.
         hub: whether it is a folder of weights as Hugging Face keeps them.
+        adapter: folder of an adapter that PEFT saved, beside these; None: there is none.
         damage: why a later checkpoint of the run was passed over; empty if none was.
     """
 
@@ -31,6 +33,7 @@ class Origin:
     step: int
     weights_only: bool
     hub: bool = False
+    adapter: Path | None = None
     damage: str = ""
 
 
@@ -53,9 +56,15 @@ def find_origin(config: Config, folder: Path) -> Origin | None:
     elif load is None:
         return None
     else:
-        refuse_adapter(Path(load))
+        adapter = config.checkpoint.load_adapter
+        if adapter != load:
+            refuse_adapter(Path(load))
         if is_hub_folder(Path(load)):
             return _from_hub(Path(load), config)
+        if adapter is not None:
+            what = f"load_adapter is for weights as Hugging Face keeps them, and {load} has none"
+            made = f"--load {load}-hf, made by fivefold convert {load} {load}-hf"
+            raise CheckpointError(str(Mistake(what, attempt=made)))
         source, step = Checkpointer(checkpoints_of(Path(load))), config.checkpoint.ckpt_step
         weights_only = config.checkpoint.finetune
     damage = ""
@@ -94,8 +103,14 @@ def _from_hub(folder: Path, config: Config) -> Origin:
         if there != from_hf_config(hub.fields):  # the files lack what config.json promises
             attempt += f" --mtp-num-layers {there.mtp_num_layers}"
         raise CheckpointError(str(Mistake(what, tuple(wrong), attempt=attempt)))
-    places_in(hub, there)  # before any rank starts
-    return Origin(folder, 0, weights_only=True, hub=True)
+    load = config.checkpoint.load_adapter
+    adapter = None if load is None else Path(load)
+    if adapter is not None and (dropout := read_adapter(adapter).dropout):
+        what = f"{adapter} was trained with lora_dropout {dropout:g}; adapters have none here"
+        attempt = f'"lora_dropout": 0.0 in {adapter / SETTINGS}, to go on without it'
+        raise CheckpointError(str(Mistake(what, attempt=attempt)))
+    sources_in(hub, config.model, adapter)  # before any rank starts
+    return Origin(folder, 0, weights_only=True, hub=True, adapter=adapter)
 
 
 def restore(trainer: Trainer, origin: Origin | None) -> str:
@@ -119,7 +134,7 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
     if origin is None:
         return passed_over
     if origin.hub:
-        trainer.load_hub(origin.checkpoints)
+        trainer.load_hub(origin.checkpoints, origin.adapter)
         return ""
     source = own if resumes else Checkpointer(origin.checkpoints)
     try:

@@ -237,6 +237,12 @@ VALUES = [
     layout("beta of 1", "--adam-beta2 1", "adam_beta2 must be in [0, 1), not 1.0"),
     layout("negative clip", "--clip-grad -1", "clip_grad must be 0 or more, not -1"),
     layout("step of nothing", "--ckpt-step 3", "there is no --load"),
+    layout(
+        "adapter of nothing",
+        "--load-adapter nope --lora-alpha x",
+        "nope is no adapter of PEFT: it has no adapter_config.json",
+        "--lora-alpha must be",
+    ),
     layout("negative seed", "--seed -1", "seed must be in 0 .. 2^63 - 1, not -1"),
     layout("seed beyond 63 bits", "--seed 9223372036854775808", "seed must be in 0 .. 2^63 - 1"),
     layout("no steps", "--train-iters 0", "train_iters must be at least 1"),

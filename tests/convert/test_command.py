@@ -43,7 +43,12 @@ def test_an_adapter_is_not_taken_for_weights(
     if verb == "train":
         words = ["train", "debug", "--load", str(tmp_path), "--save", out]
     assert main(words) != 0
-    assert "holds an adapter of PEFT (LORA)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    if verb == "train":
+        assert "holds an adapter of PEFT (LORA)" in said
+        assert f"--load BASE --load-adapter {tmp_path}" in said
+    else:
+        assert "adapter_config.json needs a whole number for 'r'" in said
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -58,3 +58,29 @@ def test_adapters_of_a_run_without_any_start_afresh(
     assert "of a run without adapters" in capfd.readouterr().err
     assert train(base, tmp_path / "second", steps=4) != 0
     assert "lora_rank: was 3, is None" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_adapter_of_peft_goes_on_from_its_folder(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    chosen = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "up_proj"]}
+    of = peft.LoraConfig(**chosen, init_lora_weights=False, task_type="CAUSAL_LM")
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, of).save_pretrained(tmp_path / "adapter")
+    start = f"--load {base} --load-adapter {tmp_path}/adapter"
+    assert train(base, tmp_path / "one", start, SPLIT) == 0
+    assert main(["convert", f"{tmp_path}/adapter", f"{tmp_path}/run"]) == 0
+    settings = "--lora-rank 3 --lora-alpha 6 --lora-target-modules q_proj up_proj"
+    assert train(base, tmp_path / "two", f"--load {tmp_path}/run", settings, SHARDED) == 0
+    assert losses(tmp_path / "one") == pytest.approx(losses(tmp_path / "two"), rel=1e-12)
+    assert train(base, tmp_path / "plain", f"--load {base}", settings) == 0
+    assert losses(tmp_path / "one")[0] != losses(tmp_path / "plain")[0]
+    assert train(base, tmp_path / "three", start, "--lora-alpha 7") != 0
+    assert "lora_alpha: is 7.0, there 6" in (said := capfd.readouterr().err)
+    assert "works: --lora-alpha 6" in said
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0.1}))
+    assert train(base, tmp_path / "three", start) != 0
+    assert "was trained with lora_dropout 0.1" in capfd.readouterr().err

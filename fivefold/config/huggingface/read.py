@@ -14,7 +14,7 @@ from fivefold.config.huggingface.mixtures import gpt_oss, mixtral, qwen_moe
 from fivefold.config.huggingface.reader import Reader
 from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
-from fivefold.errors import CheckpointError, ConfigError, Mistake, did_you_mean
+from fivefold.errors import ConfigError, Mistake, did_you_mean
 from fivefold.files import read_json
 
 _FAMILIES: Mapping[str, Callable[[Reader, str], ModelConfig]] = MappingProxyType(
@@ -55,29 +55,12 @@ def from_hf_config(source: Mapping[str, Any] | str | Path) -> ModelConfig:
     reader = Reader(fields, f"this {kind} model")
     model = _FAMILIES[kind](reader, kind)
     read_generic(reader)
+    reader.without_effect("model_type")
     reader.refuse_unread()
     reader.mistakes.raise_if_any()
     check_model(model, reader.mistakes)
     reader.mistakes.raise_if_any()
     return replace(model, unmodelled=tuple(reader.left_out))
-
-
-def refuse_adapter(folder: Path) -> None:
-    """Refuse a folder in which PEFT keeps an adapter, also where the base model lies beside it.
-
-    transformers would apply the adapter to the base; only whole weights are read here.
-
-    Raises:
-        CheckpointError: there is an adapter, or its adapter_config.json cannot be read.
-    """
-    file = folder / "adapter_config.json"
-    if not file.is_file():
-        return
-    fields = read_json(file, dict[str, Any], CheckpointError)
-    kind, base = fields.get("peft_type"), fields.get("base_model_name_or_path")
-    what = f"{folder} holds an adapter of PEFT ({kind}) to {base}; only whole weights are read"
-    merge = "peft's merge_and_unload(), then save_pretrained() into a new folder"
-    raise CheckpointError(str(Mistake(what, attempt=merge)))
 
 
 def _read_file(path: Path) -> Mapping[str, Any]:

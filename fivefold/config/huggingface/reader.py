@@ -1,6 +1,7 @@
-"""Reads fields of a config.json by name and type."""
+"""Reads fields of a config.json, or of an adapter's, by name and type."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -31,21 +32,24 @@ class Reader:
         left_out: features that a ModelConfig cannot express; such a model cannot be trained.
     """
 
-    def __init__(self, fields: Mapping[str, Any], whose: str, place: str = "") -> None:
+    def __init__(
+        self, fields: Mapping[str, Any], whose: str, place: str = "", file: str = "config.json"
+    ) -> None:
         self.mistakes = Mistakes()
         self.left_out: list[str] = []
         self.fields = fields
         self._whose = whose
         self._place = place  # prefix of a table within the file, such as "rope_scaling."
-        self._asked: set[str] = {"model_type"}
+        self._file = file
+        self._asked: set[str] = set()
 
     def table(self, name: str) -> "Reader | None":
         """A reader of a table within the file, with the same mistakes; None if null or empty."""
         value = self._value((name,), None, _a_table)
         if value is _WRONG or not value:
             return None
-        inner = Reader(value, self._whose, f"{self._place}{name}.")
-        inner._asked, inner.mistakes, inner.left_out = set(), self.mistakes, self.left_out
+        inner = Reader(value, self._whose, f"{self._place}{name}.", self._file)
+        inner.mistakes, inner.left_out = self.mistakes, self.left_out
         return inner
 
     def size(
@@ -101,6 +105,13 @@ class Reader:
             self.unsupported(name, other, choices)
         return [word for word in value if word in choices]
 
+    def patterns(self, name: str) -> str | tuple[str, ...] | None:
+        """A list of texts, or one that is a regular expression; None if null or missing."""
+        value = self._value((name,), None, _text_or_texts)
+        if value is _WRONG or value is None:
+            return None
+        return value if isinstance(value, str) else tuple(value)
+
     def fixed(self, name: str, *works: Any, why: str = "") -> None:
         """Accept a field only if it is missing or has one of these values, with no effect."""
         self._asked.add(name)
@@ -141,13 +152,13 @@ class Reader:
         wrong = {name: what for name, value in given.items() if (what := need(value))}
         for name, what in wrong.items():
             self.mistakes.add(
-                f"config.json needs {what} for {self._place + name!r}, not {_written(given[name])}"
+                f"{self._file} needs {what} for {self._place + name!r}, not {_written(given[name])}"
             )
         if wrong:
             return _WRONG
         if not given and default is _REQUIRED:
             what = need(_REQUIRED) or "a value"
-            self.mistakes.add(f"config.json needs {what} for {self._place + names[0]!r}")
+            self.mistakes.add(f"{self._file} needs {what} for {self._place + names[0]!r}")
             return _WRONG
         values = list(given.values())
         if any(value != values[0] for value in values):
@@ -198,6 +209,16 @@ def _a_switch(value: Any) -> str | None:
 
 def _a_text(value: Any) -> str | None:
     return None if isinstance(value, str) else "a text"
+
+
+def _text_or_texts(value: Any) -> str | None:
+    if not isinstance(value, str):
+        return _or_null(_list_of(_a_text))(value)
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError):
+        return "a regular expression, or a list of texts,"
+    return None
 
 
 def _a_table(value: Any) -> str | None:

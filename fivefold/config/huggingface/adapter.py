@@ -1,0 +1,175 @@
+"""Reads the settings of an adapter that PEFT saved: adapter_config.json, and which layers it has.
+
+As for a config.json, every field is understood, known to have no effect, or refused by name.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from fivefold.config.huggingface.reader import Reader
+from fivefold.config.model import LoraTarget
+from fivefold.errors import CheckpointError, ConfigError, Mistake
+from fivefold.files import read_json, tensor_names
+
+ADAPTER, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+"""Of the names of all tensors that PEFT saves."""
+_TARGETS = {name: name for name in get_args(LoraTarget)[1:]} | {"kv_a_proj_with_mqa": "kv_a_proj"}
+"""Our name of a linear layer, by the last part of that of transformers."""
+_UNTOUCHED = True, False, None, "gaussian", "eva", "orthogonal"
+"""Ways to initialise an adapter that leave the base model's weights as they are."""
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """What an adapter is, by its folder.
+
+    Attributes:
+        folder: where it lies.
+        settings: settings of ours that describe it, by name.
+        dropout: dropout of its inputs in training.
+        base: the model that it is for, a folder or a hub name; None: not told.
+        targets: the linear layers that PEFT would look for: ends of names, or a pattern of whole
+            names; None: PEFT knows them by the model's family.
+        excluded: those of them that it would leave out, in the same way.
+        modules: the linear layers of which its file has tensors, by transformers' names.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    dropout: float
+    base: str | None
+    targets: str | tuple[str, ...] | None
+    excluded: str | tuple[str, ...] | None
+    modules: frozenset[str]
+
+    def looks_for(self, module: str) -> bool:
+        """Whether PEFT would give an adapter to a linear layer of this name."""
+        if self.targets in (None, "all-linear"):
+            return module in self.modules
+        return _matches(self.targets, module) and not _matches(self.excluded, module)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether PEFT keeps an adapter in a folder."""
+    return (folder / SETTINGS).is_file()
+
+
+def read_adapter(folder: Path) -> PeftAdapter:
+    """The settings of an adapter.
+
+    Raises:
+        ConfigError: a file cannot be read; or lists every field that has a wrong type, is not
+            supported, or is not known, and layers that have no adapters here.
+    """
+    if not is_adapter(folder):
+        what = f"{folder} is no adapter of PEFT: it has no {SETTINGS}"
+        raise ConfigError(Mistake(what, attempt="the folder that PEFT's save_pretrained made"))
+    reader = Reader(
+        read_json(folder / SETTINGS, dict[str, Any], ConfigError), "this adapter", file=SETTINGS
+    )
+    rank, alpha = reader.size("r"), reader.number("lora_alpha", 8.0)
+    settings: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha}
+    settings["use_rslora"] = reader.flag("use_rslora", False)
+    dropout = reader.number("lora_dropout", 0.0)
+    base = reader.fields.get("base_model_name_or_path")
+    targets, excluded = reader.patterns("target_modules"), reader.patterns("exclude_modules")
+    _see_patterns(reader, rank, alpha)
+    _refuse_others(reader)
+    reader.refuse_unread()
+    modules = _modules(folder, reader)
+    settings["lora_target_modules"] = _our_targets(modules, reader)
+    reader.mistakes.raise_if_any()
+    return PeftAdapter(
+        folder,
+        settings,
+        dropout,
+        base if isinstance(base, str) else None,
+        targets,
+        excluded,
+        frozenset(modules),
+    )
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder of weights in which PEFT keeps an adapter, also where its base lies beside.
+
+    Raises:
+        CheckpointError: there is an adapter, or its adapter_config.json cannot be read.
+    """
+    if not is_adapter(folder):
+        return
+    fields = read_json(folder / SETTINGS, dict[str, Any], CheckpointError)
+    kind, base = fields.get("peft_type"), fields.get("base_model_name_or_path")
+    what = f"{folder} holds an adapter of PEFT ({kind}) to {base}, and no whole weights"
+    of = base if base and Path(str(base)).is_dir() else "BASE"
+    raise CheckpointError(str(Mistake(what, works=(f"--load {of} --load-adapter {folder}",))))
+
+
+def _see_patterns(reader: Reader, rank: int, alpha: float) -> None:
+    for name, value in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        table = reader.table(name)
+        if table is not None and any(other != value for other in table.fields.values()):
+            why = f"here all layers have the same: {value}"
+            reader.unsupported(name, dict(table.fields), ({},), why)
+
+
+def _refuse_others(reader: Reader) -> None:
+    """Fields that make it another adapter than a LoRA of linear layers, and those that do not."""
+    reader.fixed("peft_type", "LORA")
+    reader.fixed("task_type", "CAUSAL_LM", None)
+    reader.fixed("bias", "none")
+    reader.fixed("use_dora", False)
+    why = "others change the weights that it is for, or train a part of it"
+    reader.fixed("init_lora_weights", *_UNTOUCHED, why=why)
+    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+        reader.fixed(name, None, [], {}, why="only linear layers have adapters, all else is frozen")
+    for name in ("layers_to_transform", "layers_pattern", "layer_replication"):
+        reader.fixed(name, None, [], why="every layer of the model has the same adapters")
+    for name in ("velora_config", "monteclora_config", "kasa_config", "arrow_config"):
+        reader.fixed(name, None, why="it is another adapter than LoRA")
+    reader.fixed("use_bdlora", None)
+    reader.fixed("alora_invocation_tokens", None, [])
+    reader.fixed("megatron_config", None)
+    reader.fixed("lora_bias", False)
+    reader.fixed("use_qalora", False)
+    reader.without_effect("fan_in_fan_out")  # of linear layers, which the families read here have
+    reader.without_effect("auto_mapping", "peft_version", "base_model_name_or_path", "revision")
+    reader.without_effect("inference_mode", "megatron_core", "ensure_weight_tying")
+    # They configure what other fields, refused above, switch on, or the initial values of A.
+    reader.without_effect("qalora_group_size", "loftq_config", "corda_config", "lora_ga_config")
+    reader.without_effect("eva_config")
+
+
+def _modules(folder: Path, reader: Reader) -> list[str]:
+    """The linear layers of which the file has tensors."""
+    if not (folder / ADAPTER).is_file():
+        old = ", ".join(sorted(path.name for path in folder.glob("adapter_model.*"))[:3])
+        attempt = f"PEFT's save_pretrained, which writes it from {old}" if old else None
+        reader.mistakes.add(f"{folder} has no {ADAPTER}", attempt=attempt)
+        return []
+    found = []
+    with reader.mistakes.collecting():
+        for name in tensor_names(folder / ADAPTER, ConfigError):
+            if name.startswith(PREFIX) and name.endswith(".lora_A.weight"):
+                found.append(name.removeprefix(PREFIX).removesuffix(".lora_A.weight"))
+        if not found:
+            reader.mistakes.add(f"{folder / ADAPTER} has no adapter of a linear layer")
+    return found
+
+
+def _our_targets(modules: list[str], reader: Reader) -> tuple[str, ...]:
+    ends = dict.fromkeys(module.rpartition(".")[2] for module in modules)
+    for end in [end for end in ends if end not in _TARGETS]:
+        reader.mistakes.add(f"{end} of this adapter has no adapters here", works=tuple(_TARGETS))
+    named = {_TARGETS[end] for end in ends if end in _TARGETS}
+    return tuple(name for name in get_args(LoraTarget) if name in named)
+
+
+def _matches(wanted: str | tuple[str, ...] | None, module: str) -> bool:
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in wanted or ())
