@@ -16,7 +16,7 @@ QUESTIONS = (
     "debug --gpus 1 --gbs 8 --seq-length 256",
     "debug-mixtral --cluster A100 --gpus 4 --gbs 8 --seq-length 256 --tp 2",
     "gpt2 --cluster H100 --gpus 16 --gbs 64",
-    "--model debug-llama --cluster H100 --gpus 12 --gbs 12 --seq-length 256 --pp 2",
+    "--model debug-llama --cluster H100 --gpus 9 --gbs 9 --seq-length 256",
     "gpt2 --cluster GB200 --gpus 16 --gbs 64 --rules --top 2",
 )
 SETTINGS = ("tp=2", "pp=2 dp_shard=1", "micro_batch_size=2", "tp=4 cp=2")
