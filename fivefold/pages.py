@@ -1,7 +1,7 @@
 """The common design of all HTML pages and pictures: colours, light and dark, small screens."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from types import MappingProxyType
 from typing import NamedTuple
@@ -71,6 +71,9 @@ _LAYOUT = (
     "h1{font-size:1.4em}h2{font-size:1.1em;margin:2em 0 .3em}p{margin:.3em 0}"
     "pre{overflow-x:auto;font:12px/1.45 ui-monospace,Menlo,Consolas,monospace}"
     "pre.prose{white-space:pre-wrap}"
+    "table{border-collapse:collapse;font-size:14px;display:block;overflow-x:auto}"
+    "td,th{text-align:left;padding:.15em 1em .15em 0;vertical-align:top}th{font-weight:600}"
+    ".number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
     ".legend{display:flex;flex-wrap:wrap;gap:.2em 1.2em;font-size:13px}"
     ".legend i{display:inline-block;width:12px;height:12px;margin-right:5px;vertical-align:-1px}"
     ".legend i.mark{width:0}"
@@ -116,6 +119,22 @@ def document(title: str, body: Iterable[str]) -> str:
 def as_script(data: object) -> str:
     """Data as JavaScript within a page, of which no text can end the script element."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def table(
+    rows: Iterable[Sequence[str]], head: Sequence[str] = (), numbers: Sequence[int] = ()
+) -> str:
+    """A table; the columns with these numbers are aligned to the right."""
+
+    def cells(row: Sequence[str], kind: str) -> str:
+        named = [' class="number"' if i in numbers else "" for i in range(len(row))]
+        return "".join(
+            f"<{kind}{c}>{escape(text)}</{kind}>" for c, text in zip(named, row, strict=True)
+        )
+
+    lines = [f"<tr>{cells(head, 'th')}</tr>"] if head else []
+    lines += [f"<tr>{cells(row, 'td')}</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"
 
 
 def row(name: str, track: Iterable[str], value: str) -> str:

@@ -164,7 +164,7 @@ def _report(
     """The answer, the reasons, what else was asked for, and the next commands."""
     from fivefold.tell.answer import answer, next_commands, reasons, title, why
     from fivefold.tell.explain import sensitivities
-    from fivefold.tell.report import cost_lines, ranked
+    from fivefold.tell.report import NUMBERS, cost_lines, ranked
 
     options, name = loaded.options, _name(loaded)
     if other is not None:
@@ -175,9 +175,10 @@ def _report(
         return
     changes = sensitivities(result)
     yield paint(title(result, name), "bold", sys.stdout)
-    yield from answer(result)
-    yield from _section("why", reasons(result, changes))
-    yield from _section("layouts, the best of each mesh", ranked(result, options.top))
+    yield from listed(answer(result))
+    yield from _section("why", listed(reasons(result, changes)))
+    layouts = listed(ranked(result, options.top), NUMBERS)
+    yield from _section("layouts, the best of each mesh", layouts)
     if options.verbose:
         yield from _details(result, changes)
     if options.verbose or tokens:
@@ -194,6 +195,7 @@ def _details(result: "SearchResult", changes: Sequence["Sensitivity"]) -> Iterat
     """Where time and memory go, what is sent, and what other layouts would be."""
     from fivefold.counts.derived import moved_and_kept
     from fivefold.tell import report
+    from fivefold.tell.effects import effects
     from fivefold.tell.efficiency import opened
 
     assert result.best.prediction is not None
@@ -204,8 +206,13 @@ def _details(result: "SearchResult", changes: Sequence["Sensitivity"]) -> Iterat
     yield from _section("memory by pipeline rank", report.memory_table(result.best))
     moved = moved_and_kept(result.best.layout)
     yield from _section("bytes sent in a step, and kept of a microbatch", listed(moved, right=(1,)))
-    yield from _section("others, and changes", report.explained(result, changes))
-    yield from _section("time for memory", report.pareto(result))
+    if context := list(report.context(result)):
+        yield from _section("context parallelism", prose(context))
+    if others := report.others(result):
+        told = (line for layout, reason in others for line in (f"{layout}:", f"  {reason}"))
+        yield from _section("not chosen", prose(told))
+    yield from _section("changes", listed(effects(result, changes), right=(1,)))
+    yield from _section("time for memory", listed(report.traded(result), report.NUMBERS[:3]))
 
 
 def _questions(result: "SearchResult", options: Options) -> Iterator[str]:

@@ -12,9 +12,6 @@ from fivefold.report.facts import facts
 from fivefold.report.story import Story
 
 _STYLE = """<style>
-  table{border-collapse:collapse;font-size:14px;display:block;overflow-x:auto}
-  td,th{text-align:left;padding:.15em 1em .15em 0;vertical-align:top}
-  th{font-weight:600} .number{text-align:right;font-variant-numeric:tabular-nums}
   table.events td:not(:last-child){white-space:nowrap}
   code{font:12px/1.45 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}
   details{margin:1em 0} summary{cursor:pointer;font-weight:600}
@@ -58,7 +55,7 @@ def _runs(stories: Sequence[Story]) -> Iterator[str]:
 
 def _facts(stories: Sequence[Story]) -> Iterator[str]:
     head = ("", *(story.name for story in stories)) if len(stories) > 1 else ()
-    yield _table(facts(stories), head)
+    yield pages.table(facts(stories), head)
 
 
 def _charts(stories: Sequence[Story]) -> Iterator[str]:
@@ -71,7 +68,7 @@ def _charts(stories: Sequence[Story]) -> Iterator[str]:
 
 def _events(story: Story) -> Iterator[str]:
     rows = [(f"{x.when:%Y-%m-%d %H:%M:%S}", x.what, x.details) for x in story.happenings]
-    yield _table(rows).replace("<table>", '<table class="events">', 1)
+    yield pages.table(rows).replace("<table>", '<table class="events">', 1)
 
 
 def _audit(story: Story) -> Iterator[str]:
@@ -79,7 +76,7 @@ def _audit(story: Story) -> Iterator[str]:
     if report is None:
         yield "<p>No step was measured: train with <code>--audit</code>.</p>"
         return
-    yield _table(_findings(report), ("", "predicted", "measured", "", ""), numbers=(1, 2, 3))
+    yield pages.table(_findings(report), ("", "predicted", "measured", "", ""), numbers=(1, 2, 3))
     wrong = [finding.name for finding in report.findings if finding.wrong]
     verdict = f"not as predicted: {', '.join(wrong)}" if wrong else "all as predicted"
     yield f"<p>{escape(report.title)}: {escape(verdict)}.</p>"
@@ -138,10 +135,10 @@ def _settings(stories: Sequence[Story]) -> Iterator[str]:
                 alike.append(row)
     if len(stories) > 1:
         yield "<p>In which they differ:</p>" if rows else "<p>All settings are the same.</p>"
-        yield _table(rows, ("", *(story.name for story in stories)))
+        yield pages.table(rows, ("", *(story.name for story in stories)))
     kind = "The same in both" if len(stories) > 1 else "All"
     title = f"{kind} that are not defaults ({len(alike)})"
-    yield f"<details><summary>{title}</summary>{_table(alike)}</details>"
+    yield f"<details><summary>{title}</summary>{pages.table(alike)}</details>"
 
 
 def _machines(stories: Sequence[Story]) -> Iterator[str]:
@@ -150,22 +147,10 @@ def _machines(stories: Sequence[Story]) -> Iterator[str]:
             latest = story.starts[-1]
             title = f"Environment of {story.name}'s latest start"
             rows = [(name, _plain(value)) for name, value in latest.items()]
-            yield f"<details><summary>{escape(title)}</summary>{_table(rows)}</details>"
+            yield f"<details><summary>{escape(title)}</summary>{pages.table(rows)}</details>"
 
 
 def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _table(rows: Rows, head: Sequence[str] = (), numbers: Sequence[int] = ()) -> str:
-    def cells(row: Sequence[str], kind: str) -> str:
-        named = [' class="number"' if i in numbers else "" for i in range(len(row))]
-        return "".join(
-            f"<{kind}{c}>{escape(text)}</{kind}>" for c, text in zip(named, row, strict=True)
-        )
-
-    lines = [f"<tr>{cells(head, 'th')}</tr>"] if head else []
-    lines += [f"<tr>{cells(row, 'td')}</tr>" for row in rows]
-    return f"<table>{''.join(lines)}</table>"

@@ -47,13 +47,8 @@ def title(result: SearchResult, model: str) -> str:
     return f"{model} ({human_count(whole)} parameters{of_them}) on {gpus}"
 
 
-def answer(result: SearchResult, width: int | None = None) -> Iterator[str]:
-    """The best layout, its time and memory, and what was asked and assumed.
-
-    Args:
-        result: what the search found.
-        width: characters of a line; None: those of the terminal.
-    """
+def answer(result: SearchResult) -> list[tuple[str, str]]:
+    """The best layout, its time and memory, and what was asked and assumed, each with its name."""
     candidate, request = result.best, result.request
     assert candidate.prediction is not None
     training = request.config.training
@@ -76,8 +71,7 @@ def answer(result: SearchResult, width: int | None = None) -> Iterator[str]:
         rows.append(("proven", "only what published runs have used (--proven)"))
     untrained = export(candidate.layout, "fivefold").missing
     notes = (*candidate.prediction.notes, *requirements(candidate.layout), *untrained)
-    rows += [("note", note) for note in notes]
-    yield from listed(rows, width=width)
+    return rows + [("note", note) for note in notes]
 
 
 def _speed(made: Prediction) -> str:
@@ -101,15 +95,12 @@ def _fits(result: SearchResult) -> str:
     return text + (f"; {human_bytes(memory.disk)} of disk" if memory.disk else "")
 
 
-def reasons(
-    result: SearchResult, changes: Sequence[Sensitivity], width: int | None = None
-) -> Iterator[str]:
+def reasons(result: SearchResult, changes: Sequence[Sensitivity]) -> list[tuple[str, str]]:
     """Why it is this layout: what limits it, what others cost, what would make it faster.
 
     Args:
         result: what the search found.
         changes: the effects of changes of the cluster and of further techniques.
-        width: characters of a line; None: those of the terminal.
     """
     best = result.best
     assert best.prediction is not None
@@ -135,7 +126,7 @@ def reasons(
             f"{result.timed:,} simulations ({human_seconds(result.seconds)})",
         )
     )
-    yield from listed(rows, width=width)
+    return rows
 
 
 def why(result: SearchResult, other: SearchResult, text: str) -> Iterator[str]:

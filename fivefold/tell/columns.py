@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
 WIDTH = 100
-"""Characters of a line in a file or a page."""
+"""Characters of a line that goes into a file or a pipe."""
 _NARROWEST, _WIDEST = 60, 140
 
 
@@ -35,19 +35,22 @@ def table(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]
     ]
 
 
-def prose(lines: Iterable[str], width: int | None = None) -> Iterator[str]:
-    """The lines, with long ones wrapped to `width` characters; None: as `line_width` says."""
+def prose(lines: Iterable[str]) -> Iterator[str]:
+    """The lines, with long ones wrapped."""
     for line in lines:
-        yield from wrapped(line, width or line_width(), others="  ") or [""]
+        yield from _wrapped(line, line_width(), "  ")
 
 
-def listed(
-    rows: Sequence[Sequence[str]], right: Iterable[int] = (), width: int | None = None
-) -> Iterator[str]:
-    """A table whose last column is text that is wrapped to `width` characters, as in `prose`."""
+def listed(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> Iterator[str]:
+    """A table whose last column is text that is wrapped."""
     lines = table([row[:-1] for row in rows], right)
     start = max(map(len, lines)) + 2
     for line, row in zip(lines, rows, strict=True):
-        words = wrapped(row[-1], max(20, (width or line_width()) - start)) or [""]
+        words = _wrapped(row[-1], max(_NARROWEST // 3, line_width() - start))
         yield (line.ljust(start) + words[0]).rstrip()
         yield from (" " * start + more for more in words[1:])
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Lines of at most `width` characters; no flag is cut at a hyphen."""
+    return wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [""]

@@ -1,20 +1,17 @@
 """What a change of the cluster, or one more technique, would do to a step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
-from fivefold.tell.columns import listed
 from fivefold.tell.describe import summary
 from fivefold.tell.explain import Sensitivity, percent
 from fivefold.units import human_seconds
 
 
-def effects(
-    result: SearchResult, changes: Sequence[Sensitivity], width: int | None = None
-) -> Iterator[str]:
-    """A table of changes, the step with each, and the layout that it leads to."""
+def effects(result: SearchResult, changes: Sequence[Sensitivity]) -> list[tuple[str, str, str]]:
+    """Changes, the step with each, and the layout that it leads to, below a row of names."""
     rows = [("if", "step", "")]
     for change in changes:
         if change.seconds == inf:
@@ -26,7 +23,7 @@ def effects(
         if change.untrained:
             layout += "; Fivefold cannot train with it yet"
         rows.append((change.change, human_seconds(change.seconds), layout))
-    yield from listed(rows, (1,), width)
+    return rows
 
 
 def _unlike(candidate: Candidate, other: Candidate) -> str:

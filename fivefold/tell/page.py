@@ -13,8 +13,8 @@ from fivefold.predict.prediction import Prediction
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
 from fivefold.tell import answer, report
-from fivefold.tell.columns import WIDTH
 from fivefold.tell.describe import summary
+from fivefold.tell.effects import effects
 from fivefold.tell.explain import sensitivities
 from fivefold.units import human_bytes, human_seconds
 
@@ -33,23 +33,27 @@ def page(result: SearchResult, model: str, tokens: float | None) -> str:
     assert best.prediction is not None
     title = answer.title(result, model)
     changes = sensitivities(result)
+    head, *ranked = report.ranked(result, 20)
+    sizes, *traded = report.traded(result)
+    change, *effect = effects(result, changes)
     body = [
         f"<h1>{escape(title)}</h1>",
-        _table(answer.answer(result, WIDTH)),
+        pages.table(answer.answer(result)),
         "<h2>Why</h2>",
-        _table(answer.reasons(result, changes, WIDTH)),
+        pages.table(answer.reasons(result, changes)),
         "<h2>Where the time goes</h2>",
         *waterfall(best.prediction),
         "<h2>Memory by pipeline rank</h2>",
         *memory_bars(best.memory),
         *_timeline(best),
         "<h2>Layouts, the best of each mesh</h2>",
-        _table(report.ranked(result, 20, WIDTH)),
+        pages.table(ranked, head, report.NUMBERS),
         _prose([report.counts(result)]),
-        "<h2>Others, and changes</h2>",
-        _table(report.explained(result, changes, WIDTH)),
+        *_others(result),
+        "<h2>Changes</h2>",
+        pages.table(effect, change, (1,)),
         "<h2>Time for memory</h2>",
-        _table(report.pareto(result, WIDTH)),
+        pages.table(traded, sizes, (0, 1, 2)),
         "<h2>A whole run</h2>",
         _prose(report.cost_lines(result, tokens)),
     ]
@@ -122,5 +126,11 @@ def _prose(lines: Iterator[str] | Sequence[str]) -> str:
     return f'<pre class="prose">{escape(chr(10).join(lines))}</pre>'
 
 
-def _table(lines: Iterator[str] | Sequence[str]) -> str:
-    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+def _others(result: SearchResult) -> Iterator[str]:
+    """The layouts that were not chosen, and the kinds of context parallelism, if there are any."""
+    if others := report.others(result):
+        yield "<h2>Not chosen</h2>"
+        yield pages.table(others, ("layout", "because"))
+    if lines := list(report.context(result)):
+        yield "<h2>Context parallelism</h2>"
+        yield f"<pre>{escape(chr(10).join(lines))}</pre>"

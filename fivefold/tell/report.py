@@ -1,6 +1,6 @@
 """The details of a plan as text, behind its answer (`tell.answer`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -11,10 +11,9 @@ from fivefold.predict.prediction import Prediction
 from fivefold.reliability import DAYS, HOURS, Goodput, checkpoint_seconds, goodput
 from fivefold.search.candidate import Candidate
 from fivefold.search.search import SearchResult
-from fivefold.tell.columns import line_width, listed, prose, table, wrapped
+from fivefold.tell.columns import prose, table
 from fivefold.tell.describe import summary
-from fivefold.tell.effects import effects
-from fivefold.tell.explain import Sensitivity, alternatives, kept_free, percent, slower
+from fivefold.tell.explain import alternatives, kept_free, percent, slower
 from fivefold.tell.rules import Rule
 from fivefold.units import human_bytes, human_count, human_seconds
 
@@ -24,20 +23,24 @@ CONVENTION = (
 )
 
 
-def ranked(result: SearchResult, most: int, width: int | None = None) -> Iterator[str]:
-    """A table of the best layout of each mesh, the recommended one first."""
-    rows = [("", "step", "", "MFU", "memory", "layout")]
+NUMBERS = (0, 1, 2, 3, 4)
+"""Columns of `ranked` and `traded` that are numbers, as far as they have them."""
+
+
+def ranked(result: SearchResult, most: int) -> list[tuple[str, ...]]:
+    """The best layout of each mesh, the recommended one first, below a row of names."""
+    rows: list[tuple[str, ...]] = [("", "step", "", "MFU", "memory", "layout")]
     for number, candidate in enumerate(result.by_mesh()[:most], 1):
         prediction = candidate.prediction
         assert prediction is not None
-        size = human_bytes(candidate.memory.device_total)
-        timed = (
+        figures = (
             human_seconds(candidate.seconds),
             percent(candidate.seconds / result.best.seconds - 1),
+            f"{prediction.mfu:.1%}",
+            human_bytes(candidate.memory.device_total),
         )
-        words = summary(candidate.layout)
-        rows.append((f"{number}", *timed, f"{prediction.mfu:.1%}", size, words))
-    yield from listed(rows, (0, 1, 2, 3, 4), width)
+        rows.append((f"{number}", *figures, summary(candidate.layout)))
+    return rows
 
 
 def waterfall(prediction: Prediction) -> list[str]:
@@ -54,7 +57,7 @@ def waterfall(prediction: Prediction) -> list[str]:
     return table(rows, right=(1, 2))
 
 
-def memory_table(candidate: Candidate, width: int | None = None) -> list[str]:
+def memory_table(candidate: Candidate) -> list[str]:
     """A table of the parts of peak memory: of all ranks, or the first, last and fullest."""
     memory, ranks = candidate.memory, candidate.memory.ranks
     fullest = memory.worst.pp_rank
@@ -76,7 +79,7 @@ def memory_table(candidate: Candidate, width: int | None = None) -> list[str]:
         f"{human_bytes(memory.capacity)}{kept_free(memory, ' (--memory-margin)')}",
         *([offloaded] if host else []),
     ]
-    return [*table(rows, right=range(1, len(shown) + 1)), *prose(notes, width)]
+    return [*table(rows, right=range(1, len(shown) + 1)), *prose(notes)]
 
 
 def counts(result: SearchResult) -> str:
@@ -179,17 +182,9 @@ def cost_lines(result: SearchResult, tokens: float | None) -> Iterator[str]:
         )
 
 
-def explained(
-    result: SearchResult, changes: Sequence[Sensitivity], width: int | None = None
-) -> Iterator[str]:
-    """The alternatives, and the effects of changes."""
-    yield from context(result)
-    indent = " " * 4
-    for other in alternatives(result):
-        yield from prose([f"not {summary(other.candidate.layout)}:"], width)
-        yield from wrapped(other.reason, width or line_width(), indent, indent)
-    yield ""
-    yield from effects(result, changes, width)
+def others(result: SearchResult) -> list[tuple[str, str]]:
+    """The nearest layouts that were not chosen, each with the reason."""
+    return [(summary(other.candidate.layout), other.reason) for other in alternatives(result)]
 
 
 def context(result: SearchResult) -> Iterator[str]:
@@ -225,14 +220,14 @@ def context(result: SearchResult) -> Iterator[str]:
         )
 
 
-def pareto(result: SearchResult, width: int | None = None) -> Iterator[str]:
-    """A table of the layouts that trade time for memory."""
-    rows = [("memory", "step", "", "")]
+def traded(result: SearchResult) -> list[tuple[str, ...]]:
+    """The layouts that trade time for memory, below a row of names."""
+    rows: list[tuple[str, ...]] = [("memory", "step", "", "layout")]
     for candidate in result.pareto()[:6]:
         size = human_bytes(candidate.memory.device_total)
         more = percent(candidate.seconds / result.best.seconds - 1)
         rows.append((size, human_seconds(candidate.seconds), more, summary(candidate.layout)))
-    yield from listed(rows, (0, 1, 2), width)
+    return rows
 
 
 def rules(result: SearchResult, rule: Rule) -> Iterator[str]:

@@ -35,10 +35,11 @@ from fivefold.search.search import legal_space, search
 from fivefold.search.space import FIELDS
 from fivefold.search.time_bound import quick_time_bound, time_bound
 from fivefold.tell.answer import answer, next_commands, reasons
+from fivefold.tell.effects import effects
 from fivefold.tell.explain import sensitivities
 from fivefold.tell.infeasible import why_nothing
 from fivefold.tell.record import as_json
-from fivefold.tell.report import explained, memory_table, pareto, ranked
+from fivefold.tell.report import context, memory_table, others, ranked, traded
 
 QUESTIONS = 64  # of each kind; `-m exhaustive` asks a thousand
 ROWS = 30  # layouts of each part that are looked at
@@ -105,12 +106,10 @@ def told(line: str) -> ConfigError | None:
     check(layout.config, layout.grid.world_size, planned=True)
     assert found.best.memory.fits
     changes = sensitivities(found)
-    lines = [*answer(found), *reasons(found, changes), *ranked(found, 5), *memory_table(found.best)]
-    lines += [
-        *explained(found, changes),
-        *pareto(found),
-        *next_commands(found, "x", shlex.split(line)),
-    ]
+    rows = [*answer(found), *reasons(found, changes), *ranked(found, 5), *others(found)]
+    rows += [*traded(found), *effects(found, changes)]
+    lines = [*(cell for row in rows for cell in row), *memory_table(found.best), *context(found)]
+    lines += next_commands(found, "x", shlex.split(line))
     assert not re.search(r"\bnan\b|\binf\b", " ".join(lines))
     assert as_json(found, 1e9, 3)["layouts"]
     return None

@@ -23,8 +23,8 @@ from fivefold.search.candidate import evaluate
 from fivefold.search.enumeration import enumerate_space
 from fivefold.search.request import Request, request
 from fivefold.search.search import LESS_MEMORY, SearchResult, search
-from fivefold.tell import report
 from fivefold.tell.describe import memory_words, summary
+from fivefold.tell.effects import effects
 from fivefold.tell.explain import (
     alternatives,
     binding,
@@ -152,9 +152,9 @@ def test_what_does_not_fit_with_less_memory_is_no_step_of_no_time() -> None:
         result = search(request(line.config, small.within(room), by_flag=line.by_flag))
         found = [each for each in sensitivities(result) if each.change == "device memory -10 GB"]
         assert [each.seconds for each in found] == [inf] * told
-        rows = report.explained(result, sensitivities(result))
-        text = [row for row in rows if row.startswith("device memory -10 GB")]
-        assert all("none of the layouts found fits" in row for row in text)
+        rows = effects(result, sensitivities(result))
+        text = [words for change, _, words in rows if change == "device memory -10 GB"]
+        assert all("none of the layouts found fits" in words for words in text)
         assert len(text) == told
 
 
