@@ -20,7 +20,12 @@ from fivefold.config.model import ModelConfig
 from fivefold.config.model_rules import check_model
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.values import check_values
-from fivefold.data_parallel.rules import check_contradictions, check_data_parallel, check_replicas
+from fivefold.data_parallel.rules import (
+    check_blocks,
+    check_contradictions,
+    check_data_parallel,
+    check_replicas,
+)
 from fivefold.data_parallel.zeropp_rules import HPZ, check_zeropp
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.expert.rules import check_routers
@@ -116,6 +121,7 @@ def _check(
     check_context(config, parallel, mistakes)
     check_data_parallel(parallel, config.training.precision, mistakes)
     check_contradictions(config, mistakes)
+    check_blocks(config, parallel, mistakes)
     if config.model.num_experts is not None:
         check_routing(config.experts, config.model, mistakes)
     _check_sequence(config, mistakes)

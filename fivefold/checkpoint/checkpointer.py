@@ -170,8 +170,8 @@ class Checkpointer:
         """
         folder, index = self.open(step)
         pieces = {name: as_piece(tensor) for name, tensor in tensors.items()}
-        self._check_names(folder, index, pieces, skip)
         check_types({name: p.local.dtype for name, p in pieces.items()}, index)
+        self._check_names(folder, index, pieces, skip)
         meta = self._read_meta(folder)
         self._team.each(f"loading {folder}", lambda: fill(folder, index, pieces))
         return meta

@@ -50,28 +50,43 @@ def mismatches(asked: Shapes, saved: Shapes, skip: tuple[str, ...]) -> list[Mist
 
 
 def check_types(asked: Mapping[str, torch.dtype], saved: Mapping[str, SavedTensor]) -> None:
-    """Check that optimizer state fits its type here.
+    """Check that optimizer state fits its type here, where the checkpoint has it.
 
     Raises:
         CheckpointError: state of 16 bits here was saved in more, of which each load would round
-            some off.
+            some off, or only one of both is in 8 bits, which mean something with scales alone.
     """
     narrow = {
         name.split(".")[1]: (saved[name].dtype, dtype)
         for name, dtype in asked.items()
-        if name.startswith("optim.") and dtype.itemsize < saved[name].dtype.itemsize
-        if dtype.itemsize < torch.float32.itemsize
+        if name.startswith("optim.") and name in saved and _differ(saved[name].dtype, dtype)
     }
     if narrow:
         raise CheckpointError(
             str(
                 Mistake(
-                    "the checkpoint has optimizer state of more bits than these settings keep",
+                    "the checkpoint has optimizer state of other types than these settings keep",
                     tuple(f"{m}: {was}, here {now}" for m, (was, now) in narrow.items()),
-                    works=(*(f"--{m.replace('_', '-')}-dtype fp32" for m in narrow), "--finetune"),
+                    works=(
+                        " ".join(
+                            f"--{m.replace('_', '-')}-dtype {_FLAGS[was.itemsize]}"
+                            for m, (was, _) in narrow.items()
+                        ),
+                        "--finetune",
+                    ),
                 )
             )
         )
+
+
+_FLAGS = {1: "fp8", 2: "bf16", 4: "fp32", 8: "fp32"}  # fp32 stands for the masters' type
+
+
+def _differ(saved: torch.dtype, here: torch.dtype) -> bool:
+    """Whether state in the type `saved` cannot be kept in the type `here`."""
+    if 1 in (saved.itemsize, here.itemsize):
+        return saved != here
+    return here.itemsize < min(saved.itemsize, torch.float32.itemsize)
 
 
 def _tensors(count: int) -> str:

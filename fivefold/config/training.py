@@ -11,8 +11,10 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"bf16": 2, "fp32": 4, "fp64
 """Bytes of an element, by precision."""
 
 
-MomentType = Literal["fp32", "bf16"]
+MomentType = Literal["fp32", "bf16", "fp8"]
 GradientType = Literal["fp32", "bf16"]
+BLOCK = 32
+"""Elements of a row that share a scale in a moment of 8 bits; the scale takes a byte."""
 NumaBinding = Literal["node", "socket", "exclusive"]
 BadStepAction = Literal["stop", "skip", "rewind"]
 
@@ -183,10 +185,10 @@ class OptimizerConfig:
         "fp32", "type in which gradients of bf16 are summed, over microbatches and ranks, and kept"
     )
     exp_avg_dtype: MomentType = option(
-        "fp32", "type of the first moment between steps; bf16 is rounded stochastically"
+        "fp32", "type of the first moment between steps; fewer bits are rounded stochastically"
     )
     exp_avg_sq_dtype: MomentType = option(
-        "fp32", "type of the second moment between steps; bf16 is rounded stochastically"
+        "fp32", "type of the second moment between steps; fewer bits are rounded stochastically"
     )
 
     @property
@@ -197,12 +199,12 @@ class OptimizerConfig:
     @property
     def needs_rounding(self) -> bool:
         """Whether gradients or moments have fewer bits than the update computes with."""
-        return self.narrow_gradients or any(self.rounds_moments)
+        return self.narrow_gradients or self.moment_types != ("fp32", "fp32")
 
     @property
-    def rounds_moments(self) -> tuple[bool, bool]:
-        """Whether the first and the second moment are kept in bf16, not in the masters' type."""
-        return self.exp_avg_dtype == "bf16", self.exp_avg_sq_dtype == "bf16"
+    def moment_types(self) -> tuple[MomentType, MomentType]:
+        """The types of the first and the second moment; fp32 stands for that of the masters."""
+        return self.exp_avg_dtype, self.exp_avg_sq_dtype
 
 
 @dataclass(frozen=True)

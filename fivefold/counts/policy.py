@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fivefold.config.config import Config
-from fivefold.config.training import ELEMENT_BYTES
+from fivefold.config.training import BLOCK, ELEMENT_BYTES
 from fivefold.data_parallel.blocks import UNPACKING, reduction_buffers
 
 
@@ -15,7 +15,7 @@ class StatePolicy:
         copy: bytes of the compute-dtype copy of a weight; 0 if the master itself is used.
         gradient: bytes of the accumulated gradient.
         master: bytes of the weight that the optimizer updates.
-        moments: bytes of all optimizer moments together.
+        moments: bytes of all optimizer moments together, of matrices whose rows are whole blocks.
         splits_copy: whether copies exist only while their block computes (ZeRO-3).
         splits_gradient: whether gradients are reduced to shards in every microbatch (ZeRO-2, 3).
         splits_optimizer: whether master and moments are sharded (ZeRO-1, 2, 3).
@@ -30,6 +30,7 @@ class StatePolicy:
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
         rounded: number of moments that are rounded stochastically after each update.
+        eight_bit: number of moments that are kept in 8 bits, with scales of blocks.
         on_disk: whether these masters and moments lie on a disk instead.
         away: whether the weights of these parameters are on the device for their gathers only.
         away_on_disk: whether such weights lie on a disk, not in host memory.
@@ -50,6 +51,7 @@ class StatePolicy:
     unpacking: float = 0.0
     offloaded: float = 0.0
     rounded: int = 0
+    eight_bit: int = 0
     on_disk: bool = False
     away: bool = False
     away_on_disk: bool = False
@@ -85,11 +87,13 @@ def engine_policy(config: Config) -> StatePolicy:
     compute, master = ELEMENT_BYTES[precision], config.master_bytes
     gradient = config.gradient_bytes
     shared = sharding.splits_optimizer
+    types = config.optimizer.moment_types
+    each = {"fp32": master, "bf16": 2, "fp8": 1 + 1 / BLOCK}
     return StatePolicy(
         copy=compute if shared or compute != master else 0,
         gradient=gradient,
         master=master,
-        moments=sum(2 if few else master for few in config.optimizer.rounds_moments),
+        moments=sum(each[kind] for kind in types),
         splits_copy=sharding.splits_parameters,
         splits_gradient=sharding.splits_gradients,
         splits_optimizer=shared,
@@ -98,7 +102,8 @@ def engine_policy(config: Config) -> StatePolicy:
         compute=compute,
         unpacking=config.parallel.zero_quantized_weights * UNPACKING,
         offloaded=memory.optimizer_offload_fraction if memory.optimizer_cpu_offload else 0.0,
-        rounded=sum(config.optimizer.rounds_moments),
+        rounded=sum(kind != "fp32" for kind in types),
+        eight_bit=types.count("fp8"),
         on_disk=memory.optimizer_offload_path is not None,
         away=memory.param_cpu_offload,
         away_on_disk=memory.param_offload_path is not None,

@@ -9,6 +9,7 @@ from math import prod
 
 from fivefold.config.memory import WEIGHT_ROOMS
 from fivefold.config.model import ModelConfig
+from fivefold.config.training import BLOCK
 from fivefold.counts.policy import StatePolicy, engine_policy
 from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.layout import Layout
@@ -180,6 +181,8 @@ def model_state(
     at = _Shard(num_shards(layout), shard, num_expert_shards(layout), expert_shard)
     whole = gathered = frozen = 0
     trained, own = 0, 0  # all that is trained here, and this rank's shards of it
+    beyond = 0.0  # bytes of moments in 8 bits that are more than those of whole blocks
+    places = at if policy.splits_optimizer else _Shard(1, 0, 1, 0)
     kept = unpacked = 0.0
     for index in stages_held(layout, pp_rank):
         stage = layout.split.stages[index]
@@ -187,6 +190,7 @@ def model_state(
         for block in stage_blocks(layout, stage, trained=True):
             trained += block.count * block.size
             own += block.count * at.held(block)
+            beyond += block.count * places.beyond(block, policy)
         for block in (ends, *layers):
             whole += block.count * block.size
             frozen += block.count * at.held(block)
@@ -196,9 +200,11 @@ def model_state(
         gathered = max(gathered, ends.size + policy.in_flight * largest)
     frozen -= own
     optimizer = own if policy.splits_optimizer else trained
-    away = optimizer
+    away, beyond_away = optimizer, beyond
     if policy.offloaded < 1:
-        away = sum(at.held(block) for block in units_on_host(layout, pp_rank).values())
+        units = units_on_host(layout, pp_rank).values()
+        away = sum(at.held(block) for block in units)
+        beyond_away = sum(places.beyond(block, policy) for block in units)
     here = optimizer - away
     weights, visiting = _away(layout, pp_rank, policy)
     rooms = WEIGHT_ROOMS * visiting if policy.away_on_disk else weights
@@ -207,16 +213,16 @@ def model_state(
         gradients = here * policy.gradient
     if policy.placeholder:
         gradients += _distinct_weights(layout, pp_rank) * policy.placeholder
-    lying = policy.master + policy.moments
+    lying = away * (policy.master + policy.moments) + beyond_away
     return ModelState(
         parameters=whole,
         masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
         copies=0 if policy.splits_copy else whole * policy.copy,
         gradients=gradients,
-        optimizer=here * policy.moments,
+        optimizer=here * policy.moments + beyond - beyond_away,
         gathered=gathered * policy.copy + unpacked + kept + visiting if policy.splits_copy else 0,
-        host=away * (policy.gradient + (0 if policy.on_disk else lying)) + rooms,
-        disk=(away * lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
+        host=away * policy.gradient + (0 if policy.on_disk else lying) + rooms,
+        disk=(lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
     )
 
@@ -255,10 +261,27 @@ class _Shard:
 
     def held(self, block: GatheredBlock) -> int:
         """Elements of one block that the rank keeps."""
-        dense = sum(held(shape, self.shards, self.shard) for shape in block.dense)
-        return dense + sum(
-            held_of_experts(shape, self.expert_shards, self.expert_shard) for shape in block.experts
+        return sum(size for _, size in self._parts(block))
+
+    def beyond(self, block: GatheredBlock, policy: StatePolicy) -> float:
+        """Bytes of a block's moments in 8 bits that are more than `policy.moments` says.
+
+        A row that ends within a block has a scale for the rest, and vectors keep their type.
+        """
+        if not policy.eight_bit:
+            return 0.0
+        wide = policy.master - 1 - 1 / BLOCK
+        return policy.eight_bit * sum(
+            size * wide if len(shape) == 1 else size // shape[-1] * (-shape[-1] % BLOCK) / BLOCK
+            for shape, size in self._parts(block)
         )
+
+    def _parts(self, block: GatheredBlock) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The shape of each parameter of a block, and the elements that the rank keeps."""
+        for shape in block.dense:
+            yield shape, held(shape, self.shards, self.shard)
+        for shape in block.experts:
+            yield shape, held_of_experts(shape, self.expert_shards, self.expert_shard)
 
 
 def _holds_partial_sums(layout: Layout) -> bool:

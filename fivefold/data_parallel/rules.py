@@ -3,7 +3,10 @@
 from fivefold.config.config import Config
 from fivefold.config.parallel import ParallelConfig
 from fivefold.config.sharding import SHARDING
+from fivefold.config.training import BLOCK
 from fivefold.errors import Mistakes
+from fivefold.mesh.rules import divisors, nearest, tensor_parallel_sizes
+from fivefold.model.shape import cut_rows
 
 
 def check_data_parallel(parallel: ParallelConfig, precision: str, mistakes: Mistakes) -> None:
@@ -81,6 +84,41 @@ def check_contradictions(config: Config, mistakes: Mistakes) -> None:
         )
     if memory.param_cpu_offload:
         _check_away(config, mistakes)
+
+
+def keeps_blocks(config: Config, tp: int, etp: int) -> bool:
+    """Whether tensor parallelism cuts no block of a moment in 8 bits, whose scale is of all of it.
+
+    Args:
+        config: the model, and the types of its moments.
+        tp: ranks that split dense parameters.
+        etp: ranks that split those of experts.
+    """
+    if "fp8" not in config.optimizer.moment_types:
+        return True
+    return not cut_rows(config.model, BLOCK, tp, etp)
+
+
+def check_blocks(config: Config, parallel: ParallelConfig, mistakes: Mistakes) -> None:
+    """Report tensor parallelism that cuts a block of a moment in 8 bits."""
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    types = ("exp_avg_dtype", "exp_avg_sq_dtype")
+    few = [name for name in types if config.value(name) == "fp8"]
+    off = " ".join(f"--{name.replace('_', '-')} bf16" for name in few)
+    for flag, size, other, legal in (
+        ("tp", tp, (tp, 1), tensor_parallel_sizes(config.model)),
+        ("etp", etp, (1, etp), divisors(config.model.expert_ffn_size)),
+    ):
+        if size == 1 or keeps_blocks(config, *other):
+            continue
+        name, (whole, here) = next(iter(cut_rows(config.model, BLOCK, *other).items()))
+        fits = [n for n in legal if keeps_blocks(config, *((n, 1) if flag == "tp" else (1, n)))]
+        mistakes.add(
+            f"{flag} {size} cuts blocks of {BLOCK} elements, which share a scale where "
+            f"{' and '.join(few)} = fp8",
+            f"rows of {name}: {whole} / {size} = {here}, which is no multiple of {BLOCK}",
+            works=[*(f"--{flag} {n}" for n in nearest(size, fits)), off],
+        )
 
 
 def _check_away(config: Config, mistakes: Mistakes) -> None:

@@ -128,6 +128,22 @@ def stage_weights(model: ModelConfig, parts: StageParts | None = None) -> Weight
     return found
 
 
+def cut_rows(model: ModelConfig, part: int, tp: int, etp: int) -> dict[str, tuple[int, int]]:
+    """Matrices whose rows tensor parallelism cuts within a part: (length, length on a rank).
+
+    Args:
+        model: the model.
+        part: elements of a row that belong together, from its start.
+        tp: ranks that split dense parameters.
+        etp: ranks that split those of experts.
+    """
+    matrices = {n: w for n, w in stage_weights(model).items() if len(w.shape) > 1 and w.trained}
+    lengths = {n: (w.shape[-1], w.local(tp, 1, etp)[-1]) for n, w in matrices.items()}
+    return {
+        n: (whole, here) for n, (whole, here) in lengths.items() if here < whole and here % part
+    }
+
+
 def parameter_shapes(model: ModelConfig, parts: StageParts | None = None) -> Shapes:
     """Global name -> global shape, for every parameter that a stage (default: the model) owns."""
     return {name: weight.shape for name, weight in stage_weights(model, parts).items()}

@@ -6,10 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fivefold.config.training import OptimizerConfig
+from fivefold.config.training import BLOCK, OptimizerConfig
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
-from fivefold.optim.rounding import MOMENTS, NamedElements, RoundingAdamW
+from fivefold.optim.eight_bit import FORMATS
+from fivefold.optim.rounding import MOMENTS, NamedElements, RoundingAdamW, scale_of
 
+SCALES = tuple(map(scale_of, MOMENTS))
+STATES = (*MOMENTS, *SCALES)
+"""What a checkpoint may keep of the optimizer's state of a parameter."""
 Block = tuple[Sequence[nn.Parameter], Callable[[], None]]
 
 
@@ -47,10 +51,10 @@ class AdamW:
         self._state: dict[str, dict[str, Tensor]] = {
             name: {"step": torch.zeros((), dtype=torch.float32, device=leaf.device)}
             | {
-                moment: rooms[room]
-                if (room := _room(moment, name)) in rooms
-                else torch.zeros_like(leaf, dtype=dtype)
-                for moment, dtype in moment_dtypes(config, leaf.dtype).items()
+                state: rooms[room]
+                if (room := _room(state, name)) in rooms
+                else torch.zeros_like(like, device=leaf.device)
+                for state, like in moments_like(leaf, config).items()
             }
             for name, leaf in self._leaves.items()
         }
@@ -127,13 +131,15 @@ class AdamW:
     def state_tensors(self) -> dict[str, Piece]:
         """The moments, as `optim.exp_avg.NAME` and `optim.exp_avg_sq.NAME`, for a checkpoint.
 
-        They are laid out like their parameters and share the optimizer's storage, so loading into
-        them restores the optimizer, except for `steps`.
+        And their scales, if they have any, as `optim.exp_avg_scale.NAME`. They are laid out like
+        their parameters and share the optimizer's storage, so loading into them restores the
+        optimizer, except for `steps`.
         """
         return {
-            _room(moment, name): piece_of(parameter).like(self._state[name][moment])
+            _room(state, name): state_piece(state, piece_of(parameter), tensor)
             for name, parameter in self._parameters.items()
-            for moment in MOMENTS
+            for state, tensor in self._state[name].items()
+            if state in STATES
         }
 
     def _shards(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -143,18 +149,36 @@ class AdamW:
                 yield name, parameter, self._leaves[name]
 
 
-def moment_dtypes(config: OptimizerConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each moment of a parameter with the given dtype."""
-    few = zip(MOMENTS, config.rounds_moments, strict=True)
-    return {moment: torch.bfloat16 if rounds else dtype for moment, rounds in few}
+def moments_like(leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
+    """Empty tensors on the meta device like the moments of a leaf, and like their scales.
+
+    Vectors, such as norms and biases, have no moments in 8 bits: they are few.
+    """
+    found: dict[str, Tensor] = {}
+    for moment, kind in zip(MOMENTS, config.moment_types, strict=True):
+        eight = kind == "fp8" and leaf.ndim > 1
+        narrow = {"bf16": torch.bfloat16, "fp8": FORMATS[moment].dtype if eight else leaf.dtype}
+        dtype = narrow.get(kind, leaf.dtype)
+        found[moment] = torch.empty(leaf.shape, dtype=dtype, device="meta")
+        if eight:
+            blocks = (*leaf.shape[:-1], -(-leaf.shape[-1] // BLOCK))
+            found[scale_of(moment)] = torch.empty(blocks, dtype=torch.uint8, device="meta")
+    return found
+
+
+def state_piece(state: str, piece: Piece, local: Tensor) -> Piece:
+    """A tensor of the optimizer's state, of the kind `state`, laid out like a parameter's piece."""
+    if state not in SCALES:
+        return piece.like(local)
+    *outer, inner = piece.slices
+    blocks = slice(inner.start // BLOCK, -(-inner.stop // BLOCK))
+    shape = torch.Size([*piece.shape[:-1], -(-piece.shape[-1] // BLOCK)])
+    return Piece(local, shape, (*outer, blocks))
 
 
 def moment_rooms(name: str, leaf: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
     """Empty tensors like a parameter's moments, by their names in `AdamW.state_tensors`."""
-    dtypes = moment_dtypes(config, leaf.dtype)
-    return {
-        _room(moment, name): leaf.new_empty(leaf.shape, dtype=dtypes[moment]) for moment in MOMENTS
-    }
+    return {_room(state, name): like for state, like in moments_like(leaf, config).items()}
 
 
 def _room(moment: str, name: str) -> str:

@@ -73,7 +73,12 @@ def global_grad_norm(
 @torch.no_grad()
 def zero_if_finite(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """0 if every element of every tensor is finite, else NaN; fp64 scalar, not synchronised."""
-    full = [tensor for tensor in tensors if tensor.numel()]
+    # Few operations know numbers of 8 bits; scales of such are integers.
+    full = [
+        tensor.bfloat16() if tensor.itemsize == 1 else tensor
+        for tensor in tensors
+        if tensor.numel() and tensor.is_floating_point()
+    ]
     if not full:
         return torch.zeros((), dtype=torch.float64, device=device)
     # Unlike a sum, the largest magnitude cannot overflow. On the CPU, aminmax is five times as fast

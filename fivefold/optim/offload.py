@@ -21,7 +21,7 @@ from fivefold.memory.mapped import MappedTensors
 from fivefold.memory.parameters import OffloadedParameters
 from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.slices import Piece, local_tensor, piece_of
-from fivefold.optim.adamw import AdamW, Block, moment_rooms
+from fivefold.optim.adamw import AdamW, Block, moment_rooms, state_piece
 from fivefold.optim.grad_norm import Departed, clip_
 from fivefold.optim.rounding import NamedElements
 
@@ -177,8 +177,8 @@ class HostAdamW:
         found = {}
         for bucket in self._buckets:
             for name, piece in bucket.adamw.state_tensors().items():
-                of = name.split(".", 2)[2]  # optim.MOMENT.NAME
-                found[name] = piece_of(self._parameters[of]).like(piece.local)
+                _, state, of = name.split(".", 2)  # optim.STATE.NAME
+                found[name] = state_piece(state, piece_of(self._parameters[of]), piece.local)
         return found
 
     def _laid_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:

@@ -17,14 +17,13 @@ from torch.optim.adamw import adamw
 
 from fivefold.model.dropout import random_bits
 from fivefold.model.seeds import derive_seed
+from fivefold.optim.eight_bit import FORMATS, EightBits
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 AT_A_TIME = {"cpu": 1 << 16, "cuda": 1 << 22}
 """Elements that are updated at a time: their random bits stay in the cache of a CPU."""
 LANES = 64
 """A multiple of the numbers in the vectors of any CPU."""
-_BITS = (32, None, 0, 16)
-"""Which random bits round a weight and its moments; its gradient does not change."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +116,18 @@ class RoundingAdamW(torch.optim.AdamW):
                 self._update(leaf, group)
 
     def _update(self, leaf: Tensor, group: Mapping[str, Any]) -> None:
-        state, place = self.state[leaf], self._places[leaf]
-        tensors = [leaf.data, leaf.grad, *(state[moment] for moment in MOMENTS)]
-        matrices = [place.rows(tensor) for tensor in tensors]
+        state, place, dtype = self.state[leaf], self._places[leaf], leaf.dtype
+        found_inf = getattr(self, "found_inf", None)
+        assert leaf.grad is not None
+        weights, grads = place.rows(leaf.data), place.rows(leaf.grad)
+        moments = [Moment.of(name, state, place) for name in MOMENTS]
+        rounds = any(moment.matrix.dtype != dtype for moment in moments)
+        random = place.random(self._taken(), leaf.device)
         beta1, beta2 = group["betas"]
         step = state["step"].clone()
-        random = place.random(self._taken(), leaf.device)
-        rounds = any(state[moment].dtype != leaf.dtype for moment in MOMENTS)
         for rows in place.pieces(leaf, AT_A_TIME[leaf.device.type]):
-            kept = [matrix[rows] for matrix in matrices]
-            weight, grad, first, second = wide = [_computed(each, leaf.dtype) for each in kept]
+            kept = [weights[rows], grads[rows], *(moment.wide(rows, dtype) for moment in moments)]
+            weight, grad, first, second = (_computed(each, dtype) for each in kept)
             step.copy_(state["step"])
             adamw(
                 [weight],
@@ -136,7 +137,7 @@ class RoundingAdamW(torch.optim.AdamW):
                 [],
                 [step],
                 fused=True,
-                found_inf=getattr(self, "found_inf", None),
+                found_inf=found_inf,
                 amsgrad=False,
                 maximize=False,
                 beta1=beta1,
@@ -145,16 +146,72 @@ class RoundingAdamW(torch.optim.AdamW):
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
             )
+            if weight is not kept[0]:
+                kept[0].copy_(_like(weight, kept[0]))
             bits = random(rows) if rounds else None
-            for here, new, shift in zip(kept, wide, _BITS, strict=True):
-                if new is here or shift is None:
-                    continue
-                found = new.view(-1)[: here.numel()].view_as(here)
-                if here.dtype != leaf.dtype:
-                    assert bits is not None
-                    found = rounded(found, bits >> shift)
-                here.copy_(found)
+            for number, (moment, new) in enumerate(zip(moments, (first, second), strict=True)):
+                own = None if bits is None else bits >> 16 * number
+                moment.keep(rows, _like(new, kept[2 + number]), own, found_inf)
         state["step"].copy_(step)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment of a part of a parameter, as rows of its last dim.
+
+    Attributes:
+        matrix: [R, C] the moment.
+        scales: [R, C / BLOCK] scales of its blocks; None: it has none.
+        form: its format, if it has scales.
+    """
+
+    matrix: Tensor
+    scales: Tensor | None
+    form: EightBits
+
+    @classmethod
+    def of(cls, name: str, state: Mapping[str, Tensor], place: NamedElements) -> "Moment":
+        """The moment called `name` in torch's optimizer state, and its scales if there are any."""
+        scales = state.get(scale_of(name))
+        rows = None if scales is None else place.rows(scales)
+        return cls(place.rows(state[name]), rows, FORMATS[name])
+
+    def wide(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """Some rows in `dtype`; the memory of the moment where it is kept so."""
+        if self.scales is None:
+            return self.matrix[rows].to(dtype)
+        return self.form.unpack(self.matrix[rows], self.scales[rows]).to(dtype)
+
+    def keep(
+        self, rows: slice, new_RC: Tensor, bits: Tensor | None, found_inf: Tensor | None = None
+    ) -> None:
+        """Replace some rows.
+
+        Args:
+            rows: which.
+            new_RC: their new values in a wide type, perhaps in the memory of the moment.
+            bits: int64 of the same shape, of which the last 16 bits are random; needed where the
+                moment has fewer bits than the new values.
+            found_inf: where it is 1, the new values are those of before, and no bit changes.
+        """
+        kept = self.matrix[rows]
+        if self.scales is None:
+            if kept.dtype == new_RC.dtype:
+                if kept.data_ptr() != new_RC.data_ptr():
+                    kept.copy_(new_RC)
+                return
+            assert bits is not None
+            kept.copy_(rounded(new_RC, bits))
+            return
+        assert bits is not None
+        for old, new in zip((kept, self.scales[rows]), self.form.pack(new_RC, bits), strict=True):
+            before, after = old.view(torch.uint8), new.view(torch.uint8)
+            before.copy_(after if found_inf is None else torch.where(found_inf > 0, before, after))
+
+
+def _like(flat: Tensor, kept: Tensor) -> Tensor:
+    """What was computed from a piece, without the rest that `_computed` added."""
+    return flat.view(-1)[: kept.numel()].view_as(kept)
 
 
 def _computed(kept: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,3 +225,8 @@ def _computed(kept: Tensor, dtype: torch.dtype) -> Tensor:
     wide = kept.new_zeros(-(-kept.numel() // LANES) * LANES, dtype=dtype)
     wide[: kept.numel()].view_as(kept).copy_(kept)
     return wide
+
+
+def scale_of(moment: str) -> str:
+    """The name in the optimizer's state of the scales of a moment."""
+    return f"{moment}_scale"

@@ -16,6 +16,8 @@ RANDOM_BITS = 112.0
 """Bytes per parameter that making its 64 random bits reads and writes, by kernels one by one."""
 ROUNDING = 94.0
 """Bytes per parameter that they move for each moment that is widened, then rounded."""
+SCALING = 60.0
+"""Bytes per parameter that they move besides where a moment has scales of blocks."""
 KERNELS = 20
 
 
@@ -82,7 +84,9 @@ def leaving_seconds(
 
 def _rounding(policy: StatePolicy) -> float:
     """Bytes per parameter that rounding moments moves; on a host within its caches, no faster."""
-    return RANDOM_BITS + ROUNDING * policy.rounded if policy.rounded else 0.0
+    if not policy.rounded:
+        return 0.0
+    return RANDOM_BITS + ROUNDING * policy.rounded + SCALING * policy.eight_bit
 
 
 def _widening(policy: StatePolicy) -> float:

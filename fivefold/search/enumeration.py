@@ -16,6 +16,7 @@ from fivefold.config.config import Config
 from fivefold.config.dependence import leaves_idle
 from fivefold.config.parallel import ParallelConfig, TokenDispatcher
 from fivefold.config.sharding import SHARDING
+from fivefold.data_parallel.rules import keeps_blocks
 from fivefold.data_parallel.zeropp_rules import ACTS_ON, part_fits, techniques
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
@@ -172,7 +173,11 @@ class _Axes:
             check_experts(self.config, self.config.parallel, mistakes)
             return {"ep": [], "etp": []} if mistakes.found else {"ep": [1], "etp": [1]}
         ep = self.sizes("ep", lambda n: experts % n == 0)
-        etp = self.sizes("etp", lambda n: inner % n == 0, lambda n: n == 1 or n in tensor)
+
+        def divides(etp: int) -> bool:
+            return inner % etp == 0 and keeps_blocks(self.config, 1, etp)
+
+        etp = self.sizes("etp", divides, lambda n: n == 1 or n in tensor)
         pairs = [(e, t) for e in ep for t in etp]
         return {"ep": [e for e, _ in pairs], "etp": [t for _, t in pairs]}
 
@@ -264,7 +269,7 @@ class _Axes:
 
 def _plain(config: Config) -> Config:
     """The model and its training settings, without parallelism or memory techniques."""
-    return Config(config.model, training=config.training)
+    return Config(config.model, training=config.training, optimizer=config.optimizer)
 
 
 def _meshes(axes: _Axes) -> Columns:

@@ -82,8 +82,8 @@ def memory_words(layout: Layout) -> list[str]:
         words.append(f"weights on the {'disk' if memory.param_offload_path else 'host'}")
     if layout.config.optimizer.narrow_gradients:
         words.append("gradients in bf16")
-    few = zip(("first", "second"), layout.config.optimizer.rounds_moments, strict=True)
-    words += [f"{moment} moment in bf16" for moment, narrow in few if narrow]
+    types = zip(("first", "second"), layout.config.optimizer.moment_types, strict=True)
+    words += [f"{moment} moment in {kind}" for moment, kind in types if kind != "fp32"]
     return words
 
 

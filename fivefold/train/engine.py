@@ -18,7 +18,7 @@ from fivefold.mesh.slices import Piece, local_tensor
 from fivefold.model.batch import Batch, on_device
 from fivefold.model.lora import LORA
 from fivefold.model.prediction import valid_by_depth, with_further
-from fivefold.optim.adamw import MOMENTS
+from fivefold.optim.adamw import STATES
 from fivefold.optim.build import build_optimizer
 from fivefold.optim.grad_norm import Departed, clip_, global_grad_norm, zero_if_finite
 from fivefold.optim.schedule import learning_rate
@@ -278,10 +278,11 @@ class Engine:
         weights, moments = self.optimizer.weights(), self.optimizer.state_tensors()
         found: dict[str, Tensor | Piece] = {s: weights[name] for s, name in names.items()}
         return found | {
-            f"optim.{moment}.{stored}": moments[f"optim.{moment}.{name}"]
+            f"optim.{state}.{stored}": moments[f"optim.{state}.{name}"]
             for stored, name in names.items()
             if self.model.records[name].trained
-            for moment in MOMENTS
+            for state in STATES
+            if f"optim.{state}.{name}" in moments
         }
 
     def after_load(self, steps: int) -> None:
@@ -291,9 +292,9 @@ class Engine:
         source = {record.stored: record.name for record in self._records if record.loaded}
         for record in self._records:
             if not record.loaded:
-                moments = MOMENTS if record.trained else ()
-                for kind in ("", *(f"optim.{moment}." for moment in moments)):
-                    state[kind + record.name].copy_(state[kind + source[record.stored]])
+                for kind in ("", *(f"optim.{each}." for each in STATES if record.trained)):
+                    if kind + record.name in state:
+                        state[kind + record.name].copy_(state[kind + source[record.stored]])
         self.optimizer.steps = steps
         self.optimizer.host.publish()
 

@@ -157,7 +157,8 @@ def _spoilt(tensors: Mapping[str, Tensor]) -> list[str]:
     """The tensors that are not finite, with the number of such elements."""
     found = []
     for name, tensor in tensors.items():
-        if bad := int((~tensor.isfinite()).sum()):
+        known = tensor.bfloat16() if tensor.itemsize == 1 else tensor  # not so numbers of 8 bits
+        if bad := int((~known.isfinite()).sum()):
             found.append(f"{name} ({bad} of {tensor.numel()} elements)")
     return found
 

@@ -19,6 +19,7 @@ from fivefold.model.init import initialise
 from fivefold.model.prediction import valid_by_depth
 from fivefold.model.routing import Decision
 from fivefold.model.transformer import Stage
+from fivefold.optim.eight_bit import FORMATS
 from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
 from fivefold.optim.schedule import learning_rate
 from fivefold.train.engine import as_batch
@@ -115,7 +116,8 @@ def run_reference(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.optimizer, config.training.train_iters)
         optimizer.step()
-        _round_moments(optimizer, weights, config, step)
+        if config.optimizer.moment_types != ("fp32", "fp32"):
+            _round_moments(optimizer, weights, config, step)
         for mixture in master.mixtures:
             mixture.router.update_bias(torch.stack(routing[mixture.router.layer]).sum(0))
         model.load_state_dict(master.state_dict())
@@ -239,17 +241,18 @@ def _round_moments(
     optimizer: torch.optim.AdamW, weights: Mapping[str, Tensor], config: Config, step: int
 ) -> None:
     """Leave in moments of few bits what they can hold; all numbers keep the type of the weights."""
-    few = config.optimizer.rounds_moments
-    if not any(few):
-        return
+    types = config.optimizer.moment_types
     for name, weight in weights.items():
         whole = tuple(slice(0, size) for size in weight.shape)
         place = NamedElements(config.training.seed, name, tuple(weight.shape), whole)
         bits = place.random(step, weight.device)(slice(None))
-        for moment, narrow, own in zip(MOMENTS, few, (bits, bits >> 16), strict=True):
-            if narrow:
-                wide = place.rows(optimizer.state[weight][moment])
+        for moment, kind, own in zip(MOMENTS, types, (bits, bits >> 16), strict=True):
+            wide = place.rows(optimizer.state[weight][moment])
+            if kind == "bf16":
                 wide.copy_(rounded(wide, own))
+            elif kind == "fp8" and weight.ndim > 1:
+                form = FORMATS[moment]
+                wide.copy_(form.unpack(*form.pack(wide, own)))
 
 
 def _copies(weights: Mapping[str, Tensor]) -> Tensors:

@@ -11,6 +11,7 @@ from fivefold.config.dependence import without_orphans
 from fivefold.config.layer_pattern import layer_frequency, window_frequency, window_layers
 from fivefold.config.model import ModelConfig
 from fivefold.counts.state import num_expert_shards
+from fivefold.data_parallel.rules import keeps_blocks
 from fivefold.errors import ConfigError, Mistake
 from fivefold.layout import Layout
 from fivefold.model.shape import count_parameters
@@ -68,6 +69,7 @@ def prepare(layout: Layout) -> tuple[Layout, tuple[str, ...]]:
     if config.training.fp8_format is not None:
         config = _with_whole_gradients(config, changes)
     _tell_rounding(config, changes)
+    config = _with_whole_blocks(config, changes)
     constant: dict[str, Any] = {
         "lr": LEARNING_RATE,
         "lr_decay_style": "constant",
@@ -98,6 +100,18 @@ def _with_whole_gradients(config: Config, changes: list[str]) -> Config:
         "gradient, one device the sum"
     )
     return config.with_values(num_query_groups=tp)
+
+
+def _with_whole_blocks(config: Config, changes: list[str]) -> Config:
+    """A configuration whose narrower rows are not cut within blocks of moments in 8 bits."""
+    parallel = config.parallel
+    tp, etp = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+    if keeps_blocks(config, tp, etp):
+        return config
+    types = ("exp_avg_dtype", "exp_avg_sq_dtype")
+    few = {name: "bf16" for name in types if config.value(name) == "fp8"}
+    changes.append(f"{' and '.join(few)} fp8 -> bf16: the narrower rows are cut within blocks")
+    return config.with_values(**few)
 
 
 def _tell_rounding(config: Config, changes: list[str]) -> None:

@@ -77,6 +77,7 @@ MEMORY: tuple[dict[str, Any], ...] = (
         "activation_offload_fraction": 0.25,
     },
 )
+EIGHT = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 BF16 = {"precision": "bf16"}
 ON_HOST: tuple[dict[str, Any], ...] = (
     {},
@@ -89,6 +90,14 @@ ON_HOST: tuple[dict[str, Any], ...] = (
         "exp_avg_dtype": "bf16",
     },
     {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"},
+    EIGHT,
+    EIGHT
+    | {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "optimizer_offload_path": gettempdir(),
+        "exp_avg_sq_dtype": "fp32",
+    },
     {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"} | BF16,
     {
         "optimizer_cpu_offload": True,

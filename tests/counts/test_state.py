@@ -15,6 +15,7 @@ from tests.pool import Pool
 
 SECOND = {"use_precision_aware_optimizer": True, "exp_avg_sq_dtype": "bf16"}
 FEW = {**SECOND, "exp_avg_dtype": "bf16"}
+EIGHT = {**FEW, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 GRADIENTS = {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"}
 
 
@@ -44,6 +45,9 @@ def _held(rank: int, world: int, settings: Config) -> tuple[int, int]:
         ("debug-llama", {"data_parallel_sharding_strategy": "optim_grads_params"}),
         ("debug-llama", {"data_parallel_sharding_strategy": "optim", **FEW}),
         ("debug-llama", {"data_parallel_sharding_strategy": "no_shard", **SECOND}),
+        ("debug-llama", {"tensor_model_parallel_size": 2, **EIGHT}),
+        ("debug-gpt", {"data_parallel_sharding_strategy": "optim_grads", **EIGHT}),
+        ("debug-mixtral", {"data_parallel_sharding_strategy": "optim_grads_params", **EIGHT}),
     ],
 )
 def test_weights_and_moments_are_what_the_formula_says(

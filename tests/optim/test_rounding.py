@@ -5,14 +5,21 @@ import torch
 from torch import Tensor, nn
 
 from fivefold.checkpoint.checkpointer import Checkpointer
-from fivefold.config.training import OptimizerConfig
+from fivefold.config.training import BLOCK, OptimizerConfig
 from fivefold.errors import CheckpointError
 from fivefold.mesh.slices import Piece
 from fivefold.optim import rounding
-from fivefold.optim.adamw import AdamW
-from fivefold.optim.rounding import MOMENTS, NamedElements, rounded
+from fivefold.optim.adamw import AdamW, state_piece
+from fivefold.optim.eight_bit import FORMATS
+from fivefold.optim.rounding import MOMENTS, NamedElements, rounded, scale_of
 
 SHAPES = {"a.weight": (37, 129), "experts.weight": (4, 9, 21), "a.bias": (70,), "b.weight": (1, 5)}
+
+
+def same_bits(x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape and torch.equal(
+        x.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
 
 
 def settings(
@@ -63,6 +70,9 @@ def trained(
         ("fp32", "bf16", "fp32"),
         ("bf16", "fp32", "bf16"),
         ("fp32", "fp32", "bf16"),
+        ("fp8", "fp8", "fp32"),
+        ("fp8", "bf16", "bf16"),
+        ("fp32", "fp8", "fp32"),
     ],
 )
 def test_every_part_has_the_bits_of_the_whole(
@@ -76,6 +86,8 @@ def test_every_part_has_the_bits_of_the_whole(
         cuts = {}
         for name, shape in SHAPES.items():
             ends = [sorted(torch.randint(0, n + 1, (2,), generator=random).tolist()) for n in shape]
+            if "fp8" in moments and len(shape) > 1:  # no layout may cut a block
+                ends[-1] = [end if end == shape[-1] else end // BLOCK * BLOCK for end in ends[-1]]
             cuts[name] = tuple(slice(*pair) for pair in ends)
         held, optimizer = trained(config, cuts, dtype)
         for name, part in cuts.items():
@@ -83,8 +95,16 @@ def test_every_part_has_the_bits_of_the_whole(
             for moment, kind in zip(MOMENTS, moments, strict=True):
                 key = f"optim.{moment}.{name}"
                 own = optimizer.state_tensors()[key].local
-                assert own.dtype == (torch.bfloat16 if kind == "bf16" else dtype)
-                assert torch.equal(own, reference.state_tensors()[key].local[part])
+                eight = kind == "fp8" and own.ndim > 1
+                narrow = {"bf16": torch.bfloat16, "fp8": FORMATS[moment].dtype if eight else dtype}
+                assert own.dtype == narrow.get(kind, dtype)
+                assert same_bits(own, reference.state_tensors()[key].local[part])
+                if eight:
+                    place = Piece(own, torch.Size(SHAPES[name]), part)
+                    scales = state_piece(scale_of(moment), place, own)
+                    key = f"optim.{scale_of(moment)}.{name}"
+                    theirs = reference.state_tensors()[key].local[scales.slices]
+                    assert torch.equal(optimizer.state_tensors()[key].local, theirs)
 
 
 def test_rounding_is_right_on_average_and_keeps_what_fits() -> None:
@@ -113,6 +133,41 @@ def test_the_update_sees_gradients_of_bf16_as_they_are() -> None:
         torch.testing.assert_close(held[name], parameter, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_8_bits_are_right_on_average_and_one_of_both_neighbours(moment: str) -> None:
+    form = FORMATS[moment]
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.randn(8, 70, generator=generator) * 4  # powers of two
+    x = torch.randn(8, 70, generator=generator).abs() * spread.exp2() * 1e-3
+    if moment == "exp_avg":
+        x *= torch.randn(8, 70, generator=generator).sign()
+    total, draws = torch.zeros_like(x, dtype=torch.float64), 1 << 10
+    for draw in range(draws):
+        bits = torch.full(x.shape, (draw << 6) + 31)
+        packed, scales = form.pack(x, bits)
+        found = form.unpack(packed, scales)
+        total += found
+        step = x.abs().log2().floor().exp2() * 2.0**-form.fraction
+        smallest = 2.0 ** (form.least - form.fraction) * (scales.double() - 127).exp2()
+        within = torch.maximum(step, smallest.float().repeat_interleave(BLOCK, 1)[:, :70])
+        assert ((found - x).abs() < within * 1.0001).all()
+    off = (total / draws - x).abs() * (x.abs() > within * form.keeps_positive)
+    assert (off <= within / draws).all() and scales.shape == (8, 3)
+
+
+def test_no_second_moment_becomes_0_and_none_leaves_the_range() -> None:
+    form = FORMATS["exp_avg_sq"]
+    x = torch.tensor([[1.0, 1e-30, 0.0, 2.9e38, 1e-38], [0.0] * 5])
+    none, all_ = torch.zeros(x.shape, dtype=torch.int64), torch.full(x.shape, 0xFFFF)
+    for bits in (none, all_):
+        found = form.unpack(*form.pack(x, bits))
+        assert torch.equal(found > 0, x > 0) and found.isfinite().all()
+    for first in (-2.9e38, -1e-38, torch.nan, torch.inf):
+        row = torch.tensor([[first, 1.0]])
+        found = FORMATS["exp_avg"].unpack(*FORMATS["exp_avg"].pack(row, all_[:1, :2]))
+        assert found[0, 0].isfinite() == row[0, 0].isfinite()
+
+
 def test_second_moments_decay() -> None:
     """Rounded to the nearest they would stay at 1 for ever."""
     place = NamedElements(1, "w.weight", (64, 64), (slice(0, 64), slice(0, 64)))
@@ -126,8 +181,9 @@ def test_second_moments_decay() -> None:
     assert second.float().mean().item() == pytest.approx(0.999**500, rel=5e-3)
 
 
-def test_a_step_that_found_infinities_changes_no_bit() -> None:
-    held, optimizer = trained(settings(), {}, torch.float32)
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_a_step_that_found_infinities_changes_no_bit(kind: str) -> None:
+    held, optimizer = trained(settings(kind, kind), {}, torch.float32)
     before = [p.detach().clone() for p in held.values()]
     state = {n: piece.local.clone() for n, piece in optimizer.state_tensors().items()}
     for parameter in held.values():
@@ -135,7 +191,7 @@ def test_a_step_that_found_infinities_changes_no_bit() -> None:
     optimizer.step(0.1, torch.ones(()))
     assert all(torch.equal(p, was) for p, was in zip(held.values(), before, strict=True))
     for name, piece in optimizer.state_tensors().items():
-        assert torch.equal(piece.local, state[name])
+        assert same_bits(piece.local, state[name])
 
 
 def test_a_checkpoint_fills_wider_moments_and_not_narrower_ones(tmp_path) -> None:
@@ -152,3 +208,28 @@ def test_a_checkpoint_fills_wider_moments_and_not_narrower_ones(tmp_path) -> Non
     checkpointer.save(2, wide, {})
     with pytest.raises(CheckpointError, match=r"exp_avg: torch\.float32, here torch\.bfloat16"):
         checkpointer.load(2, narrow.state_tensors())
+
+
+def test_a_checkpoint_of_8_bits_fills_other_parts_and_no_other_type(tmp_path) -> None:
+    cuts = {"a.weight": (slice(0, 37), slice(32, 96)), "experts.weight": (slice(1, 3), slice(2, 9))}
+    cuts["experts.weight"] += (slice(0, 21),)
+    _, saved = trained(settings("fp8", "fp8"), {}, torch.float32)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, saved.state_tensors(), {})
+    _, other = trained(settings("fp8", "fp8"), cuts, torch.float32, steps=0)
+    pieces = {}
+    for name, piece in other.state_tensors().items():
+        _, state, of = name.split(".", 2)
+        part = cuts.get(of, tuple(slice(0, size) for size in SHAPES[of]))
+        whole_piece = Piece(piece.local, torch.Size(SHAPES[of]), part)
+        pieces[name] = state_piece(state, whole_piece, piece.local)
+    checkpointer.load(1, pieces)
+    for name, piece in saved.state_tensors().items():
+        assert same_bits(pieces[name].local, piece.local[pieces[name].slices])
+    for kind, works in (("bf16", "--exp-avg-dtype fp8"), ("fp32", "--exp-avg-dtype fp8")):
+        _, wide = trained(settings(kind, "fp8"), {}, torch.float32, steps=1)
+        with pytest.raises(CheckpointError, match=rf"float8_e4m3fn, here(.|\n)*{works}"):
+            checkpointer.load(1, wide.state_tensors())
+        checkpointer.save(2, wide.state_tensors(), {})
+        with pytest.raises(CheckpointError, match=rf"here torch.float8_e4m3fn(.|\n)*{kind}"):
+            checkpointer.load(2, saved.state_tensors())

@@ -34,6 +34,7 @@ FEW = {
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "bf16",
 }
+EIGHT = {**FEW, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "the optimizer on the host, ZeRO-2, tied over stages, half": (
         4,
@@ -70,6 +71,28 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         2,
         "oss",
         flags(strategy="optim_grads") | FEW | {"expert_model_parallel_size": 2},
+    ),
+    "moments of fp8, ZeRO-3, tensor parallel": (
+        4,
+        "llama tied",
+        flags(tp=2, sequence=True, strategy="optim_grads_params")
+        | EIGHT
+        | {"ffn_hidden_size": 64, "kv_channels": 16},
+    ),
+    "moments of fp8, two copies of the embedding, half on the host": (
+        4,
+        "gpt",
+        flags(pp=2, stages=STAGES[2, 1], strategy="optim")
+        | EIGHT
+        | ON_HOST
+        | {"optimizer_offload_fraction": 0.5},
+    ),
+    "the second moment in fp8, experts": (
+        2,
+        "oss",
+        flags(strategy="optim_grads")
+        | EIGHT
+        | {"exp_avg_dtype": "bf16", "expert_model_parallel_size": 2},
     ),
     "each layer, dropout": (1, "gpt", flags() | _full()),
     "pairs of layers, ZeRO-3": (
@@ -202,6 +225,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "linear loss, tied over the pipeline, deferred weights, ZeRO-2",
         "the second moment in bf16, two copies of the embedding",
         "moments of bf16, ZeRO-1, tensor parallel, half on the host",
+        "moments of fp8, ZeRO-3, tensor parallel",
         "pairs of layers, deferred weights, ZeRO-3",
     ),
 )
