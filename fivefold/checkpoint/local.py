@@ -8,7 +8,7 @@ host keeps what a host that is lost had. These are Megatron-Core's local checkpo
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.checkpoint.staging import Staging
+from fivefold.checkpoint.state_file import fill_from_state, read_state, state_damage, write_state
 from fivefold.checkpoint.team import Team
 from fivefold.errors import CheckpointError
 from fivefold.files import atomic_path, caused_by_full_disk, disk_full
@@ -30,7 +31,6 @@ CHUNK = 1 << 28  # bytes of a message
 _FILE = re.compile(r"rank-(\d{5,})-([0-9a-f]{16})\.safetensors")
 _STEP = re.compile(r"step-(\d{8,})")
 _LOST = -1  # the size of a file that could not be written
-_META = "meta"
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class LocalCheckpoints:
             another host; 0, or on the same host: there is no copy.
         process_group: gloo group of all ranks, which nothing else uses; None: a new one, or this
             process alone.
+
+    Attributes:
+        damage: why the latest `find` passed over a later state; empty if it did not.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class LocalCheckpoints:
         self._writing: Future[None] | None = None
         self._complete = 0
         self._found: _Found | None = None
+        self.damage = ""
 
     def save(self, step: int, tensors: Mapping[str, Tensor | Piece], meta: Any) -> None:
         """Copy this rank's tensors, and write them while training goes on.
@@ -114,26 +118,47 @@ class LocalCheckpoints:
             self._team.each(f"keeping states in {self._folder}", writing.result)
 
     def find(self, tensors: Mapping[str, Tensor | Piece]) -> int | None:
-        """The latest step of which every rank can get a state of this layout; None if none."""
+        """The latest step of which every rank can get a whole state of this layout; None if none.
+
+        `damage` then says which file of a later step was passed over.
+        """
         own = _signature({name: as_piece(tensor) for name, tensor in tensors.items()})
         job = f"looking into {self._folder}"
         everyones = self._team.together(job, lambda: (own, _listed(self._folder)))
-        signatures = [signature for signature, _ in everyones]
-        for step in sorted({step for _, files in everyones for step in files}, reverse=True):
-            holders = []
-            for rank, signature in enumerate(signatures):
-                known = [
-                    holder
-                    for holder, (_, files) in enumerate(everyones)
-                    if (rank, signature) in files.get(step, ())
-                ]
-                if not known:
-                    break
-                holders.append(rank if rank in known else known[0])
-            else:
-                self._found = _Found(step, tuple(holders))
+        names = [_name(rank, signature) for rank, (signature, _) in enumerate(everyones)]
+        steps = {step for _, files in everyones for step in files}
+        self.damage = ""
+        for step in sorted(steps, reverse=True):
+            holders = self._whole(step, names, [files.get(step, set()) for _, files in everyones])
+            if holders is not None:
+                if self.damage:
+                    self.damage += f"; step {step} is the latest that is whole there"
+                self._found = _Found(step, holders)
                 return step
         return None
+
+    def _whole(
+        self, step: int, names: Sequence[str], held: Sequence[Set[str]]
+    ) -> tuple[int, ...] | None:
+        """For the file of each rank, a rank on whose host a whole one lies; None if one is nowhere.
+
+        Args:
+            step: whose files are looked at.
+            names: the file of each rank.
+            held: names of the files on the host of each rank.
+        """
+        folder = self._folder / _folder(step)
+        while (holders := _holders(names, held)) is not None:
+            mine = [name for name, at in zip(names, holders, strict=True) if at == self._team.rank]
+            faults = self._team.together(f"checking {folder}", lambda: _damages(folder, mine))  # noqa: B023
+            if not any(faults):
+                break
+            on_host: dict[str, set[str]] = {}
+            for host, fault in zip(self._hosts, faults, strict=True):
+                on_host.setdefault(host, set()).update(fault)
+            held = [files - on_host[host] for host, files in zip(self._hosts, held, strict=True)]
+            self.damage = self.damage or next(text for f in faults for text in f.values())
+        return holders
 
     def load(self, tensors: Mapping[str, Tensor | Piece]) -> dict[str, Any]:
         """Fill tensors in place from the step that `find` returned, and return its meta.
@@ -155,8 +180,8 @@ class LocalCheckpoints:
         self._complete = found.step
         job = f"loading step {found.step} from {self._folder}"
         path = folder / _name(rank, own)
-        meta = self._team.each(job, lambda: _check(path, pieces))  # before anything is changed
-        self._team.each(job, lambda: _fill(path, pieces))
+        meta = self._team.each(job, lambda: read_state(path, pieces))  # before anything is changed
+        self._team.each(job, lambda: fill_from_state(path, pieces))
         return meta
 
     def remove(self) -> None:
@@ -167,15 +192,11 @@ class LocalCheckpoints:
             self._folder.rmdir()
 
     def _write(self, step: int, pieces: dict[str, Piece], meta: str) -> None:
-        from safetensors.torch import save_file
-
         folder = self._folder / _folder(step)
         path = folder / _name(self._team.rank, _signature(pieces))
         size, problem = _LOST, None
         try:
-            with atomic_path(path) as temporary:
-                tensors = {name: piece.local.contiguous() for name, piece in pieces.items()}
-                save_file(tensors, temporary, {_META: meta})
+            write_state(path, pieces, meta)
             size = path.stat().st_size
         except Exception as error:  # the neighbour still waits for a size
             problem = error
@@ -264,19 +285,41 @@ class LocalCheckpoints:
 
 def latest_complete(folder: Path, world_size: int) -> int | None:
     """The latest step of which the states of so many ranks lie on this host; None if none."""
-    complete = [s for s, files in _listed(folder).items() if len({*files}) >= world_size]
+    complete = [
+        step
+        for step, names in _listed(folder).items()
+        if len({name.split("-")[1] for name in names}) >= world_size
+    ]
     return max(complete, default=None)
 
 
-def _listed(folder: Path) -> dict[int, list[tuple[int, str]]]:
-    """Step -> ranks and layouts of the files of this host."""
-    found: dict[int, list[tuple[int, str]]] = {}
+def _listed(folder: Path) -> dict[int, set[str]]:
+    """Step -> names of the files of this host."""
+    found: dict[int, set[str]] = {}
     with suppress(FileNotFoundError):  # a rank that still lives removes an old step
         for path in folder.glob("step-*/rank-*"):
-            step, file = _STEP.fullmatch(path.parent.name), _FILE.fullmatch(path.name)
-            if step and file:
-                found.setdefault(int(step[1]), []).append((int(file[1]), file[2]))
+            step = _STEP.fullmatch(path.parent.name)
+            if step and _FILE.fullmatch(path.name):
+                found.setdefault(int(step[1]), set()).add(path.name)
     return found
+
+
+def _holders(names: Sequence[str], held: Sequence[Set[str]]) -> tuple[int, ...] | None:
+    """For the file of each rank, a rank whose host has it, itself if possible; None if one is
+    nowhere."""
+    holders = []
+    for rank, name in enumerate(names):
+        known = [holder for holder, files in enumerate(held) if name in files]
+        if not known:
+            return None
+        holders.append(rank if rank in known else known[0])
+    return tuple(holders)
+
+
+def _damages(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """The damaged ones of these files, each with what is wrong."""
+    found = {name: state_damage(folder / name) for name in names}
+    return {name: f"{folder / name} is damaged: {why}" for name, why in found.items() if why}
 
 
 def _folder(step: int) -> str:
@@ -303,25 +346,3 @@ def _jump_to_another(hosts: list[str]) -> int:
         if all(hosts[rank] != hosts[(rank + jump) % size] for rank in range(size)):
             return jump
     return 0
-
-
-def _check(path: Path, pieces: Mapping[str, Piece]) -> dict[str, Any]:
-    """The meta of a file, all of whose tensors are there."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            if absent := pieces.keys() - set(file.keys()):
-                raise ValueError(f"{min(absent)} is not in it")
-            meta: dict[str, Any] = json.loads(file.metadata()[_META])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    return meta
-
-
-def _fill(path: Path, pieces: Mapping[str, Piece]) -> None:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name, piece in pieces.items():
-            piece.local.copy_(file.get_tensor(name))

@@ -157,7 +157,13 @@ def _replace(
     start: Callable[[int, int], Child],
 ) -> None:
     """Start new ranks for those that died or do not let go, and have all of them go on."""
-    living = {rank.rank for rank in ranks if rank.running}
+
+    def living() -> set[int]:
+        for rank in ranks:
+            if rank.running:
+                rank.poll(stopping=False)
+        return {rank.rank for rank in ranks if rank.running}
+
     late = generations.await_let_go(living)
     terminate([ranks[rank] for rank in late], at_once=True)
     for number, rank in enumerate(ranks):

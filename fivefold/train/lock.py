@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeGuard
 
 import msgspec
 import psutil
@@ -122,12 +122,16 @@ class RunLock:
         """
         if not _is_at(self._descriptor, self._file):
             raise TrainingError(str(self._loss()))
-        if _read(self._descriptor) != self._owner:
+        if not self._owns(_read(self._descriptor)):
             raise TrainingError(
                 f"the run folder {self.folder} was taken over by "
                 f"{_read(self._descriptor) or 'another run'}: this file system keeps no locks "
                 "between machines"
             )
+
+    def _owns(self, now: Owner | None) -> TypeGuard[Owner]:
+        """Whether the file still names this run, whichever of its processes has begun it."""
+        return now is not None and replace(now, begun=False) == replace(self._owner, begun=False)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -150,7 +154,7 @@ class RunLock:
     def release(self) -> None:
         """Release the folder."""
         now = _read(self._descriptor)
-        if now is None or replace(now, begun=False) != replace(self._owner, begun=False):
+        if not self._owns(now):
             os.close(self._descriptor)  # taken over
             return
         with suppress(OSError):  # only who holds the lock may remove the file: see `_take`

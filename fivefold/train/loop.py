@@ -107,16 +107,17 @@ class Trainer:
 
     def restore_local(self, after: int) -> bool:
         """Load the latest state that the memory of hosts has of this layout, if it is later than
-        step `after`; collective. Returns whether there was one.
+        step `after`; collective. Returns whether there was one; one that is damaged is passed over.
 
         Raises:
-            CheckpointError: it is damaged.
             DataError: the data is not what it was.
         """
         if self.local is None:
             return False
         tensors = self.engine.stored_tensors()
         step = self.local.find(tensors)
+        if self.local.damage and self.console is not None:
+            self.console.warning(self.local.damage)
         if step is None or step <= after:
             return False
         what = f"the state of step {step} in memory"

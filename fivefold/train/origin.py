@@ -118,21 +118,18 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
     checkpoint; if that is one of this run and damaged, the latest that is intact.
 
     Returns:
-        Why a later state or checkpoint of the run was passed over; empty if none was.
+        Why a later checkpoint of the run was passed over; empty if none was.
 
     Raises:
         CheckpointError: it is of other tensors, or damaged and no other one is intact.
         DataError: the data is not what it was.
     """
-    own, passed_over = trainer.checkpointer, ""
+    own = trainer.checkpointer
     resumes = origin is None or origin.checkpoints == own.folder
-    try:
-        if resumes and trainer.restore_local(0 if origin is None else origin.step):
-            return ""
-    except CheckpointError as error:  # the checkpoint on disk is complete
-        passed_over = str(error)
+    if resumes and trainer.restore_local(0 if origin is None else origin.step):
+        return ""
     if origin is None:
-        return passed_over
+        return ""
     if origin.hub:
         trainer.load_hub(origin.checkpoints, origin.adapter)
         return ""
@@ -150,7 +147,7 @@ def restore(trainer: Trainer, origin: Origin | None) -> str:
         elsewhere = f"--load {folder} --finetune --save {folder}-finetuned"
         afresh = elsewhere if resumes else "--finetune"
         raise DataError(f"{error}\n  works: {afresh}") from error
-    return origin.damage or passed_over
+    return origin.damage
 
 
 def is_finished(origin: Origin | None, config: Config) -> bool:

@@ -58,6 +58,11 @@ class RankEnv:
         mistakes.raise_if_any()
 
     @property
+    def restarted(self) -> bool:
+        """Whether torchrun has started this process again, after a failure."""
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+    @property
     def variables(self) -> dict[str, str]:
         """The environment variables that torchrun would have set for this rank."""
         return {

@@ -87,10 +87,14 @@ class Generations:
         number = self.latest + 1
         return {r for r in range(self._size) if self._store.check([key("let go", number, r)])}
 
-    def await_let_go(self, ranks: set[int]) -> set[int]:
-        """Wait until these ranks have let go; return those that have not in time."""
+    def await_let_go(self, living: Callable[[], set[int]]) -> set[int]:
+        """Wait until the ranks that live have let go; return those that have not in time.
+
+        Args:
+            living: tells which ranks live: one that failed like the first may still be ending.
+        """
         deadline = time.monotonic() + LET_GO_SECONDS
-        while (late := ranks - self.waiting) and time.monotonic() < deadline:
+        while (late := living() - self.waiting) and time.monotonic() < deadline:
             time.sleep(0.02)
         return late
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fivefold.config.config import Config
-from fivefold.errors import ConfigError, Mistake
+from fivefold.errors import ConfigError, FivefoldError, Mistake
 from fivefold.train.failures import CONFIG_ERROR
 from fivefold.train.launch import End
 from fivefold.train.origin import Origin, is_finished
@@ -132,7 +132,11 @@ class NextStart:
         done = self.folder.last_step()
         if (refusal := self.restarts.refusal(end, done)) is not None:
             return None, f"the ranks are not started again: {refusal}"
-        origin = self.find_origin()
+        try:
+            origin = self.find_origin()
+        except FivefoldError as error:  # the run folder is gone, or no checkpoint is intact
+            why = end.why if str(error).startswith(end.why) else str(error)
+            return None, f"the ranks are not started again: {why}"
         if is_finished(origin, self.config):
             self.finished = True
             return None, "every step is done and saved"

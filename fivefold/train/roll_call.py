@@ -10,7 +10,8 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.witness import Answer, Witness
 
-ANSWER_SECONDS = 1.5  # time in which every rank that can answer has answered
+ANSWER_SECONDS = 1.5  # time in which every rank that can answer has answered, on a quiet machine
+PATIENCE = 4  # times as long on a busy one
+POLL_SECONDS = 0.1
 FOR_EVER = timedelta(days=3650)
 CONNECT_SECONDS = 5.0
 
@@ -76,6 +79,8 @@ class RollCall:
             )
             here = json.dumps([socket.gethostname(), os.getpid()])
             store.set(key("process", self._env.rank), here)
+            # One who takes the place of a dead rank leaves the questions that were put to that one.
+            self._question = max(1, store.add(key("questions"), 0))
             while True:
                 store.wait([key("call", self._question, self._env.rank)], FOR_EVER)
                 if self._ended:
@@ -122,6 +127,31 @@ def answers(store: dist.Store, ranks: Iterable[int], question: int) -> dict[int,
     """The answers of ranks so far."""
     keys = {rank: key("answer", question, rank) for rank in ranks}
     return {r: Answer(**json.loads(store.get(k))) for r, k in keys.items() if store.check([k])}
+
+
+def await_answers(
+    store: dist.Store,
+    processes: Mapping[int, int | None],
+    question: int,
+    pause: Callable[[float], object],
+) -> dict[int, Answer]:
+    """The answers of ranks, once all have answered or those that have not will not.
+
+    On a machine with more work than cores an answer takes seconds; to name such a rank as one that
+    does not answer would hide the one that hangs. A rank that is stopped is not waited for so long.
+
+    Args:
+        processes: process id of each rank; None for a process on another machine.
+        pause: waits for so many seconds.
+    """
+    asked = time.monotonic()
+    while True:
+        given, waited = answers(store, processes, question), time.monotonic() - asked
+        silent = [pid for rank, pid in processes.items() if rank not in given]
+        patience = 1 if all(_state(pid) is not None for pid in silent) else PATIENCE
+        if not silent or waited > patience * ANSWER_SECONDS:
+            return given
+        pause(POLL_SECONDS)
 
 
 def process_of(store: dist.Store, rank: int) -> int | None:

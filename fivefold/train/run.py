@@ -1,6 +1,7 @@
 """Runs a checked layout: data, processes, run folder, training loop."""
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -86,7 +87,7 @@ def train(
         return End(status)
     chosen, threads, bindings = choose_places(layout, env, nproc, asked)
     with leaving_in_order(), _claim(config, name) as lock:
-        origin = _find_origin(config, lock)
+        origin = _find_origin(config, lock, again=False)
         job = Job(layout, name, lock.folder, origin, chosen, threads, bindings, lock)
         if is_finished(job.origin, config):
             print(_nothing_to_do(job))
@@ -101,7 +102,8 @@ def train(
             finally:
                 dist.destroy_process_group()
 
-        return _train_here(job, nproc or 1, max_restarts, partial(_find_origin, config, lock))
+        find = partial(_find_origin, config, lock, again=True)
+        return _train_here(job, nproc or 1, max_restarts, find)
 
 
 def _train_here(
@@ -156,7 +158,7 @@ def _train_as_launched(layout: Layout, name: str, env: RankEnv, asked: Asked) ->
         if env.rank == 0:
             try:
                 lock = stack.enter_context(_claim(config, name))
-                outcome = (lock.folder, _find_origin(config, lock))
+                outcome = (lock.folder, _find_origin(config, lock, again=env.restarted))
             except FivefoldError as error:
                 outcome = error
         device = join_group(config, env, chosen, bindings)
@@ -278,9 +280,19 @@ def _claim(config: Config, name: str) -> RunLock:
         lock.release()
 
 
-def _find_origin(config: Config, lock: RunLock) -> Origin | None:
-    """The checkpoint to start from, once the files of the run folder have been checked."""
-    RunFolder(lock.folder).starts()
+def _find_origin(config: Config, lock: RunLock, *, again: bool) -> Origin | None:
+    """The checkpoint to start from, once the files of the run folder have been checked.
+
+    Args:
+        again: whether ranks start again by themselves, so that nobody is there to set a damaged
+            file aside.
+    """
+    folder = RunFolder(lock.folder)
+    if again:
+        lock.check()
+        if damage := folder.set_aside_damaged_starts():
+            print(f"warning: {damage}", file=sys.stderr, flush=True)
+    folder.starts()
     return find_origin(config, lock.folder)
 
 

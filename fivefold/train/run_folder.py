@@ -98,6 +98,17 @@ class RunFolder:
             aside = f"mv {self.environment_file} {self.environment_file}.damaged"
             raise DataError(str(Mistake(str(error), attempt=aside))) from None
 
+    def set_aside_damaged_starts(self) -> str:
+        """Rename a damaged list of starts, so that ranks which start again begin a new one; why,
+        empty if it is not damaged."""
+        try:
+            self.starts()
+        except DataError as error:
+            aside = self.environment_file.with_suffix(".json.damaged")
+            os.replace(self.environment_file, aside)
+            return f"{str(error).splitlines()[0]}; it is {aside.name} now, and another one begins"
+        return ""
+
     def identity(self) -> str | None:
         """A hash of this run's path and first start, which another run there does not have; None
         before the first start."""

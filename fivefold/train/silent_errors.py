@@ -6,6 +6,7 @@ memory that computes or keeps something else shows nowhere but there.
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -17,12 +18,35 @@ from fivefold.counts.parameters import ParameterRecord
 from fivefold.data.loader import Loader
 from fivefold.mesh.collectives import all_gather, all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
+from fivefold.optim.rounding import MOMENTS
 from fivefold.train.engine import Engine
 
 SHOWN = 8  # ranks
 _PIECE = 1 << 20  # elements
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _FACTOR = 0x5851F42D4C957F2D  # odd, of Knuth's MMIX generator
+
+
+_WEIGHT = ""  # beside the names of moments
+
+_Key = tuple[str, str, str]  # stored name, slices, weight or moment
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A weight or a moment of this rank.
+
+    Attributes:
+        kind: `_WEIGHT`, or the name of the moment.
+        record: record of the parameter.
+        where: slices of the whole that this rank holds.
+        hash: int64 scalar.
+    """
+
+    kind: str
+    record: ParameterRecord
+    where: str
+    hash: Tensor
 
 
 class SilentErrors:
@@ -39,7 +63,7 @@ class SilentErrors:
         training = engine.layout.config.training
         self._weights_every = training.check_weight_hash_across_dp_replicas_interval
         self._loss_every = training.check_loss_across_dp_replicas_interval
-        self._seed, self._compared = training.seed, 0
+        self._seed, self._compared = training.seed, (0, False)
 
     def look(self, step: int, *, saving: bool) -> list[str]:
         """Lines that name ranks which differ from their replicas, the same on every rank; none if
@@ -50,43 +74,65 @@ class SilentErrors:
             saving: whether a checkpoint is about to be written, which must not keep such weights.
         """
         lines = []
-        if self._weights_every and (saving or step % self._weights_every == 0):
-            if step != self._compared:
-                lines += self._compare_weights()
-            self._compared = step
+        due = self._weights_every and (saving or step % self._weights_every == 0)
+        if due and self._compared not in ((step, saving), (step, True)):
+            lines += self._compare_state(moments=saving)
+            self._compared = step, saving
         if self._loss_every and step % self._loss_every == 0 and not saving:
             lines += self._compare_losses(step)
         return lines
 
     @torch.no_grad()
-    def _compare_weights(self) -> list[str]:
-        """Compare hashes in the groups of replicas; only if some differ, with names."""
-        engine = self._engine
-        parameters = sorted(engine.parameters.items(), key=lambda item: self._order(item[0]))
-        zero = torch.zeros((), dtype=torch.int64, device=engine.device)
-        hashes = [fingerprint(local_tensor(p)) if p.numel() else zero for _, p in parameters]
-        records = [engine.model.records[name] for name, _ in parameters]
-        differ = torch.zeros(len(hashes), dtype=torch.bool, device=engine.device)
-        for group, which in self._replicas(records):
-            own = torch.stack([hashes[i] for i in which])
+    def _compare_state(self, *, moments: bool) -> list[str]:
+        """Compare hashes in the groups of replicas; only if some differ, with names.
+
+        Args:
+            moments: whether the optimizer's are compared, too: a checkpoint keeps those of one
+                replica, and it takes long until a small error of them reaches a weight.
+        """
+        parts: list[_Part] = []
+        differ: list[Tensor] = []
+        for kind in (_WEIGHT, *MOMENTS) if moments else (_WEIGHT,):
+            found = self._parts(kind)
+            parts += found
+            differ.append(self._differ(found))
+        wrong = torch.cat(differ)
+        if not float(all_reduce(wrong.any().double(), self._groups.world)):
+            return []
+        held = {
+            (part.record.stored, part.where, part.kind): int(part.hash)
+            for part, bad in zip(parts, wrong.tolist(), strict=True)
+            if bad
+        }
+        return self._name_parts(self._gathered(held))
+
+    def _parts(self, kind: str) -> list[_Part]:
+        """The weights of this rank, or one moment of each, in an order that is the same on ranks
+        which hold the same; copies of a model and of an embedding go by one name."""
+        engine, records, found = self._engine, self._engine.model.records, []
+        moments = {} if kind == _WEIGHT else engine.optimizer.state_tensors()
+        for name in sorted(engine.parameters, key=lambda name: (records[name].stored, name)):
+            parameter, moment = engine.parameters[name], moments.get(f"optim.{kind}.{name}")
+            where = str(local_slices(parameter))
+            if kind == _WEIGHT:
+                found.append(
+                    _Part(kind, records[name], where, fingerprint(local_tensor(parameter)))
+                )
+            elif moment is not None:
+                value = fingerprint(moment.local).to(engine.device)
+                found.append(_Part(kind, records[name], where, value))
+        return found
+
+    def _differ(self, parts: Sequence[_Part]) -> Tensor:
+        """Whether the hash of each part differs from that of a replica; bool [parts]."""
+        differ = torch.zeros(len(parts), dtype=torch.bool, device=self._engine.device)
+        for group, which in self._replicas([part.record for part in parts]):
+            own = torch.stack([parts[i].hash for i in which])
             least = torch.cat([own, ~own])  # ~ turns the order round: the least of it is the most
             dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
             low, high = least.chunk(2)
             differ[which] |= low != ~high
-        if not float(all_reduce(differ.any().double(), self._groups.world)):
-            return []
-        held = {
-            (record.stored, str(local_slices(parameter))): int(value)
-            for (_, parameter), record, value, bad in zip(
-                parameters, records, hashes, differ.tolist(), strict=True
-            )
-            if bad
-        }
-        return self._name_weights(self._gathered(held))
-
-    def _order(self, name: str) -> tuple[str, str]:
-        """Copies of a model and of an embedding go by one name."""
-        return self._engine.model.records[name].stored, name
+        return differ
 
     def _replicas(
         self, records: Sequence[ParameterRecord]
@@ -113,24 +159,19 @@ class SilentErrors:
             if group is not None and group.size() > 1 and which:
                 yield group, which
 
-    def _name_weights(self, held: Sequence[Mapping[tuple[str, str], int]]) -> list[str]:
-        by_part: dict[tuple[str, str], dict[int, int]] = {}
+    def _name_parts(self, held: Sequence[Mapping[_Key, int]]) -> list[str]:
+        by_part: dict[_Key, dict[int, int]] = {}
         for rank, parts in enumerate(held):
             for part, value in parts.items():
                 by_part.setdefault(part, {})[rank] = value
         wrong = {part: odd for part, ranks in by_part.items() if (odd := odd_ones(ranks))}
         if not wrong:
             return []
-        first = min(wrong, key=self._position)
-        name = first[0]
-        more = len({stored for stored, _ in wrong}) - 1
+        first = min(wrong, key=lambda part: (position(part[0]), part[1:]))
+        name, kind = first[0], "" if first[2] == _WEIGHT else f"{first[2]} of "
+        more = len({stored for stored, *_ in wrong}) - 1
         also = f", and {more} more parameters differ" if more else ""
-        return [f"{name} of {self._names(wrong[first])} is not that of its replicas{also}"]
-
-    def _position(self, part: tuple[str, str]) -> tuple[list[tuple[int, int | str]], str]:
-        """By the order of layers: numbers within names count as such."""
-        words = part[0].split(".")
-        return [(0, int(w)) if w.isdecimal() else (1, w) for w in words], part[1]
+        return [f"{kind}{name} of {self._names(wrong[first])} is not that of its replicas{also}"]
 
     def _compare_losses(self, step: int) -> list[str]:
         """Let every replica compute the loss of the batch that one of them had in this step."""
@@ -154,10 +195,16 @@ class SilentErrors:
         more = len(ranks) - SHOWN
         return shown + (f" and {more} more ranks" if more > 0 else "")
 
-    def _gathered(self, here: Mapping[tuple[str, str], int]) -> list[Mapping[tuple[str, str], int]]:
+    def _gathered(self, here: Mapping[_Key, int]) -> list[Mapping[_Key, int]]:
         found: list[Any] = [None] * self._grid.world_size
         dist.all_gather_object(found, here, group=self._groups.world)
         return found
+
+
+def position(name: str) -> list[tuple[int, int | str]]:
+    """A sort key of parameters' names in the order of layers: numbers within them count as such."""
+    words = name.split(".")
+    return [(0, int(word)) if word.isdecimal() else (1, word) for word in words]
 
 
 def odd_ones(values: Mapping[int, Hashable]) -> list[int]:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from fivefold.files import write_atomic
 from fivefold.train.rank_env import RankEnv
 from fivefold.train.roll_call import (
-    ANSWER_SECONDS,
     Suspect,
-    answers,
+    await_answers,
     call,
     connect,
     find_suspect,
@@ -136,10 +135,10 @@ class Watchdog:
         else:
             ranks = range(self._env.world_size)
             question = call(store, self._env.world_size)
-            self._ended.wait(ANSWER_SECONDS)
-            given = answers(store, ranks, question)
+            processes = {rank: process_of(store, rank) for rank in ranks}
+            given = await_answers(store, processes, question, self._ended.wait)
             waits = len(given) < len(ranks) or any(answer.waits for answer in given.values())
-            suspect = find_suspect({r: process_of(store, r) for r in ranks}, given)
+            suspect = find_suspect(processes, given)
         if not waits or not self._is_stuck or self._ended.is_set():
             return False
         self._say(self._message(headline, given, suspect))

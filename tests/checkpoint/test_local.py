@@ -1,14 +1,21 @@
 """States in the memory of hosts: whatever single host is lost, every rank gets its own back."""
 
+import resource
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fivefold.checkpoint.local import LocalCheckpoints, latest_complete
+from fivefold.checkpoint.state_file import fill_from_state, read_state, state_damage, write_state
 from fivefold.errors import CheckpointError
+from fivefold.files import caused_by_full_disk
+from fivefold.mesh.slices import as_piece
 from tests.pool import run
 
 Tensors = dict[str, torch.Tensor]
@@ -95,23 +102,58 @@ def test_another_layout_takes_none_and_nothing_is_left_at_the_end(tmp_path: Path
     assert latest_complete(tmp_path / "host0", 4) is None
 
 
-def damaged(rank: int, world: int, root: Path) -> tuple[str, bool]:
-    local = opened(rank, root, 2)
+def load_damaged(rank: int, world: int, root: Path, each: int) -> tuple[int | None, str, Tensors]:
+    local = opened(rank, root, each)
     mine = {name: torch.zeros_like(t) for name, t in tensors(rank, 0).items()}
-    assert local.find(mine) == 10
-    try:
+    step = local.find(mine)
+    if step is not None:
         local.load(mine)
-    except CheckpointError as error:
-        return str(error), not any(t.any() for t in mine.values())
-    return "", False
+    return step, local.damage, mine
 
 
-def test_a_damaged_file_changes_nothing(tmp_path: Path) -> None:
-    run(2, save, tmp_path, 2, [10])
-    path = next(tmp_path.glob("*/*/rank-00001-*"))
-    path.write_bytes(path.read_bytes()[:100])
-    for message, untouched in run(2, damaged, tmp_path):
-        assert f"rank 1: {path} is damaged" in message and untouched
+@pytest.mark.parametrize("bit", [3, 700, -2, None])
+def test_a_damaged_state_is_named_and_the_one_before_is_taken(
+    tmp_path: Path, bit: int | None
+) -> None:
+    """A bit in the length of the header, in the header, in a tensor; or half a file."""
+    run(2, save, tmp_path, 2, [10, 20])
+    path = next(tmp_path.glob("*/step-00000020/rank-00001-*"))
+    data = bytearray(path.read_bytes())
+    if bit is not None:
+        data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data if bit is not None else data[:100])
+    for rank, (step, damage, found) in enumerate(run(2, load_damaged, tmp_path, 2)):
+        assert f"{path} is damaged: " in damage and "step 10 is the latest" in damage
+        assert step == 10 and same(found, tensors(rank, 10))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_bit_of_a_state_is_noticed(data: st.DataObject) -> None:
+    """Unless it changes nothing that is read from it."""
+    kept = tensors(2, 5)
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "state.safetensors")
+        write_state(path, {name: as_piece(t) for name, t in kept.items()}, '{"step": 5}')
+        assert state_damage(path) == ""
+        content = bytearray(path.read_bytes())
+        place = data.draw(st.integers(0, 8 * len(content) - 1))
+        content[place // 8] ^= 1 << place % 8
+        path.write_bytes(content)
+        if not state_damage(path):
+            into = {name: as_piece(torch.zeros_like(t)) for name, t in kept.items()}
+            assert read_state(path, into) == {"step": 5}
+            fill_from_state(path, into)
+            assert same({name: piece.local for name, piece in into.items()}, kept)
+
+
+def test_a_damaged_state_is_taken_from_the_copy_on_another_host(tmp_path: Path) -> None:
+    run(2, save, tmp_path, 1, [10, 20])
+    path = next(tmp_path.glob("host1/step-00000020/rank-00001-*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"~")
+    for rank, (step, damage, found) in enumerate(run(2, load_damaged, tmp_path, 1)):
+        assert f"{path} is damaged: expected CRC-32" in damage
+        assert step == 20 and same(found, tensors(rank, 20))
 
 
 def full(rank: int, world: int, root: Path) -> str:
@@ -124,6 +166,20 @@ def full(rank: int, world: int, root: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def test_a_full_memory_is_named_as_such(tmp_path: Path) -> None:
+    """As a system without room says it (ENOSPC); here by the limit of a file's size."""
+    pieces = {"weight": as_piece(torch.zeros(10_000))}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            write_state(tmp_path / "state.safetensors", pieces, "{}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caused_by_full_disk(caught.value) is not None
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_rank_that_cannot_write_is_told_by_all(tmp_path: Path) -> None:

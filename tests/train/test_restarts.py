@@ -3,20 +3,31 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from fivefold.cli.main import main
-from fivefold.errors import ConfigError
+from fivefold.config.config import Config
+from fivefold.config.presets import PRESETS
+from fivefold.errors import CheckpointError, ConfigError, TrainingError
+from fivefold.train import rejoin
+from fivefold.train.engine import Engine
 from fivefold.train.launch import End, run_ranks
 from fivefold.train.rank_env import RankEnv
-from fivefold.train.restarts import Restarts, check_restarts
+from fivefold.train.rejoin import Generations
+from fivefold.train.restarts import NextStart, Restarts, check_restarts
+from fivefold.train.run_folder import RunFolder
 from tests.train.test_run import cache, command, finished, losses, wait_for
 
 __all__ = ["cache", "finished"]  # fixtures
@@ -81,6 +92,73 @@ def test_restarts_end_when_they_help_no_more() -> None:
     assert restarts.refusal(End(1, "rank 0", "lost"), 10) == "--max-restarts 3 is used up"
     assert "same step, 9" in (restarts.refusal(End(1, "rank 0", "lost"), 9) or "")
     assert Restarts(2).refusal(End(2, "rank 0", "4 GPUs"), 0) == "its settings cannot run"
+
+
+def test_ranks_that_end_later_than_the_first_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of three ranks fail in the same way; the slower one dies while it is waited for."""
+    generations = Generations(dist.HashStore(), 3)
+    began, looks = time.monotonic(), []
+
+    def living() -> set[int]:
+        looks.append(1)
+        return {1} if len(looks) < 5 else set()
+
+    assert generations.await_let_go(living) == set()
+    assert time.monotonic() - began < rejoin.LET_GO_SECONDS / 2
+    monkeypatch.setattr(rejoin, "LET_GO_SECONDS", 0.1)
+    assert generations.await_let_go(lambda: {1}) == {1}  # this one lives, and does not let go
+
+
+def following(find_origin: Callable[[], None], folder: Path) -> NextStart:
+    config = Config(PRESETS["debug-llama"])
+    return NextStart(Restarts(3), find_origin, RunFolder(folder), config)
+
+
+def test_what_cannot_be_found_again_is_not_started_again(tmp_path: Path) -> None:
+    end = End(1, "rank 0", "the run folder was deleted", rank=0)
+
+    def gone() -> None:
+        raise TrainingError(f"{end.why}\n  try:   start the run again")
+
+    def damaged() -> None:
+        raise CheckpointError("no checkpoint is intact\n  step 3: gone")
+
+    assert following(gone, tmp_path)(end) == (None, f"the ranks are not started again: {end.why}")
+    assert following(damaged, tmp_path)(end)[1].endswith("no checkpoint is intact\n  step 3: gone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", ["starts", pytest.param("folder", marks=pytest.mark.exhaustive)])
+def test_damage_to_the_run_folder_while_a_rank_dies(
+    cache: Path, tmp_path: Path, harm: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A list of starts is only an account of what was; a folder that is gone is the run's end."""
+    run, original = tmp_path / "run", Engine.step
+
+    def step(engine: Engine, *args: Any, **settings: Any) -> Any:
+        if engine.groups.rank == 1 and engine.steps == 4 and not (tmp_path / "done").exists():
+            (tmp_path / "done").touch()
+            if harm == "folder":
+                shutil.rmtree(run)
+            else:
+                (run / "environment.json").write_text("[{")
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(engine, *args, **settings)
+
+    with patch.object(Engine, "step", step):
+        status = main([*command(cache, run, *TWO, "--max-restarts", "3")[3:]])
+    errors = capfd.readouterr().err
+    if harm == "starts":
+        assert status == 0 and "restart 1 of 3 from the checkpoint of step 3" in errors
+        assert "environment.json is not JSON" in errors and "killed by SIGKILL" in errors
+        assert (run / "environment.json.damaged").read_text() == "[{"
+        (start,) = json.loads((run / "environment.json").read_text())
+        assert "killed by SIGKILL" in start["after"]
+    else:
+        assert status == 1 and "restart 1" not in errors
+        assert f"not started again: the run folder {run} was deleted" in errors
 
 
 def test_a_rank_that_fails_after_a_stop_was_asked_for_is_not_started_again() -> None:

@@ -1,0 +1,88 @@
+"""Ranks are asked what they do, and the right one is named on a busy machine, too."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+import torch.distributed as dist
+
+from fivefold.train.rank_env import RankEnv
+from fivefold.train.roll_call import (
+    ANSWER_SECONDS,
+    PATIENCE,
+    Answer,
+    RollCall,
+    answers,
+    await_answers,
+    call,
+)
+from fivefold.train.witness import LOOK_SECONDS
+
+WAITS = Answer("finish (a.py:1)", waits=True, moves=False, stack="", doing="step 1", idle=3.0)
+
+
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_new_rank_does_not_answer_what_the_dead_one_was_asked(store: dist.TCPStore) -> None:
+    for _ in range(20):
+        question = call(store, 2)
+    began = time.monotonic()
+    with RollCall(RankEnv(1, 1, 2, 2, "127.0.0.1", store.port, "local")):
+        question = call(store, 2)
+        while not answers(store, [1], question):
+            assert time.monotonic() < began + 20 * LOOK_SECONDS
+            time.sleep(0.02)
+
+
+class Clock:
+    """Time that passes only while somebody waits; then a rank answers."""
+
+    def __init__(self, store: dist.Store, after: float) -> None:
+        self._store, self._after, self.now = store, after, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def pause(self, seconds: float) -> None:
+        before, self.now = self.now, self.now + seconds
+        if before < self._after <= self.now:
+            self._store.set("roll call 0/answer/1/1", json.dumps(asdict(WAITS)))
+
+
+@pytest.mark.parametrize(
+    ("after", "stopped", "waited"),
+    [
+        (0.5, False, 0.5),
+        (3 * ANSWER_SECONDS, False, 3 * ANSWER_SECONDS),
+        (100.0, False, PATIENCE * ANSWER_SECONDS),
+        (100.0, True, ANSWER_SECONDS),
+    ],
+)
+def test_a_rank_that_answers_late_is_waited_for_unless_it_is_stopped(
+    store: dist.TCPStore,
+    after: float,
+    stopped: bool,
+    waited: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pid = os.getpid()
+    if stopped:
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        child.terminate()
+        time.sleep(0.5)  # it has ended, and nobody has asked how
+        pid = child.pid
+    clock = Clock(store, after)
+    monkeypatch.setattr("fivefold.train.roll_call.time.monotonic", clock.monotonic)
+    given = await_answers(store, {1: pid}, 1, clock.pause)
+    assert (given == {1: WAITS}) is (after < 100.0)
+    assert clock.now == pytest.approx(waited, abs=0.25)
+    if stopped:
+        child.wait()
