@@ -61,7 +61,17 @@ COLUMNS = [
     "flops_conv",
     "note",
 ]
-OPTIONAL = ("network",)
+OPTIONAL = (
+    "network",
+    "gpus_per_node",
+    "framework",
+    "release",
+    "attention",
+    "grads",
+    "graphs",
+    "overlap",
+    "fused_loss",
+)
 """Columns that a file may leave out, as if their cells were empty."""
 _COUNT = Range(1, 1e6, whole=True)
 RANGES: Mapping[str, Range] = MappingProxyType(
@@ -76,6 +86,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "tps_gpu": Range(1e-3, 1e9),
         "step_s": Range(1e-6, 1e7),
         "network": Range(1e-3, 1e6),
+        "gpus_per_node": Range(1, MAX_GPUS, whole=True),
+        **dict.fromkeys(("graphs", "overlap", "fused_loss"), Range(0, 1, whole=True)),
         "mem": Range(1e-3, 1e15),
     }
 )
