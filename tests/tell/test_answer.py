@@ -42,8 +42,10 @@ def test_what_comes_next_works_when_typed(
     assert recipe in run
     dry = "" if run.startswith("launch") or "--dry-run" in run else " --dry-run"
     _said(run + dry, capsys)
-    told = [_said(command, capsys) for command in more]
-    assert "memory by pipeline rank" in told[0] and list(Path().glob("*.html"))
+    assert len(more) == 2
+    if question == QUESTIONS[0]:  # the same words with another flag
+        told = [_said(command, capsys) for command in more]
+        assert "memory by pipeline rank" in told[0] and list(Path().glob("*.html"))
 
 
 @pytest.mark.slow
