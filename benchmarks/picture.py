@@ -6,8 +6,10 @@ python -m benchmarks.picture [NAME ...]
 import argparse
 import io
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +61,64 @@ PICTURES: Mapping[str, Picture] = MappingProxyType(
 )
 
 
-def run(command: str) -> str:
-    """What a command prints."""
+@dataclass(frozen=True)
+class Page:
+    """A page: the commands that make it, its file, and the part of it that is shown, in pixels."""
+
+    commands: tuple[str, ...]
+    file: str
+    size: tuple[int, int]
+
+
+_RUN = (
+    "fivefold train debug-mixtral --nproc 4 --audit --profile --train-iters 60 --eval-interval 20"
+)
+PAGES: Mapping[str, Page] = MappingProxyType(
+    {
+        "report": Page(
+            (
+                f"{_RUN} --ep 2 --pp 2 --save runs/one",
+                f"{_RUN} --tp 2 --sequence-parallel --save runs/other",
+                "fivefold report runs/one runs/other --html both.html",
+            ),
+            "both.html",
+            (1100, 1500),
+        ),
+        "plan-page": Page(
+            ("fivefold plan llama3-70b --cluster H100 --gpus 64 --tp 2 --pp 8 --html plan.html",),
+            "plan.html",
+            (1100, 1500),
+        ),
+    }
+)
+
+
+def screenshot(name: str, page: Page) -> None:
+    """Make a page in a folder of its own, and save what a browser shows of it."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print(f"{name}: left as it was, for want of Chromium")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for command in page.commands:
+            print(run(command, Path(folder)))
+        options = "--headless --no-sandbox --disable-gpu --hide-scrollbars"
+        size = f"--window-size={page.size[0]},{page.size[1]}"
+        shot = f"--screenshot={IMAGES / name}.png"
+        subprocess.run(
+            [browser, *options.split(), size, shot, f"file://{folder}/{page.file}"],
+            check=True,
+            capture_output=True,
+        )
+
+
+def run(command: str, folder: Path = ROOT) -> str:
+    """What a command prints, run in this folder."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command.split(),
-        cwd=ROOT,
+        cwd=folder,
         env=environment,
         check=True,
         stdout=subprocess.PIPE,
@@ -91,11 +144,13 @@ def draw(name: str, picture: Picture) -> None:
 def main() -> None:
     """Draw all pictures, or those that are named."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = [*PICTURES, "timeline"]
+    names = [*PICTURES, *PAGES, "timeline"]
     parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME")
     for name in parser.parse_args().names or names:
         if name == "timeline":
             print(run(f"{TIMELINE} {IMAGES / 'timeline.svg'}"))
+        elif name in PAGES:
+            screenshot(name, PAGES[name])
         else:
             draw(name, PICTURES[name])
 
