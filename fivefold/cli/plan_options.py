@@ -154,7 +154,6 @@ def _check_output(options: Options, by_flag: frozenset[str], mistakes: Mistakes)
     """Add what is asked for and would not be printed."""
     if options.json and options.emit is not None:
         mistakes.add("--json and --emit both say what to print", works=("--no-json", "--emit none"))
-        return
     if options.emit is not None and options.why is not None:
         mistakes.add("--emit prints settings only, no --why", works=("--emit none", "--why none"))
     told = {"rules": options.rules, "guide": options.guide, "verbose": options.verbose}

@@ -179,7 +179,9 @@ def next_commands(result: SearchResult, model: str, argv: Sequence[str]) -> Iter
         argv: the words of this command after `fivefold plan`.
     """
     cluster, world = result.request.cluster, result.request.world
-    name = re.sub(r"[^\w.-]+", "-", Path(model.rstrip("/")).stem.lower())
+    path = Path(model)
+    name = path.parent.name if path.name == "config.json" else path.name.removesuffix(".toml")
+    name = re.sub(r"[^\w.-]+", "-", name.lower())
     recipe = f"{name}-{world}.toml"
     asked = " ".join(["fivefold plan", shlex.join(_without(argv, _ONLY_HERE))])
     run = f"fivefold train {recipe} --nproc {world}"

@@ -11,6 +11,8 @@ import pytest
 
 from fivefold.cli.main import main
 from fivefold.tell import columns
+from fivefold.tell.answer import next_commands
+from tests.search.test_search import result_of
 
 QUESTIONS = (
     "debug --gpus 1 --gbs 8 --seq-length 256",
@@ -46,6 +48,23 @@ def test_what_comes_next_works_when_typed(
     if question == QUESTIONS[0]:  # the same words with another flag
         told = [_said(command, capsys) for command in more]
         assert "memory by pipeline rank" in told[0] and list(Path().glob("*.html"))
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [
+        ("gpt2", "gpt2-8.toml"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b-8.toml"),
+        ("my models/Llama X/config.json", "llama-x-8.toml"),
+        ("my models/Llama X/", "llama-x-8.toml"),
+        ("recipes/Mine.toml", "mine-8.toml"),
+    ],
+)
+def test_the_recipe_is_named_after_the_model(model: str, recipe: str) -> None:
+    result = result_of("gpt2 --gpus 8 --gbs 64 --tp 2 --pp 2 --mbs 1 --seq-length 256")
+    make, run, *_ = next_commands(result, model, [model, "--top", "3", "--html=x.html", "--rules"])
+    assert make == f"fivefold plan {shlex.quote(model)} --emit fivefold > {recipe}"
+    assert run == f"fivefold train {recipe} --nproc 8"
 
 
 @pytest.mark.slow
