@@ -91,7 +91,8 @@ class TrainingConfig:
     )
     check_loss_across_dp_replicas_interval: int = option(
         0,
-        "steps after which replicas compare their losses of the same microbatches; 0: never",
+        "steps after which replicas compare their losses and gradients of the same microbatches; "
+        "0: never",
     )
     distributed_timeout_minutes: float = option(
         10.0, "minutes after which a waiting collective fails"

@@ -172,8 +172,7 @@ class ShardedStage:
         self._set(reduces, last=last, reshards=last and reduces)
         group_of = {
             held.unsharded_param: group
-            for unit in self._units
-            for group in _parameter_groups(unit)
+            for group in self.parameter_groups()
             for held in group.fsdp_params
         }
         awaited = Counter(group_of[p] for work in works for p in work.parameters)
@@ -208,8 +207,7 @@ class ShardedStage:
 
     def _set(self, reduces: bool, *, last: bool, reshards: bool) -> None:
         if not self._every:
-            every = (group for unit in self._units for group in _parameter_groups(unit))
-            each = (held for group in every for held in group.fsdp_params)
+            each = (held for group in self.parameter_groups() for held in group.fsdp_params)
             gathered = (held for held in each if hasattr(held, "_unsharded_param"))
             self._held = {held.unsharded_param: held for held in gathered}
         self._root.set_requires_gradient_sync(reduces)
@@ -240,10 +238,13 @@ class ShardedStage:
 
     def waiting_gradients(self) -> Iterator[torch.Tensor]:
         """Gradients summed over microbatches, whole, that wait for the reduction at the end."""
-        for unit in self._units:
-            for group in _parameter_groups(unit):
-                waiting = (held.unsharded_accumulated_grad for held in group.fsdp_params)
-                yield from (grad for grad in waiting if grad is not None)
+        for group in self.parameter_groups():
+            waiting = (held.unsharded_accumulated_grad for held in group.fsdp_params)
+            yield from (grad for grad in waiting if grad is not None)
+
+    def parameter_groups(self) -> list[Any]:
+        """FSDP2's own, of which each gathers and reduces its parameters together."""
+        return [group for unit in self._units for group in _parameter_groups(unit)]
 
     def unshard(self) -> None:
         """Start to gather every block's parameters, which stay until `reshard`."""

@@ -30,6 +30,7 @@ class ReplicatedStage:
 
     Attributes:
         exchanges: none: ZeRO++ sends what is sharded.
+        buckets: gradients that are sent together.
     """
 
     exchanges = ()
@@ -47,14 +48,14 @@ class ReplicatedStage:
         # Gradients arrive from the last layer to the first.
         named = [each for each in stage.named_parameters() if each[0] in group_of][::-1]
         groups = dict.fromkeys(group_of[name] for name, _ in named)
-        self._buckets = [
+        self.buckets = [
             _GradientBucket(bucket, group, wire)
             for group in groups
             if group is not None
             for bucket in _divided([p for n, p in named if group_of[n] is group], policy)
         ]
         self._bucket_of: dict[Tensor, int] = {
-            p: index for index, bucket in enumerate(self._buckets) for p in bucket.parameters
+            p: index for index, bucket in enumerate(self.buckets) for p in bucket.parameters
         }
         self._own = {parameter for _, parameter in named}
         self._hooks_count = False
@@ -66,8 +67,8 @@ class ReplicatedStage:
     def before_backward(self, *, whole: bool, last: bool) -> None:
         """Prepare to count complete gradients if the step's last backward computes them."""
         counts = whole and last and self._in_hooks
-        self._hooks_count = counts and bool(self._buckets)
-        self._missing = [len(b.parameters) for b in self._buckets] if counts else []
+        self._hooks_count = counts and bool(self.buckets)
+        self._missing = [len(b.parameters) for b in self.buckets] if counts else []
 
     def after_backward(self, *, last: bool) -> None:
         """Hooks have seen every gradient."""
@@ -78,8 +79,8 @@ class ReplicatedStage:
         if last and self._in_hooks:
             summed = [p for work in works for p in work.parameters if p in self._bucket_of]
             awaited = Counter(self._bucket_of[p] for p in summed)
-            self._missing = [awaited[index] for index in range(len(self._buckets))]
-            for index in range(len(self._buckets)):
+            self._missing = [awaited[index] for index in range(len(self.buckets))]
+            for index in range(len(self.buckets)):
                 if not awaited[index]:
                     self._start(index)
         for parameter in run_works(works):
@@ -88,14 +89,14 @@ class ReplicatedStage:
 
     def reduce(self) -> None:
         """Start the all-reduce of every bucket not started yet."""
-        for index in range(len(self._buckets)):
+        for index in range(len(self.buckets)):
             if index not in self._started:
                 self._start(index)
 
     def finish(self) -> None:
         """Wait for all sums; gradients are then those of the global batch."""
         for index in sorted(self._started):
-            self._buckets[index].finish()
+            self.buckets[index].finish()
         self._started = set()
 
     def waiting_gradients(self) -> Iterator[Tensor]:
@@ -130,14 +131,14 @@ class ReplicatedStage:
 
     def _arrived(self, parameter: Tensor) -> None:
         index = self._bucket_of[parameter]
-        self._buckets[index].take(parameter)
+        self.buckets[index].take(parameter)
         if self._missing:
             self._missing[index] -= 1
             if self._missing[index] == 0:
                 self._start(index)
 
     def _start(self, index: int) -> None:
-        self._buckets[index].start()
+        self.buckets[index].start()
         self._started.add(index)
 
 

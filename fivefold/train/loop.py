@@ -106,8 +106,8 @@ class Trainer:
         self._saved = self.step if source.folder == self.checkpointer.folder else None
 
     def restore_local(self, after: int) -> bool:
-        """Load the latest state that the memory of hosts has of this layout, if it is later than
-        step `after`; collective. Returns whether there was one; one that is damaged is passed over.
+        """Load the latest whole state of this layout in the memory of hosts, if it is later than
+        step `after`; collective. Returns whether there was one.
 
         Raises:
             DataError: the data is not what it was.
@@ -120,8 +120,8 @@ class Trainer:
             self.console.warning(self.local.damage)
         if step is None or step <= after:
             return False
-        what = f"the state of step {step} in memory"
-        state = as_kind(self.local.load(tensors), SavedState, what, CheckpointError)
+        loaded, what = self.local.load(tensors), f"the state of step {step} in memory"
+        state = as_kind(loaded, SavedState, what, CheckpointError)
         self.loader.load_state_dict(state.loader)
         self._continue(state)
         return True
@@ -236,7 +236,8 @@ class Trainer:
         self.checkpointer.save(self.step, tensors, self._state)
         self._saved = self.step
         seconds = time.perf_counter() - began
-        how = "being written, held the step up" if self._is_async else "saved in"
+        writes_on = self.engine.layout.config.checkpoint.async_save
+        how = "being written, held the step up" if writes_on else "saved in"
         self._say(f"checkpoint of step {self.step} {how} {human_seconds(seconds)}")
         return seconds
 
@@ -272,10 +273,6 @@ class Trainer:
             losses=self._bad.losses,
         )
         return asdict(state)
-
-    @property
-    def _is_async(self) -> bool:
-        return self.engine.layout.config.checkpoint.async_save
 
     def _evaluate(self) -> None:
         for metrics in evaluations(self.engine, self.validation, self.step):

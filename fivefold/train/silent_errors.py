@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from fivefold.counts.parameters import ParameterRecord
 from fivefold.data.loader import Loader
+from fivefold.data.packing import Microbatch
+from fivefold.data_parallel.watched import watching_gradients
 from fivefold.mesh.collectives import all_gather, all_reduce
 from fivefold.mesh.slices import local_slices, local_tensor
 from fivefold.optim.rounding import MOMENTS
@@ -29,11 +31,14 @@ _FACTOR = 0x5851F42D4C957F2D  # odd, of Knuth's MMIX generator
 
 _WEIGHT = ""  # beside the names of moments
 
+_REPLICAS = ("dp_replicate", "dp_shard")
+
+K = TypeVar("K")
 _Key = tuple[str, str, str]  # stored name, slices, weight or moment
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Hashed:
     """A weight or a moment of this rank.
 
     Attributes:
@@ -64,6 +69,7 @@ class SilentErrors:
         self._weights_every = training.check_weight_hash_across_dp_replicas_interval
         self._loss_every = training.check_loss_across_dp_replicas_interval
         self._seed, self._compared = training.seed, (0, False)
+        self._deterministic = training.deterministic_mode
 
     def look(self, step: int, *, saving: bool) -> list[str]:
         """Lines that name ranks which differ from their replicas, the same on every rank; none if
@@ -79,7 +85,7 @@ class SilentErrors:
             lines += self._compare_state(moments=saving)
             self._compared = step, saving
         if self._loss_every and step % self._loss_every == 0 and not saving:
-            lines += self._compare_losses(step)
+            lines += self._compare_computation(step)
         return lines
 
     @torch.no_grad()
@@ -90,7 +96,7 @@ class SilentErrors:
             moments: whether the optimizer's are compared, too: a checkpoint keeps those of one
                 replica, and it takes long until a small error of them reaches a weight.
         """
-        parts: list[_Part] = []
+        parts: list[_Hashed] = []
         differ: list[Tensor] = []
         for kind in (_WEIGHT, *MOMENTS) if moments else (_WEIGHT,):
             found = self._parts(kind)
@@ -106,7 +112,7 @@ class SilentErrors:
         }
         return self._name_parts(self._gathered(held))
 
-    def _parts(self, kind: str) -> list[_Part]:
+    def _parts(self, kind: str) -> list[_Hashed]:
         """The weights of this rank, or one moment of each, in an order that is the same on ranks
         which hold the same; copies of a model and of an embedding go by one name."""
         engine, records, found = self._engine, self._engine.model.records, []
@@ -116,14 +122,14 @@ class SilentErrors:
             where = str(local_slices(parameter))
             if kind == _WEIGHT:
                 found.append(
-                    _Part(kind, records[name], where, fingerprint(local_tensor(parameter)))
+                    _Hashed(kind, records[name], where, fingerprint(local_tensor(parameter)))
                 )
             elif moment is not None:
                 value = fingerprint(moment.local).to(engine.device)
-                found.append(_Part(kind, records[name], where, value))
+                found.append(_Hashed(kind, records[name], where, value))
         return found
 
-    def _differ(self, parts: Sequence[_Part]) -> Tensor:
+    def _differ(self, parts: Sequence[_Hashed]) -> Tensor:
         """Whether the hash of each part differs from that of a replica; bool [parts]."""
         differ = torch.zeros(len(parts), dtype=torch.bool, device=self._engine.device)
         for group, which in self._replicas([part.record for part in parts]):
@@ -173,13 +179,21 @@ class SilentErrors:
         also = f", and {more} more parameters differ" if more else ""
         return [f"{kind}{name} of {self._names(wrong[first])} is not that of its replicas{also}"]
 
-    def _compare_losses(self, step: int) -> list[str]:
-        """Let every replica compute the loss of the batch that one of them had in this step."""
+    def _compare_computation(self, step: int) -> list[str]:
+        """Let every replica compute once more what one of them, chosen at random, had in this step:
+        the loss, and where the device gives the same bits each time every gradient."""
         chosen = Random(f"{self._seed} {step}").randrange(self._grid.dp)
-        own = self._engine.local_loss(self._loader.batch_of(chosen)).double().reshape(1)
+        batch = self._loader.batch_of(chosen)
+        lines = self._compare_losses(batch)
+        if self._engine.device.type == "cpu" or self._deterministic:
+            lines += self._compare_gradients(batch)
+        return lines
+
+    def _compare_losses(self, batch: Sequence[Microbatch]) -> list[str]:
+        own = self._engine.local_loss(batch).double().reshape(1)
         losses = all_gather(own, self._groups.world).tolist()
         lines = []
-        for replicas in self._grid.groups(("dp_replicate", "dp_shard")):
+        for replicas in self._grid.groups(_REPLICAS):
             if odd := odd_ones({rank: losses[rank].hex() for rank in replicas}):
                 values = " and ".join(f"{losses[rank]!r}" for rank in odd[:SHOWN])
                 others = next((losses[r] for r in replicas if r not in odd), None)
@@ -190,15 +204,61 @@ class SilentErrors:
                 )
         return lines
 
+    def _compare_gradients(self, batch: Sequence[Microbatch]) -> list[str]:
+        """Compare each rank's own gradients, before they are summed; they are then left."""
+        engine = self._engine
+        hashes: dict[str, Tensor] = {}
+        names: dict[Tensor, str] = {
+            parameter: name for name, parameter in engine.parameters.items()
+        }
+
+        def look(parameter: Tensor, grad: Tensor) -> None:
+            name = names[parameter]
+            hashes[name] = hashes.get(name, 0) + fingerprint(grad)
+
+        with watching_gradients(engine.model.gradients.values(), look):
+            engine.gradients(batch)
+        engine.optimizer.zero_grad()
+        zero = torch.zeros((), dtype=torch.int64, device=engine.device)
+        own = fingerprint(torch.stack([zero, *hashes.values()])).reshape(1)
+        totals = all_gather(own, self._groups.world).tolist()
+        groups = [*self._grid.groups(_REPLICAS)]
+        if not any(odd_ones({rank: totals[rank] for rank in replicas}) for replicas in groups):
+            return []
+        # From the last layer to the first, as an error in a backward spreads.
+        arrived = [name for name in reversed(engine.parameters) if name in hashes]
+        held = self._gathered({name: int(hashes[name]) for name in arrived})
+        return [
+            f"{self._names(odd)} computed another gradient of {name} from the same microbatches "
+            f"than {'its' if len(odd) == 1 else 'their'} replicas{more}"
+            for replicas in reversed(groups)
+            for name, odd, more in _first_difference({rank: held[rank] for rank in replicas})
+        ]
+
     def _names(self, ranks: Sequence[int]) -> str:
         shown = " and ".join(f"rank {rank} {self._grid.name(rank)}" for rank in ranks[:SHOWN])
         more = len(ranks) - SHOWN
         return shown + (f" and {more} more ranks" if more > 0 else "")
 
-    def _gathered(self, here: Mapping[_Key, int]) -> list[Mapping[_Key, int]]:
+    def _gathered(self, here: Mapping[K, int]) -> list[Mapping[K, int]]:
         found: list[Any] = [None] * self._grid.world_size
         dist.all_gather_object(found, here, group=self._groups.world)
         return found
+
+
+def _first_difference(
+    held: Mapping[int, Mapping[str, int]],
+) -> Iterator[tuple[str, list[int], str]]:
+    """The first parameter in a backward whose gradient is not the same on all ranks, the ranks
+    where it is another, and how many more parameters differ; nothing if none does."""
+    found = {}
+    for name in next(iter(held.values())):
+        if odd := odd_ones({rank: hashes.get(name) for rank, hashes in held.items()}):
+            found[name] = odd
+    if found:
+        name, odd = next(iter(found.items()))
+        more = len(found) - 1
+        yield name, odd, f", and those of {more} more parameters" if more else ""
 
 
 def position(name: str) -> list[tuple[int, int | str]]:

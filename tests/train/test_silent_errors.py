@@ -154,6 +154,63 @@ def test_a_loss_that_one_replica_computes_otherwise_is_found(
     assert others == ([] if len(replicas) > 2 else [r for r in replicas if r != wrong])
 
 
+def compare_gradients(rank: int, world: int, values: dict[str, Any], wrong: int) -> list[str]:
+    """What is found where the backward of a rank goes wrong in its last layer, and the loss of the
+    step after that; -1: nothing is looked for."""
+    with shared_groups():
+        settings = config(LLAMA, world, **values)
+        settings = settings.with_values(check_loss_across_dp_replicas_interval=2)
+        engine = Engine(check(settings, world), rank, torch.device("cpu"))
+        batches = Batches(engine.layout.config, engine.layout.grid.dp)
+        errors = SilentErrors(engine, batches)  # type: ignore[arg-type]
+        own = batches.batch_of(engine.layout.grid.dp_rank(rank))
+        engine.step(own)
+        layer = [*engine.model.stages[max(engine.model.stages)].layers.values()][-1].mlp
+        forward = layer.forward
+
+        def spoilt_forward(*inputs: Any) -> torch.Tensor:
+            out = forward(*inputs)
+            if out.requires_grad and rank == wrong:
+                out.register_hook(lambda grad: torch.nextafter(grad, grad.new_tensor(torch.inf)))
+            return out
+
+        found = []
+        if wrong >= 0:
+            with patch.object(layer, "forward", spoilt_forward):
+                found = errors.look(2, saving=False)
+            assert errors.look(4, saving=False) == []
+        return [*found, engine.step(own).loss.hex()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "values"),
+    [
+        (2, named(attention_dropout=0.1, hidden_dropout=0.1)),
+        (4, named(strategy="optim_grads_params")),
+        (4, named(strategy="optim_grads", cp=2)),
+        pytest.param(
+            8, named(tp=2, pp=2, strategy="optim", **STAGES), marks=pytest.mark.exhaustive
+        ),
+        (4, named(pp=2, pipeline_schedule="zb_h1", **STAGES)),
+        (4, named(strategy="optim", **TWO)),
+    ],
+)
+def test_a_gradient_that_one_replica_computes_otherwise_is_found(
+    world: int, values: dict[str, Any]
+) -> None:
+    """An error in a backward alone, which the loss does not show; the run is not changed by it."""
+    grid = check(config(LLAMA, world, **values), world).grid
+    wrong = world - 1
+    *lines, left = zip(*run(world, compare_gradients, values, wrong), strict=True)
+    assert {*left} == {run(world, compare_gradients, values, -1)[0][-1]}
+    assert len(lines) >= 1 and all(len({*line}) == 1 for line in lines)
+    said = [line[0] for line in lines]
+    assert f"gradient of layers.{LLAMA.num_layers - 1}.mlp." in said[0], said
+    assert all(" from the same microbatches than " in line for line in said)
+    assert any(f"rank {wrong} {grid.name(wrong)}" in line for line in said), said
+
+
 @given(
     size=st.integers(1, 5000),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]),
