@@ -33,7 +33,6 @@ from fivefold.predict.cluster import Cluster
 from fivefold.predict.software import Software
 from fivefold.predict.step import predict
 from fivefold.published.row import read_rows
-from fivefold.published.runs import software_of
 from fivefold.published.score import prepare, score
 
 DATA = [Path(__file__).parent / "data" / name for name in ("published_runs.csv", "mpt_runs.csv")]
@@ -274,7 +273,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
                 case.row.source,
                 prediction.layout,
                 prediction.cluster,
-                software_of(case.row),
+                prediction.software,
                 scored.measured,
                 scored.kind == "experts",
             )

@@ -84,6 +84,14 @@ def all_reduce(cluster: Cluster, group: GroupSpan, size: float) -> float:
     return min(ring, 2 * hops + 2 * size / _rate(cluster, group))
 
 
+def broadcasts(cluster: Cluster, group: GroupSpan, size: float, messages: int) -> float:
+    """Seconds to send `size` bytes, of which ranks have parts, to all: each message is a chain
+    along the ring, and they come one after the other."""
+    if group.size == 1:
+        return 0.0
+    return size / _rate(cluster, group) + messages * _ring_latency(cluster, group)
+
+
 def all_to_all(cluster: Cluster, group: GroupSpan, inside: float, across: float) -> float:
     """Seconds of an all-to-all, in which both kinds of link work at the same time.
 

@@ -42,6 +42,9 @@ from fivefold.predict.stage_times import Times
 ELEMENT = 2.0  # bytes of an activation in bf16, whatever precision multiplies
 ADDED = 8.0  # bytes an element that a gradient takes to be added to a sum by a kernel of its own
 UNFUSED_TRAFFIC = 2.0  # bytes moved by unfused elementwise kernels, relative to a fused one
+UNFUSED_NORM = 4.0  # of a norm in fp32: cast, square, mean, scale, cast back, weight
+UNFUSED_ROTATION = 4.0  # cast, complex product, cast back
+UNFUSED_GATE = 5 / 3  # activation, then product
 
 
 class OperationTimes:
@@ -262,9 +265,12 @@ class OperationTimes:
         first is computed that could be multiplied beside the last message, and so for a sum."""
         return work * (1 - 1 / self.grid.tp) if self.in_parts else 0.0
 
-    def _elementwise(self, forward: float, backward: float) -> Times:
-        """Elementwise kernels that read and write these numbers of bytes."""
-        times = 1.0 if self.software.fused else UNFUSED_TRAFFIC
+    def _elementwise(
+        self, forward: float, backward: float, unfused: float = UNFUSED_TRAFFIC
+    ) -> Times:
+        """Elementwise kernels that read and write these numbers of bytes, or `unfused` times as
+        many if they are not fused."""
+        times = 1.0 if self.software.fused else unfused
         kernels = 1 if self.software.fused else 4
         gpu = self.gpu
         return Times(
@@ -276,7 +282,8 @@ class OperationTimes:
 
     def _norm(self) -> Times:
         size = self.hidden_bytes / self.parts
-        return self._elementwise(2 * size, 3 * size)
+        rms = self.model.normalization == "RMSNorm"  # a LayerNorm is one kernel
+        return self._elementwise(2 * size, 3 * size, UNFUSED_NORM if rms else UNFUSED_TRAFFIC)
 
     def _residual(self, *, joins: bool) -> Times:
         """The residual sum with the bias and dropout before it, forward and backward.
@@ -294,7 +301,8 @@ class OperationTimes:
     def _activation(self, elements: float) -> Times:
         reads = 2 if self.model.gated_linear_unit else 1
         size = elements * ELEMENT
-        return self._elementwise((reads + 1) * size, (2 * reads + 1) * size)
+        unfused = UNFUSED_GATE if reads > 1 else UNFUSED_TRAFFIC
+        return self._elementwise((reads + 1) * size, (2 * reads + 1) * size, unfused)
 
     def _core_attention(self) -> Times:
         model, tp = self.model, self.grid.tp
@@ -302,7 +310,7 @@ class OperationTimes:
         heads = model.num_attention_heads // tp
         mixed = self.tokens * ELEMENT * (model.q_size + model.k_size) / tp
         rotary = (
-            self._elementwise(2 * mixed, 2 * mixed)
+            self._elementwise(2 * mixed, 2 * mixed, UNFUSED_ROTATION)
             if model.position_embedding_type == "rope"
             else Times()
         )

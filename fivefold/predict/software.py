@@ -39,6 +39,9 @@ class Software:
         reduces_whole: whether gradients of a sharded optimizer are summed on every rank, which
             keeps its share: twice the bytes of a reduce-scatter (`allreduce_and_scatter` in
             DeepSpeed's ZeRO-1 and ZeRO-2).
+        broadcasts_updates: whether a rank updates whole parameters and broadcasts them in its
+            sharding group, where others gather shards: as many messages one after the other as
+            there are parameters or ranks, each of which visits every rank (InternLM's ZeRO-1).
         accumulates_apart: whether kernels of their own add a microbatch's weight gradients to those
             of the step; otherwise the multiplications that compute them do.
         gather_rate: bytes/s at which parameters are gathered and gradients reduced, whatever the
@@ -63,6 +66,7 @@ class Software:
     by_tensor: bool = False
     gathers_to_recompute: bool = False
     reduces_whole: bool = False
+    broadcasts_updates: bool = False
     accumulates_apart: bool = False
     gather_rate: float | None = None
     waits_for_hops: bool = False

@@ -11,7 +11,13 @@ from fivefold.mesh.buckets import buckets_of
 from fivefold.mesh.nodes import NodeSizes
 from fivefold.model.shape import StageParts
 from fivefold.predict.cluster import Cluster
-from fivefold.predict.communication import GroupSpan, all_reduce, reduce_scatter, span
+from fivefold.predict.communication import (
+    GroupSpan,
+    all_reduce,
+    broadcasts,
+    reduce_scatter,
+    span,
+)
 from fivefold.predict.software import Software
 from fivefold.predict.zeropp import gather_seconds, reduction_seconds
 
@@ -50,6 +56,8 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         seconds = sum(all_reduce(cluster, group, size * wire) for group, size in buckets)
         return Moves(0.0, seconds, len(buckets))
     whole = not parallel.sharding.splits_optimizer
+    grid = layout.grid
+    every = span(cluster, grid.dp_shard * grid.cp * grid.dp_replicate, grid.tp)
     in_pairs = parallel.ddp_reduce_scatter_with_fp32_accumulation
     rate = software.gather_rate
 
@@ -65,7 +73,7 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
         if rate:
             return sent / rate
         if software.reduces_whole:
-            return all_reduce(cluster, each.group, sent)
+            return all_reduce(cluster, every if each.group is shard else each.group, sent)
         scattered = reduce_scatter(cluster, each.group, sent, in_pairs=in_pairs)
         if parallel.zero_quantized_gradients:
             scattered = reduction_seconds(cluster, each.group, each.stride, each.node, each.shapes)
@@ -74,14 +82,34 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
 
     def total(seconds: Callable[[_Together], float], *, trained: bool) -> float:
         by_tensor, groups = software.by_tensor, (shard, expert)
-        every = _together(layout, spec, groups, by_tensor=by_tensor, trained=trained)
-        return sum(each.count * seconds(each) for each in every)
+        sent = _together(layout, spec, groups, by_tensor=by_tensor, trained=trained)
+        return sum(each.count * seconds(each) for each in sent)
 
+    arriving = 0.0 if whole else total(gathered, trained=False)
+    if software.broadcasts_updates and not whole:
+        arriving = _broadcast(layout, cluster, spec, (shard, expert))
     return Moves(
-        0.0 if whole else total(gathered, trained=False),
+        arriving,
         total(reduced, trained=True),
         len(spec.layers),
     )
+
+
+def _broadcast(
+    layout: Layout, cluster: Cluster, spec: StageParts, groups: tuple[GroupSpan, GroupSpan]
+) -> float:
+    """Seconds in which ranks broadcast the parameters of a stage that they have updated."""
+    seconds = 0.0
+    for group in dict.fromkeys(groups):
+        own = [
+            each
+            for each in _together(layout, spec, groups, by_tensor=True, trained=True)
+            if each.group == group
+        ]
+        size = 2.0 * sum(each.size * each.count for each in own)
+        messages = min(group.size, sum(each.count for each in own))
+        seconds += broadcasts(cluster, group, size, messages)
+    return seconds
 
 
 @dataclass(frozen=True)

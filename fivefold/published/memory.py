@@ -12,8 +12,9 @@ from fivefold.counts.policy import StatePolicy, megatron_policy
 from fivefold.layout import Layout
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.memory import peak_memory
-from fivefold.published.frameworks import framework_of
+from fivefold.published.frameworks.framework import Framework
 from fivefold.published.row import PublishedRow
+from fivefold.published.runs import Choice
 
 _COMMUNICATOR = 1e9  # of NCCL, on H100s: 0.7 to 3.3 GB in its issues 964 and 1685
 
@@ -31,9 +32,9 @@ class Peak:
     fits: bool
 
 
-def published_peak(row: PublishedRow, layout: Layout, cluster: Cluster) -> Peak:
-    """The peak memory of a row's run in a layout."""
-    replay = framework_of(row.source).replay
+def published_peak(row: PublishedRow, choice: Choice, cluster: Cluster) -> Peak:
+    """The peak memory of a row's run in one of its configurations."""
+    layout, replay = choice.layout, choice.framework.replay
     if replay is not None and not layout.config.model.num_experts:
         left = cluster.gpu.memory_bytes - cluster.reserved_bytes
         left -= replay.communicators * _COMMUNICATOR
@@ -41,9 +42,10 @@ def published_peak(row: PublishedRow, layout: Layout, cluster: Cluster) -> Peak:
         most = [rank.most_reserved for rank in ranks]
         reported = most[0] if replay.reports_first else max(most)
         return Peak(reported, not any(rank.overflowed for rank in ranks))
-    run = replace(layout, config=layout.config.with_values(**_loss_of(row)))
+    loss = {} if choice.framework.separate_loss else _loss_of(row)
+    run = replace(layout, config=layout.config.with_values(**loss))
     full = replace(cluster, memory_margin=0.0)  # it ran, or did not
-    predicted = peak_memory(run, full, policy=_policy_of(layout))
+    predicted = peak_memory(run, full, policy=_policy_of(layout, choice.framework))
     return Peak(predicted.max_allocated, predicted.fits)
 
 
@@ -52,10 +54,22 @@ def _extremes(layout: Layout) -> list[int]:
     return sorted({0, min(1, layout.grid.pp - 1), layout.grid.pp - 1})
 
 
-def _policy_of(layout: Layout) -> StatePolicy | None:
-    """The state policy of Megatron-LM; that of Fivefold if weights are sharded, too."""
+def _policy_of(layout: Layout, framework: Framework) -> StatePolicy | None:
+    """The state policy of a framework, of Megatron-LM, or of Fivefold if weights are sharded."""
     sharding = layout.config.parallel.sharding
-    return None if sharding.splits_parameters else megatron_policy(sharding.splits_optimizer)
+    if framework.held is None:
+        return None if sharding.splits_parameters else megatron_policy(sharding.splits_optimizer)
+    copy, gradient, master, moments = framework.held
+    return StatePolicy(
+        copy,
+        gradient,
+        master,
+        moments,
+        splits_copy=sharding.splits_parameters,
+        splits_gradient=sharding.splits_gradients,
+        splits_optimizer=sharding.splits_optimizer,
+        fresh=2.0,
+    )
 
 
 def _loss_of(row: PublishedRow) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from fivefold.config.config import Config
 from fivefold.layout import Layout
 from fivefold.model.shape import layer_weights
 from fivefold.pipeline.stages import StageSpec, layout_string
-from fivefold.published.framework import Framework
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op
 
@@ -186,16 +185,3 @@ def by_weights(config: Config, stages: int) -> str:
         StageSpec(s == 0, tuple(n for n, stage in enumerate(of) if stage == s), s == last)
         for s in range(stages)
     )
-
-
-NANOTRON = Framework(
-    "nanotron",
-    attention="flash2",
-    by_tensor=True,
-    overlaps_shards=False,  # it has no hooks on gradients that it shards and sums in fp32
-    overlaps_gather=False,  # but after the optimizer's step
-    divide=by_weights,
-    whole_attention=True,
-    gigabyte=2.0**30,
-    replay=Nanotron,
-)

@@ -134,13 +134,6 @@ class PublishedRow:
         )
         return f"{self.cells['model']} on {self.cells['ngpu']} {self.cells['gpu']} {layout}"
 
-    @property
-    def is_old_megatron(self) -> bool:
-        """Whether it is a Megatron-LM of 2021 or 2022: unfused attention, dropout, no overlap."""
-        return self.text("flops_conv") == "hfu96" or (
-            self.text("prec") == "fp16" and self.text("gpu").startswith("a100")
-        )
-
 
 def read_rows(path: Path) -> list[PublishedRow]:
     """The rows of a file.
@@ -209,8 +202,13 @@ def _holds(column: str, text: str) -> bool:
     return range_.holds(int(number) if range_.whole and number.is_integer() else number)
 
 
-def model_of(row: PublishedRow) -> ModelConfig:
+def model_of(row: PublishedRow, *, drops_scores: bool = False) -> ModelConfig:
     """The model of a row: from its shape if the row gives it, else the preset of that name.
+
+    Args:
+        row: row of a file.
+        drops_scores: whether a GPT's attention has dropout of its own, as it had where scores were
+            held in memory.
 
     Raises:
         DataError: the row has neither a shape nor a known name.
@@ -218,7 +216,7 @@ def model_of(row: PublishedRow) -> ModelConfig:
     base = _preset(row.text("model"))
     layers, hidden, heads = row.whole("L"), row.whole("h"), row.whole("heads")
     if base is not None:
-        dropout = base.attention_dropout if row.is_old_megatron else 0.0  # else inside the kernel
+        dropout = base.attention_dropout if drops_scores else 0.0  # else inside the kernel
         vocab = row.whole("vocab") or base.vocab_size
         changed = replace(base, vocab_size=vocab, attention_dropout=dropout)
         if layers in (None, base.num_layers) and hidden in (None, base.hidden_size):
@@ -227,7 +225,7 @@ def model_of(row: PublishedRow) -> ModelConfig:
             return _cut_down(changed, layers or base.num_layers)
     if not (layers and hidden and heads):
         raise DataError(f"neither a shape nor a known model: {row.cells['model']!r}")
-    return _from_shape(row, layers, hidden, heads)
+    return _from_shape(row, layers, hidden, heads, drops_scores=drops_scores)
 
 
 def _preset(name: str) -> ModelConfig | None:
@@ -253,7 +251,9 @@ def _cut_down(model: ModelConfig, layers: int) -> ModelConfig:
     return replace(model, **changes)
 
 
-def _from_shape(row: PublishedRow, layers: int, hidden: int, heads: int) -> ModelConfig:
+def _from_shape(
+    row: PublishedRow, layers: int, hidden: int, heads: int, *, drops_scores: bool
+) -> ModelConfig:
     """A dense model of this shape; other settings are chosen to match the size in its name."""
     name = row.text("model")
     gpt = any(word in name for word in ("gpt", "mt-nlg", "mpt", "opt", "bloom"))
@@ -276,7 +276,7 @@ def _from_shape(row: PublishedRow, layers: int, hidden: int, heads: int) -> Mode
         add_bias_linear=True,
         untie_embeddings_and_output_weights=False,
         hidden_dropout=0.1,
-        attention_dropout=0.1 if row.is_old_megatron else 0.0,
+        attention_dropout=0.1 if drops_scores else 0.0,
     )
     wanted = re.search(r"(\d+(?:\.\d+)?)\s*b\b", name)
     if gpt:
@@ -307,6 +307,9 @@ def cluster_of(row: PublishedRow) -> Cluster:
         if gpu is None:
             raise
         cluster = preset(gpu.name, row.whole("ngpu"))
+    own = row.whole("gpus_per_node")
+    if own:
+        cluster = replace(cluster, gpus_per_node=own)
     told = row.number("network")
     if told is None and (links := _LINKS.search(row.text("note"))):
         told = int(links[1]) * int(links[2]) / 8

@@ -1,8 +1,8 @@
 """Turns a published run into configurations, properties of its framework, and measurements.
 
-If a row leaves settings open (micro-batch, stages per rank, recomputation), there are several
-configurations. Properties that have no column (kernels of the time, habits of the framework) follow
-from general marks of the row, never from its results.
+If a row leaves settings open (micro-batch, stages per rank, recomputation, framework), there are
+several configurations. What no column gives follows from the framework and its release, never from
+the row's results.
 """
 
 import re
@@ -20,67 +20,69 @@ from fivefold.errors import ConfigError, DataError, FivefoldError
 from fivefold.layout import Layout
 from fivefold.model.shape import training_flops
 from fivefold.predict.software import Software
-from fivefold.published.frameworks import framework_of
+from fivefold.published.frameworks.framework import Framework
+from fivefold.published.frameworks.registry import frameworks_of
 from fivefold.published.row import OUT_OF_MEMORY, PublishedRow, cluster_of, model_of
 from fivefold.search.partitions import balanced_layout
 
 _TERA = 1e12
-_HIDDEN_TP = 0.6
-"""Share of a collective that others hide by cutting it and its multiplication into pieces: the
-first piece overlaps with nothing, and small pieces run slower."""
+_KERNELS: Mapping[str, Literal["best", "flash2", "flash1", "scores"]] = MappingProxyType(
+    {"cudnn": "best", "flash2": "flash2", "flash1": "flash1", "scores": "scores"}
+)
 
 
-def software_of(row: PublishedRow) -> Software:
-    """Properties of the framework, from the time of the run and the row's notes."""
-    note, framework = row.text("note"), framework_of(row.source)
-    # DeepSpeed is the only one of its time that shards parameters. In June 2021 it took 0.42 s of a
-    # forward to gather 10 GB inside a machine with NVLink (its issue 1174).
-    sharded = row.is_old_megatron and _strategy(row).splits_parameters
-    deepspeed = is_deepspeed(row)
-    return Software(
-        fused="eager" not in note.split() and framework.fused,
-        attention=_attention_of(row),
-        gathers_to_recompute=deepspeed,
-        gather_rate=10e9 / 0.42 if sharded else None,
-        reduces_whole=deepspeed and _strategy(row).zero_stage in (1, 2),
-        accumulates_apart=deepspeed or framework.accumulates_apart,
-        waits_for_hops=deepspeed,
-        scatters_hops=row.is_old_megatron and not deepspeed,
-        overlaps_backward_tp=row.text("flops_conv") != "hfu96" and framework.overlaps_backward_tp,
-        hidden_tp=_HIDDEN_TP,
-        eager_dx=False,
-        gradient_bytes=2.0 if row.text("prec") == "fp16" else None,
-        reduces_once=True,
-        joins_linears=framework.joins_linears,
+def software_of(row: PublishedRow, framework: Framework) -> Software:
+    """Kernels and habits of a framework in a row's run, and what the row tells of them."""
+    note, habits = row.text("note"), framework.software
+    stage, kind = _strategy(row, framework).zero_stage, row.text("prec")
+    wire = _wire_bytes(row) or habits.gradient_bytes or (2.0 if kind == "fp16" else None)
+    deterministic = "deterministic" in note.split()
+    graphs = row.whole("graphs")
+    return replace(
+        habits,
+        fused="eager" not in note.split() and habits.fused,
+        attention=_attention_of(row, habits),
+        gather_rate=habits.gather_rate if stage == 3 else None,
+        reduces_whole=habits.reduces_whole and stage in (1, 2),
+        broadcasts_updates=habits.broadcasts_updates and stage in (1, 2),
+        accumulates_apart=habits.accumulates_apart or deterministic,
+        gradient_bytes=wire,
         keeps_every_second=row.text("recomp") == "selective-op",
-        by_tensor=framework.by_tensor,
-        whole_graph=is_graphed(row),
+        whole_graph=is_graphed(row, framework) if graphs is None else bool(graphs),
         imbalance=1.2 if "dropless" in note else 1.0,
     )
 
 
-def _attention_of(row: PublishedRow) -> Literal["best", "flash2", "flash1", "scores"]:
-    """The attention kernel: as a note tells, or else that of the framework at the time."""
+def _wire_bytes(row: PublishedRow) -> float | None:
+    """Bytes of a gradient element on the wire, if the row tells."""
+    told = row.text("grads")
+    sizes = {"fp16": 2.0, "bf16": 2.0, "fp32": 4.0}
+    if told and told not in sizes:
+        raise DataError(f"grads must be one of {', '.join(sizes)}, not {told!r}")
+    return sizes.get(told)
+
+
+def _attention_of(
+    row: PublishedRow, habits: Software
+) -> Literal["best", "flash2", "flash1", "scores"]:
+    """The attention kernel: as its column or a note tells, or else that of the framework."""
+    column = row.text("attention")
+    if column:
+        if column not in _KERNELS:
+            raise DataError(f"attention must be one of {', '.join(_KERNELS)}, not {column!r}")
+        return _KERNELS[column]
     told = re.search(
         r"\b(cudnn)|\b(?:flash[ -]?(?:attention|attn)?|fa)[ -]?([12])?\b", row.text("note")
     )
     if told:
         return "best" if told[1] else "flash2" if told[2] == "2" else "flash1"
-    return "scores" if row.is_old_megatron else framework_of(row.source).attention
+    # cuDNN's kernels are not deterministic.
+    return "flash2" if "deterministic" in row.text("note").split() else habits.attention
 
 
-def is_deepspeed(row: PublishedRow) -> bool:
-    """Whether DeepSpeed's engine ran it: its name or a trainer on it is told, or fp16 is sharded,
-    which no other trainer of the time did."""
-    told = " ".join([row.source.lower(), row.text("model"), row.text("note")])
-    if any(word in told for word in ("deepspeed", "mt-nlg", "bloom", "neox", "pythia")):
-        return True
-    return row.text("prec") == "fp16" and _strategy(row).splits_optimizer
-
-
-def is_graphed(row: PublishedRow) -> bool:
+def is_graphed(row: PublishedRow, framework: Framework) -> bool:
     """Whether a step was one CUDA graph, by its framework's recipes for experts in MXFP8."""
-    return framework_of(row.source).whole_graph and "mx" in row.text("prec")
+    return framework.software.whole_graph and "mx" in row.text("prec")
 
 
 def measured_seconds(row: PublishedRow, layout: Layout) -> float | None:
@@ -105,7 +107,7 @@ def measured_bytes(row: PublishedRow) -> float | None:
     if held is None:
         return None
     scale = {"gib": 2.0**30, "mib": 2.0**20, "mb": 1e6, "bytes": 1.0, "b": 1.0}
-    scale["gb"] = framework_of(row.source).gigabyte
+    scale["gb"] = frameworks_of(row)[0].gigabyte
     first = unit.partition(" ")[0]
     if first not in scale:
         raise DataError(f"mem_unit {unit!r} does not begin with one of {', '.join(scale)}")
@@ -125,7 +127,7 @@ def _flops(row: PublishedRow, layout: Layout) -> float:
         h, layers = model.hidden_size, model.num_layers
         return 96 * layers * h * h * (1 + length / (6 * h) + model.vocab_size / (16 * layers * h))
     # NeMo's published tokens and FLOP/s agree with attention counted in full, Megatron's with half.
-    whole = framework_of(row.source).whole_attention
+    whole = frameworks_of(row)[0].whole_attention
     return training_flops(model, length, causal=not whole).total
 
 
@@ -136,38 +138,54 @@ class Choice:
     Attributes:
         layout: the checked layout.
         complete: whether no important setting had to be guessed.
+        framework: framework that the run is taken to be of.
     """
 
     layout: Layout
     complete: bool
+    framework: Framework
 
 
 def row_layouts(row: PublishedRow) -> tuple[Choice, ...]:
-    """Every configuration that a row may mean.
+    """Every configuration that a row may mean, of every framework that it can be of.
 
     Raises:
         FivefoldError: there is none, because a setting is missing or settings contradict.
     """
-    model = model_of(row)
+    found: list[Choice] = []
+    problem: FivefoldError | None = None
+    for framework in frameworks_of(row):
+        try:
+            found += _of_framework(row, framework)
+        except FivefoldError as error:
+            problem = problem or error
+    if not found:
+        raise problem or DataError("nothing fits")
+    return tuple(found)
+
+
+def _of_framework(row: PublishedRow, framework: Framework) -> list[Choice]:
+    """Every configuration that a row may mean in one framework."""
+    model = model_of(row, drops_scores=_attention_of(row, framework.software) == "scores")
     world, batch, length = row.whole("ngpu"), row.whole("gbs"), row.whole("seq")
     if not (world and batch and length):
         raise DataError("no GPUs, global batch or sequence length")
     _check_ranks(row, world)
-    settings = _parallel(row, model) | _precision(row)
+    settings = _parallel(row, model, framework) | _precision(row, framework)
     model = replace(model, max_position_embeddings=max(model.max_position_embeddings, length))
     plain = Config(model).with_values(global_batch_size=batch, seq_length=length, **settings)
-    open_choices = list(_open(row, plain, world))
+    open_choices = list(_open(row, plain, world, framework))
     complete = len(open_choices) == 1
     found, problem = [], None
     for changes in open_choices:
         try:
             config = plain.with_values(**changes)
-            found.append(_layout(config, world, framework_of(row.source).divide))
+            found.append(_layout(config, world, framework.divide))
         except ConfigError as error:
             problem = error
     if not found:
         raise problem or DataError("nothing fits")
-    return tuple(Choice(layout, complete) for layout in found)
+    return [Choice(layout, complete, framework) for layout in found]
 
 
 def _check_ranks(row: PublishedRow, world: int) -> None:
@@ -209,13 +227,12 @@ def _layout(config: Config, world: int, divides: Callable[[Config, int], str] | 
     raise error
 
 
-def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
-    note, framework = row.text("note"), framework_of(row.source)
+def _parallel(row: PublishedRow, model: ModelConfig, framework: Framework) -> dict[str, Any]:
+    note = row.text("note")
     tp, pp, cp = (row.whole(axis) or 1 for axis in ("tp", "pp", "cp"))
     sharded = row.text("sp")
-    sequence = tp > 1 and (sharded == "1" or (not sharded and not row.is_old_megatron))
-    zero, strategy = row.text("zero"), _strategy(row)
-    waits = row.is_old_megatron or (is_deepspeed(row) and strategy.zero_stage == 1)
+    sequence = tp > 1 and (sharded == "1" or (not sharded and framework.sequence_parallel))
+    strategy = _strategy(row, framework)
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
@@ -223,32 +240,53 @@ def _parallel(row: PublishedRow, model: ModelConfig) -> dict[str, Any]:
         "sequence_parallel": sequence,
         "tp_comm_overlap": tp > 1 and ("async" in note or framework.overlaps_tp),
         "data_parallel_sharding_strategy": strategy.name,
-        "cross_entropy_loss_fusion": framework.fused_loss,
-        "overlap_grad_reduce": not waits
-        and (framework.overlaps_shards or strategy.zero_stage != 1),
-        "overlap_param_gather": not waits and framework.overlaps_gather,
+        "cross_entropy_loss_fusion": _told(row, "fused_loss", framework.fused_loss),
+        **_overlaps(row, framework, strategy.zero_stage),
+        **(framework.settings if cp > 1 else {}),
     }
     if model.num_experts:
-        settings["expert_model_parallel_size"] = row.whole("ep") or 1
-        across = settings["expert_model_parallel_size"] > cluster_of(row).gpus_per_node
-        pairs = "1f1b overlap" in note or (
-            is_graphed(row) and pp > 1 and row.text("recomp") != "full"
-        )
-        settings["overlap_moe_expert_parallel_comm"] = pairs
-        settings |= framework.expert_settings
-        # Whoever hides messages in pairs delays weight gradients, too.
-        settings["delay_wgrad_compute"] = settings["overlap_moe_expert_parallel_comm"]
-        settings["moe_token_dispatcher_type"] = "flex" if across or "deepep" in note else "alltoall"
-    hsdp = re.search(r"hsdp\s*(\d{1,7})x(\d{1,7})", zero)
-    if hsdp:
-        settings["num_distributed_optimizer_instances"] = int(hsdp.group(2))
+        settings |= _expert_settings(row, framework, pp)
+    replicas = re.fullmatch(r"(?:hsdp|[12])\s*(\d{1,7})x(\d{1,7})", row.text("zero"))
+    if replicas:
+        settings["num_distributed_optimizer_instances"] = int(replicas[2])
     return settings
 
 
-def _strategy(row: PublishedRow) -> Sharding:
-    zero = row.text("zero")
+def _told(row: PublishedRow, column: str, otherwise: bool) -> bool:
+    told = row.whole(column)
+    return otherwise if told is None else bool(told)
+
+
+def _overlaps(row: PublishedRow, framework: Framework, stage: int) -> dict[str, bool]:
+    """Whether data-parallel messages of a ZeRO stage run beside the backward and the forward."""
+    reduces = {0: framework.overlaps_replicas, 1: framework.overlaps_shards}.get(stage, True)
+    return {
+        "overlap_grad_reduce": _told(row, "overlap", reduces),
+        "overlap_param_gather": _told(row, "overlap", framework.overlaps_gather),
+    }
+
+
+def _expert_settings(row: PublishedRow, framework: Framework, pp: int) -> dict[str, Any]:
+    note, degree = row.text("note"), row.whole("ep") or 1
+    pairs = "1f1b overlap" in note or (
+        is_graphed(row, framework) and pp > 1 and row.text("recomp") != "full"
+    )
+    across = degree > cluster_of(row).gpus_per_node
+    settings: dict[str, Any] = {
+        "expert_model_parallel_size": degree,
+        "moe_token_dispatcher_type": "flex" if across or "deepep" in note else "alltoall",
+        "overlap_moe_expert_parallel_comm": pairs,
+        **framework.expert_settings,
+    }
+    # Whoever hides messages in pairs delays weight gradients, too.
+    settings["delay_wgrad_compute"] = settings["overlap_moe_expert_parallel_comm"]
+    return settings
+
+
+def _strategy(row: PublishedRow, framework: Framework) -> Sharding:
+    zero = row.text("zero").partition(" ")[0]
     if zero in ("", "n/a"):
-        zero = "0" if row.is_old_megatron else "1"
+        zero = str(framework.shards)
     elif re.match("fsdp|hsdp", zero):
         zero = "3"
     for sharding in SHARDING.values():
@@ -257,7 +295,7 @@ def _strategy(row: PublishedRow) -> Sharding:
     raise DataError(f"zero must be 0 to 3, FSDP or HSDP, not {zero!r}")
 
 
-def _precision(row: PublishedRow) -> dict[str, Any]:
+def _precision(row: PublishedRow, framework: Framework) -> dict[str, Any]:
     kind = row.text("prec")
     if "fp4" in kind:
         return {"fp4_format": "e2m1"}
@@ -273,19 +311,21 @@ def _precision(row: PublishedRow) -> dict[str, Any]:
         "mx": "mxfp8",
         "block": "blockwise",
     }
-    other = framework_of(row.source).fp8_recipe
-    recipe = next((name for mark, name in recipes.items() if mark in kind), other)
+    marked = (name for mark, name in recipes.items() if mark in kind)
+    recipe = next(marked, framework.fp8_recipe)
     return {"fp8_format": "hybrid", "fp8_recipe": recipe}
 
 
-def _open(row: PublishedRow, config: Config, world: int) -> Iterator[dict[str, Any]]:
+def _open(
+    row: PublishedRow, config: Config, world: int, framework: Framework
+) -> Iterator[dict[str, Any]]:
     """Every combination of the settings that the row does not give."""
     parallel = config.parallel
     pp = parallel.pipeline_model_parallel_size
     dp = world // (parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size) or 1
     each = max(config.training.global_batch_size // dp, 1)
     given = row.whole("mbs")
-    if not given and pp > 1 and framework_of(row.source).microbatch_a_rank:
+    if not given and pp > 1 and framework.microbatch_a_rank:
         given = max(each // pp, 1)
     sizes = [given] if given else [b for b in (1, 2, 4, 8) if each % b == 0]
     for size in sizes:

@@ -3,10 +3,10 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from math import exp, log
+from math import exp, hypot, log
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -15,6 +15,7 @@ from fivefold.errors import FivefoldError
 from fivefold.predict.cluster import Cluster
 from fivefold.predict.prediction import Prediction, precision_of
 from fivefold.predict.step import predict
+from fivefold.published.frameworks.framework import Framework
 from fivefold.published.memory import published_peak
 from fivefold.published.row import PublishedRow, cluster_of, read_rows
 from fivefold.published.runs import (
@@ -283,7 +284,7 @@ def report(path: Path, hardware: Hardware = cluster_of) -> ScoreReport:
 
 def _predicts_failure(row: PublishedRow, cluster: Cluster) -> bool:
     """Whether none of the configurations that a row may mean fits the memory."""
-    return not any(published_peak(row, choice.layout, cluster).fits for choice in row_layouts(row))
+    return not any(published_peak(row, choice, cluster).fits for choice in row_layouts(row))
 
 
 def prepare(
@@ -308,24 +309,38 @@ def _that_fit(row: PublishedRow, choices: Sequence[Choice], cluster: Cluster) ->
     if len(choices) == 1:
         return tuple(choices)
     limit = MEMORY_DOUBT * cluster.gpu.memory_bytes
-    peaks = [published_peak(row, choice.layout, cluster).reported for choice in choices]
+    peaks = [published_peak(row, choice, cluster).reported for choice in choices]
     fitting = [choice for choice, peak in zip(choices, peaks, strict=True) if peak <= limit]
     return tuple(fitting or choices)
 
 
 def score(case: Case, hardware: Hardware = cluster_of, *, with_memory: bool = True) -> Scored:
-    """Predict a row; of several configurations, its authors are assumed to use the fastest."""
-    cluster, software = hardware(case.row), software_of(case.row)
-    predictions = [predict(choice.layout, cluster, software) for choice in case.choices]
-    best = min(predictions, key=lambda prediction: prediction.step_time)
-    measured = measured_seconds(case.row, best.layout)
+    """Predict a row; of several configurations, its authors are assumed to use the fastest.
+
+    If the run can have been of several frameworks, the one in the middle counts, and the interval
+    is wider by how far they are apart.
+    """
+    row, cluster = case.row, hardware(case.row)
+    fastest: dict[Framework, tuple[Prediction, Choice]] = {}
+    for choice in case.choices:
+        found = predict(choice.layout, cluster, software_of(row, choice.framework))
+        known = fastest.get(choice.framework)
+        if known is None or found.step_time < known[0].step_time:
+            fastest[choice.framework] = found, choice
+    ordered = sorted(fastest.values(), key=lambda each: each[0].step_time)
+    best, choice = ordered[(len(ordered) - 1) // 2]
+    if len(ordered) > 1:
+        time = best.step_time
+        apart = max(abs(log(other.step_time / time)) for other, _ in ordered)
+        width = hypot(log(best.high / time), apart)
+        best = replace(best, low=time * exp(-width), high=time * exp(width))
+    measured = measured_seconds(row, best.layout)
     assert measured is not None
-    held = measured_bytes(case.row) if with_memory else None
+    held = measured_bytes(row) if with_memory else None
     memory = None
     if held is not None:
-        memory = published_peak(case.row, best.layout, cluster).reported, held
-    complete = case.choices[0].complete
-    return Scored(case.row, best, measured, complete, memory)
+        memory = published_peak(row, choice, cluster).reported, held
+    return Scored(row, best, measured, choice.complete, memory)
 
 
 _SWEEP = ("gpu", "model", "seq")

@@ -12,7 +12,6 @@ from math import inf, prod
 
 from fivefold.counts.state import held
 from fivefold.layout import Layout
-from fivefold.published.framework import Framework
 from fivefold.published.replay.step import Replay, weight_shapes
 from fivefold.published.replay.tape import Op, again, saved_by
 from fivefold.published.row import PublishedRow
@@ -329,14 +328,3 @@ def _multiply(
         backward_scratch=backward,
         is_matmul=True,
     )
-
-
-TORCHTITAN = Framework(
-    "torchtitan",
-    attention="flash2",
-    joins_linears=False,
-    overlaps_backward_tp=False,
-    microbatch_a_rank=True,
-    whole_attention=True,
-    replay=Torchtitan,
-)

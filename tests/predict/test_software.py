@@ -4,6 +4,7 @@ import pytest
 
 from fivefold.model.description import LayerKind
 from fivefold.predict.cluster import preset
+from fivefold.predict.communication import broadcasts, gather, span
 from fivefold.predict.compute import attention, attention_share, matmul, score_matrices
 from fivefold.predict.layer import LayerTimes
 from fivefold.predict.software import Software
@@ -125,3 +126,45 @@ def test_no_layer_waits_for_the_host_in_one_graph():
     issued = LayerTimes(layout, H100, Software())
     assert graphed.host(kind) == 0.0 < issued.host(kind)
     assert graphed.layer(kind, False).total.forward < issued.layer(kind, False).total.forward
+
+
+def test_owners_that_broadcast_pay_a_ring_s_latency_for_each_message():
+    cluster = preset("A100-80", 1024)
+    group = span(cluster, 1024, 1)
+    one, many = (broadcasts(cluster, group, 1e9, messages) for messages in (1, 291))
+    hops = 896 * cluster.node_link.latency + 127 * cluster.network_link.latency
+    assert many - one == pytest.approx(290 * hops)
+    assert one == pytest.approx(gather(cluster, group, 1e9), rel=0.01)
+    assert broadcasts(cluster, span(cluster, 1, 1), 1e9, 291) == 0
+
+
+def test_broadcasting_whole_parameters_grows_with_the_ranks_that_shard():
+    def communication(world, *, broadcasts_updates, **settings):
+        layout = planned("llama3-8b", world, mbs=1, gbs=world, zero="optim", **settings)
+        habits = Software(broadcasts_updates=broadcasts_updates)
+        found = predict(layout, preset("A100-80", world), habits)
+        return next(part.seconds for part in found.parts if part.name == "DP communication")
+
+    def more(world, **settings):
+        with_, without = (
+            communication(world, broadcasts_updates=b, **settings) for b in (True, False)
+        )
+        return with_ - without
+
+    off = {"overlap_param_gather": False}
+    assert 0 < more(64, **off) < more(1024, **off)
+    few = {"num_distributed_optimizer_instances": 128, **off}
+    assert more(1024, **few) < 0.1 * more(1024, **off)
+
+
+def test_eager_kernels_cost_most_where_one_would_do():
+    layout = planned("llama3-8b", 8, mbs=1, gbs=8)
+    fused, eager = (
+        LayerTimes(layout, H100, Software(fused=fused)).operations(LayerKind())
+        for fused in (True, False)
+    )
+    norm, act = (
+        eager[name].compute.forward / fused[name].compute.forward
+        for name in ("mlp_norm", "mlp_act")
+    )
+    assert norm > 2 > act > 1

@@ -20,7 +20,7 @@ def rows(source: str) -> list[PublishedRow]:
 
 
 def error(row: PublishedRow) -> float:
-    peak = published_peak(row, row_layouts(row)[0].layout, cluster_of(row))
+    peak = published_peak(row, row_layouts(row)[0], cluster_of(row))
     assert peak.fits  # it ran
     measured = measured_bytes(row)
     assert measured is not None
@@ -75,9 +75,9 @@ def test_no_run_of_megatron_that_ran_is_predicted_to_fail() -> None:
     """What it allocates itself is held to published figures in test_memory.py."""
     for row in rows("SimuMax") + rows("golden"):
         cluster = cluster_of(row)
-        assert any(
-            published_peak(row, choice.layout, cluster).fits for choice in row_layouts(row)
-        ), row.name
+        assert any(published_peak(row, choice, cluster).fits for choice in row_layouts(row)), (
+            row.name
+        )
 
 
 def reserved(row: PublishedRow, microbatches: int, **cells: str) -> float:
@@ -89,7 +89,7 @@ def reserved(row: PublishedRow, microbatches: int, **cells: str) -> float:
     )
     (choice,) = row_layouts(other)
     assert choice.layout.num_microbatches == microbatches
-    return published_peak(other, choice.layout, cluster_of(other)).reported / 2**30
+    return published_peak(other, choice, cluster_of(other)).reported / 2**30
 
 
 def test_further_microbatches_cost_a_pipeline_their_logits_and_else_nothing() -> None:
@@ -106,6 +106,6 @@ def test_recomputation_lowers_what_is_reserved(recompute: str, smaller: float) -
     peaks = []
     for way in ("none", recompute):
         other = PublishedRow(row.line, {**row.cells, "recomp": way})
-        layout = row_layouts(other)[0].layout
-        peaks.append(published_peak(other, layout, cluster_of(other)).reported)
+        choice = row_layouts(other)[0]
+        peaks.append(published_peak(other, choice, cluster_of(other)).reported)
     assert peaks[1] < smaller * peaks[0]

@@ -6,14 +6,16 @@ import pytest
 
 from fivefold.errors import DataError
 from fivefold.model.shape import count_parameters
+from fivefold.published.frameworks.registry import FRAMEWORKS, frameworks_of
 from fivefold.published.row import COLUMNS, PublishedRow, cluster_of, model_of, read_rows
 from fivefold.published.runs import (
-    is_deepspeed,
+    is_graphed,
     measured_bytes,
     measured_seconds,
     row_layouts,
     software_of,
 )
+from fivefold.published.score import prepare, score
 
 GIVEN = {
     "src": "someone",
@@ -35,6 +37,12 @@ GIVEN = {
 
 def row(**cells):
     return PublishedRow(2, MappingProxyType(dict.fromkeys(COLUMNS, "") | GIVEN | cells))
+
+
+def software(one):
+    """The software of a row that can be of one framework only."""
+    (framework,) = frameworks_of(one)
+    return software_of(one, framework)
 
 
 def only_layout(**cells):
@@ -69,7 +77,7 @@ def test_a_shape_is_completed_so_that_it_has_the_parameters_of_its_name():
     assert count_parameters(tied).total / 1e9 == pytest.approx(1.34, rel=0.01)
     gpt = model_of(row(model="GPT-1.3B", L="16", **shape))
     assert not gpt.gated_linear_unit and gpt.attention_dropout == 0
-    assert model_of(row(model="GPT-1.3B", L="16", flops_conv="HFU96", **shape)).attention_dropout
+    assert model_of(row(model="GPT-1.3B", L="16", **shape), drops_scores=True).attention_dropout
     wide = {"h": "4096", "heads": "32", "kv": "8", "vocab": "131072"}
     apart = model_of(row(model="GPT-7B", L="32", **wide))
     assert apart.untie_embeddings_and_output_weights
@@ -119,11 +127,11 @@ def test_degrees_that_do_not_make_up_the_gpus_are_refused():
 
 
 def test_old_rows_hold_scores_and_hide_nothing():
-    old = row(gpu="A100-80", prec="fp16", flops_conv="HFU96", ngpu="64")
-    assert software_of(old).attention == "scores"
-    assert not software_of(old).overlaps_backward_tp
-    assert software_of(row()).attention != "scores"
-    assert not software_of(row(note="eager")).fused
+    old = row(gpu="A100-80", framework="megatron", release="2021", zero="0")
+    assert software(old).attention == "scores"
+    assert not software(old).overlaps_backward_tp
+    assert software(row()).attention != "scores"
+    assert not software(row(note="eager")).fused
 
 
 def test_times_are_comparable_whatever_was_reported():
@@ -163,15 +171,69 @@ def test_files_without_the_columns_are_refused(tmp_path):
         read_rows(tmp_path / "none.csv")
 
 
-def test_sharded_fp16_is_of_deepspeed_which_hides_nothing():
-    for told in ({"prec": "fp16", "gpu": "A100-80"}, {"model": "Pythia-12B"}, {"src": "NeoX 20B"}):
-        assert is_deepspeed(row(**told))
-    assert not is_deepspeed(row()) and not is_deepspeed(row(prec="fp16", zero="0"))
-    cells = {"prec": "fp16", "gpu": "A100-80", "ngpu": "128"}
-    software, layout = software_of(row(**cells)), only_layout(**cells)
-    assert software.reduces_whole and software.accumulates_apart
+def test_deepspeed_hides_nothing_of_zero_1():
+    for told in ({"note": "DeepSpeed"}, {"model": "Pythia-12B"}, {"src": "NeoX 20B"}):
+        assert software(row(**told)).reduces_whole
+    cells = {"framework": "megatron-deepspeed", "release": "2022", "gpu": "A100-80", "ngpu": "128"}
+    one = row(**cells)
+    assert software(one).reduces_whole and software(one).accumulates_apart
+    assert not software(row(**cells, zero="3")).reduces_whole
+    layout = only_layout(**cells)
     assert not layout.config.parallel.overlap_grad_reduce
     assert not layout.config.parallel.overlap_param_gather
+
+
+def test_a_framework_is_found_by_its_own_names_and_release():
+    def entry(**cells):
+        (found,) = frameworks_of(row(**cells))
+        return found.name, found.since
+
+    assert entry(src="NeMo 24.07") == entry(framework="nemo", release="24.07") == ("nemo", ())
+    assert entry(src="NeMo 25.02 on DGX") == ("nemo", (25,))
+    assert entry(framework="megatron", release="core_r0.12") == ("megatron", (2023, 11))
+    assert entry(framework="megatron", release="2022-05") == ("megatron", (2022,))
+    assert entry(note="PyTorch FSDP, HSDP")[0] == "fsdp"
+    assert entry(src="NeMo AutoModel")[0] == "automodel"
+    # What is told counts for more than what is named.
+    assert entry(src="nanotron", framework="torchtitan")[0] == "torchtitan"
+    for entries in FRAMEWORKS:
+        assert entries[0].since == () and entries[0].mark
+        assert [each.since for each in entries] == sorted(each.since for each in entries)
+        assert len({each.name for each in entries}) == 1
+
+
+def test_fp16_on_an_a100_may_be_several_frameworks_and_the_interval_says_so():
+    cells = {"gpu": "A100-80", "prec": "fp16", "model": "GPT3-175B", "seq": "2048"}
+    unknown = row(**cells)
+    assert len(frameworks_of(unknown)) > 1
+    (case,), _ = prepare([unknown])
+    (told,), _ = prepare([row(**cells, framework="megatron", release="2024")])
+    doubt, known = (score(each).prediction for each in (case, told))
+    assert doubt.high / doubt.low > 1.02 * known.high / known.low
+    assert len({choice.framework.name for choice in case.choices}) > 1
+
+
+def test_columns_count_for_more_than_habits():
+    plain, told = row(), row(attention="flash1", grads="bf16", graphs="1", fused_loss="1")
+    assert software(told).attention == "flash1" and software(told).whole_graph
+    assert software(told).gradient_bytes == 2 and software(plain).gradient_bytes is None
+    (choice,) = row_layouts(row(fused_loss="1", overlap="0"))
+    assert choice.layout.config.memory.cross_entropy_loss_fusion
+    assert not choice.layout.config.parallel.overlap_grad_reduce
+    for wrong in ({"attention": "fast"}, {"grads": "fp8"}):
+        with pytest.raises(DataError, match="must be one of"):
+            row_layouts(row(**wrong)), software(row(**wrong))
+
+
+def test_shards_of_some_ranks_are_repeated_in_the_others():
+    sixteen = {"tp": "1", "pp": "1", "ngpu": "128", "model": "Llama3-8B", "gbs": "128"}
+    layout = only_layout(zero="1 8x16", **sixteen)
+    assert (layout.grid.dp_shard, layout.grid.dp_replicate) == (8, 16)
+    assert layout.config.parallel.data_parallel_sharding_strategy == "optim"
+
+
+def test_a_node_may_have_fewer_gpus_than_usual():
+    assert cluster_of(row(gpus_per_node="4")).gpus_per_node == 4
 
 
 def test_a_network_that_is_told_is_that_of_a_node():
@@ -195,7 +257,8 @@ def test_a_network_that_is_told_is_that_of_a_node():
     ],
 )
 def test_a_kernel_that_a_note_tells_is_not_that_of_the_time(note, kernel):
-    assert software_of(row(gpu="A100-80", prec="fp16", zero="0", note=note)).attention == kernel
+    old = row(gpu="A100-80", zero="0", framework="megatron", release="2021", note=note)
+    assert software(old).attention == kernel
 
 
 def test_experts_in_mxfp8_are_one_graph_since_the_release_that_says_so():
@@ -203,7 +266,8 @@ def test_experts_in_mxfp8_are_one_graph_since_the_release_that_says_so():
         moe = {"model": "Qwen3_30B_a3B", "prec": "MXFP8", "ep": "8", "tp": "1", "gpu": "GB200"}
         moe["recomp"] = ""
         one = row(src=f"Megatron-Bridge {release}", **(moe | cells))
-        return software_of(one).whole_graph, row_layouts(one)[0].layout.config.parallel
+        (framework,) = frameworks_of(one)
+        return is_graphed(one, framework), row_layouts(one)[0].layout.config.parallel
 
     before, after = graphed("26.02"), graphed("26.06", pp="4")
     assert not before[0] and after[0]

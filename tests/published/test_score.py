@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fivefold.published.row import COLUMNS
 from fivefold.published.score import ranking, report
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.csv"
@@ -18,9 +17,10 @@ def some(tmp_path_factory):
     """Two sources whose rows say all, and a row of an unknown model."""
     path = tmp_path_factory.mktemp("score") / "some.csv"
     with RUNS.open(newline="") as file, path.open("w", newline="") as out:
-        writer = csv.DictWriter(out, COLUMNS)
+        reader = csv.DictReader(file)
+        writer = csv.DictWriter(out, reader.fieldnames or ())
         writer.writeheader()
-        for row in csv.DictReader(file):
+        for row in reader:
             if row["src"].startswith("Korthikanti"):
                 writer.writerow(row)
             if row["model"] == "Nemotron-340B":

@@ -1,0 +1,68 @@
+"""DeepSpeed's engine, and trainers on it."""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from fivefold.published.frameworks.framework import OTHERS, Framework
+
+# `allreduce_and_scatter` in its stage_1_and_2.py; gradients of microbatches are added by kernels of
+# their own; its pipelines wait for their messages.
+_ENGINE = replace(
+    OTHERS,
+    gathers_to_recompute=True,
+    reduces_whole=True,
+    accumulates_apart=True,
+    waits_for_hops=True,
+)
+# In June 2021 ZeRO-3 took 0.42 s of a forward to gather 10 GB inside a machine with NVLink (its
+# issue 1174).
+_GATHER_2021 = 10e9 / 0.42
+_FP16 = (2.0, 2.0, 4.0, 8.0)  # its gradients have the weights' type
+MEGATRON_DEEPSPEED: tuple[Framework, ...] = (
+    Framework(
+        "megatron-deepspeed",
+        r"megatron-?deepspeed|neox|pythia|bloom|bigscience|mt-nlg|glm-130b",
+        software=replace(
+            _ENGINE, attention="scores", gather_rate=_GATHER_2021, overlaps_backward_tp=False
+        ),
+        sequence_parallel=False,
+        overlaps_replicas=False,
+        overlaps_shards=False,
+        overlaps_gather=False,
+        held=_FP16,
+    ),
+    # With Megatron-LM's dX reduced beside dW.
+    Framework(
+        "megatron-deepspeed",
+        "",
+        (2022,),
+        replace(_ENGINE, attention="scores"),
+        sequence_parallel=False,
+        overlaps_replicas=False,
+        overlaps_shards=False,
+        overlaps_gather=False,
+        held=_FP16,
+    ),
+)
+DEEPSPEED: tuple[Framework, ...] = (
+    replace(MEGATRON_DEEPSPEED[0], name="deepspeed", mark="deepspeed|zero-?3 of deepspeed"),
+    # Parameters are gathered ahead of their layers (its prefetching of 2022).
+    Framework(
+        "deepspeed",
+        "",
+        (2022, 6),
+        replace(_ENGINE, attention="flash2"),
+        overlaps_replicas=False,
+        overlaps_shards=False,
+        overlaps_gather=False,
+    ),
+)
+XTUNER: tuple[Framework, ...] = (
+    replace(
+        DEEPSPEED[-1],
+        name="xtuner",
+        mark="xtuner",
+        since=(),
+        settings=MappingProxyType({"cp_comm_type": ("a2a",)}),  # DeepSpeed-Ulysses
+    ),
+)

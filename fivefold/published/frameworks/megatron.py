@@ -1,0 +1,47 @@
+"""Megatron-LM, by year: what its defaults and its published scripts turned on when."""
+
+from dataclasses import replace
+
+from fivefold.published.frameworks.framework import OTHERS, Framework
+
+# Narayanan et al. (2021): scores in memory, messages of a pipeline in shares, nothing overlapped.
+_EARLY = replace(OTHERS, attention="scores", scatters_hops=True)
+MEGATRON: tuple[Framework, ...] = (
+    Framework(
+        "megatron",
+        r"megatron(?!-?deepspeed|-?bridge|-?swift)",
+        software=replace(_EARLY, overlaps_backward_tp=False),
+        sequence_parallel=False,
+        shards=0,
+        overlaps_replicas=False,
+        overlaps_shards=False,
+        overlaps_gather=False,
+    ),
+    # Korthikanti et al. (2022): sequence parallelism, and dX reduced beside dW.
+    Framework(
+        "megatron",
+        "",
+        (2022,),
+        _EARLY,
+        sequence_parallel=False,
+        shards=0,
+        overlaps_replicas=False,
+        overlaps_shards=False,
+        overlaps_gather=False,
+    ),
+    # --use-flash-attn (January 2023); --overlap-grad-reduce came with core 0.3, in the summer, and
+    # --overlap-param-gather with core 0.4, in autumn.
+    Framework(
+        "megatron",
+        "",
+        (2023,),
+        replace(OTHERS, attention="flash2"),
+        overlaps_replicas=False,
+        overlaps_shards=False,
+        overlaps_gather=False,
+    ),
+    # Its scripts of 2024 turn on all overlaps, in tensor parallelism, too.
+    Framework("megatron", "", (2023, 11)),
+)
+CORE_RELEASES = {4: (2023, 11), 7: (2024, 6), 9: (2024, 10), 12: (2025, 5), 14: (2025, 10)}
+"""Year and month of releases core_r0.N."""

@@ -1,0 +1,25 @@
+"""NeMo and Megatron-Bridge, by release of their containers."""
+
+from dataclasses import replace
+
+from fivefold.published.frameworks.framework import OTHERS, Framework
+
+NEMO: tuple[Framework, ...] = (
+    # Transformer Engine chose FlashAttention-2, and scaled by earlier steps' largest values.
+    Framework(
+        "nemo",
+        r"\bnemo\b(?!-?automodel)",
+        software=replace(OTHERS, attention="flash2"),
+        overlaps_tp=True,
+        fp8_recipe="delayed",
+        whole_attention=True,
+    ),
+    # Since 1.8 it prefers cuDNN's attention on Hopper.
+    Framework("nemo", "", (24, 9), overlaps_tp=True, fp8_recipe="delayed", whole_attention=True),
+    Framework("nemo", "", (25,), overlaps_tp=True, whole_attention=True),
+)
+BRIDGE: tuple[Framework, ...] = (
+    Framework("bridge", r"megatron-?bridge", overlaps_tp=True),
+    # Its recipes since June 2026 (perf_recipes, `cuda_graph_impl = "full_iteration"`).
+    Framework("bridge", "", (26, 6), replace(OTHERS, whole_graph=True), overlaps_tp=True),
+)

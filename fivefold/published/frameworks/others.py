@@ -1,0 +1,67 @@
+"""Trainers of one laboratory each."""
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from fivefold.published.frameworks.framework import OTHERS, Framework
+from fivefold.published.nanotron import Nanotron, by_weights
+from fivefold.published.torchtitan import Torchtitan
+
+HAI_LLM: tuple[Framework, ...] = (
+    Framework(
+        "hai-llm",
+        r"hai-?llm|deepseek-v3 report",
+        fp8_recipe="blockwise",  # as its report describes, and so
+        expert_settings=MappingProxyType(  # DualPipe, which hides the all-to-alls
+            {"overlap_moe_expert_parallel_comm": True, "pipeline_schedule": "dualpipe"}
+        ),
+    ),
+)
+# Fully sharded, without freeing parameters after the forward (Llama 3, section 3.3.2).
+META: tuple[Framework, ...] = (Framework("meta", "llama3 t4"),)
+# Every rank of a sharding group broadcasts the parameters that it has updated, whole tensors each,
+# and gradients are summed on all ranks in buckets, beside the last backward
+# (`broadcast_params`, `_partition_param_list` in its hybrid_zero_optim.py).
+INTERNLM: tuple[Framework, ...] = (
+    Framework(
+        "internlm",
+        r"intern(lm|evo)",
+        software=replace(
+            OTHERS,
+            attention="flash1",
+            reduces_whole=True,
+            accumulates_apart=True,
+            broadcasts_updates=True,
+            gradient_bytes=2.0,
+        ),
+        sequence_parallel=False,
+        overlaps_gather=False,
+        fused_loss=True,
+        held=(2.0, 2.0, 4.0, 8.0),
+    ),
+)
+NANOTRON: tuple[Framework, ...] = (
+    Framework(
+        "nanotron",
+        "nanotron",
+        software=replace(OTHERS, attention="flash2", by_tensor=True),
+        overlaps_shards=False,  # it has no hooks on gradients that it shards and sums in fp32
+        overlaps_gather=False,  # but after the optimizer's step
+        divide=by_weights,
+        whole_attention=True,
+        gigabyte=2.0**30,
+        replay=Nanotron,
+    ),
+)
+TORCHTITAN: tuple[Framework, ...] = (
+    Framework(
+        "torchtitan",
+        "torchtitan",
+        software=replace(
+            OTHERS, attention="flash2", joins_linears=False, overlaps_backward_tp=False
+        ),
+        microbatch_a_rank=True,
+        whole_attention=True,
+        replay=Torchtitan,
+    ),
+)

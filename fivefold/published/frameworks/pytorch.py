@@ -1,0 +1,43 @@
+"""Trainers that shard by PyTorch's FSDP or XLA."""
+
+from dataclasses import replace
+
+from fivefold.published.frameworks.framework import OTHERS, Framework
+
+# PyTorch's attention chose FlashAttention-2; linear layers are those of the model's code.
+_EAGER = replace(OTHERS, attention="flash2", overlaps_backward_tp=False, joins_linears=False)
+FSDP: tuple[Framework, ...] = (
+    # Mixed precision reduces gradients in bf16 in these trainers (`reduce_dtype`).
+    Framework(
+        "fsdp",
+        r"\bfsdp\b|\bhsdp\b|tinyllama|lit-?gpt|olmo|fairscale",
+        software=replace(_EAGER, gradient_bytes=2.0),
+        separate_loss=True,
+        whole_attention=True,
+    ),
+)
+# It builds models in bf16, so that gradients, weights and moments have that type.
+KEMPNER: tuple[Framework, ...] = (
+    Framework(
+        "kempnerforge",
+        "kempner",
+        software=replace(_EAGER, gradient_bytes=2.0),
+        separate_loss=True,
+        whole_attention=True,
+        held=(2.0, 2.0, 2.0, 4.0),
+    ),
+)
+AUTOMODEL: tuple[Framework, ...] = (Framework("automodel", "automodel", software=OTHERS),)
+MAXTEXT: tuple[Framework, ...] = (
+    Framework("maxtext", "maxtext", software=OTHERS, whole_attention=True),
+)
+FOUNDRY: tuple[Framework, ...] = (
+    Framework(
+        "llm-foundry",
+        "foundry|mosaic",
+        software=replace(OTHERS, attention="flash1", fused=False),
+        fused_loss=True,  # FlashAttention's, by default
+        fp8_recipe="delayed",
+        whole_attention=True,
+    ),
+)
