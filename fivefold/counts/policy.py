@@ -26,6 +26,7 @@ class StatePolicy:
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
         compute: bytes of a weight in the compute dtype.
+        narrow_copy: like `copy`, of a weight that 8-bit linear layers multiply with.
         unpacking: bytes of a layer's weights while they are made from a narrower message.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
@@ -36,6 +37,7 @@ class StatePolicy:
     """
 
     copy: float
+    narrow_copy: float
     gradient: float
     master: float
     moments: float
@@ -84,8 +86,10 @@ def engine_policy(config: Config) -> StatePolicy:
     memory = config.memory
     compute, master = ELEMENT_BYTES[precision], max(4, ELEMENT_BYTES[precision])
     shared = sharding.splits_optimizer
+    copy = compute if shared or compute != master else 0
     return StatePolicy(
-        copy=compute if shared or compute != master else 0,
+        copy=copy,
+        narrow_copy=1 if config.training.fp8_param_gather and shared else copy,
         gradient=master,
         master=master,
         moments=sum(2 if few else master for few in config.optimizer.rounds_moments),
@@ -118,6 +122,7 @@ def megatron_policy(splits_optimizer: bool) -> StatePolicy:
     """
     return StatePolicy(
         copy=2,
+        narrow_copy=2,
         gradient=4,
         master=4,
         moments=8,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from fivefold.config.parallel import ParallelConfig
+from fivefold.config.training import TrainingConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -37,6 +38,7 @@ class Policy:
         overlap_param_gather: whether to prefetch the next block's parameters.
         quantised_weights: whether weights are gathered as INT8.
         quantised_gradients: whether gradients are reduced as INT4.
+        gathers_8_bits: whether weights of 8-bit linear layers are gathered as they are multiplied.
     """
 
     shards: bool
@@ -51,6 +53,7 @@ class Policy:
     overlap_param_gather: bool
     quantised_weights: bool
     quantised_gradients: bool
+    gathers_8_bits: bool
 
     @property
     def needs_fsdp(self) -> bool:
@@ -58,9 +61,9 @@ class Policy:
         return self.shards or self.compute_dtype != self.master_dtype
 
 
-def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
-    """The settings of a sharding strategy and a precision."""
-    sharding = parallel.sharding
+def make_policy(parallel: ParallelConfig, training: TrainingConfig) -> Policy:
+    """The settings of a sharding strategy and of what is computed in."""
+    sharding, precision = parallel.sharding, training.precision
     master = torch.float64 if precision == "fp64" else torch.float32
     wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else master
     return Policy(
@@ -76,4 +79,5 @@ def make_policy(parallel: ParallelConfig, precision: str) -> Policy:
         overlap_param_gather=parallel.overlap_param_gather,
         quantised_weights=parallel.zero_quantized_weights,
         quantised_gradients=parallel.zero_quantized_gradients,
+        gathers_8_bits=training.fp8_param_gather,
     )

@@ -30,7 +30,7 @@ def build_optimizer(model: ParallelModel, device: torch.device) -> Optimizer:
         away,
         {name: model.records[name].counted for name in away},
         config.optimizer,
-        make_policy(config.parallel, config.training.precision).master_dtype,
+        make_policy(config.parallel, config.training).master_dtype,
         HostLink(device),
         places,
         None if folder is None else Path(folder),
