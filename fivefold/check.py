@@ -39,7 +39,7 @@ from fivefold.mesh.rules import (
     check_tensor_overlap,
     check_tensor_parallel,
 )
-from fivefold.model.fp8_rules import check_eight_bit
+from fivefold.model.fp8_rules import check_eight_bit, check_gathered, check_gathered_by
 from fivefold.model.fusion_rules import check_fusions
 from fivefold.pipeline.automatic_split import automatic_split
 from fivefold.pipeline.costs import Footprint
@@ -122,6 +122,7 @@ def _check(
     check_data_parallel(parallel, config.training.precision, mistakes)
     check_contradictions(config, mistakes)
     check_blocks(config, parallel, mistakes)
+    check_gathered(config, mistakes)
     if config.model.num_experts is not None:
         check_routing(config.experts, config.model, mistakes)
     _check_sequence(config, mistakes)
@@ -147,6 +148,7 @@ def _check(
     _check_in_flight_limit(layout, mistakes)
     _check_gathers(layout, mistakes)
     check_zeropp(layout.grid, parallel, config.model.num_experts is not None, mistakes)
+    check_gathered_by(layout.grid, config, mistakes)
     mistakes.raise_if_any()
     return layout
 

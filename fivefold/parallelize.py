@@ -80,6 +80,8 @@ class ParallelModel:
                 if isinstance(sharded := self.gradients[stage], ShardedStage)
                 for block in sharded.away(backward=backward, further=further)
             )
+        for gradients in self.gradients.values():
+            gradients.before_run()
         with self.limited:
             return self.executor.run(program, batches, scale)
 
@@ -323,7 +325,8 @@ def _install_eight_bit(config: Config, policy: Policy, stages: dict[int, Stage])
     for stage in stages.values():
         install_eight_bit(stage, products, config.memory.remade_modules)
     training = config.training
-    log.info("linear layers in fp8: %s, %s", training.fp8_format, training.fp8_recipe)
+    gathered = ", gathered in 8 bits" if training.fp8_param_gather else ""
+    log.info("linear layers in fp8: %s, %s%s", training.fp8_format, training.fp8_recipe, gathered)
 
 
 def _install_memory(

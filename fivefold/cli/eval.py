@@ -179,7 +179,7 @@ def _config(options: Options) -> Config:
         ),
         optimizer=OptimizerConfig(),
         logging=LoggingConfig(),
-    ).with_values(**{"eval_interval": 1, "label_smoothing": 0.0} | given)
+    ).with_values(**{"eval_interval": 1, "label_smoothing": 0.0, "fp8_param_gather": False} | given)
     config = without_orphans(config, [*given])[0]
     if not config.training.evaluates:
         works = ("--eval-iters 4", "--full-validation")

@@ -298,6 +298,13 @@ DEPENDENTS = (
         ("--fp8-format hybrid",),
     ),
     Dependents(
+        ("fp8_param_gather",),
+        "fp8_format",
+        lambda c: c.training.fp8_format is not None,
+        "gathers weights that are multiplied in 8 bits",
+        ("--fp8-format hybrid",),
+    ),
+    Dependents(
         ("compile_backend",),
         "compile",
         lambda c: c.training.compile,

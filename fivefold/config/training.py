@@ -37,6 +37,9 @@ class TrainingConfig:
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] = option(
         "delayed", "how 8-bit tensors are scaled"
     )
+    fp8_param_gather: bool = option(
+        False, "with fp8_format and sharded weights: gather those of linear layers in 8 bits"
+    )
     fp4_format: Literal["e2m1"] | None = option(
         None, "4-bit format of matrix multiplications on top of bf16"
     )

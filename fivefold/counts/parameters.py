@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fivefold.counts.state import num_expert_shards, num_shards
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.fp8_rules import in_eight_bits
 from fivefold.model.operations import Weight
 from fivefold.model.shape import EMBEDDING, canonical_name, embedding_names, stage_weights
 
@@ -31,6 +32,7 @@ class ParameterRecord:
         written: whether a checkpoint stores it as `stored`; False for copies.
         counted: whether this rank counts its elements in the global gradient norm; for every
             element exactly one rank does.
+        narrow: whether it is gathered in the 8 bits in which it is multiplied.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ParameterRecord:
     loaded: bool
     written: bool
     counted: bool
+    narrow: bool
 
 
 def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
@@ -79,6 +82,7 @@ def parameter_records(layout: Layout, rank: int) -> tuple[ParameterRecord, ...]:
                     and original
                     and place.first_replica
                     and (dim is not None or place.tp == 0),
+                    narrow=layout.config.training.fp8_param_gather and in_eight_bits(name, weight),
                 )
             )
     return tuple(records)

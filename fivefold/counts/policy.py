@@ -26,6 +26,7 @@ class StatePolicy:
         in_flight: number of layers whose copies are held at once if copies are sharded: the one
             that computes and those being gathered. Both ends of a stage are held while it runs.
         compute: bytes of a weight in the compute dtype.
+        narrow_copy: like `copy`, of a weight that 8-bit linear layers multiply with.
         unpacking: bytes of a layer's weights while they are made from a narrower message.
         offloaded: share of the parameters whose master and moments are in host memory, to which
             gradients leave when they are reduced; the device keeps them in the compute dtype.
@@ -37,6 +38,7 @@ class StatePolicy:
     """
 
     copy: float
+    narrow_copy: float
     gradient: float
     master: float
     moments: float
@@ -89,8 +91,10 @@ def engine_policy(config: Config) -> StatePolicy:
     shared = sharding.splits_optimizer
     types = config.optimizer.moment_types
     each = {"fp32": master, "bf16": 2, "fp8": 1 + 1 / BLOCK}
+    copy = compute if shared or compute != master else 0
     return StatePolicy(
-        copy=compute if shared or compute != master else 0,
+        copy=copy,
+        narrow_copy=1 if config.training.fp8_param_gather and shared else copy,
         gradient=gradient,
         master=master,
         moments=sum(each[kind] for kind in types),
@@ -124,6 +128,7 @@ def megatron_policy(splits_optimizer: bool) -> StatePolicy:
     """
     return StatePolicy(
         copy=2,
+        narrow_copy=2,
         gradient=4,
         master=4,
         moments=8,

@@ -21,6 +21,7 @@ from fivefold.counts.state import (
 from fivefold.data_parallel.blocks import GRADIENT_BITS, UnitSizes
 from fivefold.layout import Layout
 from fivefold.mesh.grid import EXPERT_AXES
+from fivefold.model.fp8_rules import num_scales
 from fivefold.pipeline.ir import Kind
 
 
@@ -90,6 +91,8 @@ class ShardedVolumes:
         sharding, of = self.parallel.sharding, self._unit_sizes(group, shards)
         trained = self._unit_sizes(group, shards, trained=True)
         padded = sum(sizes.blocks + sizes.wide for sizes in trained.values())
+        scales = self._num_scales(group)
+        yield Flow(axes[0], f"scales of {what}", wire_bytes("all_reduce", 4 * scales, shards))
         nodes = self.layout.node_sizes[group == "edp"]
         prefix = "edp_" if group == "edp" else ""
         often = self.gathers()
@@ -126,12 +129,20 @@ class ShardedVolumes:
         """Elements of this rank's shard of each unit that is gathered at once, padded; `trained`:
         only of what is trained."""
         units: defaultdict[tuple[int, str], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+        narrow: Counter[tuple[int, str]] = Counter()
         for record in self.records:
             if group in record.sums and record.trained >= trained:
                 part = held_of_experts if record.experts else held
                 size = part(record.shape, shards)
                 units[record.stage, unit_of(record.name)].append((record.shape, size))
-        return {unit: UnitSizes.of(parameters) for unit, parameters in units.items()}
+                narrow[record.stage, unit_of(record.name)] += record.narrow * size
+        return {unit: UnitSizes.of(of, narrow[unit]) for unit, of in units.items()}
+
+    def _num_scales(self, group: str) -> int:
+        """Scales on which ranks agree in a step, of the weights that are gathered in 8 bits."""
+        recipe = self.layout.config.training.fp8_recipe
+        narrow = (record for record in self.records if record.narrow and group in record.sums)
+        return sum(num_scales(record.shape, recipe) for record in narrow)
 
     def gathers(self) -> dict[int, int]:
         """How often each stage's parameters are gathered: by the program if it says so."""

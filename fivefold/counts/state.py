@@ -14,6 +14,7 @@ from fivefold.counts.policy import StatePolicy, engine_policy
 from fivefold.data_parallel.blocks import UnitSizes
 from fivefold.layout import Layout
 from fivefold.model.description import layer_kind
+from fivefold.model.fp8_rules import in_eight_bits
 from fivefold.model.shape import StageParts, WholeModel, layer_weights, stage_weights
 
 
@@ -68,17 +69,23 @@ class GatheredBlock:
     Attributes:
         dense: local shapes of parameters on the attention mesh, after tensor parallelism.
         experts: local shapes of parameters on the expert mesh, after expert and tensor parallelism.
+        narrow: elements of `dense` and of `experts` that 8-bit linear layers multiply with.
         count: number of such blocks in the stage.
     """
 
     dense: tuple[tuple[int, ...], ...]
     experts: tuple[tuple[int, ...], ...]
+    narrow: tuple[int, int]
     count: int = 1
 
     @property
     def size(self) -> int:
         """Elements of one block."""
         return sum(map(prod, (*self.dense, *self.experts)))
+
+    def copied(self, policy: StatePolicy) -> float:
+        """Bytes of a copy of one block to compute with."""
+        return self.size * policy.copy - sum(self.narrow) * (policy.copy - policy.narrow_copy)
 
 
 def stage_blocks(
@@ -118,6 +125,7 @@ def _block(
     tp, ep, etp = degrees
     dense: list[tuple[int, ...]] = []
     experts: list[tuple[int, ...]] = []
+    narrow = [0, 0]
     for name, weight in stage_weights(model, parts).items():
         if not name.startswith(only) or (leaves_out and name.startswith(leaves_out)):
             continue
@@ -125,7 +133,9 @@ def _block(
             continue
         place = experts if weight.of_experts else dense
         place.append(weight.local(tp, ep, etp))
-    return GatheredBlock(tuple(dense), tuple(experts))
+        if in_eight_bits(name, weight):
+            narrow[weight.of_experts] += prod(place[-1])
+    return GatheredBlock(tuple(dense), tuple(experts), (narrow[0], narrow[1]))
 
 
 def stages_held(layout: Layout, pp_rank: int) -> tuple[int, ...]:
@@ -179,7 +189,8 @@ def model_state(
     """
     policy = policy or engine_policy(layout.config)
     at = _Shard(num_shards(layout), shard, num_expert_shards(layout), expert_shard)
-    whole = gathered = frozen = 0
+    whole = frozen = 0
+    copies = gathered = 0.0
     trained, own = 0, 0  # all that is trained here, and this rank's shards of it
     beyond = 0.0  # bytes of moments in 8 bits that are more than those of whole blocks
     places = at if policy.splits_optimizer else _Shard(1, 0, 1, 0)
@@ -193,11 +204,12 @@ def model_state(
             beyond += block.count * places.beyond(block, policy)
         for block in (ends, *layers):
             whole += block.count * block.size
+            copies += block.count * block.copied(policy)
             frozen += block.count * at.held(block)
             kept += block.count * _second_copy(layout, block, policy)
             unpacked = max(unpacked, policy.unpacking * block.size)
-        largest = max((block.size for block in layers), default=0)
-        gathered = max(gathered, ends.size + policy.in_flight * largest)
+        largest = max((block.copied(policy) for block in layers), default=0.0)
+        gathered = max(gathered, ends.copied(policy) + policy.in_flight * largest)
     frozen -= own
     optimizer = own if policy.splits_optimizer else trained
     away, beyond_away = optimizer, beyond
@@ -217,10 +229,10 @@ def model_state(
     return ModelState(
         parameters=whole,
         masters=here * policy.master + (frozen + (0 if policy.away else away)) * policy.compute,
-        copies=0 if policy.splits_copy else whole * policy.copy,
+        copies=0 if policy.splits_copy else copies,
         gradients=gradients,
         optimizer=here * policy.moments + beyond - beyond_away,
-        gathered=gathered * policy.copy + unpacked + kept + visiting if policy.splits_copy else 0,
+        gathered=gathered + unpacked + kept + visiting if policy.splits_copy else 0,
         host=away * policy.gradient + (0 if policy.on_disk else lying) + rooms,
         disk=(lying if policy.on_disk else 0) + (weights if policy.away_on_disk else 0),
         updated=optimizer,
@@ -241,11 +253,12 @@ def _away(layout: Layout, pp_rank: int, policy: StatePolicy) -> tuple[float, flo
 
 def _second_copy(layout: Layout, block: GatheredBlock, policy: StatePolicy) -> float:
     """Bytes of a rank's part of what its node keeps of a gathered block, as it was sent (hpZ)."""
-    each = zip((block.dense, block.experts), layout.node_sizes, strict=True)
-    rounded = policy.unpacking > 0
+    rounded, gathers_8_bits = policy.unpacking > 0, layout.config.training.fp8_param_gather
+    narrow = block.narrow if gathers_8_bits else (0, 0)
+    each = zip((block.dense, block.experts), narrow, layout.node_sizes, strict=True)
     return sum(
-        UnitSizes.whole(shapes).gathered(policy.compute, rounded=rounded) / nodes.hpz
-        for shapes, nodes in each
+        UnitSizes.whole(shapes, few).gathered(policy.compute, rounded=rounded) / nodes.hpz
+        for shapes, few, nodes in each
         if nodes.hpz > 1
     )
 

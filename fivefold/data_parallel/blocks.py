@@ -29,22 +29,25 @@ class UnitSizes:
     Attributes:
         blocks: of those that are sent in few bits.
         wide: of those that keep their type.
+        narrow: of those that are gathered in the 8 bits in which they are multiplied
+            (fp8_param_gather), which are among `blocks`.
     """
 
     blocks: int = 0
     wide: int = 0
+    narrow: int = 0
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[tuple[int, ...], int]]) -> "UnitSizes":
+    def of(cls, parameters: Iterable[tuple[tuple[int, ...], int]], narrow: int = 0) -> "UnitSizes":
         """The sizes of parameters with these shapes and numbers of elements."""
         each = list(parameters)
         few = sum(size for shape, size in each if in_few_bits(shape))
-        return cls(few, sum(size for _, size in each) - few)
+        return cls(few, sum(size for _, size in each) - few, narrow)
 
     @classmethod
-    def whole(cls, shapes: Iterable[tuple[int, ...]]) -> "UnitSizes":
+    def whole(cls, shapes: Iterable[tuple[int, ...]], narrow: int = 0) -> "UnitSizes":
         """The sizes of whole parameters."""
-        return cls.of((shape, prod(shape)) for shape in shapes)
+        return cls.of(((shape, prod(shape)) for shape in shapes), narrow)
 
     def message(self, bits: int, element: float) -> float:
         """Bytes of the message: whole blocks with their scales, and the rest.
@@ -60,7 +63,7 @@ class UnitSizes:
         """Bytes of a gather's message, as INT8 (qwZ) or as it is."""
         if rounded:
             return self.message(WEIGHT_BITS, element)
-        return (self.blocks + self.wide) * element
+        return (self.blocks + self.wide - self.narrow) * element + self.narrow
 
 
 UNPACKING = 8.0

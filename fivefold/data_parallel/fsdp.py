@@ -1,9 +1,8 @@
 """ZeRO-1/2/3, HSDP and master weights, implemented with FSDP2."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,12 +24,13 @@ from fivefold.data_parallel.communication import (
     NodeGather,
     ReduceScatter,
 )
+from fivefold.data_parallel.eight_bit import EightBitParam, agree_on_scales, gather_in_eight_bits
 from fivefold.data_parallel.policy import Policy
+from fivefold.data_parallel.prefetch import last_layer_first, set_prefetch
 from fivefold.data_parallel.quantised import Blocks, Format
 from fivefold.mesh.groups import Groups, NodeGroups
 from fivefold.mesh.slices import local_tensor
 from fivefold.model.experts import Experts
-from fivefold.model.prediction import FurtherToken
 from fivefold.model.transformer import Stage
 from fivefold.tensor.deferred_weight import Work, run_works
 
@@ -94,6 +94,8 @@ class ShardedStage:
             )
         self._units = [m for m in stage.modules() if isinstance(m, FSDPModule)]
         self.exchanges: list[NodeGather | HierarchicalReduceScatter] = []
+        self._narrow: dict[Any, list[EightBitParam]] = defaultdict(list)  # by who shares them
+        self._scales_known = False
         self._held: dict[torch.Tensor, Any] = {}  # by whole parameter, what FSDP2 knows of it
         self._root = self._units[0]
         self._gathers: list[UnshardHandle] = []
@@ -108,10 +110,14 @@ class ShardedStage:
             if groups.experts is not None and isinstance(wrapped, Experts):
                 nodes = groups.experts.nodes
             self.exchanges += _set_communication(unit, mesh, policy, nodes)
+            if policy.gathers_8_bits:
+                shards = mesh.get_group(-1) if mesh.size(-1) > 1 else None
+                for group in _parameter_groups(unit):
+                    self._narrow[shards] += gather_in_eight_bits(group, policy.compute_dtype)
             if by_hand:
                 _without_hooks(unit)
         if not by_hand:
-            _set_prefetch(self._units, policy.overlap_param_gather)
+            set_prefetch(self._units, policy.overlap_param_gather)
         self._away: Mapping[nn.Module, AwayShards] = {}
 
     def give_memory(self, device: torch.device, away: Collection[str]) -> None:
@@ -125,12 +131,19 @@ class ShardedStage:
         order: list[Any] = self._units
         if backward:
             root, *layers = self._units
-            order = [*_last_layer_first(layers)]
+            order = [*last_layer_first(layers)]
             # Without the head the stage's output is its last layer's, whose hook comes first.
             first = 0 if self._stage.parts.head else 1 + self._policy.overlap_param_gather
             order.insert(first, root)
         left_out = {m for each in self._stage.predictions for m in each.modules() if not further}
         yield from (self._away[u] for u in order if u in self._away and u not in left_out)
+
+    def before_run(self) -> None:
+        """Agree on the scales of weights that are gathered in 8 bits, if weights may be new."""
+        if not self._scales_known:
+            for shards, held in self._narrow.items():
+                agree_on_scales(held, shards)
+        self._scales_known = True
 
     def set_gradient_type(self) -> None:
         """Reduce into the type in which gradients are kept, where parameters have another one.
@@ -231,7 +244,8 @@ class ShardedStage:
         self.forget()
 
     def forget(self) -> None:
-        """Let the next gathers be over all ranks, as weights may change."""
+        """Let the next gathers be over all ranks and of new scales, as weights may change."""
+        self._scales_known = False
         for exchange in self.exchanges:
             if isinstance(exchange, NodeGather):
                 exchange.kept = None
@@ -281,26 +295,6 @@ class ShardedStage:
         self._gathers = []
 
 
-def _set_prefetch(units: Sequence[FSDPModule], early: bool) -> None:
-    """Gather each block's parameters while the previous block computes, or not before use.
-
-    By default FSDP2 prefetches in the backward in the reverse order of all forwards. A pipeline
-    interleaves microbatches, so the last of these gathers would be wasted. Prefetching the
-    root, which stays gathered in a backward, gathers nothing. Multi-token prediction layers,
-    which an evaluation skips, are gathered when they run.
-    """
-    root, *layers = units
-    backward = [root, *_last_layer_first(layers)]
-    for unit, following in zip(backward, [*backward[1:], root], strict=True):
-        unit.set_modules_to_backward_prefetch([following if early else root])
-    predictions = [unit for unit in layers if isinstance(unit, FurtherToken)]
-    parts: list[list[Any]] = [[m for m in each.modules() if m in layers] for each in predictions]
-    always = [unit for unit in layers if unit not in {m for part in parts for m in part}]
-    for run in (always, *parts) if early else ():
-        for unit, others in _with_following(run):
-            unit.set_modules_to_forward_prefetch(others)
-
-
 def _set_communication(
     unit: FSDPModule, mesh: DeviceMesh, policy: Policy, nodes: NodeGroups
 ) -> Iterator[NodeGather | HierarchicalReduceScatter]:
@@ -343,30 +337,6 @@ def _split_dim(parameter: nn.Parameter, *, shards: int) -> Shard | None:
     return Shard(1)
 
 
-def _with_following(
-    units: Sequence[FSDPModule],
-) -> Iterator[tuple[FSDPModule, list[FSDPModule]]]:
-    """Each layer with its own experts and the next layer, to prefetch.
-
-    Experts prefetch nothing: a backward that recomputes them would gather a finished layer.
-    """
-    places = [place for place, unit in enumerate(units) if not isinstance(unit, Experts)]
-    for place, after in pairwise([*places, len(units)]):
-        yield units[place], list(units[place + 1 : after + 1])
-
-
-def _last_layer_first(units: Sequence[FSDPModule]) -> Iterator[FSDPModule]:
-    """The order of a backward: from the last layer to the first, each before its experts."""
-    experts: list[FSDPModule] = []
-    for unit in reversed(units):
-        if isinstance(unit, Experts):
-            experts.append(unit)
-        else:
-            yield unit
-            yield from experts
-            experts = []
-
-
 def _without_hooks(unit: FSDPModule) -> None:
     """Stop FSDP2 from gathering before a unit's forward and reducing after its backward."""
     state = unit._get_fsdp_state()
@@ -393,7 +363,8 @@ def _complete(group: Any) -> None:
         if not held.sharded_param.requires_grad:
             continue
         if held.unsharded_accumulated_grad is None and held.unsharded_param.grad is None:
-            held.unsharded_param.grad = torch.zeros_like(held.unsharded_param)
+            whole = held.unsharded_param
+            whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
         held.accumulate_unsharded_grad_if_needed()
         held.to_accumulated_grad_if_needed()
     group.post_backward()

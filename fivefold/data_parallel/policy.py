@@ -38,6 +38,7 @@ class Policy:
         overlap_param_gather: whether to prefetch the next block's parameters.
         quantised_weights: whether weights are gathered as INT8.
         quantised_gradients: whether gradients are reduced as INT4.
+        gathers_8_bits: whether weights of 8-bit linear layers are gathered as they are multiplied.
     """
 
     shards: bool
@@ -53,6 +54,7 @@ class Policy:
     overlap_param_gather: bool
     quantised_weights: bool
     quantised_gradients: bool
+    gathers_8_bits: bool
 
     @property
     def needs_fsdp(self) -> bool:
@@ -62,8 +64,8 @@ class Policy:
 
 def make_policy(config: Config) -> Policy:
     """The settings of a sharding strategy, a precision and an optimizer."""
-    parallel, precision = config.parallel, config.training.precision
-    sharding = parallel.sharding
+    parallel, training = config.parallel, config.training
+    sharding, precision = parallel.sharding, training.precision
     master = torch.float64 if precision == "fp64" else torch.float32
     gradient = torch.bfloat16 if config.optimizer.narrow_gradients else master
     wire = torch.bfloat16 if parallel.grad_reduce_in_bf16 else gradient
@@ -81,4 +83,5 @@ def make_policy(config: Config) -> Policy:
         overlap_param_gather=parallel.overlap_param_gather,
         quantised_weights=parallel.zero_quantized_weights,
         quantised_gradients=parallel.zero_quantized_gradients,
+        gathers_8_bits=training.fp8_param_gather,
     )

@@ -122,6 +122,9 @@ class ReplicatedStage:
     def reshard(self) -> None:
         """Nothing is ever gathered."""
 
+    def before_run(self) -> None:
+        """Nothing is ever gathered."""
+
     def forget(self) -> None:
         """Nothing is ever gathered."""
 

@@ -38,11 +38,13 @@ def group_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else group.size()
 
 
-def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Pending:
-    """Sum `x` over the group in place. Sends 2(P-1)/P of its bytes."""
+def start_all_reduce(
+    x: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Pending:
+    """Sum `x` over the group in place, or what `op` says. Sends 2(P-1)/P of its bytes."""
     if group is None:
         return Pending([], lambda: x)
-    work = dist.all_reduce(x, group=group, async_op=True)
+    work = dist.all_reduce(x, op=op, group=group, async_op=True)
     return Pending([work], lambda: x)
 
 

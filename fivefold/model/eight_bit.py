@@ -80,7 +80,7 @@ class EightBit(Products):
     def in_parts(self, weight_FH: Tensor, *, of_gradient: bool) -> "EightBit":
         """The same, with a weight that is quantised once for all parts of the tokens."""
         assert self.recipe.across == 1, "some of the tokens have other scales than all of them"
-        return replace(self, weight=self._weight(weight_FH.t() if of_gradient else weight_FH))
+        return replace(self, weight=self._weight(weight_FH, of_gradient=of_gradient))
 
     def gradient(self, grad_TF: Tensor) -> Kept:
         """Its bits and scales, if one pair serves dX and dW."""
@@ -92,7 +92,7 @@ class EightBit(Products):
     def output(
         self,
         x: Kept,
-        weight_FH: Tensor,
+        weight_FH: Tensor | Scaled,
         bias_F: Tensor | None = None,
         out_TF: Tensor | None = None,
     ) -> Tensor:
@@ -105,13 +105,13 @@ class EightBit(Products):
     def input_gradient(
         self,
         grad: Kept,
-        weight_FH: Tensor,
+        weight_FH: Tensor | Scaled,
         onto_TH: Tensor | None = None,
         out_TH: Tensor | None = None,
     ) -> Tensor:
         """[T, F] -> [T, H], added to `onto_TH` or written into `out_TH` if there is one."""
         left = self._read(grad, self._across, self.gradients)
-        grad_TH = multiply(left, self._weight(weight_FH.t()), self.dtype)
+        grad_TH = multiply(left, self._weight(weight_FH, of_gradient=True), self.dtype)
         if onto_TH is not None:
             return onto_TH.add_(grad_TH)
         return grad_TH if out_TH is None else out_TH.copy_(grad_TH)
@@ -130,18 +130,31 @@ class EightBit(Products):
     def groups_gradient(self, grad: Kept, weight_EFH: Tensor, ends: list[int]) -> Tensor:
         """`input_gradient` for the same groups."""
         left = self._read(grad, self._across, self.gradients)
-        return self._of_groups(left, weight_EFH.transpose(1, 2), ends, fast=False)
+        return self._of_groups(left, weight_EFH, ends, of_gradient=True)
 
     def _of_groups(
-        self, left: Scaled, weight_ENK: Tensor, ends: list[int], *, fast: bool = True
+        self, left: Scaled, weight_EFH: Tensor, ends: list[int], *, of_gradient: bool = False
     ) -> Tensor:
+        weight_ENK = weight_EFH.transpose(1, 2) if of_gradient else weight_EFH
         if multiplies_groups(left, weight_ENK, self.dtype):
             right = self._weight(weight_ENK.reshape(-1, weight_ENK.shape[2]))
-            return multiply_groups(left, right, ends, fast=fast)
-        each = zip(left.by_rows(ends), weight_ENK, strict=True)
-        return torch.cat(
-            [multiply(rows, self._weight(one), self.dtype, fast=fast) for rows, one in each]
-        )
+            return multiply_groups(left, right, ends, fast=not of_gradient)
+        rights = (self._weight(one, of_gradient=of_gradient) for one in self.by_group(weight_EFH))
+        each = zip(left.by_rows(ends), rights, strict=True)
+        products = [multiply(*pair, self.dtype, fast=not of_gradient) for pair in each]
+        return torch.cat(products)
+
+    def by_group(self, weight_EFH: Tensor) -> Sequence[Tensor | Scaled]:
+        """The weight of each group, in 8 bits if that is how they were gathered."""
+        if weight_EFH.dtype != E4M3:
+            return weight_EFH.unbind()
+        each = zip(weight_EFH.detach(), inverse_of(weight_EFH), strict=True)
+        return [Scaled(bits, inverse, self.weight_block) for bits, inverse in each]
+
+    @property
+    def weight_block(self) -> Block:
+        """Blocks of a weight [F, H] for a product that sums over its columns."""
+        return self.recipe.weight_across, self.recipe.along
 
     @property
     def _across(self) -> Block:
@@ -164,11 +177,26 @@ class EightBit(Products):
             return Scaled(kept[0], kept[1], block)
         return self._quantised(kept[0], block, dtype)
 
-    def _weight(self, weight: Tensor) -> Scaled:
-        """A weight whose columns a product sums over."""
+    def _weight(self, weight: Tensor | Scaled, *, of_gradient: bool = False) -> Scaled:
+        """A weight [F, H] as a product takes it: over H, or over F for the gradient of the input.
+
+        One that was gathered in 8 bits serves both: its blocks are as long as they are wide.
+        """
         if self.weight is not None:
             return self.weight
-        return self._quantised(weight, (self.recipe.weight_across, self.recipe.along), E4M3)
+        if isinstance(weight, Tensor) and weight.dtype == E4M3:
+            weight = Scaled(weight.detach(), inverse_of(weight)[0], self.weight_block)
+        if isinstance(weight, Scaled):
+            return weight.t() if of_gradient else weight
+        return self._quantised(weight.t() if of_gradient else weight, self.weight_block, E4M3)
+
+
+def inverse_of(weight: Tensor) -> Tensor:
+    """fp32 [groups, blocks of rows, blocks of columns]: the scales that came with a weight which
+    was gathered in 8 bits; one group if it is of a single linear layer."""
+    inverse: Tensor | None = getattr(weight, "inverse_scales", None)
+    assert inverse is not None, "8-bit weights are read as they were gathered, not in part"
+    return inverse
 
 
 @dataclass(frozen=True)
@@ -210,7 +238,8 @@ class EightBitGroups(Products):
         """[T, H] -> [T, F], without a bias."""
         if self._by_row:
             return self.each.groups_output(x, weight_EFH, self.ends)
-        return torch.cat(list(map(self.each.output, self._groups(x), weight_EFH)))
+        weights = self.each.by_group(weight_EFH)
+        return torch.cat(list(map(self.each.output, self._groups(x), weights)))
 
     def input_gradient(
         self, grad: Kept, weight_EFH: Tensor, onto_TH: Tensor | None = None, *_: Tensor | None
@@ -219,7 +248,8 @@ class EightBitGroups(Products):
         if self._by_row:
             grad_TH = self.each.groups_gradient(grad, weight_EFH, self.ends)
         else:
-            grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weight_EFH)))
+            weights = self.each.by_group(weight_EFH)
+            grad_TH = torch.cat(list(map(self.each.input_gradient, self._groups(grad), weights)))
         return grad_TH if onto_TH is None else onto_TH.add_(grad_TH)
 
     def weight_gradient(self, grad: Kept, kept: Kept, onto_EFH: Tensor | None = None) -> Tensor:
@@ -261,6 +291,18 @@ class EightBitExperts:
         """The products of these groups."""
         assert ends is not None
         return EightBitGroups(self.each, ends)
+
+
+def scales_of(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What autograd does not save with weights that were gathered in 8 bits: their scales."""
+    return tuple(inverse_of(weight) for weight in weights if weight.dtype == E4M3)
+
+
+def with_scales(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Saved weights with what `scales_of` found: recomputation reads a tensor of its own."""
+    for weight, inverse in zip(weights, scales, strict=False):
+        weight.inverse_scales = inverse  # type: ignore[attr-defined]
+    return weights
 
 
 def eight_bit(training: TrainingConfig, dtype: torch.dtype) -> EightBit | None:
@@ -307,13 +349,13 @@ class _Multiplied(torch.autograd.Function):
         taken, kept = products.input(x)
         outputs = products.outputs(taken, weights, (None,) * len(weights))
         ctx.save_for_backward(*weights, *kept)
-        ctx.products, ctx.count = products, len(weights)
+        ctx.products, ctx.count, ctx.scales = products, len(weights), scales_of(weights)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         products, saved = ctx.products, ctx.saved_tensors
-        weights, kept = saved[: ctx.count], saved[ctx.count :]
+        weights, kept = with_scales(saved[: ctx.count], ctx.scales), saved[ctx.count :]
         taken = [products.gradient(grad) for grad in grads]
         grad_x = products.input_gradients(taken, weights) if ctx.needs_input_grad[0] else None
         return grad_x, None, *(products.weight_gradient(grad, kept) for grad in taken)

@@ -130,13 +130,17 @@ def quantise(
     shape = padded.shape[0] // m, m, padded.shape[1] // k, k
     blocks = padded.reshape(shape)
     scale = scales(largest(blocks), dtype, powers_of_two=powers_of_two)
-    limit = torch.finfo(dtype).max
-    bits = (blocks * scale[:, None, :, None]).clamp_(-limit, limit).to(dtype)
-    bits = bits.reshape(padded.shape)
+    bits = narrowed(blocks, scale[:, None, :, None], dtype).reshape(padded.shape)
     if any(padding):  # a copy, so that the padding is not kept with it
         bits = bits[:rows, :columns].clone(memory_format=torch.contiguous_format)
-    inverse = _over(1.0, scale)
+    inverse = over(1.0, scale)
     return Scaled(bits, inverse.to(E8M0) if exponents else inverse, block)
+
+
+def narrowed(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The multiples of an 8-bit type that are nearest to elements times their scales."""
+    limit = torch.finfo(dtype).max
+    return (x * scale).clamp_(-limit, limit).to(dtype)
 
 
 def largest(blocks: Tensor) -> Tensor:
@@ -148,14 +152,14 @@ def largest(blocks: Tensor) -> Tensor:
 
 def scales(amax: Tensor, dtype: torch.dtype, *, powers_of_two: bool) -> Tensor:
     """The factor, in fp32, that takes each largest element to the largest number of a type."""
-    scale = _over(torch.finfo(dtype).max, amax.clamp(min=TINY))
+    scale = over(torch.finfo(dtype).max, amax.clamp(min=TINY))
     if not powers_of_two:
         return scale
     rounded = (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
     return torch.where(scale.isnan(), scale, rounded)
 
 
-def _over(number: float, x: Tensor) -> Tensor:
+def over(number: float, x: Tensor) -> Tensor:
     """A number divided by each element, rounded once: Python's / multiplies by the reciprocal."""
     return torch.div(x.new_full((), number), x)
 

@@ -1,12 +1,20 @@
 """Which 8-bit settings can be trained with, alone and in combination; torch-free."""
 
+from math import prod
+
 from fivefold.config.config import Config
+from fivefold.config.model import ModelConfig
+from fivefold.config.sharding import SHARDING
 from fivefold.errors import Mistakes
+from fivefold.mesh.grid import Grid
+from fivefold.model.operations import Weight
 
 TRAINED = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 """Recipes that the trainer has."""
 E4M3_ALONE = {"blockwise": 128, "mxfp8": 32}
 """Recipes whose blocks are so short that e4m3 does for gradients; elements of a block."""
+SQUARE = ("tensorwise", "blockwise")
+"""Recipes whose blocks of a weight have as many rows as columns: one copy serves both products."""
 BLACKWELL = 10, 0
 """Compute capability of the first GPUs with kernels for mxfp8."""
 _NEEDS = {
@@ -14,6 +22,22 @@ _NEEDS = {
     "have to save, to share and to repeat when it recomputes. The recipes of this version scale a "
     "tensor by its own largest elements",
 }
+
+
+_WIDE = frozenset({"lm_head", "router", "shared_expert_gate"})
+"""Linear layers that keep the compute dtype, as in Megatron-LM."""
+
+
+def in_eight_bits(name: str, weight: Weight) -> bool:
+    """Whether --fp8-format has a weight multiplied in 8 bits."""
+    return weight.multiplies and name.split(".")[-2] not in _WIDE
+
+
+def num_scales(shape: tuple[int, ...], recipe: str) -> int:
+    """Scales of a weight of this shape, [F, H] or [E, F, H], as a rank multiplies it."""
+    *experts, rows, columns = shape
+    each = E4M3_ALONE[recipe] if recipe == "blockwise" else max(rows, columns, 1)
+    return prod(experts) * -(-rows // each) * -(-columns // each)
 
 
 def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
@@ -39,6 +63,12 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
             f"(fp4_format {training.fp4_format})",
             works=["--fp4-format none", "--fp8-format none"],
         )
+    if training.fp8_param_gather and recipe not in SQUARE:
+        mistakes.add(
+            f"fp8_param_gather: one copy of a weight would have to serve two products, and with "
+            f"fp8_recipe {recipe} the output scales its rows, dX its columns",
+            works=[*(f"--fp8-recipe {name}" for name in SQUARE), "--no-fp8-param-gather"],
+        )
     if parallel.tp_comm_overlap and recipe == "tensorwise":
         mistakes.add(
             "tp_comm_overlap multiplies parts of the tokens while others travel, and with "
@@ -62,6 +92,65 @@ def check_eight_bit(config: Config, mistakes: Mistakes) -> None:
                 "8-bit copy of it",
                 works=["--offload-modules core_attn", "--fp8-format none"],
             )
+
+
+def check_gathered(config: Config, mistakes: Mistakes) -> None:
+    """Report what 8-bit weights are not gathered with, in any layout."""
+    training, parallel, off = config.training, config.parallel, "--no-fp8-param-gather"
+    if not training.fp8_param_gather:
+        return
+    if parallel.zero_quantized_weights:
+        mistakes.add(
+            "fp8_param_gather and zero_quantized_weights both say how weights are gathered",
+            works=["--no-zero-quantized-weights", off],
+        )
+    if parallel.overlap_param_gather_with_optimizer_step:
+        mistakes.add(
+            "fp8_param_gather compares the largest elements of all weights when they are updated, "
+            "and overlap_param_gather_with_optimizer_step gathers the first ones before",
+            works=["--no-overlap-param-gather-with-optimizer-step", off],
+        )
+    if config.memory.optimizer_cpu_offload:
+        mistakes.add(
+            "fp8_param_gather reads masters on the device, and optimizer_cpu_offload keeps them on "
+            "the host",
+            works=["--no-optimizer-cpu-offload", off],
+        )
+    if training.compile:
+        mistakes.add(
+            "fp8_param_gather: compiled layers (compile) take no weight with scales beside it",
+            works=["--no-compile", off],
+        )
+
+
+def gathers_as_multiplied(grid: Grid, model: ModelConfig) -> bool:
+    """Whether a rank multiplies with all rows of a weight that it holds, which share scales."""
+    return model.multi_latent_attention or model.num_kv_heads % grid.tp == 0
+
+
+def check_gathered_by(grid: Grid, config: Config, mistakes: Mistakes) -> None:
+    """Report a layout in which nothing would be gathered in 8 bits, or not as it is multiplied."""
+    if not config.training.fp8_param_gather:
+        return
+    heads, off = config.model.num_kv_heads, "--no-fp8-param-gather"
+    if not config.parallel.sharding.splits_optimizer:
+        fitting = (name for name, sharding in SHARDING.items() if sharding.splits_optimizer)
+        mistakes.add(
+            f"fp8_param_gather has no effect on {config.parallel.data_parallel_sharding_strategy}, "
+            "which gathers nothing",
+            works=[*(f"--data-parallel-sharding-strategy {name}" for name in fitting), off],
+        )
+    elif grid.dp_shard * grid.cp == 1:
+        mistakes.add(
+            "fp8_param_gather has no effect: the sharding group, dp_shard x cp, is a single rank",
+            works=[off],
+        )
+    if not gathers_as_multiplied(grid, config.model):
+        mistakes.add(
+            f"fp8_param_gather: of {heads} key/value heads, which tp {grid.tp} does not divide, "
+            "each rank holds all and scales those that it multiplies with",
+            works=[off],
+        )
 
 
 def check_kernels(config: Config, capability: tuple[int, int] | None) -> None:

@@ -64,7 +64,8 @@ def moves(layout: Layout, cluster: Cluster, software: Software, spec: StageParts
     def gathered(each: _Together) -> float:
         if rate:
             return each.size * 2 / rate
-        return gather_seconds(layout, cluster, each.group, each.stride, each.node, each.shapes)
+        placed = each.group, each.stride, each.node
+        return gather_seconds(layout, cluster, *placed, each.shapes, each.narrow)
 
     def reduced(each: _Together) -> float:
         sent = each.size * wire
@@ -121,6 +122,7 @@ class _Together:
         stride: ranks between two of these.
         node: how many of them share a node.
         shapes: their shapes.
+        narrow: elements of those that are gathered in 8 bits.
         count: how often a stage has such.
     """
 
@@ -128,6 +130,7 @@ class _Together:
     stride: int
     node: NodeSizes
     shapes: tuple[tuple[int, ...], ...]
+    narrow: int
     count: int
 
     @property
@@ -149,14 +152,16 @@ def _together(
     `groups`: those of dense parameters and of experts; `trained`: only of what is trained.
     """
     grid, (nodes, expert_nodes) = layout.grid, layout.node_sizes
+    narrows = layout.config.training.fp8_param_gather and not by_tensor
     for block in stage_blocks(layout, spec, trained=trained):
-        for group, stride, node, shapes in (
-            (groups[0], grid.tp, nodes, block.dense),
-            (groups[1], grid.ep * grid.etp, expert_nodes, block.experts),
+        narrow = block.narrow if narrows else (0, 0)
+        for group, stride, node, shapes, few in (
+            (groups[0], grid.tp, nodes, block.dense, narrow[0]),
+            (groups[1], grid.ep * grid.etp, expert_nodes, block.experts, narrow[1]),
         ):
             for piece in [(shape,) for shape in shapes] if by_tensor else [shapes]:
                 if piece:
-                    yield _Together(group, stride, node, piece, block.count)
+                    yield _Together(group, stride, node, piece, few, block.count)
 
 
 def _buckets(

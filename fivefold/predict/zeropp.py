@@ -5,7 +5,7 @@ Rounding is done by PyTorch's elementwise kernels, one for each operation, which
 
 from collections.abc import Sequence
 
-from fivefold.config.parallel import ParallelConfig
+from fivefold.config.config import Config
 from fivefold.data_parallel.blocks import GRADIENT_BITS, UnitSizes
 from fivefold.hardware import Gpu
 from fivefold.layout import Layout
@@ -21,6 +21,9 @@ _UNPACK, _UNPACK_KERNELS = 23.0, 7
 """Bytes per element that unpacking moves: it is widened, multiplied, narrowed, put in its place."""
 _SUM = 12.0
 """Bytes per element that a sum of what arrived moves."""
+_NARROW, _NARROW_KERNELS = 26.0, 5
+"""Bytes per element that narrowing to 8 bits moves: it is cast, scaled, clamped, narrowed, put in
+its place."""
 _WEIGHT, _GRADIENT = 2.0, 4.0  # bytes of what is not rounded
 
 
@@ -31,6 +34,7 @@ def gather_seconds(
     stride: int,
     nodes: NodeSizes,
     shapes: Sequence[tuple[int, ...]],
+    narrow: int,
 ) -> float:
     """Seconds to gather a unit's parameters, the mean of a step's gathers.
 
@@ -41,18 +45,21 @@ def gather_seconds(
         stride: distance of these ranks.
         nodes: how ZeRO++ divides the group.
         shapes: whole parameters of the unit.
+        narrow: elements of those that are gathered in 8 bits.
     """
-    parallel, sizes = layout.config.parallel, UnitSizes.whole(shapes)
+    parallel, sizes = layout.config.parallel, UnitSizes.whole(shapes, narrow)
     rounded = parallel.zero_quantized_weights and group.size > 1
     message = sizes.gathered(_WEIGHT, rounded=rounded)
-    unpacking = _seconds(cluster.gpu, sizes.blocks, _UNPACK, _UNPACK_KERNELS) if rounded else 0.0
-    first = gather(cluster, group, message) + unpacking
+    beside = _seconds(cluster.gpu, sizes.blocks, _UNPACK, _UNPACK_KERNELS) if rounded else 0.0
+    if narrow:
+        beside += _seconds(cluster.gpu, narrow / group.size, _NARROW, _NARROW_KERNELS)
+    first = gather(cluster, group, message) + beside
     if rounded:
         first += _seconds(cluster.gpu, sizes.blocks / group.size, _PACK, _PACK_KERNELS)
     if nodes.hpz == 1:
         return first
     often = parallel.sharding.gathers(layout.num_microbatches * parallel.num_sequence_slices)
-    later = gather(cluster, span(cluster, nodes.hpz, stride), message) + unpacking
+    later = gather(cluster, span(cluster, nodes.hpz, stride), message) + beside
     return (first + (often - 1) * later) / often
 
 
@@ -80,9 +87,11 @@ def reduction_seconds(
     )
 
 
-def least_bytes(parallel: ParallelConfig) -> tuple[float, float | None]:
+def least_bytes(config: Config) -> tuple[float, float | None]:
     """Bytes that a weight's gather and a gradient's reduction send at least; None: as without."""
-    weight = 1.0 if parallel.zero_quantized_weights else _WEIGHT
+    parallel = config.parallel
+    narrow = parallel.zero_quantized_weights or config.training.fp8_param_gather
+    weight = 1.0 if narrow else _WEIGHT
     return weight, GRADIENT_BITS / 8 if parallel.zero_quantized_gradients else None
 
 

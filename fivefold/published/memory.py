@@ -61,10 +61,11 @@ def _policy_of(layout: Layout, framework: Framework) -> StatePolicy | None:
         return None if sharding.splits_parameters else megatron_policy(sharding.splits_optimizer)
     copy, gradient, master, moments = framework.held
     return StatePolicy(
-        copy,
-        gradient,
-        master,
-        moments,
+        copy=copy,
+        narrow_copy=copy,
+        gradient=gradient,
+        master=master,
+        moments=moments,
         splits_copy=sharding.splits_parameters,
         splits_gradient=sharding.splits_gradients,
         splits_optimizer=sharding.splits_optimizer,

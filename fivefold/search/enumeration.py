@@ -6,6 +6,7 @@ checks again every layout that is recommended.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -21,6 +22,7 @@ from fivefold.data_parallel.zeropp_rules import ACTS_ON, part_fits, techniques
 from fivefold.errors import ConfigError, Mistakes
 from fivefold.mesh.grid import Grid
 from fivefold.mesh.rules import check_experts, divisors
+from fivefold.model.fp8_rules import gathers_as_multiplied
 from fivefold.pipeline.ir import Kind
 from fivefold.pipeline.order import Order
 from fivefold.pipeline.rules import SYNTHESISED
@@ -198,7 +200,8 @@ class _Axes:
             found = [sharding for sharding in found if not sharding.splits_optimizer]
         for technique in techniques(parallel):
             found = [sharding for sharding in found if ACTS_ON[technique](sharding)]
-        if parallel.ddp_reduce_scatter_with_fp32_accumulation:
+        narrow = self.config.training.fp8_param_gather
+        if narrow or parallel.ddp_reduce_scatter_with_fp32_accumulation:
             found = [sharding for sharding in found if sharding.splits_optimizer]
         if parallel.grad_reduce_in_bf16 and self.config.training.precision == "bf16":
             # An all-reduce would sum in bf16.
@@ -240,9 +243,9 @@ class _Axes:
         return holds
 
     def nodes_hold(self, columns: Columns) -> NDArray[np.bool_]:
-        """The rows whose sharding groups can be divided as ZeRO++ asks."""
-        parallel = self.config.parallel
-        if not techniques(parallel):
+        """The rows whose sharding groups can be divided as ZeRO++ asks, or gather in 8 bits."""
+        parallel, narrow = self.config.parallel, self.config.training.fp8_param_gather
+        if not narrow and not techniques(parallel):
             return np.ones(len(columns["dp"]), bool)
         names = ("instances", "dp", "cp", "tp", "ep", "etp")
         rows = np.stack([columns[name] for name in names], axis=1)
@@ -253,6 +256,7 @@ class _Axes:
         def holds(instances: int, dp: int, cp: int, tp: int, ep: int, etp: int) -> bool:
             grid = Grid(1, instances, dp // instances, cp, tp, ep, etp)
             fits = all(size == 1 or part_fits(size, grid, experts) for size in sizes)
+            fits &= not narrow or gathers_as_multiplied(grid, self.config.model)
             return grid.dp_shard * grid.cp > 1 and fits
 
         each = np.array([holds(*map(int, row)) for row in distinct], bool)
@@ -269,7 +273,8 @@ class _Axes:
 
 def _plain(config: Config) -> Config:
     """The model and its training settings, without parallelism or memory techniques."""
-    return Config(config.model, training=config.training, optimizer=config.optimizer)
+    training = replace(config.training, fp8_param_gather=False)
+    return Config(config.model, training=training, optimizer=config.optimizer)
 
 
 def _meshes(axes: _Axes) -> Columns:

@@ -117,7 +117,7 @@ class _State:
             optimizer = policy.device_masters + policy.device_moments + policy.device_stand_ins
             if not trained:
                 optimizer, policy = policy.compute, replace(policy, gradient=0.0)
-            whole = 0.0 if policy.splits_copy else policy.copy
+            whole = 0.0 if policy.splits_copy else min(policy.copy, policy.narrow_copy)
             split = optimizer if policy.splits_optimizer else 0.0
             whole += 0.0 if policy.splits_optimizer else optimizer
             split += policy.device_gradient if policy.splits_gradient else 0.0

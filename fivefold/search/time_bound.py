@@ -333,7 +333,7 @@ class _DataParallel:
         self.expert = c["dp"] * c["cp"] * c["tp"] // (c["ep"] * c["etp"])
         parallel = space.config.parallel
         self.wire = float(space.config.sent_gradient_bytes)
-        self.copy, narrow = least_bytes(parallel)
+        self.copy, narrow = least_bytes(space.config)
         self.scattered = narrow or self.wire
         model, ones = space.config.model, np.ones_like(self.expert)
         self.further_experts = layer_kind(model, model.num_layers).experts

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fivefold.model.eight_bit import scales_of, with_scales
 from fivefold.model.grouped import GroupArithmetic, GroupedLinear
 from fivefold.model.leaves import local
 from fivefold.tensor.deferred_weight import DeferredWeights
@@ -47,6 +48,7 @@ class _Grouped(torch.autograd.Function):
         outputs = products.outputs(taken, weights, (None,) * len(weights))
         ctx.save_for_backward(rows_E, *weights, *(kept if targets[0].requires_grad else ()))
         ctx.groups, ctx.ends, ctx.deferred, ctx.targets = groups, ends, deferred, targets
+        ctx.scales = scales_of(weights)
         return outputs
 
     @staticmethod
@@ -54,7 +56,7 @@ class _Grouped(torch.autograd.Function):
         deferred, targets = ctx.deferred, ctx.targets
         rows_E, *saved = ctx.saved_tensors
         products = ctx.groups.products(rows_E, ctx.ends)
-        weights, kept = saved[: len(targets)], saved[len(targets) :]
+        weights, kept = with_scales(saved[: len(targets)], ctx.scales), saved[len(targets) :]
         grads = [products.gradient(grad) for grad in grads_TF]
         makes = [partial(products.weight_gradient, grad, kept) for grad in grads]
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fivefold.mesh.collectives import Pending, all_gather, all_reduce, all_to_all, reduce_scatter
+from fivefold.model.eight_bit import scales_of, with_scales
 from fivefold.model.layers import Kept, Linear, Products
 from fivefold.model.leaves import add_to_grad, local
 from fivefold.tensor.deferred_weight import DeferredWeights
@@ -78,12 +79,13 @@ class _Column(torch.autograd.Function):
         own = x if products.keeps_input else exchange.own(kept_TH)
         ctx.save_for_backward(*weights, *([own, *rest] if ctx.trains else []))
         ctx.column, ctx.targets, ctx.rows, ctx.products = column, targets, rows, products
+        ctx.scales = scales_of(weights)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Any, ...]:
         saved, count = ctx.saved_tensors, len(ctx.targets)
-        weights, kept = saved[:count], saved[count:]
+        weights, kept = with_scales(saved[:count], ctx.scales), saved[count:]
         column: ColumnParallel = ctx.column
         products: Products = ctx.products
         exchange, deferring = column.exchange, column.deferred.deferring

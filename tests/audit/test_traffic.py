@@ -123,6 +123,7 @@ SELECTIVE = {
 ZERO3 = {ZERO: "optim_grads_params"}
 QWZ, HPZ = {"zero_quantized_weights": True}, {"zero_hpz_partition_size": 2}
 QGZ = {"zero_quantized_gradients": True}
+NARROW = BF16 | {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True}
 QGZ_OF_NODES = QGZ | {"zero_qgz_partition_size": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
@@ -274,6 +275,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "cp + tp over more ranks than key/value heads": (8, {CP: 2, TP: 4, KIND: ("all_gather",)}),
     "cp + pp": (4, {CP: 2, PP: 2, KIND: ("a2a",)}),
     "qwZ, optim in bf16": (2, {ZERO: "optim"} | QWZ | BF16),
+    "gathered in 8 bits, optim": (2, {ZERO: "optim"} | NARROW | {"fp8_recipe": "tensorwise"}),
+    "gathered in 8 bits, hpZ, tp + sp": (8, ZERO3 | HPZ | SP | NARROW),
+    "gathered in 8 bits, hsdp, pp": (8, ZERO3 | {HSDP: 2, PP: 2} | NARROW),
     "qwZ + hpZ": (4, ZERO3 | QWZ | HPZ),
     "hpZ in bf16, layers recomputed": (4, ZERO3 | HPZ | BF16 | FULL),
     "hpZ, stages kept gathered": (
@@ -309,6 +313,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         "cp, a kind for each layer",
         "cp with a window",
         "cp by all-gather with a window",
+        "gathered in 8 bits, hsdp, pp",
         "hpZ in bf16, layers recomputed",
         "qgZ of nodes, tp + sp + cp",
         "all of ZeRO++, tied over pp",

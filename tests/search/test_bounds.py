@@ -33,6 +33,7 @@ OTHERWISE = (
     {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
     {"overlap_param_gather_with_optimizer_step": True},
     {"zero_quantized_weights": True, "zero_quantized_gradients": True},
+    {"fp8_format": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True},
     {
         "zero_hpz_partition_size": 4,
         "zero_quantized_gradients": True,

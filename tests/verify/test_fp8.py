@@ -66,6 +66,23 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any]]] = {
         },
     ),
     "experts": (4, MIXED, named(ep=2, tp=2, strategy="optim")),
+    "gathered in 8 bits, ZeRO-3, experts": (
+        4,
+        MIXED,
+        named(ep=2, strategy="optim_grads_params") | {"fp8_param_gather": True},
+    ),
+    "gathered in 8 bits, deferred, offloaded": (
+        8,
+        MODELS["llama tied"],
+        DEFERRED
+        | {
+            "data_parallel_sharding_strategy": "optim",
+            "fp8_param_gather": True,
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ("core_attn", "attn_proj"),
+            "min_offloaded_tensor_size": 1,
+        },
+    ),
     "experts deferred and recomputed": (
         4,
         MIXTURE,

@@ -226,6 +226,7 @@ def _training(said: Settings) -> Iterator[str]:
         yield from flags(said, "fp8_format")
         recipe = said["fp8_recipe"]
         yield from set_flag("fp8_recipe", recipe if recipe in _RECIPES else "tensorwise")
+        yield from set_flag("fp8_param_gather", said["fp8_param_gather"])
     yield from flags(said, "fp4_format")
     yield from flags(said, "lr", "min_lr", "lr_decay_style", "lr_decay_iters")
     yield from flags(said, "lr_warmup_iters", "lr_warmup_init")

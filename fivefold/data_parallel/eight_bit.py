@@ -1,0 +1,176 @@
+"""Weights of linear layers that are gathered in the 8 bits in which they are multiplied.
+
+A weight that FSDP2 gathers in bf16 is narrowed by every rank, in every microbatch, forward and
+backward. Here each rank narrows its shard before the gather. The bits are the same, because the
+scales are: the largest elements of all blocks are compared over the ranks once a step.
+
+Shapes: E experts, 1 without; F, H rows and columns of a weight; M, K rows and columns of a block.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from fivefold.mesh.collectives import start_all_reduce
+from fivefold.model.eight_bit import EightBit, EightBitExperts
+from fivefold.model.fp8 import E4M3, largest, narrowed, over, scales
+from fivefold.model.grouped import GroupedLinear
+from fivefold.model.layers import Linear
+from fivefold.model.leaves import local
+
+
+class EightBitParam(FSDPParam):
+    """FSDP2's record of a parameter, for a weight that travels and is held whole in 8 bits.
+
+    FSDP2's own way would take a subclass of Tensor for the masters, whose every use by optimizer
+    and checkpoints is then dispatched in Python. The whole weight is an E4M3 leaf of autograd with
+    gradients of the compute dtype, and an attribute `inverse_scales`.
+
+    Attributes:
+        scale: fp32 [E, blocks of F, blocks of H], what elements are multiplied with.
+        inverse: 1 / scale.
+        compute_dtype: dtype of gradients, and in which masters are read.
+    """
+
+    scale: Tensor
+    inverse: Tensor
+    compute_dtype: torch.dtype
+
+    @property
+    def products(self) -> EightBit:
+        """The arithmetic of the layer that multiplies with it."""
+        found = products_of(self._module_info.module)
+        assert found is not None, "its layer multiplies in 8 bits"
+        return found
+
+    def init_dtype_attrs(self, mp_policy: Any) -> None:
+        """Let FSDP2 ask for what is gathered; it would copy the shard into another dtype itself."""
+        super().init_dtype_attrs(mp_policy)
+        self.param_dtype = None
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """The bits of this rank's shard, padded to the longest one."""
+        shard = self._shard()
+        sent = shard.new_zeros(self.padded_sharded_param_size, dtype=torch.uint8)
+        if shard.numel():
+            experts, rows = self._range()
+            m, k = self._block()
+            scale = self.scale[experts].repeat_interleave(m, 1)[:, rows]
+            blocks = F.pad(shard, (0, -shard.shape[2] % k)).unflatten(2, (-1, k))
+            bits = narrowed(blocks, scale[..., None], E4M3).flatten(2)[..., : shard.shape[2]]
+            part = sent[tuple(slice(size) for size in self.sharded_size)]
+            part.copy_(bits.reshape(self.sharded_size).view(torch.uint8))
+        return [sent.view(-1)]
+
+    def init_unsharded_param(self) -> None:
+        """Make the leaf once, and give it this step's scales."""
+        if not hasattr(self, "_unsharded_param"):
+            bits = self.all_gather_outputs[0].view(E4M3)
+            bits = bits.as_strided(self._orig_size, self._contiguous_orig_stride)
+            spec, trained = self._unsharded_dtensor_spec, self.sharded_param.requires_grad
+            whole: Tensor = bits
+            if spec is not None and spec.tensor_meta is not None:
+                meta = spec.tensor_meta._replace(dtype=E4M3)
+                whole = DTensor(bits, replace(spec, tensor_meta=meta), requires_grad=False)
+            self._unsharded_param = nn.Parameter(whole, requires_grad=trained)
+            for leaf in {self._unsharded_param, local(self._unsharded_param)}:
+                leaf.grad_dtype = self.compute_dtype
+        leaf = local(self._unsharded_param)
+        leaf.inverse_scales = self.inverse  # type: ignore[attr-defined]
+
+    def largest(self) -> Tensor:
+        """[E, blocks of F, blocks of H] largest elements, 0 where this rank holds none of a block.
+
+        Of elements in the compute dtype: rounding keeps their order.
+        """
+        shard, (experts, rows), (m, k) = self._shard(), self._range(), self._block()
+        whole = self._whole_shape()
+        found = shard.new_zeros(whole[0], -(-whole[1] // m), -(-whole[2] // k), dtype=torch.float32)
+        if shard.numel():
+            before, size = rows.start % m, rows.stop - rows.start
+            padding = 0, -whole[2] % k, before, -(before + size) % m
+            padded = F.pad(shard, padding) if any(padding) else shard
+            blocks = padded.reshape(-1, m, padded.shape[2] // k, k)  # of all experts in turn
+            at = slice(rows.start // m, -(-rows.stop // m))
+            found[experts, at] = largest(blocks).view(len(shard), -1, found.shape[2])
+        return found
+
+    def take(self, largest: Tensor) -> None:
+        """Set the scales by the largest elements of all ranks."""
+        how = self.products.recipe
+        self.scale = scales(largest, E4M3, powers_of_two=how.powers_of_two)
+        self.inverse = over(1.0, self.scale)
+
+    def _shard(self) -> Tensor:
+        """This rank's part of the master, [E, F, H] without padding, in the compute dtype."""
+        padded = self._sharded_param_data.view(self.padded_sharded_param_size)
+        part = padded[tuple(slice(size) for size in self.sharded_size)]
+        return (part if part.dim() == 3 else part[None]).to(self.compute_dtype)
+
+    def _range(self) -> tuple[slice, slice]:
+        """The experts and the rows of each that this rank's shard has."""
+        dim = self.fsdp_placement.dim
+        start = self.mesh_info.shard_mesh_rank * self.padded_sharded_param_size[dim]
+        part, (experts, rows, _) = slice(start, start + self.sharded_size[dim]), self._whole_shape()
+        if dim == len(self._orig_size) - 2:
+            return slice(0, experts), part
+        return part, slice(0, rows)
+
+    def _whole_shape(self) -> tuple[int, int, int]:
+        *experts, rows, columns = self._orig_size
+        return prod(experts), rows, columns
+
+    def _block(self) -> tuple[int, int]:
+        """Rows and columns that share a scale; at least one."""
+        block, (_, *sizes) = self.products.weight_block, self._whole_shape()
+        m, k = (each or max(size, 1) for each, size in zip(block, sizes, strict=True))
+        return m, k
+
+
+def products_of(module: nn.Module) -> EightBit | None:
+    """How a linear layer multiplies; None: not in 8 bits."""
+    if isinstance(module, Linear) and isinstance(module.multiply, EightBit):
+        return module.multiply
+    if isinstance(module, GroupedLinear) and isinstance(module.products, EightBitExperts):
+        return module.products.each
+    return None
+
+
+def gather_in_eight_bits(group: Any, compute_dtype: torch.dtype) -> list[EightBitParam]:
+    """Let a parameter group of FSDP2 gather the weights of linear layers in 8 bits.
+
+    Returns:
+        The records of those weights.
+    """
+    found = []
+    for held in group.fsdp_params:
+        at = held._module_info
+        if at.param_name == "weight" and products_of(at.module) is not None:
+            held.__class__ = EightBitParam
+            held.compute_dtype = compute_dtype
+            found.append(held)
+    return found
+
+
+def agree_on_scales(held: Iterable[EightBitParam], group: dist.ProcessGroup | None) -> None:
+    """Set the scales of weights whose shards a group's ranks hold, in one message."""
+    every = list(held)
+    if not every:
+        return
+    found = [each.largest() for each in every]
+    message = torch.cat([largest.flatten() for largest in found])
+    summed = start_all_reduce(message, group, dist.ReduceOp.MAX).wait()
+    ends = list(accumulate(largest.numel() for largest in found))
+    parts = summed.tensor_split(ends[:-1])
+    for each, largest_, part in zip(every, found, parts, strict=True):
+        each.take(part.view_as(largest_))
