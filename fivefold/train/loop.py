@@ -82,9 +82,10 @@ class Trainer:
     _bad: BadSteps = field(init=False)
 
     def __post_init__(self) -> None:
-        self._vitals = Vitals(self.engine.layout.config.model.vocab_size)
+        config = self.engine.layout.config
+        self._vitals = Vitals(config.model.vocab_size, config.optimizer.lr)
         self._silent = SilentErrors(self.engine, self.loader)
-        self._bad = BadSteps(self.engine.layout.config.training)
+        self._bad = BadSteps(config.training)
 
     def restore(self, source: Checkpointer, step: int | None, *, weights_only: bool) -> None:
         """Load weights, and unless `weights_only` optimizer, step and place in the data.
@@ -357,7 +358,9 @@ class Trainer:
             raise self._stopped(what, symptom.why)
         if self.console is not None and not symptom.fatal:
             kept = ("no checkpoint is written meanwhile",) if self._dying else ()
-            self.console.warning(str(Mistake(what, symptom.why + kept, attempt=self._slower)))
+            self.console.warning(
+                str(Mistake(what, symptom.why + kept, attempt=self._vitals.attempt))
+            )
 
     def _see_replicas(self, *, saving: bool) -> None:
         """Compare replicas, where that is due.
@@ -385,14 +388,9 @@ class Trainer:
         latest = self.checkpointer.latest()
         kept = "none of this start" if latest is None else f"step {latest}"
         again = f"--save {self.checkpointer.folder.parent}, and another machine if it comes again"
-        attempt = again if passing else self._slower
+        attempt = again if passing else self._vitals.attempt
         why = (*why, f"{then}latest checkpoint: {kept}")
         return TrainingError(str(Mistake(what, why, attempt=attempt)))
-
-    @property
-    def _slower(self) -> str:
-        lr = self.engine.layout.config.optimizer.lr
-        return f"a lower learning rate, such as --lr {lr / 10:g}, or a longer --lr-warmup-iters"
 
     @property
     def _dying(self) -> bool:

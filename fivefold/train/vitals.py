@@ -29,13 +29,17 @@ class Vitals:
 
     Args:
         vocab_size: vocabulary size of the model, for the loss of a uniform guess.
+        lr: learning rate of the run, of which a lower one is to be tried.
 
     Attributes:
         dead: number of latest steps in a row without any gradient.
+        attempt: settings that may help a run that does not learn.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, lr: float) -> None:
         self._uniform, self._vocab_size = math.log(vocab_size), vocab_size
+        lower = f"a lower learning rate, such as --lr {lr / 10:g}"
+        self.attempt = f"{lower}, or a longer --lr-warmup-iters"
         self.dead = self._same = 0
         self._loss = math.nan
 

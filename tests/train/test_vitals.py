@@ -15,7 +15,7 @@ def step(loss: float, norm: float, *, lr: float = 1e-3, tokens: int = 64) -> Ste
 
 
 def symptoms(results: list[StepResult]) -> dict[int, Symptom]:
-    vitals = Vitals(VOCABULARY)
+    vitals = Vitals(VOCABULARY, 1e-3)
     seen = {number: vitals.look(result) for number, result in enumerate(results, 1)}
     return {number: symptom for number, symptom in seen.items() if symptom is not None}
 
