@@ -101,8 +101,7 @@ class Trainer:
             source.load(state.step, weights, skip=("optim.",))
             return engine.after_load(0)
         self.loader.load_state_dict(state.loader)
-        tensors: dict[str, Any] = self.engine.stored_tensors()
-        source.load(state.step, tensors)
+        source.load(state.step, self.engine.stored_tensors())
         self._continue(state)
         self._saved = self.step if source.folder == self.checkpointer.folder else None
 
@@ -358,9 +357,8 @@ class Trainer:
             raise self._stopped(what, symptom.why)
         if self.console is not None and not symptom.fatal:
             kept = ("no checkpoint is written meanwhile",) if self._dying else ()
-            self.console.warning(
-                str(Mistake(what, symptom.why + kept, attempt=self._vitals.attempt))
-            )
+            said = Mistake(what, symptom.why + kept, attempt=self._vitals.attempt)
+            self.console.warning(str(said))
 
     def _see_replicas(self, *, saving: bool) -> None:
         """Compare replicas, where that is due.
