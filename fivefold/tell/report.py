@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from textwrap import wrap
 
+from fivefold.config.config import SETTINGS
 from fivefold.counts.policy import saved_bytes
 from fivefold.model.shape import count_parameters
 from fivefold.predict.context import configured_way, context_ways
@@ -144,7 +145,7 @@ def question(result: SearchResult) -> Iterator[str]:
     for what in request.assumed:
         yield f"assumed    {what}"
     for name, value in sorted(request.fixed().items()):
-        yield f"fixed      {name} = {value}"
+        yield f"fixed      {name} = {SETTINGS[name].words(value)}"
     if request.only == PROVEN:
         yield "proven     only schedules and techniques that published runs have used (--proven)"
 
